@@ -1,0 +1,1 @@
+"""Shared test support: float64 oracles, derived tolerances, the cases that are always there."""
