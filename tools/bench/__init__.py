@@ -1,0 +1,1 @@
+"""The measuring stick: named shapes, device-synchronised timing, limits and peers of one run."""

@@ -1,0 +1,72 @@
+"""JSON and Markdown of one run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+import jax
+
+from bench.limits import Limits
+from bench.runner import Row
+
+PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "ejk-modules", "ejk-kernels-triton")
+
+
+def environment() -> dict:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    device = jax.devices()[0]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device.device_kind,
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _number(value, digits=3) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
+    rates = ", ".join(f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.flops.items())
+    lines = [
+        f"Device {env['device']}, {env['date']}; {rates}; copy {limits.bytes_per_s / 1e9:.4g} GB/s",
+        "",
+        "| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        if r.ms is None:
+            cell = f"not run: {r.note}"
+            lines.append(f"| {r.case} | {r.mode} | {r.contender} | {cell} | | | | | | |")
+            continue
+        over = ", ".join(f"{k} {v:.2f}x" for k, v in r.speed_over.items())
+        cells = [
+            r.case, r.mode, r.contender, _number(r.ms, 4), _number(r.spread_ms, 2),
+            _number(r.tflops, 4), _number(r.gbps, 4), _number(r.percent_of_limit), over,
+            _number(r.temp_mb, 4),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write(
+    rows: Sequence[Row], limits: Limits, op: str, out: pathlib.Path
+) -> tuple[pathlib.Path, pathlib.Path]:
+    env = environment()
+    out.mkdir(parents=True, exist_ok=True)
+    data = {"op": op, **env, "limits": limits.asdict(), "rows": [r.asdict() for r in rows]}
+    as_json, as_markdown = out / f"{op}.json", out / f"{op}.md"
+    as_json.write_text(json.dumps(data, indent=1) + "\n")
+    as_markdown.write_text(markdown(rows, limits, env))
+    return as_json, as_markdown

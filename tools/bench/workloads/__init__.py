@@ -1,0 +1,1 @@
+"""One module an operation: ``cases(device) -> list[Case]``, or ``main(args)``."""
