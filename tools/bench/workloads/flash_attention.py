@@ -7,11 +7,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ejkernel.modules import flash_attention
-from ejkernel.types import MaskInfo
 
 from bench.case import Case
 from bench.shapes import ATTENTION, AttentionShape
+from ejkernel.modules import flash_attention
+from ejkernel.types import MaskInfo
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -8,9 +8,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from ejkernel.modules import flash_attention
 
 from bench.timing import time_together
+from ejkernel.modules import flash_attention
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""The demo's pieces: text, model, training, decoding, pictures."""

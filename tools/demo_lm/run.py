@@ -1,0 +1,65 @@
+"""The demo from start to end."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_lm import pictures
+from demo_lm.decode import generate
+from demo_lm.model import Size, forward, init
+from demo_lm.text import documents, pack
+from demo_lm.train import train
+from ejkernel.modules import explain
+from ejkernel.types import MaskInfo
+
+
+def run(args: argparse.Namespace) -> int:
+    size, batch = Size(), 8
+    device = jax.devices()[0]
+    print(f"device: {device.device_kind} ({device.platform})")
+    pieces = documents(size.length)
+    data = pack(pieces, size.length, args.seed)
+    filled = np.mean(data.segment_ids >= 0)
+    print(
+        f"text: {sum(map(len, pieces)):,} bytes of Python's help topics, {len(pieces)} documents "
+        f"packed into {len(data.tokens)} rows of {size.length}, {filled:.1%} filled"
+    )
+
+    params = init(size, jax.random.key(args.seed))
+    params, history = train(params, data, size, steps=args.steps, batch=batch, seed=args.seed)
+    few = max(1, len(history) // 10)
+    print(
+        f"loss: {np.mean(history[:few]):.3f} -> {np.mean(history[-few:]):.3f} bits per byte "
+        f"(first and last {few} steps)"
+    )
+
+    text, seen = generate(params, args.prompt.encode(), args.tokens, size, seed=args.seed)
+    print("generated: " + repr(text.decode("ascii", "replace")))
+    tokens = jnp.asarray(np.frombuffer(text[:-1], np.uint8))[None]
+    full = forward(params, tokens, jnp.arange(tokens.shape[1])[None], None, size)[0]
+    difference = float(np.abs(np.asarray(full) - seen).max())
+    print(f"decoding against the full forward pass: largest logit difference {difference:.2e}")
+    if not difference < 1e-2:
+        raise AssertionError("decoding and the full forward pass disagree")
+
+    ids = jnp.asarray(data.segment_ids[:batch])
+    mask = MaskInfo.from_segments(ids)
+    q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), jnp.float32)
+    kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), jnp.float32)
+    print("\nwhat ran, and why")
+    print(explain("flash_attention", q, kv, kv, causal=True, mask_info=mask))
+
+    row = MaskInfo.from_segments(data.segment_ids[:1]).apply_causal()
+    print("\none packed row, blocks of 32 by 32")
+    row.visualize(32)
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    pictures.loss_curve(history, out / "loss.png")
+    pictures.mask_picture(np.asarray(row.get_or_compute_attention_mask())[0, 0], out / "mask.png")
+    print(f"\npictures: {out / 'loss.png'}, {out / 'mask.png'}")
+    return 0
