@@ -1,0 +1,50 @@
+"""What every test run from this repository shares.
+
+Eight CPU devices, so that sharded calls are tested everywhere; hypothesis without a deadline,
+because the first example compiles; the Python blocks of the READMEs as tests; and ``--one-each``.
+"""
+
+import os
+
+import pytest
+from hypothesis import settings
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+DEVICES = "--xla_force_host_platform_device_count"
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+settings.register_profile("full", deadline=None, print_blob=True)
+settings.register_profile("one-each", settings.get_profile("full"), max_examples=10)
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    pattern="**/README.md",
+).pytest()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--one-each",
+        action="store_true",
+        help="run each test function once, with its first parameters: a quick look at every path",
+    )
+
+
+def pytest_configure(config):
+    settings.load_profile("one-each" if config.getoption("--one-each") else "full")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--one-each"):
+        return
+    kept, dropped, seen = [], [], set()
+    for item in items:
+        function = getattr(item, "originalname", None)
+        key = (item.path, getattr(item, "cls", None), function)
+        (dropped if function and key in seen else kept).append(item)
+        seen.add(key)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
