@@ -1,0 +1,11 @@
+from ejktest.portion import check_portion, check_silent_import
+
+
+def test_version_and_typing():
+    check_portion("ejkernel.kernels.xla", "ejk-kernels-xla")
+
+
+def test_import_changes_nothing(tmp_path):
+    check_silent_import(
+        "ejkernel.kernels.xla", tmp_path, may_import=("ejkernel.types", "ejkernel.ops")
+    )
