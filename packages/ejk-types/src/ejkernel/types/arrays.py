@@ -1,0 +1,85 @@
+"""Checks of array arguments, and the choice between numpy and jax.numpy.
+
+numpy arrays are values known while tracing; every other array (tracers and concrete jax arrays)
+is computed on without being read.
+"""
+
+from __future__ import annotations
+
+import operator
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.errors import invalid
+
+
+def is_numpy(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic, int))
+
+
+def namespace(*arrays: Any) -> ModuleType:
+    """numpy when every argument that is not None is known to the host, else jax.numpy."""
+    return np if all(x is None or is_numpy(x) for x in arrays) else jnp
+
+
+def is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_integer_array(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def is_bool_array(x: Any) -> bool:
+    return is_array(x) and x.dtype == np.dtype(bool)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """``x`` in ``dtype``; the same object when it already has it (abstract values included)."""
+    if x.dtype == np.dtype(dtype):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return x.astype(dtype)
+
+
+def as_bool(x: Any) -> Any:
+    """Nonzero entries of ``x`` as a bool array."""
+    if is_bool_array(x):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, np.dtype(bool))
+    return x != 0
+
+
+def int_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
+    """``x`` as int32 after checking class, dtype and rank; ``axes`` words the error."""
+    if not is_integer_array(x) or x.ndim not in ranks:
+        raise invalid(argument, f"integer{axes}", x)
+    return cast(x, np.int32)
+
+
+def mask_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
+    """``x`` as bool (nonzero = True) after checking class, dtype and rank."""
+    if not (is_bool_array(x) or is_integer_array(x)) or x.ndim not in ranks:
+        raise invalid(argument, f"bool or integer{axes}", x)
+    return as_bool(x)
+
+
+def static_int(x: Any, argument: str, *, low: int | None = None, high: int | None = None) -> int:
+    """``x`` as a Python int; wrong class -> InvalidArgument, out of range -> ValueError."""
+    try:
+        if isinstance(x, (bool, np.bool_)) or isinstance(x, jax.Array):
+            raise TypeError
+        value = operator.index(x)
+    except TypeError:
+        raise invalid(argument, "a Python int", x) from None
+    if low is not None and value < low:
+        raise ValueError(f"{argument}: must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise ValueError(f"{argument}: must be at most {high}, got {value}")
+    return value

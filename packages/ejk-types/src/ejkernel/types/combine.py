@@ -1,0 +1,219 @@
+"""Joining masks: ``&``, and the one canonical mask of a call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.arrays import as_bool, mask_array, namespace
+from ejkernel.types.errors import invalid
+from ejkernel.types.fields import AXES, check_sizes, with_private
+from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.rules import Rule, both
+from ejkernel.types.segments import cu_seqlens_mask_fields
+
+_NO_RULE = {"causal": False, "causal_offset": 0, "sliding_window": None, "chunk_size": None}
+_NO_POSITIONS = {"q_positions": None, "kv_positions": None}
+_NO_SEGMENTS = {"q_segment_ids": None, "kv_segment_ids": None}
+
+
+def rule_fields(rule: Rule) -> dict[str, Any]:
+    return {
+        "causal": rule.causal,
+        "causal_offset": rule.offset,
+        "sliding_window": rule.window,
+        "chunk_size": rule.chunk,
+    }
+
+
+def _try_dense(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+    if new.attention_mask is None:
+        return mask
+    if mask.attention_mask is None:
+        return with_private(mask, attention_mask=new.attention_mask, _broadcast=new._broadcast)
+    a, b = as_bool(mask.attention_mask), as_bool(new.attention_mask)
+    if mask.attention_mask is new.attention_mask:
+        return mask
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    if math.prod(shape) > max(a.size, b.size):
+        return None  # an outer product would cost more memory than the two masks
+    dense = both(a, b)
+    return with_private(mask, attention_mask=dense, _broadcast=mask._broadcast and new._broadcast)
+
+
+def _try_segments(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+    if new.q_segment_ids is None:
+        return mask
+    if mask.q_segment_ids is None:
+        return with_private(
+            mask, q_segment_ids=new.q_segment_ids, kv_segment_ids=new.kv_segment_ids
+        )
+    same = mask.q_segment_ids is new.q_segment_ids and mask.kv_segment_ids is new.kv_segment_ids
+    return mask if same else None
+
+
+def _try_rule(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+    positions = {"q_positions": new.q_positions, "kv_positions": new.kv_positions}
+    if new.rule.trivial:
+        # positions that no rule uses yet are worth keeping only where they change nothing
+        free = mask.rule.trivial and mask.q_positions is None and mask.kv_positions is None
+        return with_private(mask, **positions) if free else mask
+    if mask.rule.trivial:
+        return with_private(mask, **positions, **rule_fields(new.rule))
+    if not all(getattr(mask, name) is value for name, value in positions.items()):
+        return None
+    merged = mask.rule.merge(new.rule)
+    return None if merged is None else with_private(mask, **rule_fields(merged))
+
+
+def _join(parts: list[MaskInfo], new: MaskInfo) -> list[MaskInfo]:
+    """Each of the three constraints of ``new`` goes where it fits exactly, else stands alone."""
+    for attempt, empty in (
+        (_try_dense, {"attention_mask": None, "_broadcast": False}),
+        (_try_segments, _NO_SEGMENTS),
+        (_try_rule, _NO_RULE | _NO_POSITIONS),
+    ):
+        others = {k: v for e in (_NO_RULE, _NO_POSITIONS, _NO_SEGMENTS) for k, v in e.items()}
+        others |= {"attention_mask": None, "_broadcast": False}
+        only = with_private(new, **{k: v for k, v in others.items() if k not in empty})
+        for i, part in enumerate(parts):
+            joined = attempt(part, only)
+            if joined is not None:
+                parts = [*parts[:i], joined, *parts[i + 1 :]]
+                break
+        else:
+            parts = [*parts, only]
+    return parts
+
+
+def intersect(a: MaskInfo, b: MaskInfo) -> MaskInfo:
+    """The mask that is visible where both are; stays structural.
+
+    Constraints are merged into one set of fields where that is exact (same positions, same
+    offset...); otherwise the result also carries ``b``'s constraint as a conjunct. Axis names
+    are those of ``a``.
+    """
+    if a is b:
+        return a
+    parts = list(a.conjuncts)
+    for new in b.conjuncts:
+        parts = _join(parts, new)
+    result = with_private(parts[0], _and=tuple(parts[1:]))
+    check_sizes(result, None, None, None)
+    return result
+
+
+def _from_mask_argument(mask: Any, q_len: int, kv_len: int) -> MaskInfo:
+    """A function's ``attention_mask`` as a mask: padding stays structural."""
+    axes = "[#batch, #heads, #q_len, #kv_len], [#batch, q_len, kv_len] or [#batch, kv_len]"
+    mask = mask_array(mask, "attention_mask", axes, (2, 3, 4))
+    if mask.ndim == 3:
+        mask = mask[:, None]
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    for axis, size in ((2, q_len), (3, kv_len)):
+        if mask.shape[axis] not in (1, size):
+            name = ("q_len", "kv_len")[axis - 2]
+            raise invalid("attention_mask", f"an array with {name} {size} (or 1)", mask)
+    xp = namespace(mask)
+    if mask.shape[1] == 1 and 1 in mask.shape[2:]:
+        # a padding mask: one axis is hidden, the ids of the other are all zero
+        rows = mask[:, 0, :, 0] if mask.shape[3] == 1 else xp.ones((1, q_len), bool)
+        keys = mask[:, 0, 0, :] if mask.shape[3] != 1 else xp.ones((1, kv_len), bool)
+        if mask.shape[2:] == (1, 1) and kv_len == 1:
+            rows, keys = xp.ones((1, q_len), bool), mask[:, 0, 0, :]
+        rows = xp.broadcast_to(rows, (rows.shape[0], q_len))
+        keys = xp.broadcast_to(keys, (keys.shape[0], kv_len))
+        return MaskInfo(
+            q_segment_ids=xp.where(rows, np.int32(0), np.int32(-1)),
+            kv_segment_ids=xp.where(keys, np.int32(0), np.int32(-1)),
+        )
+    broadcast = mask.shape[2:] != (q_len, kv_len)
+    return with_private(MaskInfo(), attention_mask=mask, _broadcast=broadcast)
+
+
+def _hide_padding(mask: MaskInfo, padding: MaskInfo) -> MaskInfo:
+    """``padding`` (ids 0 / -1) folded into the segment ids that ``mask`` already has."""
+    fields = {}
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        ids, keep = getattr(mask, name), getattr(padding, name)
+        xp = namespace(ids, keep)
+        fields[name] = xp.where(keep < 0, np.int32(-1), ids)
+    return with_private(mask, **fields)
+
+
+def combine_masks(
+    mask_info: MaskInfo | None = None,
+    *,
+    attention_mask: Any = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    chunk_size: int | None = None,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    q_len: int,
+    kv_len: int,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> MaskInfo:
+    """The one mask of a call: the AND of ``mask_info`` and of every mask argument.
+
+    The result is canonical: given back without further arguments it is returned unchanged.
+    ``causal``, ``sliding_window`` and ``chunk_size`` use the positions of ``cum_seqlens_*`` if
+    given, else those of ``mask_info``, else the array index; each argument keeps its own offset.
+
+    attention_mask: bool or integer ``[#b, #h, #q, #k]``, ``[#b, q, k]`` or, as a key padding
+        mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory.
+    cum_seqlens_q, cum_seqlens_k: ``[n+1]``; need batch 1; k defaults to q (then equal lengths).
+
+    Raises InvalidArgument naming ``mask_info`` or ``attention_mask`` if an array does not fit
+    ``batch``, ``heads``, ``q_len`` and ``kv_len``; ValueError for negative windows and for
+    ``cum_seqlens_k`` alone.
+    """
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise invalid("mask_info", "a MaskInfo or None", mask_info)
+    own = MaskInfo(
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+    )
+    if own.rule.trivial:
+        own = MaskInfo()
+    result = mask_info if mask_info is not None else MaskInfo()
+    check_sizes(result, batch, q_len, kv_len, heads, "mask_info")
+    if cum_seqlens_q is None and cum_seqlens_k is not None:
+        raise ValueError("cum_seqlens_k: needs cum_seqlens_q, got None for it")
+    if cum_seqlens_q is not None:
+        if batch not in (None, 1):
+            raise invalid("cum_seqlens_q", "a query of batch 1", f"batch {batch}")
+        if cum_seqlens_k is None and q_len != kv_len:
+            expected = f"cum_seqlens_k as well when q_len {q_len} differs from kv_len {kv_len}"
+            raise invalid("cum_seqlens_q", expected, cum_seqlens_q)
+        packed = MaskInfo(
+            **cu_seqlens_mask_fields(
+                cum_seqlens_q,
+                cum_seqlens_k,
+                q_len,
+                kv_len,
+                names=("cum_seqlens_q", "cum_seqlens_k"),
+                ranks=(1,),
+            )
+        )
+        axes = {name: getattr(result, name) for name in AXES}
+        packed = with_private(packed, **rule_fields(own.rule), **axes)
+        result = packed if mask_info is None else intersect(packed, result)
+    elif not own.rule.trivial:
+        positions = {"q_positions": result.q_positions, "kv_positions": result.kv_positions}
+        result = intersect(result, with_private(own, **positions))
+    if attention_mask is not None:
+        extra = _from_mask_argument(attention_mask, q_len, kv_len)
+        check_sizes(extra, batch, q_len, kv_len, heads, None)
+        if extra.q_segment_ids is not None and result.q_segment_ids is not None:
+            result = _hide_padding(result, extra)
+        else:
+            result = intersect(result, extra)
+    return result

@@ -1,0 +1,124 @@
+"""The dense meaning of a mask, in numpy from the definition, and hypothesis strategies."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ejkernel.types import MaskInfo
+
+
+def dense_of_fields(mask, q_len, kv_len):
+    """bool [b, h, q, k] of one mask's own fields, row by row from the definition."""
+    arrays = {
+        name: None if getattr(mask, name) is None else np.asarray(getattr(mask, name))
+        for name in (
+            "attention_mask",
+            "q_segment_ids",
+            "kv_segment_ids",
+            "q_positions",
+            "kv_positions",
+        )
+    }
+    batch = max([1, *(a.shape[0] for a in arrays.values() if a is not None)])
+    result = np.ones((batch, 1, q_len, kv_len), bool)
+    for b in range(batch):
+
+        def row(name, default, b=b):
+            a = arrays[name]
+            return default if a is None else a[b % a.shape[0]].astype(object)
+
+        pq = row("q_positions", np.arange(q_len).astype(object))
+        pk = row("kv_positions", np.arange(kv_len).astype(object))
+        sq, sk = row("q_segment_ids", None), row("kv_segment_ids", None)
+        for i in range(q_len):
+            for j in range(kv_len):
+                c = pq[i] + mask.causal_offset
+                ok = not mask.causal or pk[j] <= c
+                if mask.sliding_window is not None:
+                    left, right = mask.sliding_window
+                    ok = ok and c - left <= pk[j] <= c + right
+                if mask.chunk_size is not None:
+                    ok = ok and c // mask.chunk_size == pk[j] // mask.chunk_size
+                if sq is not None:
+                    ok = ok and sq[i] == sk[j] and sq[i] >= 0
+                result[b, 0, i, j] = bool(ok)
+    if arrays["attention_mask"] is not None:
+        result = result & (arrays["attention_mask"] != 0)
+    return result
+
+
+def dense_of(mask, q_len, kv_len):
+    """The same for a mask and everything it is joined with."""
+    result = np.ones((1, 1, q_len, kv_len), bool)
+    for part in mask.conjuncts:
+        result = result & dense_of_fields(part, q_len, kv_len)
+    return result
+
+
+@st.composite
+def rules(draw):
+    window = st.tuples(st.integers(0, 9), st.integers(0, 9))
+    return {
+        "causal": draw(st.booleans()),
+        "causal_offset": draw(st.one_of(st.just(0), st.integers(-15, 15))),
+        "sliding_window": draw(st.one_of(st.none(), window)),
+        "chunk_size": draw(st.one_of(st.none(), st.integers(1, 9))),
+    }
+
+
+def _array(draw, shape, low, high):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return rng.integers(low, high, shape).astype(np.int32)
+
+
+@st.composite
+def segments(draw, batch, q_len, kv_len):
+    """Packed (sorted), padding only, or arbitrary ids."""
+    kind = draw(st.sampled_from(["packed", "any", "padding", "self"]))
+    q, k = _array(draw, (batch, q_len), -1, 4), _array(draw, (batch, kv_len), -1, 4)
+    if kind in ("packed", "self"):
+        q, k = (np.sort(np.where(x < 0, 99, x), 1) for x in (q, k))
+        q, k = (np.where(x == 99, -1, x).astype(np.int32) for x in (q, k))
+    if kind == "padding":
+        q, k = np.minimum(q, 0), np.minimum(k, 0)
+    if kind == "self" and q_len == kv_len:
+        k = q
+    return {"q_segment_ids": q, "kv_segment_ids": k}
+
+
+@st.composite
+def positions(draw, batch, q_len, kv_len):
+    start = draw(st.integers(0, 12))
+    contiguous = np.arange(start, start + q_len, dtype=np.int32)[None]
+    q = draw(st.sampled_from([None, contiguous, _array(draw, (batch, q_len), -1, 20)]))
+    return {
+        "q_positions": q,
+        "kv_positions": draw(st.sampled_from([None, _array(draw, (batch, kv_len), 0, 20)])),
+    }
+
+
+@st.composite
+def single_masks(draw, batch, q_len, kv_len):
+    fields = draw(rules())
+    if draw(st.booleans()):
+        fields |= draw(segments(batch, q_len, kv_len))
+    if draw(st.integers(0, 3)) == 0:
+        fields |= draw(positions(batch, q_len, kv_len))
+    if draw(st.integers(0, 3)) == 0:
+        heads = draw(st.sampled_from([1, 2]))
+        fields["attention_mask"] = _array(draw, (batch, heads, q_len, kv_len), 0, 3)
+    return MaskInfo(**fields)
+
+
+@st.composite
+def drawn_masks(draw, most=2, lengths=None):
+    """``(mask, q_len, kv_len)``: the AND of one or two masks of random fields."""
+    q_len = draw(st.integers(1, 13))
+    kv_len = draw(st.one_of(st.just(q_len), st.integers(1, 13)))
+    q_len, kv_len = lengths or (q_len, kv_len)
+    batch = draw(st.sampled_from([1, 2]))
+    mask = draw(single_masks(batch, q_len, kv_len))
+    for _ in range(draw(st.integers(0, most - 1))):
+        mask = mask & draw(single_masks(draw(st.sampled_from([1, batch])), q_len, kv_len))
+    return mask, q_len, kv_len
