@@ -1,0 +1,1 @@
+"""Where configurations come from: caches, overrides, the selector chain."""

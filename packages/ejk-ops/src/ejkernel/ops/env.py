@@ -1,0 +1,130 @@
+"""Environment variables, read at call time: setting one takes effect on the next call."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+AUTOTUNE_POLICY = "EJKERNEL_AUTOTUNE_POLICY"
+AUTOTUNE_BUDGET_S = "EJKERNEL_AUTOTUNE_BUDGET_S"
+CACHE_DIR = "EJKERNEL_CACHE_DIR"
+INTERPRET = "EJKERNEL_INTERPRET"
+LOG_AUTOTUNE = "EJKERNEL_LOG_AUTOTUNE"
+OPS_RECORD = "EJKERNEL_OPS_RECORD"
+OPS_STAMP = "EJKERNEL_OPS_STAMP"
+TRITON_SMEM_LIMIT = "EJKERNEL_TRITON_SMEM_LIMIT"
+TYPECHECK = "EJKERNEL_TYPECHECK"
+
+VARIABLES = (
+    AUTOTUNE_POLICY,
+    AUTOTUNE_BUDGET_S,
+    CACHE_DIR,
+    INTERPRET,
+    LOG_AUTOTUNE,
+    OPS_RECORD,
+    OPS_STAMP,
+    TRITON_SMEM_LIMIT,
+    TYPECHECK,
+)
+
+_ON = frozenset({"1", "true", "yes", "on"})
+_OFF = frozenset({"0", "false", "no", "off", ""})
+
+
+def _illegal(name: str, value: str, legal: str) -> ValueError:
+    return ValueError(f"environment variable {name}={value!r}: expected {legal}")
+
+
+def _flag(name: str, default: bool) -> bool:
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    word = value.strip().lower()
+    if word in _ON:
+        return True
+    if word in _OFF:
+        return False
+    raise _illegal(name, value, "1/true/yes/on or 0/false/no/off")
+
+
+def _choice(name: str, legal: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(name)
+    if value is None or not value.strip():
+        return default
+    word = value.strip().lower()
+    if word not in legal:
+        raise _illegal(name, value, "one of " + ", ".join(legal))
+    return word
+
+
+def autotune_policy() -> str:
+    """``EJKERNEL_AUTOTUNE_POLICY``: "autotune" (default) or "heuristics"."""
+    return _choice(AUTOTUNE_POLICY, ("autotune", "heuristics"), "autotune")
+
+
+def log_autotune() -> bool:
+    """``EJKERNEL_LOG_AUTOTUNE``: one line per candidate on stderr. Default off."""
+    return _flag(LOG_AUTOTUNE, False)
+
+
+def ops_stamp() -> str:
+    """``EJKERNEL_OPS_STAMP``: how executor calls are labelled, "none" (default), "hash", "json"."""
+    return _choice(OPS_STAMP, ("none", "hash", "json"), "none")
+
+
+def ops_record() -> bool:
+    """``EJKERNEL_OPS_RECORD``: record the executor's invocations. Default off."""
+    return _flag(OPS_RECORD, False)
+
+
+def typecheck() -> bool:
+    """``EJKERNEL_TYPECHECK``: check shapes and dtypes at the boundary. Default on."""
+    return _flag(TYPECHECK, True)
+
+
+def interpret() -> bool:
+    """``EJKERNEL_INTERPRET``: run forced GPU and TPU platforms in an interpreter. Default off."""
+    return _flag(INTERPRET, False)
+
+
+def triton_smem_limit() -> int | None:
+    """``EJKERNEL_TRITON_SMEM_LIMIT``: bytes of shared memory a candidate may need.
+
+    None (default) = ask the device.
+    """
+    value = os.environ.get(TRITON_SMEM_LIMIT)
+    if value is None or not value.strip():
+        return None
+    try:
+        limit = int(value)
+    except ValueError:
+        limit = 0
+    if limit <= 0:
+        raise _illegal(TRITON_SMEM_LIMIT, value, "a positive number of bytes")
+    return limit
+
+
+def autotune_budget_s() -> float:
+    """``EJKERNEL_AUTOTUNE_BUDGET_S``: seconds that tuning one key may take. Default 60."""
+    value = os.environ.get(AUTOTUNE_BUDGET_S)
+    if value is None or not value.strip():
+        return 60.0
+    try:
+        budget = float(value)
+    except ValueError:
+        budget = -1.0
+    if not 0.0 <= budget < float("inf"):
+        raise _illegal(AUTOTUNE_BUDGET_S, value, "a number of seconds >= 0")
+    return budget
+
+
+def cache_dir() -> Path:
+    """``EJKERNEL_CACHE_DIR``: folder of everything kept on disk. Default ``~/.cache/ejkernel``."""
+    value = os.environ.get(CACHE_DIR)
+    return Path(value if value and value.strip() else "~/.cache/ejkernel").expanduser()
+
+
+def env_state() -> tuple[str | None, ...]:
+    """The raw values of all variables: equal states make equal choices."""
+    get = os.environ.get
+    return tuple([get(name) for name in VARIABLES])

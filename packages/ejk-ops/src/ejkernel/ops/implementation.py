@@ -1,0 +1,208 @@
+"""One registered implementation of an algorithm, and the comparison of signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ejkernel.ops.platforms import Backend, Platform
+
+
+class LazyLoadError(ImportError):
+    """The module behind a lazily registered function cannot be imported or lacks the function."""
+
+
+class LazyFunction:
+    """The function ``"module:name"``, imported when it is first called or resolved."""
+
+    def __init__(self, target: str):
+        module, _, name = target.partition(":")
+        if not (re.fullmatch(r"\w+(\.\w+)*", module) and re.fullmatch(r"\w+(\.\w+)*", name)):
+            raise ValueError(f"target={target!r}: expected 'package.module:function'")
+        self.target = target
+        self._resolved: Callable[..., Any] | None = None
+        self._lock = threading.Lock()
+
+    def resolve(self) -> Callable[..., Any]:
+        """The function itself; LazyLoadError, chained to the cause, when there is none."""
+        if self._resolved is not None:
+            return self._resolved
+        module, _, name = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise LazyLoadError(f"loading {self.target} failed: {error}") from error
+        with self._lock:
+            self._resolved = found
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.resolve()(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<lazy {self.target}>"
+
+
+def lazily(value: Callable[..., Any] | str | None) -> Callable[..., Any] | None:
+    """A function, or the LazyFunction that a "module:name" string stands for."""
+    return LazyFunction(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """One registration; two of them are equal only if they are the same object.
+
+    Attributes:
+        algorithm: lower-case name of the algorithm.
+        platform, backend: who wrote it, which hardware runs it.
+        priority: the highest one that supports a call gets it.
+        function: the implementation or a LazyFunction; read ``fn`` for the callable.
+        supports: ``(inv) -> None | str``, the reason why a call cannot be done; None = any call.
+        heuristic, candidates: ``(inv) ->`` config fields as a dict, a sequence of such dicts.
+        sample_inputs: ``(inv, rng) -> (args, kwargs)``, valid concrete inputs.
+        config_cls: class of its config, None when the operation's own class serves.
+        version: raised when old tuning results no longer hold.
+        differentiable: whether reverse mode works through it.
+        order: position among all registrations, settles ties.
+    """
+
+    algorithm: str
+    platform: Platform
+    backend: Backend
+    priority: int
+    function: Callable[..., Any]
+    supports: Callable[[Any], str | None] | None = None
+    heuristic: Callable[..., Any] | None = None
+    candidates: Callable[..., Any] | None = None
+    sample_inputs: Callable[..., Any] | None = None
+    config_cls: type | None = None
+    version: int = 1
+    differentiable: bool = True
+    order: int = 0
+    on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether ``fn`` is at hand without an import."""
+        return not isinstance(self.function, LazyFunction) or self.function._resolved is not None
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The implementation. A lazy one is imported, and its signature checked, on first use.
+
+        Raises:
+            LazyLoadError: its module cannot be imported.
+            ValueError: its signature differs from that of the other implementations.
+        """
+        if not isinstance(self.function, LazyFunction):
+            return self.function
+        first = self.function._resolved is None
+        fn = self.function.resolve()
+        if first and self.on_load is not None:
+            try:
+                self.on_load(self)
+            except ValueError:
+                self.function._resolved = None
+                raise
+        return fn
+
+    def why_not(self, inv: Any) -> str | None:
+        """None when it can do the call, else the reason. Static facts only."""
+        return None if self.supports is None or inv is None else self.supports(inv)
+
+    @property
+    def name(self) -> str:
+        """Algorithm, platform and backend in one word, e.g. "flash_attention/xla/any"."""
+        return f"{self.algorithm}/{self.platform.value}/{self.backend.value}"
+
+
+KernelSpec = Implementation
+
+
+def signature_of(fn: Callable[..., Any], name: str) -> inspect.Signature:
+    """Signature of an implementation.
+
+    Raises:
+        ValueError: no signature, a positional-only parameter, or no keyword ``cfg``.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: its signature cannot be read: {error}") from error
+    for p in signature.parameters.values():
+        if p.kind is p.POSITIONAL_ONLY:
+            raise ValueError(f"{name}: parameter {p.name!r} is positional-only; all need keywords")
+    cfg = signature.parameters.get("cfg")
+    if cfg is None or cfg.kind in (cfg.VAR_POSITIONAL, cfg.VAR_KEYWORD):
+        raise ValueError(f"{name}: needs a keyword parameter 'cfg', has {signature}")
+    return signature
+
+
+def _others(signature: inspect.Signature) -> list[inspect.Parameter]:
+    return [p for p in signature.parameters.values() if p.name != "cfg"]
+
+
+def hard_differences(reference: inspect.Signature, other: inspect.Signature) -> list[str]:
+    """Different names, order or kinds: calls of one would not fit the other."""
+    ours, theirs = _others(reference), _others(other)
+    a, b = [p.name for p in ours], [p.name for p in theirs]
+    if a != b:
+        missing = [n for n in a if n not in b]
+        extra = [n for n in b if n not in a]
+        if not missing and not extra:
+            return [f"parameters are in the order {', '.join(b)}, expected {', '.join(a)}"]
+        lines = [f"lacks parameter {n!r}" for n in missing]
+        return lines + [f"has the unknown parameter {n!r}" for n in extra]
+    return [
+        f"parameter {p.name!r} is {q.kind.description}, expected {p.kind.description}"
+        for p, q in zip(ours, theirs, strict=True)
+        if p.kind is not q.kind
+    ]
+
+
+def soft_differences(reference: inspect.Signature, other: inspect.Signature) -> list[str]:
+    """Different defaults or annotations of parameters that both have."""
+    lines = []
+    theirs = other.parameters
+    for p in _others(reference):
+        q = theirs.get(p.name)
+        if q is None:
+            continue
+        if not _same_default(p.default, q.default):
+            lines.append(
+                f"parameter {p.name!r} has {_show(q.default)}, expected {_show(p.default)}"
+            )
+        a, b = _annotation(p), _annotation(q)
+        if a and b and a != b:
+            lines.append(f"parameter {p.name!r} is annotated {b}, expected {a}")
+    return lines
+
+
+def _show(default: Any) -> str:
+    return "no default" if default is inspect.Parameter.empty else f"default {default!r}"
+
+
+def _same_default(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if a is inspect.Parameter.empty or b is inspect.Parameter.empty:
+        return False
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError):
+        return repr(a) == repr(b)
+
+
+def _annotation(p: inspect.Parameter) -> str:
+    """Text of an annotation without module prefixes and spaces; empty when there is none."""
+    if p.annotation is inspect.Parameter.empty:
+        return ""
+    text = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
+    return re.sub(r"\b\w+\.|\s", "", text)

@@ -1,0 +1,237 @@
+"""Configs: frozen dataclasses whose fields declare what they may hold.
+
+A config names how a kernel is cut into tiles, never what it computes. ``None`` in a tile field
+leaves the choice to the implementation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.platforms import parse_backend, parse_platform
+from ejkernel.ops.utils.serialization import to_plain
+
+ParamsT = TypeVar("ParamsT", bound="Params")
+
+_CHECK = "ejkernel_check"
+TILE_RANGE = (16, 1024)
+WARPS = (1, 2, 4, 8, 16)
+STAGES = (1, 8)
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a bool is not a size")
+    return operator.index(value)
+
+
+def _checked(legal: str, accept: Callable[[int], bool]) -> Callable[[Any], int | None]:
+    def check(value: Any) -> int | None:
+        if value is None:
+            return None
+        try:
+            number = _integer(value)
+        except TypeError:
+            raise ConfigError(f"expected {legal} or None") from None
+        if not accept(number):
+            raise ConfigError(f"expected {legal} or None")
+        return number
+
+    return check
+
+
+_tile = _checked(
+    "a power of two from {} to {}".format(*TILE_RANGE),
+    lambda n: TILE_RANGE[0] <= n <= TILE_RANGE[1] and n & (n - 1) == 0,
+)
+_warps = _checked("one of " + ", ".join(map(str, WARPS)), lambda n: n in WARPS)
+_stages = _checked(
+    "an integer from {} to {}".format(*STAGES), lambda n: STAGES[0] <= n <= STAGES[1]
+)
+_count = _checked("an integer >= 1", lambda n: n >= 1)
+_nbytes = _checked("a positive number of bytes", lambda n: n > 0)
+
+
+def checked_field(check: Callable[[Any], Any], default: Any = None) -> Any:
+    """A dataclass field whose value is ``check(value)``; ``check`` raises ConfigError(reason)."""
+    return field(default=default, metadata={_CHECK: check})
+
+
+def tile_field(default: int | None = None) -> Any:
+    """Tile size: a power of two in [16, 1024]."""
+    return checked_field(_tile, default)
+
+
+def warps_field(default: int | None = None) -> Any:
+    """Warps of a Triton program: 1, 2, 4, 8 or 16."""
+    return checked_field(_warps, default)
+
+
+def stages_field(default: int | None = None) -> Any:
+    """Software pipeline stages: an integer in [1, 8]."""
+    return checked_field(_stages, default)
+
+
+def count_field(default: int | None = None) -> Any:
+    """Number of heads, splits or pages: an integer >= 1."""
+    return checked_field(_count, default)
+
+
+def bytes_field(default: int | None = None) -> Any:
+    """Amount of memory in bytes: an integer > 0."""
+    return checked_field(_nbytes, default)
+
+
+def params_field(cls: type[Params], default: Params | None = None) -> Any:
+    """Nested parameters: an instance of ``cls``, a mapping of its fields, or None."""
+
+    def check(value: Any) -> Params | None:
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise ConfigError(f"expected {cls.__name__}, a mapping of its fields, or None")
+
+    return checked_field(check, default)
+
+
+def _check_platform(value: Any) -> str:
+    try:
+        platform = parse_platform(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    return "auto" if platform is None else platform.value
+
+
+def _check_backend(value: Any) -> str:
+    try:
+        backend = parse_backend(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    return "any" if backend is None else backend.value
+
+
+@dataclass(frozen=True)
+class Params:
+    """Base of frozen parameter records: validated fields, dict and JSON forms.
+
+    Raises ConfigError, naming the field, the value and what is allowed, when a field declared
+    with ``tile_field`` and its relatives is given an illegal value. Subclasses are written with
+    ``@dataclass(frozen=True)``; numpy integers become Python ints.
+    """
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            check = f.metadata.get(_CHECK)
+            if check is None:
+                continue
+            value = getattr(self, f.name)
+            try:
+                object.__setattr__(self, f.name, check(value))
+            except ConfigError as error:
+                name = f"{type(self).__name__}.{f.name}"
+                raise ConfigError(f"{name}={value!r}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, nested parameters as dicts."""
+        return to_plain(self)
+
+    def to_json(self) -> str:
+        """JSON text of ``to_dict``."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls: type[ParamsT], d: Mapping[str, Any]) -> ParamsT:
+        """The record with the fields of ``d``, defaults elsewhere.
+
+        Raises:
+            ConfigError: unknown field or illegal value.
+            TypeError: ``d`` is not a mapping.
+        """
+        if not isinstance(d, Mapping):
+            raise TypeError(f"{cls.__name__}.from_dict expects a mapping, got {d!r}")
+        names = [f.name for f in dataclasses.fields(cls) if f.init]
+        unknown = sorted(str(name) for name in set(d) - set(names))
+        if unknown:
+            raise ConfigError(
+                f"{cls.__name__} has no field {', '.join(unknown)}: expected {', '.join(names)}"
+            )
+        return cls(**d)
+
+    @classmethod
+    def from_json(cls: type[ParamsT], s: str) -> ParamsT:
+        """Inverse of ``to_json``; ConfigError when ``s`` is not such text."""
+        try:
+            d = json.loads(s)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{cls.__name__}: not JSON: {error}") from error
+        if not isinstance(d, dict):
+            raise ConfigError(f"{cls.__name__}: expected a JSON object, got {s!r}")
+        return cls.from_dict(d)
+
+    def replace(self: ParamsT, **fields: Any) -> ParamsT:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **fields)
+
+
+@dataclass(frozen=True)
+class BwdParams(Params):
+    """Tiles of a backward kernel; None = the implementation decides.
+
+    Block sizes are powers of two in [16, 1024], ``num_warps`` is 1, 2, 4, 8 or 16, ``num_stages``
+    lies in [1, 8]; else ConfigError.
+    """
+
+    q_blocksize: int | None = tile_field()
+    kv_blocksize: int | None = tile_field()
+    blocksize_m: int | None = tile_field()
+    blocksize_n: int | None = tile_field()
+    blocksize_k: int | None = tile_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+
+
+@dataclass(frozen=True)
+class FwdParams(Params):
+    """Tiles of a forward kernel; None = the implementation decides.
+
+    As BwdParams; ``blocksize_heads`` and ``num_key_splits`` are integers >= 1.
+    """
+
+    q_blocksize: int | None = tile_field()
+    kv_blocksize: int | None = tile_field()
+    blocksize_m: int | None = tile_field()
+    blocksize_n: int | None = tile_field()
+    blocksize_k: int | None = tile_field()
+    blocksize_heads: int | None = count_field()
+    blocksize_keys: int | None = tile_field()
+    num_key_splits: int | None = count_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+
+
+@dataclass(frozen=True)
+class OpConfig(Params):
+    """Base of the configs of operations.
+
+    ``platform`` ("auto", "triton", "pallas", "xla", "cuda") forces a platform, ``backend``
+    ("any", "gpu", "tpu", "cpu") filters implementations by hardware. Both come first and are
+    stored as lower-case strings.
+    """
+
+    platform: str = checked_field(_check_platform, "auto")
+    backend: str = checked_field(_check_backend, "any")
+
+
+def read_field(cfg: Any, name: str, default: Any = None) -> Any:
+    """Field ``name`` of a config given as an object or a mapping; ``default`` if absent or None."""
+    if cfg is None:
+        return default
+    value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
+    return default if value is None else value

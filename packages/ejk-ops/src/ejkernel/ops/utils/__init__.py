@@ -1,0 +1,1 @@
+"""Helpers of the framework: devices, shardings, serialisation, labels, buckets."""
