@@ -36,6 +36,7 @@ COMMANDS = {
     "readme": "run the examples in the READMEs",
     "isolate": "run one package's tests with only its declared dependencies: isolate types",
     "release": "check and build one package, print the tag to push: release ejk-ops",
+    "wheels": "build all wheels, install them in clean environments, import and try them",
     "run": "any hatch script or program in the environment: run python",
     "clean": "remove .venv/",
 }

@@ -1,0 +1,206 @@
+"""Check and build one package for release: ``release.py ejk-ops``.
+
+Checks that the version and the top heading of the changelog agree, that every dependent in the
+workspace admits the new version and the package admits its siblings' versions, builds sdist and
+wheel, checks that the wheel holds only its own part of the namespace, and prints the tag to push.
+Packages are released one at a time; a breaking change in one is refused until the ranges of its
+dependents say that they have been adapted.
+
+    release.py PACKAGE [--out DIR]     check, build, print the tag
+    release.py --all --check           the same checks for all six, without building
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADING = re.compile(r"^## +\[?([^\]\s]+)", re.MULTILINE)
+ASSIGNMENT = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+
+
+class ReleaseError(Exception):
+    """The package cannot be released as it stands."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One member of the workspace, as its files describe it."""
+
+    folder: Path
+    name: str
+    version_file: Path
+    requirements: tuple[Requirement, ...]
+
+    @property
+    def version(self) -> str:
+        found = ASSIGNMENT.search(self.version_file.read_text())
+        if found is None:
+            raise ReleaseError(f'{self.version_file} has no line __version__ = "..."')
+        return found[1]
+
+    @property
+    def portion(self) -> str:
+        """The folder of the wheel that belongs to this package, such as ``ejkernel/ops``."""
+        return self.version_file.parent.relative_to(self.folder / "src").as_posix()
+
+    @property
+    def tag(self) -> str:
+        return f"{self.name}-v{self.version}"
+
+
+def read_package(folder: Path) -> Package:
+    settings = tomllib.loads((folder / "pyproject.toml").read_text())
+    project = settings["project"]
+    stated = list(project.get("dependencies", ()))
+    for extra in project.get("optional-dependencies", {}).values():
+        stated += extra
+    return Package(
+        folder=folder,
+        name=project["name"],
+        version_file=folder / settings["tool"]["hatch"]["version"]["path"],
+        requirements=tuple(map(Requirement, stated)),
+    )
+
+
+def read_workspace(root: Path) -> dict[str, Package]:
+    members = map(read_package, sorted(p.parent for p in root.glob("packages/*/pyproject.toml")))
+    return {member.name: member for member in members}
+
+
+def version_problems(package: Package) -> list[str]:
+    """Version and changelog disagree, or one of them cannot be read."""
+    try:
+        Version(package.version)
+    except InvalidVersion:
+        return [f"{package.name}: {package.version!r} is not a version"]
+    changelog = package.folder / "CHANGELOG.md"
+    found = HEADING.search(changelog.read_text()) if changelog.is_file() else None
+    if found is None:
+        return [f"{package.name}: CHANGELOG.md has no heading such as '## {package.version}'"]
+    if found[1] != package.version:
+        return [
+            f"{package.name}: the version is {package.version}, "
+            f"the top heading of CHANGELOG.md is {found[1]}"
+        ]
+    return []
+
+
+def range_problems(package: Package, workspace: dict[str, Package]) -> list[str]:
+    """Siblings whose range excludes this version, and siblings this package's range excludes."""
+    problems = []
+    for dependent in workspace.values():
+        for need in dependent.requirements:
+            target = workspace.get(need.name)
+            if target is None or package.name not in (dependent.name, target.name):
+                continue
+            if not need.specifier.contains(target.version, prereleases=True):
+                problems.append(
+                    f"{dependent.name} {dependent.version} asks for "
+                    f"{need.name}{need.specifier}, which excludes {target.version}"
+                )
+    return problems
+
+
+def check(package: Package, workspace: dict[str, Package]) -> None:
+    problems = version_problems(package) + range_problems(package, workspace)
+    if problems:
+        raise ReleaseError("\n".join(problems))
+
+
+def build(package: Package, out: Path) -> list[Path]:
+    """sdist and wheel of the package, with the hatchling of this environment."""
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(out.resolve())]
+    done = subprocess.run(command, cwd=package.folder, capture_output=True, text=True)
+    if done.returncode:
+        raise ReleaseError(f"{package.name}: the build failed\n{done.stdout}{done.stderr}")
+    stem = f"{package.name.replace('-', '_')}-{package.version}"
+    return [out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"]
+
+
+def wheel_problems(package: Package, wheel: Path) -> list[str]:
+    """Files outside the package's part of the namespace, missing files, a wrong version."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        info = next(n for n in names if n.endswith(".dist-info/METADATA")).partition("/")[0]
+        metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    own = package.portion + "/"
+    problems = [
+        f"{wheel.name} holds {name}, outside {own}"
+        for name in names
+        if not name.startswith((own, info + "/"))
+    ]
+    wanted = [own + "__init__.py", own + "py.typed", f"{info}/licenses/LICENSE"]
+    problems += [f"{wheel.name} lacks {name}" for name in wanted if name not in names]
+    if metadata["Version"] != package.version:
+        problems.append(f"{wheel.name} says version {metadata['Version']}")
+    return problems
+
+
+def sdist_problems(package: Package, sdist: Path) -> list[str]:
+    """Files that a build from source needs and the sdist lacks."""
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    version = package.version_file.relative_to(package.folder).as_posix()
+    wanted = ["pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", version]
+    return [f"{sdist.name} lacks {name}" for name in wanted if name not in names]
+
+
+def build_checked(package: Package, out: Path) -> list[Path]:
+    sdist, wheel = build(package, out)
+    problems = wheel_problems(package, wheel) + sdist_problems(package, sdist)
+    if problems:
+        raise ReleaseError("\n".join(problems))
+    return [sdist, wheel]
+
+
+def tag_exists(tag: str) -> bool:
+    command = ["git", "tag", "--list", tag]
+    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", nargs="*", help="distribution names, such as ejk-ops")
+    parser.add_argument("--all", action="store_true", help="every package of the workspace")
+    parser.add_argument("--check", action="store_true", help="check only, build nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the builds")
+    options = parser.parse_args(argv)
+    workspace = read_workspace(ROOT)
+    names = list(workspace) if options.all else options.package
+    unknown = [name for name in names if name not in workspace]
+    if unknown or not names:
+        parser.error(f"name one or more of {', '.join(workspace)}")
+    try:
+        for package in map(workspace.__getitem__, names):
+            check(package, workspace)
+            if options.check:
+                print(f"{package.name} {package.version}: version, changelog and ranges agree")
+                continue
+            for path in build_checked(package, options.out):
+                print(path)
+            if options.all:
+                continue
+            if tag_exists(package.tag):
+                raise ReleaseError(f"{package.tag} exists already: raise the version")
+            print(f"git tag {package.tag} && git push origin {package.tag}")
+    except ReleaseError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Build every wheel and try what a user would install, each set in a clean environment.
+
+Run inside the hatch environment, whose uv it uses: ``python3 tools/dev.py wheels``. For each set:
+install the wheels, ``pip check``, import every portion from outside the repository, and where the
+set holds ejk-modules make one call, so that discovery through entry points is tried as installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import release
+
+SETS = {
+    "ejk-types alone": ["ejk-types"],
+    "ejk-ops alone": ["ejk-ops"],
+    "ejk-modules": ["ejk-types", "ejk-ops", "ejk-kernels-xla", "ejk-kernels-pallas", "ejk-modules"],
+    "all six": [
+        "ejk-types",
+        "ejk-ops",
+        "ejk-kernels-xla",
+        "ejk-kernels-triton",
+        "ejk-kernels-pallas",
+        "ejk-modules",
+    ],
+}
+
+SMOKE = """
+import importlib, sys
+import ejkernel
+assert len(list(ejkernel.__path__)) == 1, list(ejkernel.__path__)
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    print(f"  {name} {module.__version__}")
+if "ejkernel.modules" in sys.argv:
+    import jax, jax.numpy as jnp
+    from ejkernel.modules import flash_attention
+    x = jax.random.normal(jax.random.key(0), (1, 16, 2, 32))
+    out = flash_attention(x, x, x, causal=True)
+    assert out.shape == x.shape and bool(jnp.isfinite(out).all())
+    assert jnp.allclose(out[:, 0], x[:, 0], atol=1e-5)
+    print(f"  flash_attention on {jax.default_backend()}, JAX {jax.__version__}")
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> None:
+    """Run or raise; nothing of this environment's Python leaks into the clean one."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    subprocess.run(list(map(str, command)), cwd=cwd, env=env, check=True)
+
+
+def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> None:
+    uv = os.environ.get("HATCH_UV", "uv")
+    python = folder / "bin" / "python"
+    run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder, cwd=folder.parent)
+    chosen = [wheels[package.name] for package in members]
+    run(uv, "pip", "install", "--quiet", "--python", python, *chosen, cwd=folder.parent)
+    run(python, "-m", "pip", "check", cwd=folder.parent)
+    portions = [package.portion.replace("/", ".") for package in members]
+    run(python, "-I", "-c", SMOKE, *portions, cwd=folder.parent)
+
+
+def main() -> int:
+    workspace = release.read_workspace(release.ROOT)
+    with tempfile.TemporaryDirectory(prefix="ejkernel-wheels-") as scratch:
+        root = Path(scratch)
+        wheels = {}
+        for name, package in workspace.items():
+            _, wheels[name] = release.build_checked(package, root / "dist")
+        for index, (title, names) in enumerate(SETS.items()):
+            print(f"{title}:", flush=True)
+            try:
+                try_set([workspace[name] for name in names], wheels, root / f"clean{index}")
+            except subprocess.CalledProcessError as error:
+                print(f"failed: {title}: {' '.join(error.cmd[:4])} ...", file=sys.stderr)
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
