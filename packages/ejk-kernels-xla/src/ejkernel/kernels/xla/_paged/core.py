@@ -1,0 +1,240 @@
+"""Attention of a few query rows over a long cache, block by block.
+
+A *tile* is ``rows`` consecutive query rows of one sequence. All tiles of a group walk the cache
+together; the walk covers only the blocks that some tile of the group can see, so its cost follows
+the lengths, not the size of the table::
+
+    x[i, j] = scale[head] * dot(q[i], k[j]);  x = cap * tanh(x / cap)
+    visible: start <= j < stop, j <= position[i], position[i] - left <= j
+    lse[i]  = log(sum_j exp(x[i, j]) + sum_s exp(sink[s]));  o[i] = sum_j exp(x - lse) v[j]
+
+Online softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867), Algorithm 3. The backward pass
+recomputes the probabilities from ``lse`` (FlashAttention, arXiv 2205.14135, section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Static facts. ``tokens`` a step, ``group`` tiles walked together, ``left``: window."""
+
+    tokens: int
+    group: int
+    soft_cap: float | None = None
+    left: int | None = None
+    accumulate: jnp.dtype = jnp.float32
+
+
+class Tiles(NamedTuple):
+    """Where each tile stands: ``sequence [n]``, ``position [n, rows]`` (-1 = no row there),
+    ``start``/``stop [n]``: the keys its sequence holds."""
+
+    sequence: jax.Array
+    position: jax.Array
+    start: jax.Array
+    stop: jax.Array
+
+
+def _visible(spec: Spec, tiles: Tiles, position: jax.Array) -> jax.Array:
+    """Boolean ``[n, rows, tokens]``."""
+    i, j = tiles.position[:, :, None], position[None, None, :]
+    seen = (j >= tiles.start[:, None, None]) & (j < tiles.stop[:, None, None]) & (j <= i)
+    if spec.left is not None:
+        seen &= j >= i - spec.left
+    return seen & (i >= 0) & (j >= 0)
+
+
+def _walk(spec: Spec, tiles: Tiles, capacity: int):
+    """Half-open range of blocks that some tile of the group sees."""
+    row = tiles.position >= 0
+    last = jnp.max(jnp.where(row, tiles.position, -1), axis=1) + 1
+    first = jnp.min(jnp.where(row, tiles.position, capacity), axis=1)
+    stop = jnp.minimum(tiles.stop, last)
+    start = tiles.start if spec.left is None else jnp.maximum(tiles.start, first - spec.left)
+    some = stop > start
+    lo = jnp.min(jnp.where(some, start, capacity)) // spec.tokens
+    hi = -(-jnp.max(jnp.where(some, stop, 0)) // spec.tokens)
+    return lo, hi
+
+
+def _logits(spec: Spec, q, k, scale):
+    """Raw products and capped logits, ``[n, hk, g, rows, tokens]``."""
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    raw = jnp.einsum(
+        "nrkgd,ntkd->nkgrt",
+        q.astype(dtype),
+        k.astype(dtype),
+        preferred_element_type=spec.accumulate,
+    )
+    x = raw * scale[:, None, None, None]
+    if spec.soft_cap is not None:
+        x = spec.soft_cap * jnp.tanh(x / spec.soft_cap)
+    return raw, x
+
+
+def _weighted(spec: Spec, p, x, equation: str):
+    return jnp.einsum(equation, p.astype(x.dtype), x, preferred_element_type=spec.accumulate)
+
+
+def _block(spec: Spec, layout: Layout, arrays, tiles: Tiles, c, dtype):
+    """Keys, values (zero where no row looks: what lies there may be NaN) and visibility."""
+    k, v, position = layout.fetch(arrays, tiles.sequence, c, spec.tokens)
+    seen = _visible(spec, tiles, position)
+    used = jnp.any(seen, axis=1)[:, :, None, None]
+    # a quantised cache is exact in the query's dtype
+    k, v = (
+        jnp.where(used, x.astype(jnp.promote_types(x.dtype, dtype) if _wide(x) else dtype), 0)
+        for x in (k, v)
+    )
+    return k, v, seen[:, None, None]
+
+
+def _wide(x: jax.Array) -> bool:
+    """A float of at least 16 bits: differentiable, and not to be narrowed."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 2
+
+
+def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: Tiles):
+    n, rows, hk, g, _ = q.shape
+    blocks = _walk(spec, tiles, layout.capacity)
+    dv = layout.value_dim(arrays)
+
+    def step(c, carry):
+        top, total, o = carry
+        k, v, seen = _block(spec, layout, arrays, tiles, c, q.dtype)
+        x = jnp.where(seen, _logits(spec, q, k, scale)[1], NEG_INF)
+        new = jnp.maximum(top, jnp.max(x, axis=-1))
+        safe = jnp.where(new == NEG_INF, 0.0, new)
+        p = jnp.exp(x - safe[..., None])
+        keep = jnp.exp(top - safe)
+        o = o * keep[..., None] + _weighted(spec, p, v, "nkgrt,ntkd->nkgrd")
+        return new, total * keep + jnp.sum(p, axis=-1), o
+
+    zero = jnp.zeros((n, hk, g, rows), spec.accumulate)
+    init = (zero + NEG_INF, zero, jnp.zeros((n, hk, g, rows, dv), spec.accumulate))
+    top, total, o = jax.lax.fori_loop(*blocks, step, init)
+    alive = total > 0
+    lse = jnp.where(alive, top + jnp.log(jnp.where(alive, total, 1.0)), NEG_INF)
+    if sinks is None:
+        scale_o = 1 / jnp.where(alive, total, 1.0)
+        return jnp.where(alive[..., None], o * scale_o[..., None], 0.0), lse
+    sink = jax.nn.logsumexp(sinks.astype(spec.accumulate), axis=-1)[None, :, :, None]
+    whole = jnp.where(alive, jnp.logaddexp(lse, sink), NEG_INF)
+    factor = jnp.where(alive, jnp.exp(jnp.where(alive, top - whole, 0.0)), 0.0)
+    return o * factor[..., None], whole
+
+
+def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, tiles, saved):
+    """Adds this group's gradients to ``carry = (d arrays, d scale, d sinks)``; returns dq too."""
+    o, lse, do, dlse = saved
+    alive = lse != NEG_INF
+    safe = jnp.where(alive, lse, 0.0)
+    # d x = p * (dot(do, v) - delta), where delta also carries the gradient of lse
+    delta = jnp.where(alive, jnp.sum(do * o, axis=-1) - dlse, 0.0)
+    tables = arrays[-1]
+
+    def step(c, carry):
+        dq, grads, dscale = carry
+        k, v, seen = _block(spec, layout, arrays, tiles, c, q.dtype)
+        raw, x = _logits(spec, q, k, scale)
+        p = jnp.where(seen, jnp.exp(jnp.where(seen, x - safe[..., None], 0.0)), 0.0)
+        dv = _weighted(spec, p, do, "nkgrt,nkgrd->ntkd")
+        dp = jnp.einsum("nkgrd,ntkd->nkgrt", do, v.astype(do.dtype))
+        ds = p * (dp - delta[..., None])
+        if spec.soft_cap is not None:
+            ds = ds * (1 - jnp.square(x / spec.soft_cap))
+        dscale = dscale + jnp.sum(jnp.where(seen, ds * raw, 0.0), axis=(0, 2, 3, 4))
+        ds = ds * scale[:, None, None, None]
+        dq = dq + jnp.einsum("nkgrt,ntkd->nrkgd", ds, k.astype(ds.dtype))
+        dk = jnp.einsum("nkgrt,nrkgd->ntkd", ds, q.astype(ds.dtype))
+        if grads is not None:
+            grads = layout.accumulate(grads, tables, tiles.sequence, c, dk, dv)
+        return dq, grads, dscale
+
+    grads, dscale, dsinks = carry
+    dq = jnp.zeros(q.shape, spec.accumulate)
+    blocks = _walk(spec, tiles, layout.capacity)
+    dq, grads, dscale = jax.lax.fori_loop(*blocks, step, (dq, grads, dscale))
+    if sinks is not None:
+        p_sink = jnp.exp(sinks[None, :, :, None, :] - safe[..., None]) * alive[..., None]
+        dsinks = dsinks - jnp.sum(p_sink * delta[..., None], axis=(0, 3))
+    return (grads, dscale, dsinks), dq
+
+
+def _grouped(spec: Spec, x):
+    """Every leading tile axis as ``[groups, group, ...]``."""
+    return jax.tree.map(lambda a: a.reshape(-1, spec.group, *a.shape[1:]), x)
+
+
+def _flat(x):
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
+    """``o [n, hk, g, rows, dv]`` and ``lse [n, hk, g, rows]`` of every tile, accumulation dtype.
+
+    q ``[n, rows, hk, g, d]`` with ``n`` a multiple of ``spec.group``; scale ``[hk]``; sinks
+    ``[hk, g, num_sinks]`` or None. Differentiable in q, the float caches of at least 16 bits,
+    scale and sinks, through both results.
+    """
+    return _forward(spec, layout, q, arrays, scale, sinks, tiles)[0]
+
+
+def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
+    def group(_, x):
+        return None, _group_forward(spec, layout, x[0], arrays, scale, sinks, x[1])
+
+    x = _grouped(spec, (q, tiles))
+    if q.shape[0] == spec.group:
+        first = jax.tree.map(lambda a: a[0], x)
+        out = group(None, first)[1]
+    else:
+        out = _flat(jax.lax.scan(group, None, x)[1])
+    return out, (q, arrays, scale, sinks, tiles, *out)
+
+
+def _backward(spec: Spec, layout: Layout, saved, cotangent):
+    q, arrays, scale, sinks, tiles, o, lse = saved
+    caches = tuple(a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating))
+    floats = bool(caches) and all(_wide(a) for a in caches)
+    grads = tuple(jnp.zeros(a.shape, spec.accumulate) for a in caches) if floats else None
+    init = (
+        grads,
+        jnp.zeros(scale.shape, spec.accumulate),
+        None if sinks is None else jnp.zeros(sinks.shape, spec.accumulate),
+    )
+
+    def group(carry, x):
+        gq, gtiles, *rest = x
+        return _group_backward(spec, layout, carry, gq, arrays, scale, sinks, gtiles, rest)
+
+    x = _grouped(spec, (q, tiles, o, lse, *cotangent))
+    (grads, dscale, dsinks), dq = jax.lax.scan(group, init, x)
+    held = iter(grads or ())
+    darrays = tuple(
+        next(held).astype(a.dtype) if floats and jnp.issubdtype(a.dtype, jnp.floating) else None
+        for a in arrays
+    )
+    return (
+        _flat(dq).astype(q.dtype),
+        darrays,
+        dscale.astype(scale.dtype),
+        None if sinks is None else dsinks.astype(sinks.dtype),
+        None,
+    )
+
+
+attend.defvjp(_forward, _backward)

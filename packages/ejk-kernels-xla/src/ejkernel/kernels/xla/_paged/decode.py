@@ -1,0 +1,118 @@
+"""From an operation's arguments to the tiles, spec and scales of the shared loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._paged.core import NEG_INF, Spec, Tiles, attend
+from ejkernel.kernels.xla._paged.layouts import Arrays, Layout, Tables
+
+# One step of the walk reads about this many bytes of keys and values: large enough to amortise
+# the loop, small enough for what was gathered to be still in the second-level cache when used.
+STEP_BYTES = 1 << 20
+
+
+def accumulation_dtype(*arrays) -> jnp.dtype:
+    """float64 when any array is float64, else float32."""
+    wide = any(a is not None and a.dtype == jnp.float64 for a in arrays)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+
+
+def field(cfg, name: str):
+    """A config field of a dataclass, a mapping, or None."""
+    return cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
+
+
+def left_of(window) -> int | None:
+    """The only side of a window that a causal row has."""
+    if window is None:
+        return None
+    return int(window if isinstance(window, int) else window[0])
+
+
+def head_scale(kv_heads: int, dtype, *scales) -> jax.Array:
+    """Product of the given scales (float, 0-d or ``[hk]``; None = 1) as ``[hk]``."""
+    out = jnp.ones((kv_heads,), dtype)
+    for s in scales:
+        if s is not None:
+            out = out * jnp.asarray(s, dtype)
+    return out
+
+
+def head_sinks(softmax_aux, heads: int, kv_heads: int, dtype):
+    """Sinks as ``[hk, h // hk, num_sinks]``; a 1-D array is shared by all heads."""
+    if softmax_aux is None or softmax_aux.shape[-1] == 0:
+        return None
+    aux = jnp.broadcast_to(softmax_aux, (heads, softmax_aux.shape[-1])).astype(dtype)
+    return aux.reshape(kv_heads, heads // kv_heads, -1)
+
+
+def step_tokens(table: Tables | None, length: int, row_bytes: int, pages: int | None = None) -> int:
+    """Tokens per step: whole pages, about ``STEP_BYTES``, at most the length of the cache."""
+    size = table.page_size if table is not None else 1
+    wanted = pages * size if pages else max(64, min(1024, STEP_BYTES // max(row_bytes, 1)))
+    count = max(1, min(wanted, max(length, 1)) // size)
+    return count * size
+
+
+def split_tiles(tiles: Tiles, splits: int) -> Tiles:
+    """Each tile ``splits`` times, over consecutive shares of its keys."""
+    share = -(-jnp.maximum(tiles.stop - tiles.start, 0) // splits)
+    part = jnp.arange(splits)[:, None]
+    start = jnp.minimum(tiles.start + part * share, tiles.stop)
+    stop = jnp.minimum(start + share, tiles.stop)
+
+    def repeat(x):
+        return jnp.broadcast_to(x, (splits, *x.shape)).reshape(-1, *x.shape[1:])
+
+    return Tiles(
+        repeat(tiles.sequence), repeat(tiles.position), start.reshape(-1), stop.reshape(-1)
+    )
+
+
+def merge_splits(o: jax.Array, lse: jax.Array, sinks, splits: int):
+    """Weights partial results by their share of the softmax sum, sinks counted once."""
+    o, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (o, lse))
+    alive = jnp.max(lse, axis=0) != NEG_INF
+    parts = lse
+    if sinks is not None:
+        sink = jax.nn.logsumexp(sinks, axis=-1)[None, None, :, :, None]
+        parts = jnp.concatenate([lse, jnp.broadcast_to(sink, (1, *lse.shape[1:]))])
+    # rows that see nothing take part with a harmless value, so that gradients stay finite
+    whole = jax.nn.logsumexp(jnp.where(alive, parts, 0.0), axis=0)
+    seen = alive & (lse != NEG_INF)
+    weight = jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0.0) - whole), 0.0)
+    return jnp.sum(o * weight[..., None], axis=0), jnp.where(alive, whole, NEG_INF)
+
+
+def attend_rows(
+    spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles, splits: int = 1
+):
+    """``attend`` with tiles padded to whole groups and, if wanted, keys in several splits.
+
+    q ``[n, rows, hk, g, d]`` -> o ``[n, rows, hk, g, dv]``, lse ``[n, rows, hk, g]``.
+    """
+    n = q.shape[0]
+    if q.size == 0 or layout.capacity == 0:
+        lse = jnp.full(q.shape[:-1], NEG_INF, spec.accumulate)
+        return jnp.zeros((*q.shape[:-1], layout.value_dim(arrays)), spec.accumulate), lse
+    if splits > 1:
+        q = jnp.broadcast_to(q, (splits, *q.shape)).reshape(-1, *q.shape[1:])
+        tiles = split_tiles(tiles, splits)
+    pad = -q.shape[0] % spec.group
+
+    def padded(x, value):
+        return jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+
+    tiles = Tiles(
+        padded(tiles.sequence, 0), padded(tiles.position, -1),
+        padded(tiles.start, 0), padded(tiles.stop, 0),
+    )  # fmt: skip
+    o, lse = attend(spec, layout, padded(q, 0), arrays, scale, None if splits > 1 else sinks, tiles)
+    o, lse = o[: n * splits], lse[: n * splits]
+    if splits > 1:
+        o, lse = merge_splits(o, lse, sinks, splits)
+    return jnp.moveaxis(o, 3, 1), jnp.moveaxis(lse, 3, 1)

@@ -1,0 +1,338 @@
+"""Paged, ragged and contiguous decoding against the row-by-row oracle."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ejkernel.kernels.xla.mla_decode import mla_decode
+from ejkernel.kernels.xla.page_attention import page_attention
+from ejkernel.kernels.xla.ragged_decode_attention import ragged_decode_attention
+from ejkernel.kernels.xla.ragged_page_attention import ragged_page_attention
+from ejkernel.kernels.xla.ragged_page_attention_v3 import ragged_page_attention_v3
+from ejktest.oracles import paged as oracle
+from ejktest.tolerance import check_close
+
+RNG = np.random.default_rng(0)
+B, H, HK, D, DV, PS, COLUMNS = 4, 4, 2, 16, 24, 4, 5
+PAGES = B * COLUMNS + 2
+
+
+def normal(*shape, dtype=np.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def wide(*arrays):
+    return [jnp.asarray(np.asarray(a, np.float64)) for a in arrays]
+
+
+def gradients(fn, args, weight):
+    return jax.grad(lambda *a: jnp.sum(fn(*a) * weight), tuple(range(len(args))))(*args)
+
+
+def compare(ours, theirs, args, names, *, dtype=np.float32, factor=3.0):
+    """Values and every gradient of ``ours(*args)`` against ``theirs`` in float64."""
+    out = jax.jit(ours)(*args)
+    with jax.enable_x64(True):
+        exact_args = wide(*args)
+        reference = np.asarray(theirs(*exact_args))
+        weight = np.random.default_rng(1).standard_normal(reference.shape)
+        exact = [np.asarray(g) for g in gradients(theirs, exact_args, weight)]
+    check_close(out, reference, dtype=dtype)
+    grads = jax.jit(partial(gradients, ours))(args, jnp.asarray(weight, np.float32))
+    for name, g, r in zip(names, grads, exact, strict=True):
+        assert g.dtype == args[names.index(name)].dtype
+        check_close(
+            g,
+            r,
+            dtype=dtype,
+            name=f"d{name}",
+            rms_limit=4 * (1e-5 if dtype == np.float32 else 5e-3),
+        )
+
+
+def tables():
+    return RNG.permutation(PAGES)[: B * COLUMNS].reshape(B, COLUMNS).astype(np.int32)
+
+
+LENS = np.array([17, 0, 1, COLUMNS * PS], np.int32)
+
+OPTIONS = {
+    "plain": {},
+    "cap-window-sinks": {"logits_soft_cap": 2.0, "sliding_window": (3, 0), "sinks": 2},
+    "splits": {"num_splits": 3, "sinks": 1},
+    "one-page-steps": {"cfg": {"pages_per_block": 1}, "sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_page_attention(name):
+    options = dict(OPTIONS[name])
+    sinks = options.pop("sinks", 0)
+    bt = tables()
+    args = [normal(B, H, D), normal(PAGES, PS, HK, D), normal(PAGES, PS, HK, DV)]
+    names = ["q", "k", "v"]
+    if sinks:
+        args.append(normal(H, sinks))
+        names.append("aux")
+
+    def ours(q, k, v, aux=None):
+        return page_attention(q, k, v, LENS, bt, softmax_aux=aux, **options)
+
+    window = options.get("sliding_window")
+
+    def theirs(q, k, v, aux=None):
+        return oracle.page_attention(
+            q, k, v, LENS, bt, scale=D**-0.5, aux=aux, cap=options.get("logits_soft_cap"),
+            left=window[0] if isinstance(window, tuple) else window,
+        )  # fmt: skip
+
+    compare(ours, theirs, args, names)
+
+
+def test_page_attention_rank_dtype_and_shared_pages():
+    q, k, v = normal(B, 1, H, D), normal(PAGES, PS, HK, D), normal(PAGES, PS, HK, D)
+    bt = np.zeros((B, COLUMNS), np.int32)  # every row reads page 0 again and again
+    lens = np.full(B, 9, np.int32)
+    half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    out = page_attention(*half, lens, bt)
+    assert out.shape == q.shape and out.dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        q64, k64, v64 = wide(*half)
+        reference = oracle.page_attention(q64[:, 0], k64, v64, lens, bt, scale=D**-0.5)
+    check_close(out[:, 0], reference, factor=3)
+
+
+def test_unseen_memory_and_wild_tables_do_not_matter():
+    bt = tables()
+    q, k, v = normal(B, H, D), normal(PAGES, PS, HK, D), normal(PAGES, PS, HK, D)
+    out = page_attention(q, k, v, LENS, bt)
+    seen = np.zeros((PAGES, PS), bool)
+    for r, n in enumerate(LENS):
+        for j in range(n):
+            seen[bt[r, j // PS], j % PS] = True
+    poison = jnp.where(jnp.asarray(seen)[..., None, None], 0.0, jnp.nan)
+    wild = bt.copy()
+    for r, n in enumerate(LENS):
+        wild[r, -(-n // PS) :] = [-1, 10**6, -(2**31), 7, 2**31 - 1][: COLUMNS - (-(-n // PS))]
+    again = page_attention(q, k + poison, v + poison, LENS, wild)
+    np.testing.assert_array_equal(out, again)
+    grads = jax.grad(lambda *a: page_attention(*a, LENS, wild).sum(), (0, 1, 2))(
+        q, k + poison, v + poison
+    )
+    assert all(np.isfinite(g).all() for g in grads)
+    assert not np.asarray(out)[1].any()  # the empty context
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_quantised_cache_with_scales(dtype):
+    bt = tables()
+    q = normal(B, H, D)
+    k, v = ((normal(PAGES, PS, HK, D) * 8).astype(dtype) for _ in range(2))
+    scales = [jnp.asarray([0.05, 0.11]), jnp.asarray(0.07)]
+    with jax.enable_x64(True):
+        k64, v64 = wide(k, v)
+    reference_of = lambda q, ks, vs: oracle.page_attention(  # noqa: E731
+        q, k64, v64, LENS, bt, scale=D**-0.5, k_scale=ks, v_scale=vs * jnp.ones(HK)
+    )
+
+    def ours(q, ks, vs):
+        return page_attention(q, k, v, LENS, bt, k_scale=ks, v_scale=vs)
+
+    compare(ours, reference_of, [q, *scales], ["q", "k_scale", "v_scale"])
+
+
+@pytest.mark.parametrize("left", [None, 5])
+def test_ragged_decode(left):
+    length = 23
+    q, k, v = normal(B, H, D), normal(B, length, HK, D), normal(B, length, HK, DV)
+    aux = normal(3)
+    start, end = np.array([0, 7, 9, -4]), np.array([23, 7, 20, 99])
+
+    def ours(q, k, v, aux):
+        return ragged_decode_attention(
+            q, k, v, start, end, aux, sliding_window=left,
+            cfg={"fwd_params": {"kv_blocksize": 8}},
+        )  # fmt: skip
+
+    def theirs(q, k, v, aux):
+        return oracle.ragged_decode_attention(
+            q, k, v, start, end, scale=D**-0.5, aux=aux, left=left
+        )
+
+    compare(ours, theirs, [q, k, v, aux], ["q", "k", "v", "aux"])
+
+
+@pytest.mark.parametrize(("rows", "splits", "window"), [(1, 1, None), (3, 2, 4)])
+def test_mla_decode(rows, splits, window):
+    latent, dc = 16, 24
+    bt = tables()
+    q, cache, k_scale = normal(B, rows, H, dc), normal(PAGES, PS, dc), jnp.float32(0.7)
+
+    def both(out):
+        o, lse = out
+        return jnp.concatenate([o, jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]], -1)
+
+    def ours(q, cache, k_scale):
+        return both(
+            mla_decode(
+                q, cache, LENS, bt, latent_dim=latent, k_scale=k_scale, num_splits=splits,
+                sliding_window=window, return_lse=True, logits_soft_cap=4.0,
+            )
+        )  # fmt: skip
+
+    def theirs(q, cache, k_scale):
+        return both(
+            oracle.mla_decode(
+                q, cache, LENS, bt, latent, k_scale, scale=dc**-0.5, left=window, cap=4.0
+            )
+        )
+
+    compare(ours, theirs, [q, cache, k_scale], ["q", "cache", "k_scale"])
+
+
+STARTS = np.array([0, 1, 1, 8, 13, 2, 0], np.int32)  # entries past the last sequence are noise
+CONTEXT = np.array([9, 5, 11, 5, 1000, -3], np.int32)
+COUNT, TOKENS = 4, 16
+
+
+def ragged_case(dtype=np.float32):
+    bt = np.full((6, 4), -1, np.int32)
+    order = iter(RNG.permutation(PAGES))
+    for r in range(COUNT):
+        for c in range(-(-CONTEXT[r] // PS)):
+            bt[r, c] = next(order)
+    return normal(TOKENS, H, D, dtype=dtype), normal(PAGES, PS, 2 * HK, D, dtype=dtype), bt
+
+
+@pytest.mark.parametrize(
+    ("cap", "window", "sinks", "cfg"),
+    [(None, None, 0, None), (2.0, 3, 2, {"num_queries_per_block": 4, "num_kv_pages_per_block": 2})],
+)
+def test_ragged_page_attention(cap, window, sinks, cfg):
+    q, pages, bt = ragged_case()
+    aux = [normal(H, sinks)] if sinks else []
+
+    def ours(q, pages, aux=None):
+        return ragged_page_attention(
+            q, pages, CONTEXT, bt, STARTS, np.array([COUNT]), aux,
+            logits_soft_cap=cap, sliding_window=window, cfg=cfg,
+        )  # fmt: skip
+
+    def theirs(q, pages, aux=None):
+        return oracle.ragged_page_attention(
+            q, pages, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5, cap=cap, left=window, aux=aux
+        )
+
+    compare(ours, theirs, [q, pages, *aux], ["q", "pages", "aux"][: 2 + len(aux)])
+
+
+def pack(pages, per):
+    """The packed form of ``[P, ps, 2 * hk, d]`` with ``per`` heads to a word."""
+    groups = -(-pages.shape[2] // per)
+    padded = -(-pages.shape[3] // 128) * 128
+    room = [(0, 0), (0, 0), (0, groups * per - pages.shape[2]), (0, padded - pages.shape[3])]
+    pages = jnp.pad(pages, room, constant_values=7)
+    return pages.reshape(*pages.shape[:2], groups, per, padded)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ragged_page_attention_v3_writes_and_attends(packed):
+    q, pages, bt = ragged_case()
+    keys, values = normal(TOKENS, HK, D), normal(TOKENS, HK, D)
+
+    def ours(q, keys, values, pages):
+        cache = pack(pages, 1) if packed else pages
+        out, cache = ragged_page_attention_v3(
+            q, keys, values, cache, CONTEXT, bt.reshape(-1) if packed else bt, STARTS,
+            np.array([0, 0, COUNT]),
+        )  # fmt: skip
+        if packed:
+            assert cache.shape == pack(pages, 1).shape
+            cache = cache[..., : 2 * HK, :, :D].reshape(pages.shape)
+        return jnp.concatenate([out.reshape(-1), cache.reshape(-1)])
+
+    def theirs(q, keys, values, pages):
+        cache = oracle.write_pages(pages, keys, values, CONTEXT, bt, STARTS, COUNT)
+        out = oracle.ragged_page_attention(q, cache, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5)
+        return jnp.concatenate([out.reshape(-1), cache.reshape(-1)])
+
+    compare(ours, theirs, [q, keys, values, pages], ["q", "keys", "values", "pages"])
+
+
+def test_v3_quantises_on_write_and_leaves_padding_alone():
+    q, pages, bt = ragged_case()
+    keys, values = normal(TOKENS, HK, D), normal(TOKENS, HK, D)
+    cache = pack((pages * 20).astype(jnp.int8), 4)
+    k_scale, v_scale = jnp.asarray([0.02, 0.03]), 0.025
+    out, new = ragged_page_attention_v3(
+        q, keys, values, cache, CONTEXT, bt, STARTS, jnp.asarray([0, 0, COUNT]),
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(new)[..., D:], np.asarray(cache)[..., D:])
+
+    def stored(x, scale):
+        return np.clip(np.rint(np.asarray(x, np.float64) / scale), -128, 127)
+
+    k8, v8 = (
+        stored(keys, np.float64(np.float32([0.02, 0.03]))[:, None]),
+        stored(values, np.float32(v_scale)),
+    )
+    with jax.enable_x64(True):
+        plain = jnp.asarray(np.asarray(cache)[..., :D].reshape(PAGES, PS, 2 * HK, D), jnp.float64)
+        expected = oracle.write_pages(plain, k8, v8, CONTEXT, bt, STARTS, COUNT)
+        reference = oracle.ragged_page_attention(
+            wide(q)[0], expected, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5,
+            k_scale=jnp.asarray(np.float32([0.02, 0.03])),
+            v_scale=jnp.full(HK, np.float32(v_scale)),
+        )  # fmt: skip
+    got = np.asarray(new)[..., :D].reshape(PAGES, PS, 2 * HK, D)
+    assert np.abs(got - np.asarray(expected)).max() <= 1  # a tie may round either way
+    check_close(out, reference, rms_limit=5e-3)
+
+
+def test_packed_equals_batched_and_contiguous():
+    """The same decoding step through four doors."""
+    bt = tables()
+    lens = np.array([9, 3, 20, 1], np.int32)
+    q, pages = normal(B, H, D), normal(PAGES, PS, 2 * HK, D)
+    k, v = pages[:, :, 0::2], pages[:, :, 1::2]
+    paged = page_attention(q, k, v, lens, bt)
+    ragged = ragged_page_attention(q, pages, lens, bt, np.arange(B + 1), B)
+    flat_k, flat_v = (x[bt].reshape(B, COLUMNS * PS, HK, D) for x in (k, v))
+    decode = ragged_decode_attention(q, flat_k, flat_v, np.zeros(B, np.int32), lens)
+    np.testing.assert_allclose(paged, ragged, atol=2e-6)
+    np.testing.assert_allclose(paged, decode, atol=2e-6)
+
+
+def test_transformations_and_empty_shapes():
+    bt = tables()
+    q, k, v = normal(2, B, H, D), normal(PAGES, PS, HK, D), normal(PAGES, PS, HK, D)
+    f = partial(page_attention, sliding_window=None)
+    one = jnp.stack([f(x, k, v, LENS, bt) for x in q])
+    np.testing.assert_allclose(jax.vmap(lambda x: f(x, k, v, LENS, bt))(q), one, atol=1e-6)
+    g = jax.jit(jax.vmap(jax.grad(lambda x, n: f(x, k, v, n, bt).sum())))(q, jnp.stack([LENS] * 2))
+    assert g.shape == q.shape and np.isfinite(g).all()
+    assert page_attention(q[0], k[:0], v[:0], LENS, bt).shape == (B, H, D)
+    assert page_attention(q[0], k, v, LENS, bt[:, :0]).sum() == 0
+    assert page_attention(q[0, :0], k, v, LENS[:0], bt[:0]).shape == (0, H, D)
+    empty = ragged_decode_attention(q[0], normal(B, 0, HK, D), normal(B, 0, HK, D), LENS, LENS)
+    assert empty.shape == (B, H, D) and not np.asarray(empty).any()
+    shape = jax.eval_shape(lambda *a: page_attention(*a), q[0], k, v, LENS, bt)
+    assert shape.shape == (B, H, D)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        q, k, v = (
+            normal(*s, dtype=np.float64)
+            for s in ((B, H, D), (PAGES, PS, HK, D), (PAGES, PS, HK, D))
+        )
+        bt = tables()
+        out = page_attention(q, k, v, LENS, bt)
+        check_close(out, oracle.page_attention(q, k, v, LENS, bt, scale=D**-0.5))

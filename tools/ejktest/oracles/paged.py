@@ -1,0 +1,106 @@
+"""Decoding and ragged attention over caches, one row at a time, in float64.
+
+Every oracle first writes down, per query row, the dense keys and values of its sequence and then
+applies the softmax formula. It is differentiable by JAX, so its gradients are float64 as well. Call
+it under ``jax.enable_x64(True)``; index arrays are numpy.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def attend_row(
+    q, k, v, position, *, scale, start=0, left=None, cap=None, aux=None, k_scale=None, v_scale=None
+):
+    """One row: q ``[h, d]``, k ``[t, hk, d]``, v ``[t, hk, dv]`` -> o ``[h, dv]``, lse ``[h]``."""
+    h, hk = q.shape[0], k.shape[1]
+    j = np.arange(k.shape[0])
+    seen = (j >= start) & (j <= position)
+    if left is not None:
+        seen &= j >= position - left
+    if position < 0 or not seen.any():
+        return jnp.zeros((h, v.shape[2])), jnp.full((h,), -jnp.inf)
+    if k_scale is not None:
+        k = k * jnp.reshape(k_scale, (-1, 1))
+    if v_scale is not None:
+        v = v * jnp.reshape(v_scale, (-1, 1))
+    k, v = jnp.repeat(k, h // hk, 1), jnp.repeat(v, h // hk, 1)
+    x = scale * jnp.einsum("hd,thd->ht", q, k)
+    if cap is not None:
+        x = cap * jnp.tanh(x / cap)
+    x = jnp.where(jnp.asarray(seen), x, -jnp.inf)
+    everything = x
+    if aux is not None:
+        everything = jnp.concatenate([x, jnp.broadcast_to(aux, (h, aux.shape[-1]))], 1)
+    lse = jax.nn.logsumexp(everything, axis=1)
+    return jnp.einsum("ht,thd->hd", jnp.exp(x - lse[:, None]), v), lse
+
+
+def gather(cache, table):
+    """All tokens one sequence has room for, ``[max_pages * ps, ...]``, in table order."""
+    return cache[np.clip(table, 0, cache.shape[0] - 1)].reshape(-1, *cache.shape[2:])
+
+
+def page_attention(q, k_cache, v_cache, lens, tables, **options):
+    """q ``[b, h, d]`` -> ``[b, h, dv]``."""
+    rows = []
+    for r in range(q.shape[0]):
+        n = int(min(lens[r], tables.shape[1] * k_cache.shape[1]))
+        k, v = gather(k_cache, tables[r]), gather(v_cache, tables[r])
+        rows.append(attend_row(q[r], k, v, n - 1, **options)[0])
+    return jnp.stack(rows)
+
+
+def ragged_decode_attention(q, k, v, start, end, **options):
+    """q ``[b, h, d]``, k and v ``[b, S, hk, .]`` -> ``[b, h, dv]``."""
+    rows = []
+    for r in range(q.shape[0]):
+        lo, hi = (int(np.clip(x[r], 0, k.shape[1])) for x in (start, end))
+        rows.append(attend_row(q[r], k[r], v[r], hi - 1, start=lo, **options)[0])
+    return jnp.stack(rows)
+
+
+def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
+    """q ``[b, m, h, dc]`` -> o ``[b, m, h, latent_dim]`` and lse ``[b, m, h]``."""
+    factor = 1.0 if k_scale is None else k_scale
+    out, lses = [], []
+    for r in range(q.shape[0]):
+        n = int(min(lens[r], tables.shape[1] * cache.shape[1]))
+        c = gather(cache, tables[r])[:, None] * factor
+        for m in range(q.shape[1]):
+            position = n - q.shape[1] + m
+            o, lse = attend_row(q[r, m], c, c[..., :latent_dim], position, **options)
+            out.append(o)
+            lses.append(lse)
+    shape = q.shape[:3]
+    return jnp.stack(out).reshape(*shape, -1), jnp.stack(lses).reshape(shape)
+
+
+def ragged_page_attention(q, pages, lens, tables, starts, count, **options):
+    """q ``[T, h, d]``, pages ``[P, ps, 2 * hk, d]`` -> ``[T, h, d]``."""
+    out = jnp.zeros(q.shape)
+    for r in range(count):
+        n = int(min(lens[r], tables.shape[1] * pages.shape[1]))
+        both = gather(pages, tables[r])
+        length = int(starts[r + 1] - starts[r])
+        for m in range(length):
+            row = int(starts[r]) + m
+            o, _ = attend_row(q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options)
+            out = out.at[row].set(o)
+    return out
+
+
+def write_pages(pages, keys, values, lens, tables, starts, count):
+    """``pages`` with the new keys and values of every sequence in place; no scaling."""
+    for r in range(count):
+        length = int(starts[r + 1] - starts[r])
+        for m in range(length):
+            position = int(lens[r]) - length + m
+            page, place = tables[r, position // pages.shape[1]], position % pages.shape[1]
+            row = int(starts[r]) + m
+            pages = pages.at[page, place, 0::2].set(keys[row])
+            pages = pages.at[page, place, 1::2].set(values[row])
+    return pages
