@@ -4,6 +4,8 @@ Importing it starts no device and changes no setting.
 """
 
 from ejkernel.ops._version import __version__
+from ejkernel.ops.config.cache import ConfigCache, overlay_cache, policy_override
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import (
     AutotuneError,
     ConfigError,
@@ -25,6 +27,12 @@ from ejkernel.ops.utils.device import (
     get_device_platform,
     target_device,
 )
+from ejkernel.ops.utils.labels import (
+    extract_labels_from_hlo_text,
+    find_labels_in_lowered,
+    label,
+    labels_to_configs,
+)
 from ejkernel.ops.utils.serialization import (
     abstractify,
     from_json,
@@ -38,6 +46,7 @@ __all__ = [
     "AutotuneError",
     "Backend",
     "BwdParams",
+    "ConfigCache",
     "ConfigError",
     "EjkernelWarning",
     "FwdParams",
@@ -50,15 +59,22 @@ __all__ = [
     "KernelUnavailable",
     "NoConfigError",
     "OpConfig",
+    "PersistentCache",
     "Platform",
     "__version__",
     "abstractify",
     "device_fingerprint",
     "device_kind",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
     "from_json",
     "get_device_platform",
     "interpret_mode",
     "kernel_registry",
+    "label",
+    "labels_to_configs",
+    "overlay_cache",
+    "policy_override",
     "sharding_fingerprint",
     "short_hash",
     "stable_json",

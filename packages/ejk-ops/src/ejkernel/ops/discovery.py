@@ -7,9 +7,11 @@ names imports nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Platform
 
 GROUP = "ejkernel.kernels"
@@ -32,15 +34,62 @@ def installed() -> tuple[EntryPoint, ...]:
     return tuple(sorted(found.values(), key=lambda e: (_ORDER.get(e.name, 9), e.name, e.value)))
 
 
-def describe_installed(points: Iterable[EntryPoint]) -> str:
-    """Installed kernel packages for a message, e.g. "cuda (ejk-kernels-xla 0.1.0)"."""
-    names = []
-    for point in points:
-        dist = point.dist
-        names.append(f"{point.name} ({dist.name} {dist.version})" if dist else point.name)
-    return ", ".join(names) or "none"
-
-
 def install_line(platform: Platform | None = None) -> str:
     """The pip command that brings implementations of ``platform``, or of everything."""
     return "pip install ejk-modules" if platform is None else _INSTALL[platform]
+
+
+class Packages:
+    """The kernel packages of one registry: each is loaded once, when it is first needed."""
+
+    def __init__(self, discover: Callable[[], Sequence[EntryPoint]]):
+        self.points = discover
+        self._lock = threading.RLock()
+        self._loaded: set[tuple[str, str]] = set()
+        self._failures: dict[str, Exception] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """Platforms that have a package. Imports nothing."""
+        return tuple(dict.fromkeys(point.name for point in self.points()))
+
+    def describe(self) -> str:
+        """What is installed, for a message, e.g. "xla (ejk-kernels-xla 0.1.0)"."""
+        words = []
+        for point in self.points():
+            word = f"{point.name} ({point.dist.name} {point.dist.version})" if point.dist else ""
+            failed = ", failed to load" if point.name in self._failures else ""
+            words.append((word or point.name) + failed)
+        return ", ".join(words) or "none"
+
+    def load(self, platforms: Sequence[Platform], use: Callable[[EntryPoint], None]) -> None:
+        """Call ``use`` for each package of ``platforms`` that was not used yet; keep failures."""
+        wanted = {p.value for p in platforms}
+        every = {p.value for p in Platform}
+        for point in self.points():
+            identity = (point.name, point.value)
+            # A name that is no platform says nothing about its content: it may always be needed.
+            if identity in self._loaded or (point.name in every and point.name not in wanted):
+                continue
+            with self._lock:
+                if identity in self._loaded:
+                    continue
+                try:
+                    use(point)
+                except Exception as error:
+                    self._failures[point.name] = error
+                finally:
+                    self._loaded.add(identity)
+
+    def failure(self, platform: Platform | None) -> Exception | None:
+        """Why the package of ``platform`` could not be loaded; None if there was no failure."""
+        return None if platform is None else self._failures.get(platform.value)
+
+    def warn_failures(self) -> None:
+        """Warn, once each, about packages that failed to load."""
+        for name, error in list(self._failures.items()):
+            warn_once(
+                ("load", name),
+                f"kernel package {name!r} is installed but failed to load, its kernels are not "
+                f"used: {type(error).__name__}: {error}",
+                stacklevel=6,
+            )

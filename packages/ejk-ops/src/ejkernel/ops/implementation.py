@@ -10,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.platforms import (
+    LEGAL_BACKENDS,
+    Backend,
+    Platform,
+    parse_backend,
+    parse_platform,
+)
 
 
 class LazyLoadError(ImportError):
@@ -113,6 +119,11 @@ class Implementation:
                 raise
         return fn
 
+    def load(self) -> Callable[..., Any]:
+        """The implementation, imported if need be, its signature unchecked. May LazyLoadError."""
+        fn = self.function
+        return fn.resolve() if isinstance(fn, LazyFunction) else fn
+
     def why_not(self, inv: Any) -> str | None:
         """None when it can do the call, else the reason. Static facts only."""
         return None if self.supports is None or inv is None else self.supports(inv)
@@ -124,6 +135,29 @@ class Implementation:
 
 
 KernelSpec = Implementation
+
+
+def identify(algorithm: str, platform: Any, backend: Any) -> tuple[str, Platform, Backend]:
+    """What a registration is filed under, checked; ValueError names what is wrong."""
+    if not isinstance(algorithm, str) or not algorithm.strip():
+        raise ValueError(f"algorithm={algorithm!r}: expected a name")
+    p, b = parse_platform(platform), parse_backend(backend)
+    if p is None:
+        raise ValueError(
+            f"platform={platform!r}: an implementation belongs to one platform, expected one of "
+            f"{', '.join(x.value for x in Platform)}"
+        )
+    if b not in LEGAL_BACKENDS[p]:
+        raise ValueError(
+            f"backend={backend!r} is not one that platform {p.value!r} runs on: expected one of "
+            f"{', '.join(x.value for x in LEGAL_BACKENDS[p])}"
+        )
+    return normalized(algorithm), p, b
+
+
+def normalized(algorithm: str) -> str:
+    """The form in which names of algorithms are stored and compared."""
+    return algorithm.strip().lower()
 
 
 def signature_of(fn: Callable[..., Any], name: str) -> inspect.Signature:

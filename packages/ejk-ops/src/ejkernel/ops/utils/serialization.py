@@ -183,7 +183,7 @@ def _build_union(plain: Any, members: tuple[Any, ...], path: str) -> Any:
     raise ValueError(f"{path}={plain!r} fits none of {members}: {'; '.join(map(str, reasons))}")
 
 
-def _build_tuple(plain: Any, base: type, args: tuple[Any, ...], path: str) -> tuple:
+def _build_tuple(plain: Any, base: Any, args: tuple[Any, ...], path: str) -> tuple:
     _expect(isinstance(plain, list), plain, "an array", path)
     if hasattr(base, "_fields"):  # a NamedTuple
         names = _hints(base)
@@ -202,7 +202,7 @@ def _deep_tuple(plain: Any) -> Any:
     return tuple(_deep_tuple(v) for v in plain) if isinstance(plain, list) else plain
 
 
-def _build_dataclass(plain: Any, cls: type, path: str) -> Any:
+def _build_dataclass(plain: Any, cls: Any, path: str) -> Any:
     _expect(isinstance(plain, dict), plain, f"an object with the fields of {path}", path)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     unknown = sorted(set(plain) - set(fields))
@@ -234,7 +234,7 @@ def _hint_of_default(field: dataclasses.Field) -> Any:
     return Any
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     """Type hints field by field: one that cannot be resolved does not spoil the others."""
     try:
         return typing.get_type_hints(cls, include_extras=False)

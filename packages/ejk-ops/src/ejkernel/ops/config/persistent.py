@@ -1,0 +1,186 @@
+"""Configs on disk: they survive the process, and many processes may write at once.
+
+Layout: ``<path>/<device>/<kernel>.json`` for keys made by the key builder, ``<path>/misc.json``
+for others, or one file when ``path`` ends in ``.json``. ``config/store.py`` has the file format.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ejkernel.ops import env
+from ejkernel.ops.config.store import (
+    NOT_WRITTEN,
+    ConfigFile,
+    Entry,
+    decode_config,
+    encode_config,
+    remember_class,
+)
+from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.serialization import stable_json
+
+_KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
+_ABSENT = object()
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "unnamed"
+
+
+class PersistentCache:
+    """Configs by key, in JSON files. Same interface as ConfigCache. Thread and process safe.
+
+    Nothing is created before the first ``put``. A file that cannot be written (read-only folder,
+    full disk, a lock that is not released in time) makes the cache keep further configs in memory
+    only, with one warning. A corrupt file is moved to ``*.corrupt-<time>`` with one warning. A
+    file of another schema is left alone: ours is written beside it.
+
+    Args:
+        path: a directory, or one ``*.json`` file; ``~`` is expanded. None = ``configs`` in
+            ``$EJKERNEL_CACHE_DIR`` (default ``~/.cache/ejkernel``), looked up at every use.
+        lock_timeout: seconds to wait for another process that is writing the same file.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, lock_timeout: float = 10.0
+    ) -> None:
+        self._path = None if path is None else Path(path).expanduser()
+        self._lock_timeout = lock_timeout
+        self._lock = threading.RLock()
+        self._files: dict[Path, ConfigFile] = {}
+        self._memory: dict[str, Any] = {}  # what could not be written
+        self._writable = True
+
+    @property
+    def path(self) -> Path:
+        """The directory or file in use."""
+        return env.cache_dir() / "configs" if self._path is None else self._path
+
+    def put(self, key: Hashable, cfg: Any, *, facts: Any = None) -> None:
+        """Store ``cfg`` under ``key``, on disk if possible.
+
+        Args:
+            key: a string, or anything with a JSON form.
+            cfg: a dataclass instance, or plain JSON values.
+            facts: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
+                entries be copied into a shipped table.
+        """
+        text = _key_text(key)
+        remember_class(type(cfg))
+        with self._lock:
+            self._memory.pop(text, None)
+            try:
+                plain = encode_config(cfg)
+                restored = decode_config(plain, type(cfg))
+            except (TypeError, ValueError, OverflowError) as error:
+                self._keep(text, cfg, f"{type(cfg).__qualname__} cannot be written: {error}")
+                return
+            if restored != cfg:
+                reason = f"{type(cfg).__qualname__} would read back as {restored!r}"
+                self._keep(text, cfg, reason)
+                return
+            if not self._writable:
+                self._memory[text] = cfg
+                return
+            try:
+                self._file(text).update({text: Entry(plain, facts)}, self._lock_timeout)
+            except NOT_WRITTEN as error:
+                self._writable = False
+                self._keep(text, cfg, f"{self.path} cannot be written: {error}")
+
+    def _keep(self, text: str, cfg: Any, reason: str) -> None:
+        self._memory[text] = cfg
+        warn_once(
+            ("persistent", str(self.path), reason.partition(":")[0]),
+            f"configs are kept in memory only: {reason}",
+            stacklevel=5,
+        )
+
+    def get(self, key: Hashable, default: Any = None, *, cls: type | None = None) -> Any:
+        """The config under ``key``, else ``default``.
+
+        The config has the class it was put with, looked up among the modules imported so far and
+        the classes this process has put. ``cls`` forces a class. An entry whose class is unknown,
+        or that the class rejects, counts as absent.
+        """
+        text = _key_text(key)
+        with self._lock:
+            if text in self._memory:
+                return self._memory[text]
+            entry = self._file(text).entries().get(text)
+        if entry is None:
+            return default
+        found = entry.config(cls, _ABSENT)
+        return default if found is _ABSENT else found
+
+    def facts(self, key: Hashable) -> Any:
+        """The ``facts`` that were put with ``key``, None when there are none."""
+        text = _key_text(key)
+        with self._lock:
+            entry = self._file(text).entries().get(text)
+        return None if entry is None else entry.facts
+
+    def __contains__(self, key: Hashable) -> bool:
+        return self.get(key, _ABSENT) is not _ABSENT
+
+    def keys(self) -> list[str]:
+        """All keys on disk and in memory. Keys that were put as other objects appear as JSON."""
+        with self._lock:
+            found: dict[str, None] = {}
+            for file in self._existing():
+                found.update(dict.fromkeys(file.entries()))
+            found.update(dict.fromkeys(self._memory))
+            return list(found)
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def clear(self) -> None:
+        """Remove all entries. Files of other schemas stay."""
+        with self._lock:
+            self._memory.clear()
+            for file in self._existing():
+                try:
+                    file.update({}, self._lock_timeout, keep=False)
+                except NOT_WRITTEN as error:
+                    reason = f"{self.path} cannot be cleared: {error}"
+                    warn_once(("persistent", str(self.path), "clear"), reason)
+
+    def _file(self, text: str) -> ConfigFile:
+        root = self.path
+        if root.suffix == ".json":
+            return self._opened(root, "", "")
+        match = _KEY.fullmatch(text)
+        if match is None:
+            return self._opened(root / "misc.json", "", "")
+        device, kernel = match["device"], match["kernel"]
+        return self._opened(root / _slug(device) / f"{_slug(kernel)}.json", device, kernel)
+
+    def _opened(self, path: Path, device: str, kernel: str) -> ConfigFile:
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = ConfigFile(path, device=device, kernel=kernel)
+        return file
+
+    def _existing(self) -> Iterator[ConfigFile]:
+        root = self.path
+        if root.suffix == ".json":
+            yield self._opened(root, "", "")
+            return
+        paths = {ConfigFile.plain_path(p) for p in root.glob("*.json")}
+        paths |= {ConfigFile.plain_path(p) for p in root.glob("*/*.json")}
+        for path in sorted(paths):
+            yield self._opened(path, "", "")
+
+    def __repr__(self) -> str:
+        return f"PersistentCache({str(self.path)!r})"
+
+
+def _key_text(key: Hashable) -> str:
+    return key if isinstance(key, str) else stable_json(key)

@@ -1,0 +1,307 @@
+"""One JSON file of configs: its format, how it is read, and how it is replaced.
+
+Format (schema 1), one entry per line so that differences read well::
+
+    {"schema": 1, "device": "gpu:nvidia-h200:9.0", "kernel": "flash_attention",
+     "entries": {
+      "<key>": {"class": "package.module:FlashAttentionConfig", "config": {...}, "facts": ...}
+    }}
+
+``facts`` is optional. Tables shipped with kernel packages have the same format plus
+``"provenance"`` (device, versions, date, spread of the timings).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import filelock
+
+from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.serialization import from_plain, to_plain
+
+SCHEMA = 1
+
+NOT_WRITTEN = (OSError, filelock.Timeout, NotImplementedError)
+"""What writing may raise: permissions, space, a busy lock, a file system without locks."""
+
+_classes: dict[str, type] = {}
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def remember_class(cls: type) -> None:
+    """Let entries of this class be read back, also when it is no attribute of a module."""
+    if dataclasses.is_dataclass(cls):
+        _classes[_class_name(cls)] = cls
+
+
+def find_class(name: str) -> type | None:
+    """The config class ``"module:qualified.name"``; imports nothing, None when unknown."""
+    if name in _classes:
+        return _classes[name]
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def encode_config(cfg: Any) -> dict[str, Any]:
+    """``{"class": ..., "config": ...}``; the class is None for plain JSON values.
+
+    Raises:
+        TypeError: no JSON form.
+    """
+    known = dataclasses.is_dataclass(cfg) and not isinstance(cfg, type)
+    return {"class": _class_name(type(cfg)) if known else None, "config": to_plain(cfg)}
+
+
+def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
+    """Inverse of ``encode_config``; ``cls`` forces the class.
+
+    Raises:
+        ValueError, TypeError: the class is unknown, or it rejects the values.
+    """
+    name = plain.get("class")
+    if cls is None or not dataclasses.is_dataclass(cls):
+        if name is None:
+            return plain["config"]
+        cls = find_class(name)
+        if cls is None:
+            raise ValueError(f"class {name} is not known to this process")
+    return from_plain(plain["config"], cls)
+
+
+@dataclass
+class Entry:
+    """One config as stored, and as an object once it was asked for."""
+
+    plain: Mapping[str, Any]
+    facts: Any = None
+    _built: dict[type | None, Any] = field(default_factory=dict, repr=False)
+
+    def config(self, cls: type | None = None, default: Any = None) -> Any:
+        """The config; ``default`` when its class is unknown or rejects it."""
+        if cls not in self._built:
+            try:
+                self._built[cls] = decode_config(self.plain, cls)
+            except (ValueError, TypeError, KeyError):
+                return default
+        return self._built[cls]
+
+    def line(self) -> str:
+        """JSON text of the entry."""
+        stored = {"class": self.plain.get("class"), "config": self.plain["config"]}
+        if self.facts is not None:
+            stored["facts"] = self.facts
+        return json.dumps(stored)
+
+
+class CorruptFile(ValueError):
+    """Not JSON, or not of the form it claims. ``path`` is the file, once known."""
+
+    path: Path
+
+
+class OtherSchema(ValueError):
+    """JSON that is not of our schema."""
+
+
+def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Header and entries of a config file.
+
+    Raises:
+        CorruptFile: cut off, not JSON, or entries that are none.
+        OtherSchema: sound JSON of another schema.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CorruptFile(f"not JSON: {error}") from error
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA or isinstance(schema, bool):
+        raise OtherSchema(f"schema {schema!r}, expected {SCHEMA}")
+    stored = content.pop("entries", None)
+    if not isinstance(stored, dict):
+        raise CorruptFile("it has no entries")
+    entries = {}
+    for key, value in stored.items():
+        if not (isinstance(value, dict) and "config" in value):
+            raise CorruptFile(f"entry {key!r} has no config")
+        entries[key] = Entry(value, value.get("facts"))
+    return content, entries
+
+
+def format_file(header: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
+    """Text of a config file, one entry per line."""
+    head = json.dumps({"schema": SCHEMA, **header})[:-1]
+    lines = ",\n".join(f"  {json.dumps(key)}: {entry.line()}" for key, entry in entries.items())
+    return f'{head},\n "entries": {{\n{lines}\n}}}}\n'
+
+
+def read_table(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Header and entries of a shipped table.
+
+    Raises:
+        OSError: unreadable.
+        ValueError: not a table of this schema.
+    """
+    return parse_file(Path(path).read_text(encoding="utf-8"))
+
+
+class Stamp(NamedTuple):
+    """What tells one content of a file from the next."""
+
+    path: Path
+    mtime_ns: int
+    size: int
+    inode: int
+
+
+class ConfigFile:
+    """A file of configs that several processes may read and write.
+
+    Writing takes a lock beside the file, reads what others wrote, adds, writes a temporary file
+    in the same folder, and renames it over the old one: a reader, or a writer that is killed,
+    never leaves or sees half a file.
+    """
+
+    def __init__(self, path: Path, *, device: str = "", kernel: str = ""):
+        self.path = path
+        self._header = {k: v for k, v in (("device", device), ("kernel", kernel)) if v}
+        self._stamp: Stamp | None = None  # of what _entries was read from
+        self._foreign: Stamp | None = None  # of a file of another schema
+        self._entries: dict[str, Entry] = {}
+
+    @staticmethod
+    def plain_path(path: Path) -> Path:
+        """``x.json`` for ``x.json`` and for ``x.schema1.json``."""
+        return path.with_name(path.name.replace(f".schema{SCHEMA}.json", ".json"))
+
+    @property
+    def _beside(self) -> Path:
+        """Where we write when ``path`` belongs to another schema."""
+        return self.path.with_suffix(f".schema{SCHEMA}.json")
+
+    def entries(self) -> dict[str, Entry]:
+        """What is stored now; empty when there is no readable file. Never raises."""
+        try:
+            active = self._active()
+        except CorruptFile:
+            active = None
+            self._set_corrupt_aside()
+        except OSError as error:
+            warn_once(("persistent", str(self.path), "read"), f"{self.path}: {error}", stacklevel=5)
+            return {}
+        return {} if active is None else self._entries
+
+    def update(self, new: Mapping[str, Entry], timeout: float, *, keep: bool = True) -> None:
+        """Add entries, or with ``keep=False`` replace all. Raises one of NOT_WRITTEN."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked(timeout):
+            try:
+                active = self._active()
+            except CorruptFile as error:
+                self._move_aside(error)
+                active = self._active()
+            path = active or (self._beside if self.path.exists() else self.path)
+            merged = {**(self._entries if active and keep else {}), **new}
+            self._stamp = None
+            self._replace(path, format_file(self._header, merged))
+            self._entries = merged
+
+    def _locked(self, timeout: float) -> contextlib.AbstractContextManager[Any]:
+        lock = filelock.FileLock(self.path.with_suffix(".lock"))
+        return lock.acquire(timeout=timeout, poll_interval=0.01)
+
+    def _active(self) -> Path | None:
+        """The file that holds our entries, loaded; None when there is none yet."""
+        for path in (self._beside, self.path):
+            stamp = _stamp(path)
+            if stamp is None or stamp == self._foreign:
+                continue
+            if stamp != self._stamp:
+                try:
+                    header, self._entries = parse_file(_read(path))
+                except OtherSchema:
+                    self._foreign = _settled(stamp)
+                    continue
+                except CorruptFile as error:
+                    error.path = path
+                    raise
+                except FileNotFoundError:  # moved aside by another process just now
+                    continue
+                header.pop("schema")
+                self._header = {**self._header, **header}
+                self._stamp = _settled(stamp)
+            return path
+        return None
+
+    def _set_corrupt_aside(self) -> None:
+        """Under the lock, because the file may be someone's fresh replacement by now."""
+        try:
+            with self._locked(1.0):
+                try:
+                    self._active()
+                except CorruptFile as error:
+                    self._move_aside(error)
+        except NOT_WRITTEN as error:
+            reason = f"{self.path} is corrupt and cannot be moved aside: {error}"
+            warn_once(("corrupt", str(self.path)), reason, stacklevel=6)
+
+    def _move_aside(self, error: CorruptFile) -> None:
+        path = error.path
+        aside = path.with_name(f"{path.name}.corrupt-{time.time_ns() // 1_000_000}")
+        os.replace(path, aside)
+        self._entries, self._stamp = {}, None
+        warn_once(
+            ("corrupt", str(path)), f"{path} is corrupt ({error}): moved to {aside}", stacklevel=7
+        )
+
+    def _replace(self, path: Path, text: str) -> None:
+        # Under the lock nobody else writes: leftovers are those of writers that were killed.
+        for stale in path.parent.glob(f".{glob.escape(self.path.stem)}.*.tmp"):
+            with contextlib.suppress(OSError):
+                stale.unlink()
+        temporary = path.with_name(f".{self.path.stem}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptFile(f"not UTF-8: {error}") from error
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Identity of a file's content as far as the file system tells; None without the file."""
+    try:
+        s = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Stamp(path, s.st_mtime_ns, s.st_size, s.st_ino)
+
+
+def _settled(stamp: Stamp) -> Stamp | None:
+    """``stamp``, unless the file is so new that a change within the same clock tick is possible."""
+    return stamp if abs(time.time_ns() - stamp.mtime_ns) > 100_000_000 else None

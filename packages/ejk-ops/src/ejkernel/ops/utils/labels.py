@@ -1,0 +1,200 @@
+"""Labels: names that survive lowering and compilation, to find operations in a program again.
+
+A label is a named scope ``ejkernel#<name>``. Stamps are labels that the executor puts on its
+calls: ``<kernel>.v<version>#<16 hex digits of the key>``, or with the config in percent-encoded
+JSON instead of the digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+from urllib.parse import quote, unquote
+
+import jax
+
+from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.serialization import from_plain, stable_json
+
+PREFIX = "ejkernel#"
+DIGITS = 16
+
+_LABEL = re.compile(re.escape(PREFIX) + r"([\w.~%#:=+-]+)", re.ASCII)
+_STAMP = re.compile(r"(?P<kernel>[^#]+)\.v(?P<version>\d+)#(?P<content>.+)")
+_HASH = re.compile(f"[0-9a-f]{{{DIGITS}}}")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class label:
+    """Decorator and context manager that labels everything traced within.
+
+        @label("my_attention")
+        def my_attention(q, k, v): ...
+
+        with label("block_3"): ...
+
+    The name may be any non-empty text. It changes no result. ``find_labels_in_lowered`` and
+    ``extract_labels_from_hlo_text`` give it back.
+    """
+
+    def __init__(self, name: str):
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name={name!r}: expected non-empty text")
+        self.name = name
+        self._scope = PREFIX + quote(name, safe="")
+        self._entered = threading.local()
+
+    def __call__(self, fn: F) -> F:
+        @functools.wraps(fn)
+        def labelled(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(self._scope):
+                return fn(*args, **kwargs)
+
+        return cast(F, labelled)
+
+    def __enter__(self) -> label:
+        scope = jax.named_scope(self._scope)
+        scope.__enter__()
+        self._stack().append(scope)
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack().pop().__exit__(*error)
+
+    def _stack(self) -> list[Any]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        return self._entered.stack
+
+
+def extract_labels_from_hlo_text(text: str) -> list[str]:
+    """Labels in the text of a program (StableHLO with debug information, or HLO).
+
+    Each once, in order of appearance, without the ``ejkernel#`` prefix.
+    """
+    found = dict.fromkeys(_LABEL.findall(text))
+    # stamps stay as they are: their percent-encoding belongs to their own form
+    return [name if "#" in name else unquote(name) for name in found]
+
+
+def find_labels_in_lowered(lowered: Any) -> list[str]:
+    """Labels in a ``jax.stages.Lowered`` or ``jax.stages.Compiled``, each once, in order.
+
+    Raises:
+        TypeError: neither of them.
+    """
+    if isinstance(lowered, jax.stages.Lowered):
+        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
+    if isinstance(lowered, jax.stages.Compiled):
+        return extract_labels_from_hlo_text(lowered.as_text() or "")
+    raise TypeError(f"lowered must be a jax.stages.Lowered or Compiled, got {lowered!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stamped:
+    """What a stamp of this process stood for."""
+
+    key: str
+    cfg: Any
+
+
+_stamped: dict[str, _Stamped] = {}
+_STAMPED_LIMIT = 4096
+
+
+def key_digits(key: str) -> str:
+    """The 16 hex digits that stand for a key of the key builder in a stamp."""
+    return key.rpartition("#")[2][:DIGITS]
+
+
+def stamp_name(kernel: str, version: int, key: str, cfg: Any, mode: str) -> str | None:
+    """The label of an executor call, without prefix.
+
+    Args:
+        kernel: name of the kernel; characters that a program text cannot carry are encoded.
+        version: its version.
+        key: its key from the key builder.
+        cfg: the config it runs with.
+        mode: "hash", "json" or "none", as ``EJKERNEL_OPS_STAMP``.
+
+    Returns:
+        None for mode "none".
+    """
+    if mode == "none":
+        return None
+    content = key_digits(key) if mode == "hash" else quote(stable_json(cfg), safe="")
+    name = f"{quote(kernel, safe='')}.v{version}#{content}"
+    if len(_stamped) >= _STAMPED_LIMIT:
+        _stamped.pop(next(iter(_stamped)), None)
+    _stamped[name] = _Stamped(key, cfg)
+    return name
+
+
+def stamped(
+    kernel: str, version: int, key: str, cfg: Any, mode: str
+) -> contextlib.AbstractContextManager[Any]:
+    """A scope that stamps what is traced within; does nothing for mode "none".
+
+    A stamp that cannot be made (a config without JSON form) is left out with one warning.
+    """
+    try:
+        name = stamp_name(kernel, version, key, cfg, mode)
+    except Exception as error:
+        warn_once(("stamp", kernel), f"calls of {kernel} are not stamped: {error}")
+        name = None
+    return contextlib.nullcontext() if name is None else jax.named_scope(PREFIX + name)
+
+
+def labels_to_configs(labels: Iterable[str], *, executor: Any = None) -> dict[str, Any]:
+    """The configs that stamps stand for; None for labels that are no stamps or are not known.
+
+    Json stamps decode themselves: to the config class if this process made the stamp or the
+    kernel's implementations declare one, else to a dict. Hash stamps are looked up among the
+    stamps of this process, then in the caches of ``executor``.
+    """
+    return {name: _config_of(name, executor) for name in labels}
+
+
+def _config_of(name: str, executor: Any) -> Any:
+    made = _stamped.get(name)
+    if made is not None:
+        return made.cfg
+    match = _STAMP.fullmatch(name)
+    if match is None:
+        return None
+    content = match["content"]
+    if not _HASH.fullmatch(content):
+        return _decode(unquote(match["kernel"]), content)
+    head = f"{unquote(match['kernel'])}.v{match['version']}@"
+    for cache in _caches(executor):
+        for key in cache.keys():
+            if isinstance(key, str) and key.startswith(head) and key_digits(key) == content:
+                return cache.get(key)
+    return None
+
+
+def _decode(kernel: str, content: str) -> Any:
+    try:
+        plain = json.loads(unquote(content))
+    except ValueError:
+        return None
+    from ejkernel.ops.kernel_registry import kernel_registry
+
+    implementations = kernel_registry.list_implementations(kernel)
+    for cls in {i.config_cls for i in implementations if i.config_cls is not None}:
+        with contextlib.suppress(ValueError, TypeError):
+            return from_plain(plain, cls)
+    return plain
+
+
+def _caches(executor: Any) -> list[Any]:
+    selector = getattr(executor, "selector", None)
+    caches = (getattr(selector, "cache", None), getattr(selector, "persistent", None))
+    return [cache for cache in caches if cache is not None]
