@@ -38,6 +38,15 @@ def is_bool_array(x: Any) -> bool:
     return is_array(x) and x.dtype == np.dtype(bool)
 
 
+def known_values(x: Any) -> np.ndarray | None:
+    """``x`` on the host where that needs no trace: numpy and concrete local arrays, else None."""
+    if is_numpy(x):
+        return np.asarray(x)
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return None
+    return np.asarray(x) if x.is_fully_addressable else None
+
+
 def cast(x: Any, dtype: Any) -> Any:
     """``x`` in ``dtype``; the same object when it already has it (abstract values included)."""
     if x.dtype == np.dtype(dtype):

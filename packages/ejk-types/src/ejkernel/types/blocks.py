@@ -120,9 +120,9 @@ def in_blocks(x: Any, block: int, value: Any) -> Any:
 
 
 def block_min_max(xp: ModuleType, x: Any, valid: Any, block: int) -> tuple[Any, Any]:
-    """Least and largest entry of ``x`` ``[#b, n]`` per block among the valid ones.
+    """Least and largest entry of ``x`` ``[..., n]`` per block among the valid ones.
 
-    ``valid`` is bool ``[#b, n]`` or None. A block without valid entries gives (INT_MAX, -INT_MAX),
+    ``valid`` is bool ``[..., n]`` or None. A block without valid entries gives (INT_MAX, -INT_MAX),
     an interval that meets nothing.
     """
     low = x if valid is None else xp.where(valid, x, np.int32(INT_MAX))

@@ -9,6 +9,7 @@ import numpy as np
 
 from ejkernel.types.arrays import as_bool, namespace
 from ejkernel.types.blocks import block_bounds, block_min_max, in_blocks
+from ejkernel.types.fields import per_head
 from ejkernel.types.rules import both
 
 if TYPE_CHECKING:
@@ -16,29 +17,29 @@ if TYPE_CHECKING:
 
 
 def _valid_tokens(parts: Sequence[MaskInfo], name: str) -> Any:
-    """Tokens that no segment rule makes padding, bool ``[#b, len]``; None = all."""
+    """Tokens that no segment rule makes padding, bool ``[#b, #h, len]``; None = all."""
     valid = None
     for part in parts:
-        ids = getattr(part, name)
+        ids = per_head(getattr(part, name))
         valid = both(valid, None if ids is None else ids >= 0)
     return valid
 
 
 def _bounds(xp: Any, x: Any, valid: Any, length: int, block: int) -> tuple[Any, Any]:
-    """Least and largest value per block ``[#b, n]``; the array index where ``x`` is None."""
+    """Least and largest value per block ``[#b, #h, n]``; the array index where ``x`` is None."""
     if x is None:
         first, last = block_bounds(length, block)
-        return first.astype(np.int32)[None], last.astype(np.int32)[None]
+        return first.astype(np.int32)[None, None], last.astype(np.int32)[None, None]
     return block_min_max(xp, x, valid, block)
 
 
 def _outer(q: Any, k: Any) -> tuple[Any, Any]:
-    """Block values ``[#b, nq]`` and ``[#b, nk]`` ready to broadcast to ``[#b, #h, nq, nk]``."""
-    return q[:, None, :, None], k[:, None, None, :]
+    """Block values ``[#b, #h, n]`` ready to broadcast to ``[#b, #h, nq, nk]``."""
+    return q[..., :, None], k[..., None, :]
 
 
 def _some(xp: Any, valid: Any, block: int) -> tuple[Any, Any]:
-    """Whether any and whether all existing tokens of each block are valid, ``[#b, n]``."""
+    """Whether any and whether all existing tokens of each block are valid, ``[#b, #h, n]``."""
     return in_blocks(valid, block, False).any(-1), in_blocks(valid, block, True).all(-1)
 
 
@@ -92,14 +93,14 @@ def classify_blocks(
             some, every = _dense(part.attention_mask, t)
             any_, all_ = any_ & some, all_ & every
         if part.q_segment_ids is not None:
-            q_min, q_max = block_min_max(xp, part.q_segment_ids, valid_q, block_q)
-            k_min, k_max = block_min_max(xp, part.kv_segment_ids, valid_k, block_kv)
+            q_min, q_max = block_min_max(xp, per_head(part.q_segment_ids), valid_q, block_q)
+            k_min, k_max = block_min_max(xp, per_head(part.kv_segment_ids), valid_k, block_kv)
             (q_lo, k_lo), (q_hi, k_hi) = _outer(q_min, k_min), _outer(q_max, k_max)
             any_ = any_ & (q_lo <= k_hi) & (k_lo <= q_hi)
             all_ = all_ & (q_lo == q_hi) & (k_lo == k_hi) & (q_lo == k_lo)
         if not part.rule.trivial:
-            q_min, q_max = _bounds(xp, part.q_positions, valid_q, q_len, block_q)
-            k_min, k_max = _bounds(xp, part.kv_positions, valid_k, kv_len, block_kv)
+            q_min, q_max = _bounds(xp, per_head(part.q_positions), valid_q, q_len, block_q)
+            k_min, k_max = _bounds(xp, per_head(part.kv_positions), valid_k, kv_len, block_kv)
             (q_lo, k_lo), (q_hi, k_hi) = _outer(q_min, k_min), _outer(q_max, k_max)
             lo_first, hi_first = part.rule.key_bounds(q_lo)
             lo_last, hi_last = part.rule.key_bounds(q_hi)

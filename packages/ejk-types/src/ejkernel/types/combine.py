@@ -9,23 +9,13 @@ import numpy as np
 
 from ejkernel.types.arrays import as_bool, mask_array, namespace
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import AXES, check_sizes, with_private
+from ejkernel.types.fields import AXES, NO_RULE, check_sizes, rule_fields, with_private
 from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.rules import Rule, both
+from ejkernel.types.rules import both
 from ejkernel.types.segments import cu_seqlens_mask_fields
 
-_NO_RULE = {"causal": False, "causal_offset": 0, "sliding_window": None, "chunk_size": None}
 _NO_POSITIONS = {"q_positions": None, "kv_positions": None}
 _NO_SEGMENTS = {"q_segment_ids": None, "kv_segment_ids": None}
-
-
-def rule_fields(rule: Rule) -> dict[str, Any]:
-    return {
-        "causal": rule.causal,
-        "causal_offset": rule.offset,
-        "sliding_window": rule.window,
-        "chunk_size": rule.chunk,
-    }
 
 
 def _try_dense(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
@@ -73,9 +63,9 @@ def _join(parts: list[MaskInfo], new: MaskInfo) -> list[MaskInfo]:
     for attempt, empty in (
         (_try_dense, {"attention_mask": None, "_broadcast": False}),
         (_try_segments, _NO_SEGMENTS),
-        (_try_rule, _NO_RULE | _NO_POSITIONS),
+        (_try_rule, NO_RULE | _NO_POSITIONS),
     ):
-        others = {k: v for e in (_NO_RULE, _NO_POSITIONS, _NO_SEGMENTS) for k, v in e.items()}
+        others = {k: v for e in (NO_RULE, _NO_POSITIONS, _NO_SEGMENTS) for k, v in e.items()}
         others |= {"attention_mask": None, "_broadcast": False}
         only = with_private(new, **{k: v for k, v in others.items() if k not in empty})
         for i, part in enumerate(parts):
@@ -140,6 +130,7 @@ def _hide_padding(mask: MaskInfo, padding: MaskInfo) -> MaskInfo:
     for name in ("q_segment_ids", "kv_segment_ids"):
         ids, keep = getattr(mask, name), getattr(padding, name)
         xp = namespace(ids, keep)
+        keep = keep[:, None] if ids.ndim == 3 else keep
         fields[name] = xp.where(keep < 0, np.int32(-1), ids)
     return with_private(mask, **fields)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax.tree_util as jtu
 
 from ejkernel.types.arrays import int_array, is_array, mask_array, static_int
-from ejkernel.types.errors import invalid
+from ejkernel.types.errors import describe, invalid
 from ejkernel.types.rules import MAX_DISTANCE, Rule, window_tuple
 
 ARRAYS = ("attention_mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
@@ -16,6 +16,7 @@ RULE = ("causal", "causal_offset", "sliding_window", "chunk_size")
 AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
 
 AxisName = str | tuple[str, ...] | None
+M = TypeVar("M", bound="MaskFields")
 
 
 class Lengths(NamedTuple):
@@ -27,7 +28,7 @@ class Lengths(NamedTuple):
     kv: int | None
 
 
-def _axis_name(name: str, value: Any) -> AxisName:
+def _axis_name(value: Any, name: str) -> AxisName:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value):
@@ -35,14 +36,61 @@ def _axis_name(name: str, value: Any) -> AxisName:
     raise invalid(name, "an axis name, a tuple of axis names or None", value)
 
 
-def _flag(name: str, value: Any) -> bool:
+def _flag(value: Any, name: str) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     raise invalid(name, "a Python bool", value)
 
 
-def _ids(name: str, value: Any, axes: str) -> Any:
+def _dense(value: Any, name: str) -> Any:
+    axes = "[#batch, #heads, q_len, kv_len]"
+    return None if value is None else mask_array(value, name, axes, (4,))
+
+
+def _tokens(value: Any, name: str) -> Any:
+    axes = f"[#batch, {'q_len' if name.startswith('q_') else 'kv_len'}]"
     return None if value is None else int_array(value, name, axes, (2,))
+
+
+def _offset(value: Any, name: str) -> int:
+    value = 0 if value is None else value
+    return static_int(value, name, low=-MAX_DISTANCE, high=MAX_DISTANCE)
+
+
+def _chunk(value: Any, name: str) -> int | None:
+    return None if value is None else static_int(value, name, low=1)
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "attention_mask": _dense,
+    "q_segment_ids": _tokens,
+    "kv_segment_ids": _tokens,
+    "q_positions": _tokens,
+    "kv_positions": _tokens,
+    "causal": _flag,
+    "causal_offset": _offset,
+    "sliding_window": window_tuple,
+    "chunk_size": _chunk,
+    **dict.fromkeys(AXES, _axis_name),
+}
+
+
+def _checked(fields: dict[str, Any]) -> dict[str, Any]:
+    """Each field checked and converted; one array given for q and kv stays one object."""
+    new = {name: _CHECKS[name](value, name) for name, value in fields.items()}
+    for q, kv in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
+        if fields.get(q) is not None and fields.get(q) is fields.get(kv):
+            new[kv] = new[q]
+    return new
+
+
+def _check_fields(mask: Any) -> None:
+    if (mask.q_segment_ids is None) != (mask.kv_segment_ids is None):
+        given, absent = "q_segment_ids", "kv_segment_ids"
+        if mask.q_segment_ids is None:
+            given, absent = absent, given
+        raise ValueError(f"{absent}: must be given together with {given}, got None")
+    check_sizes(mask, None, None, None)
 
 
 class MaskFields:
@@ -69,38 +117,9 @@ class MaskFields:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        if attention_mask is not None:
-            axes = "[#batch, #heads, q_len, kv_len]"
-            attention_mask = mask_array(attention_mask, "attention_mask", axes, (4,))
-        axes_q, axes_kv = "[#batch, q_len]", "[#batch, kv_len]"
-        fields = {
-            "attention_mask": attention_mask,
-            "q_segment_ids": _ids("q_segment_ids", q_segment_ids, axes_q),
-            "kv_segment_ids": _ids("kv_segment_ids", kv_segment_ids, axes_kv),
-            "q_positions": _ids("q_positions", q_positions, axes_q),
-            "kv_positions": _ids("kv_positions", kv_positions, axes_kv),
-            "causal": _flag("causal", causal),
-            "causal_offset": static_int(
-                causal_offset or 0, "causal_offset", low=-MAX_DISTANCE, high=MAX_DISTANCE
-            ),
-            "sliding_window": window_tuple(sliding_window),
-            "chunk_size": None
-            if chunk_size is None
-            else static_int(chunk_size, "chunk_size", low=1),
-            "batch_axis_name": _axis_name("batch_axis_name", batch_axis_name),
-            "qheads_axis_name": _axis_name("qheads_axis_name", qheads_axis_name),
-            "kvheads_axis_name": _axis_name("kvheads_axis_name", kvheads_axis_name),
-            "sequence_axis_name": _axis_name("sequence_axis_name", sequence_axis_name),
-            "_and": (),
-            "_broadcast": False,
-        }
-        if (q_segment_ids is None) != (kv_segment_ids is None):
-            given, absent = "q_segment_ids", "kv_segment_ids"
-            if q_segment_ids is None:
-                given, absent = absent, given
-            raise ValueError(f"{absent}: must be given together with {given}, got None")
-        self._store(fields)
-        check_sizes(self, None, None, None)
+        given = {name: value for name, value in locals().items() if name in _CHECKS}
+        self._store(_checked(given) | {"_and": (), "_broadcast": False})
+        _check_fields(self)
 
     def _store(self, fields: dict[str, Any]) -> None:
         for name, value in fields.items():
@@ -112,6 +131,15 @@ class MaskFields:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable: use replace({name}=None)")
 
+    def __repr__(self) -> str:
+        parts = []
+        for name in (*ARRAYS, *RULE):
+            value = getattr(self, name)
+            if value is not None and value is not False and not (value == 0 and name in RULE):
+                parts.append(f"{name}={describe(value) if name in ARRAYS else value}")
+        joined = "".join(f" & {part!r}" for part in self._and)
+        return f"{type(self).__name__}({', '.join(parts)}){joined}"
+
     def __reduce__(self):
         children, static = flatten(self)
         return unflatten, (type(self), static, tuple(children))
@@ -121,18 +149,15 @@ class MaskFields:
 
         Masks joined with ``&`` that could not be merged into the fields are kept.
         """
-        known = {name: getattr(self, name) for name in (*ARRAYS, *RULE, *AXES)}
-        unknown = sorted(set(fields) - set(known))
+        unknown = sorted(set(fields) - set(_CHECKS))
         if unknown:
-            raise TypeError(f"replace: unknown field {unknown[0]!r}; fields: {', '.join(known)}")
-        if "attention_mask" in fields or self.attention_mask is None:
-            new = type(self)(**(known | fields))
-            return with_private(new, _and=self._and)
-        # a stored mask may have any dtype or broadcast axes, which the constructor would reject
-        mask = known.pop("attention_mask")
-        new = type(self)(**(known | fields))
-        new = with_private(new, attention_mask=mask, _and=self._and, _broadcast=self._broadcast)
-        check_sizes(new, None, None, None)
+            known = ", ".join(_CHECKS)
+            raise TypeError(f"replace: unknown field {unknown[0]!r}; fields: {known}")
+        checked = _checked(fields)
+        if "attention_mask" in fields:
+            checked["_broadcast"] = False
+        new = with_private(self, **checked)
+        _check_fields(new)
         return new
 
     @property
@@ -160,7 +185,7 @@ def flatten_with_keys(mask: Any) -> tuple[tuple, tuple]:
     return tuple(zip(keys, children, strict=True)), static
 
 
-def unflatten(cls: type, static: tuple, children: tuple) -> Any:
+def unflatten(cls: type[M], static: tuple, children: tuple) -> M:
     """Rebuild without checks: JAX puts arbitrary objects in the place of arrays."""
     new = object.__new__(cls)
     new._store(
@@ -170,7 +195,15 @@ def unflatten(cls: type, static: tuple, children: tuple) -> Any:
     return new
 
 
-def register(cls: type) -> type:
+NO_RULE: dict[str, Any] = dict(zip(RULE, (False, 0, None, None), strict=True))
+
+
+def rule_fields(rule: Rule) -> dict[str, Any]:
+    """The field values that say ``rule``."""
+    return dict(zip(RULE, (rule.causal, rule.offset, rule.window, rule.chunk), strict=True))
+
+
+def register(cls: type[M]) -> type[M]:
     """Register a subclass of MaskFields as a pytree."""
 
     def rebuild(static: tuple, children: Any) -> Any:
@@ -180,7 +213,7 @@ def register(cls: type) -> type:
     return cls
 
 
-def members(mask: Any) -> Iterator[tuple[str, Any, tuple[str | None, ...]]]:
+def members(mask: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """``(name, array, axis names)`` of every array of ``mask`` and of its joined masks."""
     for part in (mask, *mask._and):
         if is_array(part.attention_mask):
@@ -188,16 +221,26 @@ def members(mask: Any) -> Iterator[tuple[str, Any, tuple[str | None, ...]]]:
         for name in ARRAYS[1:]:
             value = getattr(part, name)
             if is_array(value):
-                yield name, value, ("batch", "q" if name.startswith("q_") else "kv")
+                length = "q" if name.startswith("q_") else "kv"
+                yield name, value, ("batch", *("heads",) * (value.ndim - 2), length)
+
+
+def per_head(tokens: Any) -> Any:
+    """Ids or positions ``[#b, len]`` or ``[#b, h, len]`` as ``[#b, #h, len]``; None stays None."""
+    return tokens if tokens is None or tokens.ndim == 3 else tokens[:, None]
 
 
 def lengths_of(mask: Any) -> Lengths:
-    """Axis sizes from any array of the mask. Size 1 may stand for a whole broadcast axis."""
+    """Axis sizes from any array of the mask and of its joined masks."""
     found: dict[str, int] = {}
-    for _, value, axes in members(mask):
-        for axis, size in zip(axes, value.shape, strict=True):
-            if found.get(axis, 1) == 1:
-                found[axis] = size
+    for part in (mask, *mask._and):
+        for name, value, axes in members(with_private(part, _and=())):
+            for axis, size in zip(axes, value.shape, strict=True):
+                stretched = part._broadcast and name == "attention_mask" and size == 1
+                if stretched and axis in ("q", "kv"):
+                    continue
+                if found.get(axis, 1) == 1:
+                    found[axis] = size
     return Lengths(*(found.get(axis) for axis in Lengths._fields))
 
 
@@ -218,7 +261,7 @@ def check_sizes(
         loose = ("batch", "heads", "q", "kv") if part._broadcast else ("batch", "heads")
         for name, value, axes in members(with_private(part, _and=())):
             for axis, size in zip(axes, value.shape, strict=True):
-                is_loose = axis in loose and (name == "attention_mask" or axis == "batch")
+                is_loose = axis in loose and (name == "attention_mask" or axis in loose[:2])
                 if is_loose and size == 1:
                     continue
                 if want[axis] is None:

@@ -18,7 +18,7 @@ from ejkernel.types.blocks import (
     structural_ranges,
 )
 from ejkernel.types.classify import classify_blocks
-from ejkernel.types.fields import check_sizes, with_private
+from ejkernel.types.fields import check_sizes, per_head, with_private
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.rules import both
 
@@ -152,10 +152,10 @@ def _tile_of(part: MaskInfo, t: Tiling, qi: Any, ki: Any) -> Any:
     result, xp = None, namespace(qi, ki)
 
     def rows(x: Any) -> Any:
-        return dynamic_block(x, 1, qi, t.block_q)[:, None, :, None]
+        return dynamic_block(per_head(x), 2, qi, t.block_q)[..., :, None]
 
     def keys(x: Any) -> Any:
-        return dynamic_block(x, 1, ki, t.block_kv)[:, None, None, :]
+        return dynamic_block(per_head(x), 2, ki, t.block_kv)[..., None, :]
 
     if part.attention_mask is not None:
         result = part.attention_mask
@@ -211,7 +211,7 @@ def _padded(part: MaskInfo, t: Tiling) -> MaskInfo:
             dense = pad_to(dense, 3, kv, False)
 
     def pad(x: Any, length: int, value: int) -> Any:
-        return None if x is None else pad_to(x, 1, length, value)
+        return None if x is None else pad_to(x, x.ndim - 1, length, value)
 
     return with_private(
         part,

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.types.arrays import int_array, is_numpy, namespace
+from ejkernel.types.arrays import int_array, is_numpy, known_values, namespace, static_int
 from ejkernel.types.blocks import INT_MAX
-from ejkernel.types.errors import invalid
+from ejkernel.types.errors import describe, invalid
 
 CU_AXES = "[n+1] or [batch, n+1]"
 
@@ -75,9 +75,103 @@ def cu_seqlens_mask_fields(
     q, kv = (cu[None] if cu.ndim == 1 else cu for cu in (cu_q, cu_kv))
     ids_q = segment_ids_of_cu(q, q_len)
     same = cu_kv is cu_q and q_len == kv_len
+    positions_q = positions_of_cu(q, q_len)
     return {
         "q_segment_ids": ids_q,
         "kv_segment_ids": ids_q if same else segment_ids_of_cu(kv, kv_len),
-        "q_positions": positions_of_cu(q, q_len),
-        "kv_positions": positions_of_cu(kv, kv_len, INT_MAX),
+        "q_positions": positions_q,
+        "kv_positions": positions_q if same else positions_of_cu(kv, kv_len, INT_MAX),
     }
+
+
+def cu_seqlens_to_lengths(cu: Any) -> Any:
+    """``lengths[m] = cu[m+1] - cu[m]``: int32 ``[n]`` or ``[b, n]``."""
+    cu = _cu(cu, "cu")
+    return cu[..., 1:] - cu[..., :-1]
+
+
+def lengths_to_cu_seqlens(lengths: Any) -> Any:
+    """``cu[m] = sum(lengths[:m])``: int32 ``[n+1]`` from ``[n]``, ``[b, n+1]`` from ``[b, n]``."""
+    lengths = int_array(lengths, "lengths", "[n] or [batch, n]", (1, 2))
+    xp = namespace(lengths)
+    zero = xp.zeros((*lengths.shape[:-1], 1), np.int32)
+    return xp.concatenate([zero, xp.cumsum(lengths, axis=-1, dtype=np.int32)], axis=-1)
+
+
+def cu_seqlens_to_segment_ids(cu: Any, total: int) -> Any:
+    """Sequence of each of ``total`` tokens: int32 ``[total]`` or ``[b, total]``, padding -1."""
+    return segment_ids_of_cu(_cu(cu, "cu"), static_int(total, "total", low=0))
+
+
+def cu_seqlens_to_positions(cu: Any, total: int) -> Any:
+    """Place of each token in its sequence: int32 ``[total]`` or ``[b, total]``, padding -1."""
+    return positions_of_cu(_cu(cu, "cu"), static_int(total, "total", low=0))
+
+
+def run_starts(ids: Any) -> Any:
+    """Whether a token is the first of a maximal run of equal ids, bool, shape of ``ids``."""
+    xp = namespace(ids)
+    first = xp.ones((*ids.shape[:-1], min(1, ids.shape[-1])), bool)
+    return xp.concatenate([first, ids[..., 1:] != ids[..., :-1]], axis=-1)
+
+
+def positions_of_runs(ids: Any, padding: int = -1) -> Any:
+    """Positions that restart with every run of equal ids, int32; ``padding`` where ids < 0."""
+    xp = namespace(ids)
+    if ids.shape[-1] == 0:
+        return ids
+    index = xp.arange(ids.shape[-1], dtype=np.int32)
+    start = xp.where(run_starts(ids), index, np.int32(0))
+    if xp is np:
+        start = np.maximum.accumulate(start, axis=-1)
+    else:
+        start = jax.lax.cummax(start, axis=ids.ndim - 1)
+    return xp.where(ids >= 0, index - start, np.int32(padding)).astype(np.int32)
+
+
+def _check_runs(ids: Any, max_segments: int) -> None:
+    """ValueError if the known ``ids`` have no cumulative form of ``max_segments`` entries."""
+    values = known_values(ids)
+    if values is None or values.size == 0:
+        return
+    valid = values >= 0
+    if (valid[..., 1:] & ~valid[..., :-1]).any():
+        raise ValueError(
+            "segment_ids: padding before or between runs has no cu_seqlens form, "
+            f"got {values.tolist() if values.size <= 32 else describe(values)}"
+        )
+    most = int((run_starts(values) & valid).sum(-1).max())
+    if most > max_segments:
+        raise ValueError(f"max_segments: must be at least the {most} runs, got {max_segments}")
+
+
+def segment_ids_to_cu_seqlens(ids: Any, max_segments: int | None = None) -> Any:
+    """Cumulative lengths of the maximal runs of equal ids >= 0.
+
+    ids ``[s]`` or ``[b, s]``; result int32 ``[max_segments+1]`` or ``[b, max_segments+1]``, the
+    tail repeating the end; ``max_segments=None`` means s, which is always enough. Padding may
+    only follow the runs: otherwise, or with more runs than ``max_segments``, ValueError if the
+    ids are known and an unspecified result if they are traced.
+    """
+    ids = int_array(ids, "ids", "[s] or [batch, s]", (1, 2))
+    count = ids.shape[-1]
+    if max_segments is not None:
+        count = static_int(max_segments, "max_segments", low=0)
+    _check_runs(ids, count)
+
+    def one(row: Any) -> Any:
+        xp = namespace(row)
+        starts = run_starts(row) & (row >= 0)
+        number = xp.where(starts, xp.cumsum(starts) - 1, count).astype(np.int32)
+        end = (row >= 0).sum().astype(np.int32)
+        index = xp.arange(row.shape[0], dtype=np.int32)
+        # one extra place takes what is no start, and then repeats the end
+        if xp is np:
+            cu = np.full(count + 1, end, np.int32)
+            cu[np.minimum(number, count)] = index
+            cu[count] = end
+            return cu
+        cu = xp.full(count + 1, end, np.int32).at[number].set(index, mode="drop")
+        return cu.at[count].set(end)
+
+    return _rows(one, ids)
