@@ -1,0 +1,98 @@
+"""Where the blocks of one row of tokens lie, packed sequences included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sequence", "position", "first_block", "block_token", "block_sequence", "block"],
+    meta_fields=["size", "packed"],
+)
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens: ``sequence [s]`` (-1 = padding), ``position [s]`` inside it, ``first_block [s]`` the
+    number of its sequence's block 0. Blocks: ``block_token [n]`` the first token, ``block_sequence
+    [n]`` (-1 = unused), ``block [n]`` the number inside the sequence. ``size`` tokens a block.
+    """
+
+    sequence: jax.Array
+    position: jax.Array
+    first_block: jax.Array
+    block_token: jax.Array
+    block_sequence: jax.Array
+    block: jax.Array
+    size: int
+    packed: bool
+
+    @property
+    def count(self) -> int:
+        return self.block_token.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Blocks that one sequence can have."""
+        return -(-self.sequence.shape[0] // self.size)
+
+    @property
+    def seen_from(self) -> jax.Array:
+        """The first position from which a block is complete, ``[n]``."""
+        return (self.block + 1) * self.size
+
+
+def find_blocks(length: int, size: int, cu_seqlens: Any = None) -> Blocks:
+    """Blocks of ``size`` tokens, restarting at every sequence of ``cu_seqlens [n + 1]``."""
+    token = jnp.arange(length, dtype=jnp.int32)
+    zeros = jnp.zeros_like(token)
+    if cu_seqlens is None:
+        number = jnp.arange(-(-length // size), dtype=jnp.int32)
+        none = jnp.zeros_like(number)
+        return Blocks(zeros, token, zeros, number * size, none, number, size, False)
+    cu = jnp.asarray(cu_seqlens, jnp.int32)
+    n = cu.shape[0] - 1
+    if n == 0:
+        empty = jnp.zeros((0,), jnp.int32)
+        return Blocks(zeros - 1, zeros, zeros, empty, empty, empty, size, True)
+    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)
+    inside = jnp.minimum(sequence, n - 1)
+    valid = (sequence < n) & (token >= cu[0])
+    per = -(-(cu[1:] - cu[:-1]) // size)
+    ends = jnp.cumsum(per)
+    number = jnp.arange(-(-length // size) + n, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(ends, number, side="right"), n - 1).astype(jnp.int32)
+    block = number - (ends - per)[owner]
+    used = number < ends[-1]
+    return Blocks(
+        jnp.where(valid, sequence, -1),
+        jnp.where(valid, token - cu[inside], 0),
+        (ends - per)[inside].astype(jnp.int32),
+        jnp.where(used, cu[owner] + block * size, 0),
+        jnp.where(used, owner, -1),
+        jnp.where(used, block, 0),
+        size,
+        True,
+    )
+
+
+def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """Means over complete blocks, ``[b, n, heads, d]`` of ``[b, s, heads, d]``.
+
+    An incomplete block is never seen; its mean takes in whatever follows and means nothing.
+    """
+    size, length = blocks.size, x.shape[1]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if not blocks.packed:
+        whole = length // size
+        mean = jnp.mean(
+            x[:, : whole * size].reshape(x.shape[0], whole, size, *x.shape[2:]), 2, dtype=wide
+        )
+        rest = ((0, 0), (0, blocks.count - whole), (0, 0), (0, 0))
+        return jnp.pad(mean, rest)
+    token = blocks.block_token[:, None] + jnp.arange(size)
+    return jnp.mean(x[:, jnp.minimum(token, length - 1)], 2, dtype=wide)

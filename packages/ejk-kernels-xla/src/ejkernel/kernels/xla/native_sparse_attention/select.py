@@ -1,0 +1,82 @@
+"""Which blocks a token looks at.
+
+The score of a block is the probability the compressed branch gives it, summed over the query heads
+that share a key head. Scores are computed tile by tile of queries, in float32 at highest precision,
+so that every platform sees the same ones; no gradient passes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks
+
+# logits of one tile, in elements: a few megabytes
+TILE_ELEMENTS = 1 << 20
+
+
+def _tile_scores(q, k, lse, sequence, position, blocks: Blocks, scale: float):
+    """Scores ``[b, rows, hk, n]`` of one tile; -inf where unseen, +inf for the own block."""
+    x = scale * jnp.einsum("brkgd,bnkd->brkgn", q, k, precision=lax.Precision.HIGHEST)
+    same = sequence[:, None] == blocks.block_sequence[None]
+    seen = same & (blocks.seen_from[None] <= position[:, None] + 1) & (sequence >= 0)[:, None]
+    own = same & (blocks.block[None] == (position // blocks.size)[:, None])
+    own &= (sequence >= 0)[:, None]
+    shift = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
+    p = jnp.where(seen[None, :, None, None], jnp.exp(x - shift), 0.0)
+    score = jnp.where(seen[None, :, None], jnp.sum(p, axis=3), -jnp.inf)
+    return jnp.where(own[None, :, None], jnp.inf, score)
+
+
+def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> jax.Array:
+    """The ``count`` best blocks ``int32 [b, s, hk, count]``, numbered in the sequence; -1 = none.
+
+    q ``[b, s, hk, g, d]``, k_cmp ``[b, n, hk, d]``, lse ``[b, s, hk, g]`` of the compressed branch.
+    The own block comes first, then by score, ties to the lower number.
+    """
+    q, k_cmp, lse = map(lax.stop_gradient, (q, k_cmp, lse))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    q, k_cmp = q.astype(wide), k_cmp.astype(wide)
+    b, s, hk, g, _ = q.shape
+    rows = max(1, min(s, TILE_ELEMENTS // max(1, b * hk * g * blocks.count)))
+    tiles = -(-s // rows)
+    pad = tiles * rows - s
+
+    def cut(x, axis, value=0):
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, pad)
+        x = jnp.pad(x, widths, constant_values=value)
+        x = x.reshape(*x.shape[:axis], tiles, rows, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    def tile(_, x):
+        q, lse, sequence, position, first = x
+        score = _tile_scores(q, k_cmp, lse, sequence, position, blocks, scale)
+        best, index = lax.top_k(score, count)
+        index = index.astype(jnp.int32) - first[None, :, None, None]
+        return None, jnp.where(best == -jnp.inf, -1, index)
+
+    xs = (cut(q, 1), cut(lse, 1), cut(blocks.sequence, 0, -1), cut(blocks.position, 0),
+          cut(blocks.first_block, 0))  # fmt: skip
+    chosen = lax.scan(tile, None, xs)[1]
+    return jnp.moveaxis(chosen, 0, 1).reshape(b, tiles * rows, hk, count)[:, :s]
+
+
+def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
+    """Given indices with what must not count set to -1: past ``count``, negative, future, repeated.
+
+    indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.
+    """
+    indices = jnp.asarray(indices, jnp.int32)
+    slot = jnp.arange(indices.shape[-1])
+    limit = count if isinstance(count, int) else jnp.asarray(count, jnp.int32)[..., None]
+    last = (blocks.position // blocks.size)[None, :, None, None]
+    good = (slot < limit) & (indices >= 0) & (indices <= last)
+    good &= (blocks.sequence >= 0)[None, :, None, None]
+    ordered = jnp.sort(jnp.where(good, indices, -1), axis=-1)
+    repeated = jnp.concatenate(
+        [jnp.zeros_like(ordered[..., :1], bool), ordered[..., 1:] == ordered[..., :-1]], -1
+    )
+    return jnp.where(repeated, -1, ordered)

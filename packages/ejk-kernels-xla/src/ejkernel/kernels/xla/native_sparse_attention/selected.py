@@ -1,0 +1,167 @@
+"""Attention of every token over the blocks selected for it.
+
+Per tile of queries the selected blocks are gathered a few slots at a time::
+
+    x[t, j] = scale * dot(q[t], k[j]) for j <= t in the selected blocks; o[t] = softmax(x[t]) v
+
+The group's query heads share the gathered keys, so a tile costs ``2 * rows * slots * size * h *
+(d + dv)`` operations and reads ``rows * slots * size * hk * (d + dv)`` elements: without reuse
+between neighbouring tokens the bytes decide. No array is larger than a tile's gathered keys.
+Source: Native Sparse Attention (arXiv 2502.11089), sections 3.3 and 3.4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``size`` tokens a block, ``rows`` queries a tile, ``slots`` selected blocks a step."""
+
+    scale: float
+    size: int
+    rows: int
+    slots: int
+    accumulate: jnp.dtype
+
+
+class Rows(NamedTuple):
+    """Per token of one batch row: ``chosen [s, hk, S]``, ``start [s]`` and ``position [s]``."""
+
+    chosen: jax.Array
+    start: jax.Array
+    position: jax.Array
+
+
+def _tokens(spec: Spec, rows: Rows, length: int, step):
+    """Token numbers ``[r, hk, slots * size]`` of one step and whether each may be seen."""
+    chosen = lax.dynamic_slice_in_dim(rows.chosen, step * spec.slots, spec.slots, axis=2)
+    inside = chosen[..., None] * spec.size + jnp.arange(spec.size)
+    seen = (chosen[..., None] >= 0) & (inside <= rows.position[:, None, None, None])
+    token = jnp.clip(rows.start[:, None, None, None] + inside, 0, length - 1)
+    flat = (*chosen.shape[:2], -1)
+    return token.reshape(flat), seen.reshape(flat)
+
+
+def _gather(x, token):
+    """``[r, hk, t, d]`` of ``x [s, hk, d]``: head m reads its own tokens."""
+    head = jnp.arange(x.shape[1])[None, :, None]
+    return x[token, head]
+
+
+def _logits(spec: Spec, q, k):
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    x = jnp.einsum(
+        "rkgd,rktd->rkgt", q.astype(dtype), k.astype(dtype), preferred_element_type=spec.accumulate
+    )
+    return spec.scale * x
+
+
+def _tile_forward(spec: Spec, q, k, v, rows: Rows):
+    """o ``[r, hk, g, dv]`` and lse ``[r, hk, g]`` of one tile."""
+
+    def step(i, carry):
+        top, total, o = carry
+        token, seen = _tokens(spec, rows, k.shape[0], i)
+        x = jnp.where(seen[:, :, None], _logits(spec, q, _gather(k, token)), NEG_INF)
+        new = jnp.maximum(top, jnp.max(x, -1))
+        safe = jnp.where(new == NEG_INF, 0.0, new)
+        p, keep = jnp.exp(x - safe[..., None]), jnp.exp(top - safe)
+        add = jnp.einsum(
+            "rkgt,rktd->rkgd", p.astype(v.dtype), _gather(v, token),
+            preferred_element_type=spec.accumulate,
+        )  # fmt: skip
+        return new, total * keep + jnp.sum(p, -1), o * keep[..., None] + add
+
+    zero = jnp.zeros(q.shape[:-1], spec.accumulate)
+    o = jnp.zeros((*q.shape[:-1], v.shape[-1]), spec.accumulate)
+    steps = rows.chosen.shape[2] // spec.slots
+    top, total, o = lax.fori_loop(0, steps, step, (zero + NEG_INF, zero, o))
+    alive = total > 0
+    total = jnp.where(alive, total, 1.0)
+    return o / total[..., None], jnp.where(alive, top + jnp.log(total), NEG_INF)
+
+
+def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
+    """Adds to ``dk [s, hk, d]`` and ``dv``; returns dq of the tile."""
+    alive = lse != NEG_INF
+    safe = jnp.where(alive, lse, 0.0)[..., None]
+    delta = jnp.sum(do * o, -1)[..., None]
+    head = jnp.arange(k.shape[1])[None, :, None]
+
+    def step(i, carry):
+        dq, dk, dv = carry
+        token, seen = _tokens(spec, rows, k.shape[0], i)
+        kt, vt = _gather(k, token), _gather(v, token)
+        x = jnp.where(seen[:, :, None], _logits(spec, q, kt) - safe, NEG_INF)
+        p = jnp.where(alive[..., None], jnp.exp(x), 0.0)
+        dp = jnp.einsum("rkgd,rktd->rkgt", do, vt.astype(do.dtype))
+        ds = spec.scale * p * (dp - delta)
+        dq = dq + jnp.einsum("rkgt,rktd->rkgd", ds, kt.astype(ds.dtype))
+        dk = dk.at[token, head].add(jnp.einsum("rkgt,rkgd->rktd", ds, q.astype(ds.dtype)))
+        dv = dv.at[token, head].add(jnp.einsum("rkgt,rkgd->rktd", p, do))
+        return dq, dk, dv
+
+    steps = rows.chosen.shape[2] // spec.slots
+    dq, dk, dv = lax.fori_loop(0, steps, step, (jnp.zeros(q.shape, spec.accumulate), dk, dv))
+    return dk, dv, dq
+
+
+def _cut(spec: Spec, x):
+    """Leading token axes as ``[tiles, rows, ...]``; the padding of the last tile sees nothing."""
+
+    def one(a, fill=0):
+        pad = -a.shape[0] % spec.rows
+        a = jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
+        return a.reshape(-1, spec.rows, *a.shape[1:])
+
+    return jax.tree.map(lambda a: one(a, -1 if jnp.issubdtype(a.dtype, jnp.integer) else 0), x)
+
+
+def _join(x, length: int):
+    return x.reshape(-1, *x.shape[2:])[:length]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_selected(spec: Spec, q, k, v, rows: Rows):
+    """o ``[s, hk, g, dv]`` of one batch row, accumulation dtype.
+
+    q ``[s, hk, g, d]``, k ``[s, hk, d]``, v ``[s, hk, dv]``; the slot axis of ``rows.chosen`` is a
+    multiple of ``spec.slots``. Differentiable in q, k and v.
+    """
+    return _forward(spec, q, k, v, rows)[0]
+
+
+def _forward(spec: Spec, q, k, v, rows: Rows):
+    def tile(_, x):
+        return None, _tile_forward(spec, x[0], k, v, x[1])
+
+    o, lse = lax.scan(tile, None, _cut(spec, (q, rows)))[1]
+    o, lse = _join(o, q.shape[0]), _join(lse, q.shape[0])
+    return o, (q, k, v, rows, o, lse)
+
+
+def _backward(spec: Spec, saved, do):
+    q, k, v, rows, o, lse = saved
+
+    def tile(carry, x):
+        q, rows, o, lse, do = x
+        dk, dv, dq = _tile_backward(spec, *carry, q, k, v, rows, o, lse, do)
+        return (dk, dv), dq
+
+    zeros = tuple(jnp.zeros(a.shape, spec.accumulate) for a in (k, v))
+    (dk, dv), dq = lax.scan(tile, zeros, _cut(spec, (q, rows, o, lse, do)))
+    dq = _join(dq, q.shape[0])
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attend_selected.defvjp(_forward, _backward)

@@ -1,0 +1,137 @@
+"""Native sparse attention against its definition, token by token."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
+from ejktest.oracles import sparse as oracle
+from ejktest.tolerance import check_close
+
+S, HK, D, DV, SIZE = 21, 2, 8, 12, 4
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def inputs(group, gates=3, length=S):
+    h = HK * group
+    arrays = [normal(1, length, h, D), normal(1, length, HK, D), normal(1, length, HK, DV)]
+    return arrays + [normal(1, length, h) for _ in range(gates)]
+
+
+def gradients(fn, args, weight):
+    return jax.grad(lambda *a: jnp.sum(fn(*a) * weight), tuple(range(len(args))))(*args)
+
+
+def compare(ours, theirs, args):
+    out = jax.jit(ours)(*args)
+    with jax.enable_x64(True):
+        exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
+        reference, pull = jax.vjp(theirs, *exact_args)
+        weight = np.random.default_rng(1).standard_normal(reference.shape)
+        exact = pull(jnp.asarray(weight))
+        reference, exact = np.asarray(reference), [np.asarray(g) for g in exact]
+    check_close(out, reference)
+    grads = jax.jit(partial(gradients, ours))(args, jnp.asarray(weight, jnp.float32))
+    for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
+        check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
+
+
+@pytest.mark.parametrize(("group", "count", "window"), [(1, 2, None), (3, 3, 5), (2, 99, 0)])
+def test_selection_and_all_branches(group, count, window):
+    args = inputs(group)
+
+    def ours(q, k, v, g_cmp, g_slc, g_swa):
+        return native_sparse_attention(
+            q, k, v, g_cmp, g_slc, block_counts=count, block_size=SIZE, sliding_window=window,
+            g_swa=None if window is None else g_swa,
+        )  # fmt: skip
+
+    def theirs(q, k, v, g_cmp, g_slc, g_swa):
+        gates = (g_cmp[0], g_slc[0], None if window is None else g_swa[0])
+        return oracle.sequence(
+            q[0], k[0], v[0], gates, size=SIZE, count=lambda t, m: count, scale=D**-0.5,
+            window=window, length=S,
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
+def test_given_blocks_with_counts_duplicates_and_strangers():
+    args = inputs(2, gates=0)
+    slots = 5
+    indices = RNG.integers(-2, S // SIZE + 3, (1, S, HK, slots)).astype(np.int32)
+    indices[0, :, :, 2] = indices[0, :, :, 0]
+    counts = RNG.integers(1, slots + 1, (1, S, HK)).astype(np.int32)
+
+    def ours(q, k, v):
+        return native_sparse_attention(
+            q, k, v, block_indices=indices, block_counts=counts, block_size=SIZE,
+            cfg={"q_tile": 4},
+        )  # fmt: skip
+
+    def theirs(q, k, v):
+        return oracle.sequence(
+            q[0], k[0], v[0], (None, None, None), size=SIZE, scale=D**-0.5, length=S,
+            count=lambda t, m: int(counts[0, t, m]), indices=indices[0].tolist(),
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
+def test_packed_equals_each_sequence_alone():
+    lengths, total = [7, 0, 7, 1], 21
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    q, k, v, g_cmp, g_slc, g_swa = inputs(2, length=total)
+    counts = RNG.integers(1, 4, (1, total, HK)).astype(np.int32)
+
+    def call(q, k, v, g_cmp, g_slc, g_swa, counts, cu=None):
+        return native_sparse_attention(
+            q, k, v, g_cmp, g_slc, None, counts, cu, g_swa=g_swa, block_size=SIZE,
+            sliding_window=2, max_block_count=3,
+        )  # fmt: skip
+
+    everything = (q, k, v, g_cmp, g_slc, g_swa, counts)
+    packed = jax.jit(call)(*everything, cu)
+    for a, b in itertools.pairwise(cu):
+        if a == b:
+            continue
+        alone = jax.jit(call)(*(jnp.asarray(x)[:, a:b] for x in everything))
+        np.testing.assert_allclose(packed[:, a:b], alone, atol=2e-6)
+    assert not np.asarray(packed)[:, cu[-1] :].any()
+
+
+def test_no_gates_is_plain_selected_attention_and_half_precision():
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(4, gates=0))
+    every = np.broadcast_to(np.arange(-(-S // SIZE)), (1, S, HK, -(-S // SIZE)))
+    out = native_sparse_attention(q, k, v, block_indices=every, block_counts=99, block_size=SIZE)
+    assert out.dtype == jnp.bfloat16
+    kk, vv = (jnp.repeat(x, 4, 2).astype(jnp.float32) for x in (k, v))
+    x = jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), kk) * D**-0.5
+    p = jax.nn.softmax(jnp.where(np.tri(S, dtype=bool), x, -jnp.inf))
+    check_close(out, jnp.einsum("bhqk,bkhd->bqhd", p, vv), rms_limit=5e-3)
+
+
+def test_transformations_and_empty_input():
+    q, k, v, g_cmp, g_slc, _ = inputs(2)
+    f = jax.jit(partial(native_sparse_attention, block_counts=2, block_size=SIZE))
+    batch = [jnp.concatenate([x, x * 0.5]) for x in (q, k, v, g_cmp, g_slc)]
+    out = f(*batch)
+    np.testing.assert_allclose(out[:1], f(q, k, v, g_cmp, g_slc), atol=1e-6)
+    lifted = jax.vmap(f)(*(x[:, None] for x in batch))
+    np.testing.assert_allclose(lifted[:, 0], out, atol=1e-6)
+    grads = jax.jit(jax.vmap(jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))))(
+        *(x[:, None] for x in batch)
+    )
+    assert all(np.isfinite(g).all() for g in grads)
+    assert f(q[:, :0], k[:, :0], v[:, :0]).shape == (1, 0, 2 * HK, DV)
+    assert jax.eval_shape(f, q, k, v).shape == (1, S, 2 * HK, DV)
