@@ -1,0 +1,116 @@
+"""Loops over blocks and tiles whose block number may be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class BlockMask(Protocol):
+    """What the blockwise core asks of a mask; ``ejkernel.types.PreparedMask`` is one.
+
+    ``tile`` gives the visible pairs of a tile, bool ``[#b, #h, block_q, block_kv]``, None when all
+    are; pairs past the ends of the arrays are not visible. The ranges are half-open and count
+    steps. A mask may also have ``kv_index(qi, step)`` and ``q_index(ki, step)``, which turn a step
+    into a block number, for visits that are not consecutive; without them step and number agree.
+    """
+
+    def tile(self, qi: Any, ki: Any) -> jax.Array | None: ...
+
+    def kv_range(self, qi: Any) -> tuple[Any, Any]: ...
+
+    def q_range(self, ki: Any) -> tuple[Any, Any]: ...
+
+
+@jax.custom_batching.custom_vmap
+def _union(start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return start, stop
+
+
+@_union.def_vmap
+def _union_of_batch(axis_size, in_batched, start, stop):
+    """One range for all mapped calls: the trip count stays a scalar under vmap.
+
+    A visit to a block that one of the calls did not ask for changes nothing there, because its
+    tile is hidden; without this a mapped trip count would turn every read into a gather.
+    """
+    del axis_size
+    low = start.min(0) if in_batched[0] else start
+    high = stop.max(0) if in_batched[1] else stop
+    return _union(low, high), (False, False)
+
+
+def is_static(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) or (isinstance(x, np.ndarray) and x.ndim == 0)
+
+
+def visit(bounds: tuple[Any, Any], body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """``carry = body(step, carry)`` for every step in ``bounds``; no loop for a single step."""
+    start, stop = bounds
+    if is_static(start) and is_static(stop):
+        if int(stop) <= int(start):
+            return carry
+        if int(stop) == int(start) + 1:
+            return body(int(start), carry)
+        return jax.lax.fori_loop(int(start), int(stop), body, carry)
+    low, high = (jnp.asarray(x, jnp.int32) for x in (start, stop))
+    return jax.lax.fori_loop(*_union(low, high), body, carry)
+
+
+def scan_blocks(body: Callable[[Any, Any, Any], Any], carry: Any, xs: Any, count: int) -> Any:
+    """``carry, y = body(number, carry, x)`` over the leading axis; no loop for a single block."""
+    if count == 1:
+        carry, y = body(0, carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda x: x[None], y)
+
+    def step(carry: Any, item: Any) -> Any:
+        return body(item[0], carry, item[1])
+
+    return jax.lax.scan(step, carry, (jnp.arange(count, dtype=jnp.int32), xs))
+
+
+def block_number(mask: Any, name: str, outer: Any, step: Any) -> Any:
+    """The block visited in ``step``: ``mask.kv_index`` or ``mask.q_index`` if it has them."""
+    index = getattr(mask, name, None)
+    return step if index is None else index(outer, step)
+
+
+def take_block(x: jax.Array, number: Any) -> jax.Array:
+    """``x[number]`` on the leading axis."""
+    if is_static(number):
+        return x[int(number)]
+    return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
+
+
+def add_block(x: jax.Array, number: Any, update: jax.Array) -> jax.Array:
+    """``x`` with ``update`` added to ``x[number]``."""
+    if x.shape[0] == 1:
+        return x + update[None]
+    new = take_block(x, number) + update
+    return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
+
+
+def tile_start(qi: Any, ki: Any, block_q: int, block_kv: int) -> tuple[Any, Any, Any, Any]:
+    zero = jnp.int32(0)
+    return zero, zero, jnp.asarray(qi * block_q, jnp.int32), jnp.asarray(ki * block_kv, jnp.int32)
+
+
+def take_tile(x: jax.Array, qi: Any, ki: Any, block_q: int, block_kv: int) -> jax.Array:
+    """Tile (qi, ki) of ``x`` ``[#b, #h, q, k]``, padded to whole tiles."""
+    if x.shape[2:] == (block_q, block_kv):
+        return x
+    start = tile_start(qi, ki, block_q, block_kv)
+    return jax.lax.dynamic_slice(x, start, (*x.shape[:2], block_q, block_kv))
+
+
+def add_tile(x: jax.Array, qi: Any, ki: Any, update: jax.Array) -> jax.Array:
+    """``x`` with ``update`` added to tile (qi, ki)."""
+    block_q, block_kv = update.shape[2:]
+    new = take_tile(x, qi, ki, block_q, block_kv) + update
+    if x.shape == new.shape:
+        return new
+    return jax.lax.dynamic_update_slice(x, new, tile_start(qi, ki, block_q, block_kv))

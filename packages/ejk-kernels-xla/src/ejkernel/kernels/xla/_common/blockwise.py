@@ -1,0 +1,258 @@
+"""Blockwise softmax attention, forward and backward: the core of every flash-type operation.
+
+    x = scale * q k^T (+ bias);  x = cap * tanh(x / cap);  x = -inf where hidden
+    lse = log(sum_j exp(x) + sum_s exp(sink));  p = exp(x - lse);  o = drop(p) v
+
+    forward   per query block, over the key blocks its mask asks for: online softmax.
+    backward  per key block, over the query blocks that see it: p is recomputed from lse,
+              dv += drop(p)^T do;  ds = p * (drop(do v^T) - delta);  dk += ds^T q;  dq += ds k,
+              with delta = sum(do * o) - dlse per row. dq is summed in one float array that the
+              loop carries, in a fixed order, so results repeat bit by bit.
+
+Memory is O(q_len + kv_len) besides a tile per step; nothing is [q, k] but the user's own bias and
+its gradient. Work is 2 products forward and 5 backward per visited tile; hidden blocks are free.
+Sources: Dao 2023, FlashAttention-2 (algorithms 1 and 2); Milakov and Gimelshein 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common import blocks as blk
+from ejkernel.kernels.xla._common import softmax as sm
+from ejkernel.kernels.xla._common.dots import DotPolicy
+from ejkernel.kernels.xla._common.dropout import Dropout
+from ejkernel.kernels.xla._common.layout import Layout
+from ejkernel.kernels.xla.compat import vary, varying_axes
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is static in one pass over the blocks. ``block_*`` are upper bounds."""
+
+    scale: float
+    block_q: int
+    block_kv: int
+    soft_cap: float | None = None
+    dropout_prob: float = 0.0
+    precision: Any = None
+    logits_dtype: Any = jnp.float32
+
+    def layout(self, q: Any, k: Any) -> Layout:
+        """The blocks of a call; ``prepare_mask`` must be given its block_q and block_kv."""
+        return Layout.of(q, k, self.block_q, self.block_kv)
+
+
+class Grads(NamedTuple):
+    """Gradients; dq, dk, dv, dbias in the accumulation dtype, None for an absent bias."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    dbias: jax.Array | None
+
+
+class _Tiles:
+    """The logits of one tile and their derivative, shared by both passes."""
+
+    def __init__(self, spec: Spec, q, k, v, bias, mask, dropout: Dropout | None):
+        self.spec, self.mask, self.dropout = spec, mask, dropout
+        self.layout = spec.layout(q, k)
+        self.dots = DotPolicy.of(q, k, v, precision=spec.precision, at_least=spec.logits_dtype)
+        self.acc = self.dots.accumulate
+        self.axes = frozenset().union(*map(varying_axes, jax.tree.leaves((q, k, v, bias, mask))))
+        self.bias = None if bias is None else self.layout.pad_tiles(bias)
+
+    def zeros(self, *shape: int) -> jax.Array:
+        return vary(jnp.zeros(shape, self.acc), self.axes)
+
+    def logits(self, q, k, qi, ki) -> tuple[jax.Array, jax.Array | None]:
+        """Base-2 logits ``[b, hk, g, bq, bk]``, and tanh(x / cap) when there is a cap."""
+        spec, layout = self.spec, self.layout
+        x = layout.by_head(self.dots.rows_cols(q, k))
+        t = None
+        if self.bias is None and spec.soft_cap is None:
+            x = x * (spec.scale * sm.LOG2E)
+        else:
+            x = x * spec.scale
+            if self.bias is not None:
+                tile = blk.take_tile(self.bias, qi, ki, layout.block_q, layout.block_kv)
+                x = x + layout.grouped(tile).astype(self.acc)
+            if spec.soft_cap is not None:
+                t = jnp.tanh(x / spec.soft_cap)
+                x = t * spec.soft_cap
+            x = x * sm.LOG2E
+        visible = self.mask.tile(qi, ki)
+        if visible is not None:
+            x = jnp.where(layout.grouped(visible), x, -jnp.inf)
+        return x, t
+
+    def kept(self, qi, ki) -> jax.Array | None:
+        """bool ``[b, hk, g, bq, bk]``; None without dropout."""
+        if self.dropout is None:
+            return None
+        layout = self.layout
+        rows = _slice(self.dropout.rows, qi, layout.block_q, layout.nq)
+        cols = _slice(self.dropout.cols, ki, layout.block_kv, layout.nk)
+        return layout.grouped(self.dropout.keep(self.spec.dropout_prob, rows, cols))
+
+    @property
+    def keep_scale(self) -> float:
+        return 1.0 / (1.0 - self.spec.dropout_prob)
+
+
+def _slice(x: jax.Array, number: Any, block: int, count: int) -> jax.Array:
+    x = jnp.pad(x, (0, count * block - x.shape[0]))
+    return x if count == 1 else jax.lax.dynamic_slice_in_dim(x, number * block, block)
+
+
+def forward(
+    spec: Spec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    *,
+    mask: blk.BlockMask,
+    dropout: Dropout | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Output and row normaliser, both in the accumulation dtype.
+
+    Args:
+        q, k, v: ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``, h a multiple of hk.
+        bias: ``[#b, #h, q, k]`` or None.
+        sinks: ``[h, n]`` natural logits or None.
+        mask: prepared for ``spec.layout(q, k)``'s blocks.
+        dropout: None = keep everything.
+
+    Returns:
+        o ``[b, q, h, dv]`` and lse2 ``[b, q, h]`` = lse * log2(e); 0 and -inf for a row that sees
+        no key. ``softmax.merge`` joins such pairs over disjoint keys; count sinks only once.
+    """
+    tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
+    layout, dv = tiles.layout, v.shape[-1]
+    if layout.empty:
+        rows = (layout.batch, layout.q_len, q.shape[2])
+        return tiles.zeros(*rows, dv), tiles.zeros(*rows) - jnp.inf
+    q_blocks, k_blocks, v_blocks = layout.split_q(q), layout.split_kv(k), layout.split_kv(v)
+    state_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q)
+
+    def query_block(qi: Any, _: None, q_tile: jax.Array):
+        def step(t: Any, state: sm.RowState) -> sm.RowState:
+            ki = blk.block_number(mask, "kv_index", qi, t)
+            x, _ = tiles.logits(q_tile, blk.take_block(k_blocks, ki), qi, ki)
+            m, rescale, p = sm.shift(state.m, x)
+            keep = tiles.kept(qi, ki)
+            weights = p if keep is None else jnp.where(keep, p, 0.0)
+            new = tiles.dots.weigh(layout.by_row(weights), blk.take_block(v_blocks, ki))
+            acc = state.acc * rescale[..., None] + layout.by_head(new)
+            return sm.RowState(acc, m, state.l * rescale + p.sum(-1))
+
+        start = sm.RowState(
+            tiles.zeros(*state_shape, dv),
+            tiles.zeros(*state_shape) - jnp.inf,
+            tiles.zeros(*state_shape),
+        )
+        o, lse2 = sm.finish(blk.visit(mask.kv_range(qi), step, start))
+        if dropout is not None:
+            o = o * tiles.keep_scale
+        return None, (o, lse2)
+
+    _, (o, lse2) = blk.scan_blocks(query_block, None, q_blocks, layout.nq)
+    return sm.add_sinks(layout.join_q(o), layout.join_rows(lse2), sinks)
+
+
+def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None, dtype: Any) -> jax.Array:
+    """delta ``[b, q, h]`` = sum(do * o) - dlse: what the softmax derivative subtracts."""
+    delta = (do.astype(dtype) * o.astype(dtype)).sum(-1)
+    return delta if dlse is None else delta - dlse.astype(dtype)
+
+
+def backward(
+    spec: Spec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    mask: blk.BlockMask,
+    dropout: Dropout | None = None,
+    lse2: jax.Array,
+    delta: jax.Array,
+    do: jax.Array,
+) -> Grads:
+    """Gradients of ``forward`` at the rows' final normaliser.
+
+    ``lse2`` and ``delta`` ``[b, q, h]`` are those of the whole row (all parts, sinks included), so
+    the gradients of parts over disjoint keys simply add up. ``softmax.sink_gradient`` gives that
+    of the sinks.
+    """
+    tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
+    tiles.axes = tiles.axes.union(*map(varying_axes, (lse2, delta, do)))
+    layout, acc = tiles.layout, tiles.acc
+    if layout.empty:
+        dbias = None if bias is None else tiles.zeros(*bias.shape)
+        return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias)
+    q_blocks, do_blocks = layout.split_q(q), layout.split_q(do)
+    alive = lse2 > -jnp.inf
+    # +inf makes every probability of a row without keys exp2(-inf) = 0
+    lse_blocks = layout.split_rows(jnp.where(alive, lse2, jnp.inf), jnp.inf)
+    delta_blocks = layout.split_rows(jnp.where(alive, delta, 0.0), 0.0)
+    row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
+
+    def key_block(ki: Any, carry: Any, tile: tuple[jax.Array, jax.Array]):
+        k_tile, v_tile = tile
+
+        def step(t: Any, state: Any):
+            dk, dv, dq, dbias = state
+            qi = blk.block_number(mask, "q_index", ki, t)
+            q_tile, do_tile = blk.take_block(q_blocks, qi), blk.take_block(do_blocks, qi)
+            x, tanh = tiles.logits(q_tile, k_tile, qi, ki)
+            p = jnp.exp2(x - blk.take_block(lse_blocks, qi).reshape(row_shape))
+            dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
+            weights, keep = p, tiles.kept(qi, ki)
+            if keep is not None:
+                weights = jnp.where(keep, p * tiles.keep_scale, 0.0)
+                dp = jnp.where(keep, dp * tiles.keep_scale, 0.0)
+            ds = p * (dp - blk.take_block(delta_blocks, qi).reshape(row_shape))
+            if tanh is not None:
+                ds = ds * (1.0 - tanh * tanh)
+            if dbias is not None:
+                dbias = blk.add_tile(dbias, qi, ki, _sum_like(ds, layout, dbias.shape))
+            ds = layout.by_row(ds)
+            dv = dv + tiles.dots.gather(layout.by_row(weights), do_tile)
+            dk = dk + tiles.dots.gather(ds, q_tile)
+            dq = blk.add_block(dq, qi, tiles.dots.weigh(ds, k_tile))
+            return dk, dv, dq, dbias
+
+        start = (tiles.zeros(*k_tile.shape), tiles.zeros(*v_tile.shape), *carry)
+        dk, dv, *carry = blk.visit(mask.q_range(ki), step, start)
+        return tuple(carry), (dk, dv)
+
+    dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)
+    carry = (tiles.zeros(*q_blocks.shape), dbias)
+    blocks = (layout.split_kv(k), layout.split_kv(v))
+    (dq, dbias), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk)
+    if dbias is not None:
+        dbias = dbias[:, :, : layout.q_len, : layout.kv_len]
+    return Grads(
+        layout.join_q(dq) * jnp.asarray(spec.scale, acc),
+        layout.join_kv(dk) * jnp.asarray(spec.scale, acc),
+        layout.join_kv(dv),
+        dbias,
+    )
+
+
+def _sum_like(ds: jax.Array, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
+    """``[b, hk, g, bq, bk]`` summed to ``[#b, #h, bq, bk]``."""
+    b, h = shape[:2]
+    if h == 1:
+        ds = ds.sum((1, 2))[:, None]
+    else:
+        ds = ds.reshape(ds.shape[0], h, *ds.shape[3:])
+    return ds.sum(0, keepdims=True) if b == 1 else ds

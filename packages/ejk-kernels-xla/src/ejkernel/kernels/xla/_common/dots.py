@@ -1,0 +1,73 @@
+"""Dtype policy and the batched products of attention.
+
+Products take their operands in the promoted input dtype and accumulate in at least float32. Under
+``precision="highest"`` the operands are widened too, so that probabilities are not rounded to a
+narrow dtype before they meet the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
+    """float64 when any array or ``at_least`` is float64 (and JAX has it), else float32."""
+    widest = jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
+    floor = jax.dtypes.canonicalize_dtype(at_least)
+    return np.dtype(jnp.float64 if np.dtype(jnp.float64) in (widest, floor) else jnp.float32)
+
+
+def is_highest(precision: Any) -> bool:
+    """Whether ``precision`` asks for the most exact product."""
+    if isinstance(precision, (tuple, list)):
+        return any(is_highest(p) for p in precision)
+    return precision in ("highest", "float32") or precision == jax.lax.Precision.HIGHEST
+
+
+@dataclass(frozen=True)
+class DotPolicy:
+    """How products are taken: operand dtype, accumulation dtype, precision."""
+
+    operand: np.dtype
+    accumulate: np.dtype
+    precision: Any = None
+
+    @classmethod
+    def of(cls, *arrays: Any, precision: Any = None, at_least: Any = jnp.float32) -> DotPolicy:
+        """The policy for products of ``arrays``; ``at_least`` is a lower bound on logits."""
+        acc = accumulation_dtype(*arrays, at_least=at_least)
+        operand = np.dtype(jnp.result_type(*(a.dtype for a in arrays)))
+        if acc == np.dtype(jnp.float64) or is_highest(precision):
+            operand = acc
+        if isinstance(precision, list):
+            precision = tuple(precision)
+        return cls(operand, acc, precision)
+
+    def dot(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+        """``a`` times ``b`` over axes ``contract``; all axes but the last two are batch axes."""
+        batch = tuple(range(a.ndim - 2))
+        contracting = ((contract[0] % a.ndim,), (contract[1] % b.ndim,))
+        return jax.lax.dot_general(
+            a.astype(self.operand),
+            b.astype(self.operand),
+            (contracting, (batch, batch)),
+            precision=self.precision,
+            preferred_element_type=self.accumulate,
+        )
+
+    def rows_cols(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """``a @ b.T``: ``[.., m, c]`` and ``[.., n, c]`` -> ``[.., m, n]``."""
+        return self.dot(a, b, (-1, -1))
+
+    def weigh(self, p: jax.Array, x: jax.Array) -> jax.Array:
+        """``p @ x``: ``[.., m, n]`` and ``[.., n, c]`` -> ``[.., m, c]``."""
+        return self.dot(p, x, (-1, -2))
+
+    def gather(self, p: jax.Array, x: jax.Array) -> jax.Array:
+        """``p.T @ x``: ``[.., m, n]`` and ``[.., m, c]`` -> ``[.., n, c]``."""
+        return self.dot(p, x, (-2, -2))

@@ -1,0 +1,99 @@
+"""Dropout as a pure function of (seed, batch row, query head, query index, key index).
+
+The same 32-bit mixing on every platform, so that masks do not depend on blocks, splits, devices
+or backends. All arithmetic is uint32 modulo 2**32; ``fmix`` is the finaliser of MurmurHash3 and
+the odd constants are the primes of xxHash32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+P1, P2, P3, P4, P5 = (
+    np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
+)
+M1, M2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+
+
+def _fold(x: jax.Array, shift: int) -> jax.Array:
+    return x ^ jax.lax.shift_right_logical(x, jnp.asarray(shift, jnp.uint32))
+
+
+def fmix(x: jax.Array) -> jax.Array:
+    """Mix the bits of uint32 ``x``; a bijection."""
+    return _fold(_fold(_fold(x, 16) * M1, 13) * M2, 16)
+
+
+def seed_words(seed: Any) -> jax.Array:
+    """uint32 ``[3]``: seed, global index of batch row 0, global index of head 0.
+
+    ``seed`` is None (0), an int, an integer array ``[]``, or an integer array ``[3]`` that already
+    holds the three words, for a call that is one shard of a larger one.
+    """
+    if seed is None or isinstance(seed, (int, np.integer)):
+        return jnp.asarray([int(seed or 0) & 0xFFFFFFFF, 0, 0], jnp.uint32)
+    words = jnp.asarray(seed)
+    if not jnp.issubdtype(words.dtype, jnp.integer) or words.shape not in ((), (3,)):
+        raise ValueError(
+            f"dropout_seed: expected an int or integer[] array, got {words.dtype}{words.shape}"
+        )
+    words = words.astype(jnp.uint32)
+    return words if words.ndim else jnp.stack([words, words * 0, words * 0])
+
+
+def random_words(base: jax.Array, rows: jax.Array, cols: jax.Array) -> jax.Array:
+    """uint32 ``[..., rows, cols]`` from ``base`` ``[...]`` (one word per batch row and head)."""
+    r = fmix(base[..., None] + rows * P4)
+    s = fmix(r ^ P1)
+    x = r[..., None] + cols * P5
+    x = _fold(x, 16) * M1
+    x = x ^ s[..., None]
+    return _fold(_fold(x, 13) * M2, 16)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dropout:
+    """Which probabilities are kept.
+
+    base: uint32 ``[batch, heads]``, the hash of seed, batch row and head.
+    rows, cols: uint32 ``[q]``, ``[k]``, the indices that enter the hash.
+    """
+
+    base: jax.Array
+    rows: jax.Array
+    cols: jax.Array
+
+    @classmethod
+    def make(
+        cls,
+        seed: Any,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int,
+        *,
+        q_index: Any = None,
+        kv_index: Any = None,
+    ) -> Dropout:
+        """Masks of a ``[batch, heads, q_len, kv_len]`` call; the index arrays default to arange."""
+        words = seed_words(seed)
+        b = jnp.arange(batch, dtype=jnp.uint32) + words[1]
+        h = jnp.arange(heads, dtype=jnp.uint32) + words[2]
+        base = fmix(fmix(fmix(words[0] + P1) + b * P2)[:, None] + h * P3)
+        q = jnp.arange(q_len) if q_index is None else q_index
+        k = jnp.arange(kv_len) if kv_index is None else kv_index
+        return cls(base, q.astype(jnp.uint32), k.astype(jnp.uint32))
+
+    def keep(self, prob: float, rows: Any = None, cols: Any = None) -> jax.Array:
+        """bool ``[batch, heads, rows, cols]``, True with probability ``1 - prob``."""
+        words = random_words(
+            self.base, self.rows if rows is None else rows, self.cols if cols is None else cols
+        )
+        threshold = jnp.asarray(round(prob * 2**24), jnp.uint32)
+        return jax.lax.shift_right_logical(words, jnp.asarray(8, jnp.uint32)) >= threshold

@@ -1,0 +1,94 @@
+"""The differentiable core: one custom_vjp over the blockwise passes.
+
+Residuals are q, k, v, o, the lse of every row and what the caller gave (mask, bias, sinks, seed).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common import blockwise
+from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.dropout import Dropout
+from ejkernel.kernels.xla._common.softmax import LN2, sink_gradient
+from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.types import MaskInfo, prepare_mask
+
+
+def _prepare(spec: Spec, q: jax.Array, k: jax.Array, mask: MaskInfo, seed: jax.Array | None):
+    layout = spec.layout(q, k)
+    tiles = prepare_mask(
+        mask,
+        q_len=layout.q_len,
+        kv_len=layout.kv_len,
+        block_q=layout.block_q,
+        block_kv=layout.block_kv,
+    )
+    dropout = None
+    if spec.dropout_prob > 0.0:
+        dropout = Dropout.make(seed, layout.batch, q.shape[2], layout.q_len, layout.kv_len)
+    return tiles, dropout
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(fwd: Spec, bwd: Spec, q, k, v, bias, sinks, mask, seed):
+    (o, lse), _ = _attend_fwd(fwd, bwd, q, k, v, bias, sinks, mask, seed)
+    return o, lse
+
+
+def _attend_fwd(fwd: Spec, bwd: Spec, q, k, v, bias, sinks, mask, seed):
+    tiles, dropout = _prepare(fwd, q, k, mask, seed)
+    o, lse2 = blockwise.forward(fwd, q, k, v, bias, sinks, mask=tiles, dropout=dropout)
+    o = o.astype(q.dtype)
+    return (o, lse2 * LN2), (q, k, v, bias, sinks, mask, seed, o, lse2)
+
+
+def _attend_bwd(fwd: Spec, bwd: Spec, residuals, cotangents):
+    q, k, v, bias, sinks, mask, seed, o, lse2 = residuals
+    do, dlse = cotangents
+    tiles, dropout = _prepare(bwd, q, k, mask, seed)
+    delta = blockwise.row_delta(o, do, dlse, lse2.dtype)
+    grads = blockwise.backward(
+        bwd, q, k, v, bias, mask=tiles, dropout=dropout, lse2=lse2, delta=delta, do=do
+    )
+    dbias = None if bias is None else grads.dbias.astype(bias.dtype)
+    return (
+        grads.dq.astype(q.dtype),
+        grads.dk.astype(k.dtype),
+        grads.dv.astype(v.dtype),
+        dbias,
+        sink_gradient(sinks, lse2, delta),
+        None,
+        None,
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend(
+    fwd: Spec,
+    bwd: Spec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: MaskInfo,
+    seed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """o ``[b, q, h, dv]`` in the query dtype and the natural lse ``[b, q, h]``, differentiable.
+
+    ``fwd`` and ``bwd`` differ in their blocks only. ``seed`` is what ``seed_words`` returns, None
+    without dropout.
+    """
+    arrays: Any = (q, k, v, bias, sinks, mask, seed)
+    # inside shard_map all arguments vary alike, so that JAX sums the gradients of replicated ones
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if axes:
+        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
+    return _attend(fwd, bwd, *arrays)
