@@ -1,0 +1,101 @@
+"""The words signatures are written in: dtype families with named axes, checked by jaxtyping.
+
+An axis called ``heads`` means the same size wherever it appears in one call. ``#batch`` also
+allows size 1. The same words say how an argument is distributed over a mesh (``_specs``), so a
+name decides more than a check: ``batch``, ``heads`` and ``kv_heads`` can be sharded.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import AbstractDtype
+
+Array = jax.Array | np.ndarray
+
+
+class F(AbstractDtype):
+    """Floating point of at least 16 bits."""
+
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+
+
+class Integers(AbstractDtype):
+    """Any integer dtype; values are used as int32."""
+
+    dtypes = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+class B(AbstractDtype):
+    """Booleans."""
+
+    dtypes = ("bool",)
+
+
+class Flags(AbstractDtype):
+    """Booleans, or integers where nonzero means true."""
+
+    dtypes = (*B.dtypes, *Integers.dtypes)
+
+
+class Cache(AbstractDtype):
+    """What a key/value cache may hold: floating point, int8, or an 8-bit float."""
+
+    dtypes = (*F.dtypes, "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+I = Integers  # noqa: E741  (the letter signatures use)
+
+FAMILY = {"F": "float", "Integers": "int", "B": "bool", "Flags": "bool|int", "Cache": "cache"}
+
+
+@lru_cache(maxsize=4096)
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The arms of a union annotation, or the annotation itself."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return tuple(arm for a in typing.get_args(annotation) for arm in alternatives(a))
+    return (annotation,)
+
+
+@lru_cache(maxsize=4096)
+def forms(annotation: Any) -> tuple[tuple[str, str], ...]:
+    """``(family, axes)`` of every array arm, in order: ``(("float", "batch seq"), ...)``."""
+    found: dict[tuple[str, str], None] = {}
+    for arm in alternatives(annotation):
+        if hasattr(arm, "dim_str") and hasattr(arm, "dtype"):
+            found[(FAMILY[arm.dtype.__name__], arm.dim_str.strip())] = None
+    return tuple(found)
+
+
+def is_array(annotation: Any) -> bool:
+    return bool(forms(annotation))
+
+
+@lru_cache(maxsize=4096)
+def expected(annotation: Any) -> str:
+    """The annotation as an error message shows it: ``float[batch, seq] or None``."""
+    words: dict[str, None] = {}
+    for arm in alternatives(annotation):
+        if hasattr(arm, "dim_str") and hasattr(arm, "dtype"):
+            axes = ", ".join(arm.dim_str.split())
+            words[f"{FAMILY[arm.dtype.__name__]}[{axes}]"] = None
+        elif arm is type(None):
+            words["None"] = None
+        elif typing.get_origin(arm) is not None:
+            words[str(arm).replace("typing.", "")] = None
+        else:
+            words[getattr(arm, "__name__", str(arm))] = None
+    return " or ".join(words)
+
+
+def given(value: Any) -> str:
+    """What was passed, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

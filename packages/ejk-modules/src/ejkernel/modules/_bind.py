@@ -1,0 +1,187 @@
+"""The boundary: what a public function's signature says, checked once with jaxtyping and beartype.
+
+A value that does not fit its annotation, alone or together with the axes of the arguments before
+it, is an InvalidArgument that names the argument, what is expected and what was given.
+``EJKERNEL_TYPECHECK=0`` switches the check off.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ejkernel.modules._arrays import expected, forms, given, is_array
+from ejkernel.ops import InvalidArgument
+
+TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
+REQUIRED = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of an operation.
+
+    Attributes:
+        name: its name.
+        annotation: as written.
+        default: its default, ``REQUIRED`` without one.
+        forms: ``(family, axes)`` of each array form it may take; empty for static parameters.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    forms: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The parameters of a public function without the common tail."""
+
+    function: Callable[..., Any]
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Boundary:
+        """Read the signature of ``function``; annotations must be objects, not strings."""
+        signature = inspect.signature(function)
+        return cls(
+            function,
+            tuple(
+                Parameter(p.name, p.annotation, p.default, forms(p.annotation))
+                for p in signature.parameters.values()
+                if p.name not in TAIL
+            ),
+        )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters)
+
+    @cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """Every parameter with its default, ``REQUIRED`` where there is none."""
+        return {p.name: p.default for p in self.parameters}
+
+    @cached_property
+    def array_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that take arrays, in signature order."""
+        return tuple(p for p in self.parameters if p.forms or p.name == "dropout_rng")
+
+    @cached_property
+    def static_names(self) -> frozenset[str]:
+        return frozenset(p.name for p in self.parameters if not is_array(p.annotation))
+
+    @cached_property
+    def run_signature(self) -> inspect.Signature:
+        """The function's signature as a Kernel's ``run`` has it: self and cfg, no other tail."""
+        signature = inspect.signature(self.function)
+        kept = [p for p in signature.parameters.values() if p.name == "cfg" or p.name not in TAIL]
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return signature.replace(parameters=[own, *kept])
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments by name, defaults applied.
+
+        Raises:
+            TypeError: an argument that is unknown, missing, given twice, or one too many.
+        """
+        named = dict(self.defaults)
+        positional = [
+            p.name
+            for p in inspect.signature(self.function).parameters.values()
+            if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+        label = self.function.__name__
+        if len(args) > len(positional):
+            raise TypeError(
+                f"{label}() takes {len(positional)} positional arguments, given {len(args)}"
+            )
+        for name, value in zip(positional, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"{label}() got multiple values for argument {name!r}")
+            named[name] = value
+        unknown = [name for name in kwargs if name not in named]
+        if unknown:
+            raise TypeError(f"{label}() got an unexpected keyword argument {unknown[0]!r}")
+        named.update(kwargs)
+        missing = [name for name, value in named.items() if value is REQUIRED]
+        if missing:
+            raise TypeError(f"{label}() is missing the argument {missing[0]!r}")
+        return named
+
+    def differing(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are not their defaults: what a call has to carry."""
+        defaults = self.defaults
+        return {name: v for name, v in arguments.items() if v is not defaults[name]}
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raise InvalidArgument for the first argument that does not fit its annotation."""
+        from beartype import BeartypeConf
+        from beartype.door import is_bearable
+        from jaxtyping import jaxtyped
+
+        conf = BeartypeConf(is_pep484_tower=True)
+        # the context makes an axis name mean one size throughout the call
+        with jaxtyped("context"):
+            for p in self.parameters:
+                value = arguments[p.name]
+                if value is p.default or is_bearable(value, p.annotation, conf=conf):
+                    continue
+                raise InvalidArgument(self._message(p, arguments))
+
+    def _message(self, p: Parameter, arguments: Mapping[str, Any]) -> str:
+        value = arguments[p.name]
+        text = f"{p.name}: expected {expected(p.annotation)}, given {given(value)}"
+        if not hasattr(value, "shape"):
+            return text
+        sizes = self.sizes({n: arguments[n] for n in self.names[: self.names.index(p.name)]})
+        words = {w.lstrip("#*") for _, axes in p.forms for w in axes.split()}
+        known = [f"{word}={size}" for word, size in sizes.items() if word in words]
+        return f"{text} (by the arguments before: {', '.join(known)})" if known else text
+
+    def sizes(
+        self, arguments: Mapping[str, Any], override: Mapping[str, str] | None = None
+    ) -> dict[str, int]:
+        """Size of every named axis, from the first array that has it."""
+        found: dict[str, int] = {}
+        for p in self.parameters:
+            value = arguments.get(p.name)
+            if not hasattr(value, "shape"):
+                continue
+            for word, size in zip(axes_of(p, value, override), value.shape, strict=False):
+                if word.isidentifier() and not word.startswith("_"):
+                    found.setdefault(word, size)
+        return found
+
+
+def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None) -> list[str]:
+    """One word per axis of ``value``: the form of its rank, ``*names`` numbered from 0."""
+    if override and p.name in override:
+        return override[p.name].split()
+    rank = value if isinstance(value, int) else len(value.shape)
+    fallback: list[str] = []
+    for _, axes in p.forms:
+        words = axes.split()
+        star = next((i for i, w in enumerate(words) if w.startswith("*")), None)
+        if star is None:
+            if len(words) == rank:
+                return words
+        elif rank >= len(words) - 1:
+            extra = rank - (len(words) - 1)
+            name = words[star][1:]
+            spread = [f"{name}_{i}" for i in range(extra)]
+            candidate = words[:star] + spread + words[star + 1 :]
+            if extra and not fallback:
+                fallback = candidate
+    return fallback or ["_"] * rank
+
+
+def plain(value: Any) -> Any:
+    """A numpy scalar as the Python number it is; anything else unchanged."""
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,77 @@
+"""Step one of every call: settle what is optional, check what types cannot say.
+
+``values`` looks at concrete numbers (Python and numpy) before anything is traced; the other
+modules work inside the trace and leave canonical arguments behind: a float scale, a window tuple,
+one MaskInfo, sinks ``[heads, sinks]``, an int32 seed. All take the arguments by name in a dict and
+change it in place.
+"""
+
+from ejkernel.modules._canonical.heads import combined_heads, grouped_heads
+from ejkernel.modules._canonical.linear import layer, states
+from ejkernel.modules._canonical.masking import block_mask, masks, packed, packed_pair, plus_one
+from ejkernel.modules._canonical.other import (
+    cache_form,
+    groups,
+    latent,
+    latent_dim,
+    pooling,
+    sparse_options,
+)
+from ejkernel.modules._canonical.softmax import (
+    count,
+    dropout,
+    dropout_from_key,
+    head_scales,
+    scalar_index,
+    sinks,
+    softmax_options,
+)
+from ejkernel.modules._canonical.values import (
+    build_bias,
+    build_block_mask,
+    check_distribution,
+    check_group_sizes,
+    check_packed,
+    check_sequences,
+    check_tables,
+    integers_to_arrays,
+    known,
+    scalars_to_arrays,
+    seed_to_array,
+)
+
+__all__ = [
+    "block_mask",
+    "build_bias",
+    "build_block_mask",
+    "cache_form",
+    "check_distribution",
+    "check_group_sizes",
+    "check_packed",
+    "check_sequences",
+    "check_tables",
+    "combined_heads",
+    "count",
+    "dropout",
+    "dropout_from_key",
+    "grouped_heads",
+    "groups",
+    "head_scales",
+    "integers_to_arrays",
+    "known",
+    "latent",
+    "latent_dim",
+    "layer",
+    "masks",
+    "packed",
+    "packed_pair",
+    "plus_one",
+    "pooling",
+    "scalar_index",
+    "scalars_to_arrays",
+    "seed_to_array",
+    "sinks",
+    "softmax_options",
+    "sparse_options",
+    "states",
+]

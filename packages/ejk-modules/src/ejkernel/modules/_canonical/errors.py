@@ -1,0 +1,18 @@
+"""Messages: the argument, what is legal, what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.modules._arrays import given
+from ejkernel.ops import InvalidArgument
+
+
+def invalid(name: str, legal: str, value: Any) -> InvalidArgument:
+    """Wrong class, dtype, rank, size or inconsistent axes."""
+    return InvalidArgument(f"{name}: expected {legal}, given {given(value)}")
+
+
+def out_of_range(name: str, legal: str, value: Any) -> ValueError:
+    """A bad value."""
+    return ValueError(f"{name}: given {value!r}, expected {legal}")

@@ -1,0 +1,158 @@
+# ruff: noqa: RUF009 (field helpers return dataclasses.field)
+"""One config class per operation: how the work is cut into tiles, never what is computed.
+
+All are frozen, hashable and begin with ``platform`` and ``backend``; ``None`` in a tile field
+leaves the choice to the implementation. ``to_dict``, ``from_dict``, ``to_json`` and ``from_json``
+round-trip exactly. An illegal value or unknown field is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops.params import (
+    OpConfig,
+    bytes_field,
+    count_field,
+    params_field,
+    stages_field,
+    tile_field,
+    warps_field,
+)
+
+
+@dataclass(frozen=True)
+class _ForwardBackwardConfig(OpConfig):
+    fwd_params: FwdParams | None = params_field(FwdParams)
+    bwd_params: BwdParams | None = params_field(BwdParams)
+
+
+@dataclass(frozen=True)
+class FlashAttentionConfig(_ForwardBackwardConfig):
+    """Tiles of flash_attention; fields as FwdParams and BwdParams, mappings are converted."""
+
+
+@dataclass(frozen=True)
+class RingAttentionConfig(_ForwardBackwardConfig):
+    """Tiles of ring_attention on each device."""
+
+
+@dataclass(frozen=True)
+class BlockSparseAttentionConfig(_ForwardBackwardConfig):
+    """Tiles of blocksparse_attention; independent of the pattern's block sizes."""
+
+
+@dataclass(frozen=True)
+class RaggedDecodeAttentionConfig(_ForwardBackwardConfig):
+    """Tiles of ragged_decode_attention."""
+
+
+@dataclass(frozen=True)
+class FlashMLAConfig(_ForwardBackwardConfig):
+    """Tiles of mla_attention."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(OpConfig):
+    """attention has no tiles."""
+
+
+@dataclass(frozen=True)
+class ScaledDotProductAttentionConfig(OpConfig):
+    """scaled_dot_product_attention has no tiles."""
+
+
+@dataclass(frozen=True)
+class _PagedDecodeConfig(OpConfig):
+    num_splits: int | None = count_field()
+    pages_per_block: int | None = count_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+
+
+@dataclass(frozen=True)
+class PageAttentionConfig(_PagedDecodeConfig):
+    """Key splits and pages per step of page_attention."""
+
+
+@dataclass(frozen=True)
+class MLADecodeConfig(_PagedDecodeConfig):
+    """Key splits and pages per step of mla_decode."""
+
+
+@dataclass(frozen=True)
+class _RaggedPageConfig(OpConfig):
+    num_kv_pages_per_block: int | None = count_field()
+    num_queries_per_block: int | None = count_field()
+    num_splits: int | None = count_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+    vmem_limit_bytes: int | None = bytes_field()
+
+
+@dataclass(frozen=True)
+class RaggedPageAttentionConfig(_RaggedPageConfig):
+    """Block sizes of ragged_page_attention."""
+
+
+@dataclass(frozen=True)
+class RaggedPageAttentionv3Config(_RaggedPageConfig):
+    """Block sizes of ragged_page_attention_v3."""
+
+
+@dataclass(frozen=True)
+class NativeSparseAttentionConfig(OpConfig):
+    """Tiles of native_sparse_attention; independent of its ``block_size``."""
+
+    q_tile: int | None = tile_field()
+    kv_tile: int | None = tile_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+
+
+@dataclass(frozen=True)
+class _RecurrenceConfig(OpConfig):
+    time_tile: int | None = tile_field()
+    dk_tile: int | None = tile_field()
+    dv_tile: int | None = tile_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+
+
+@dataclass(frozen=True)
+class RecurrentAttentionConfig(_RecurrenceConfig):
+    """Tiles of recurrent_attention."""
+
+
+@dataclass(frozen=True)
+class GLAttentionConfig(_RecurrenceConfig):
+    """Tiles of gla_attention; ``time_tile`` is the chunk length."""
+
+
+@dataclass(frozen=True)
+class LightningAttentionConfig(_RecurrenceConfig):
+    """Tiles of lightning_attention; ``time_tile`` is the chunk length."""
+
+
+@dataclass(frozen=True)
+class MeanPoolingConfig(OpConfig):
+    """Tiles of mean_pooling."""
+
+    token_tile: int | None = tile_field()
+    channel_tile: int | None = tile_field()
+    num_warps: int | None = warps_field()
+
+
+@dataclass(frozen=True)
+class GroupedMatmulConfig(OpConfig):
+    """Tiles of grouped_matmul."""
+
+    block_m: int | None = tile_field()
+    block_n: int | None = tile_field()
+    block_k: int | None = tile_field()
+    num_warps: int | None = warps_field()
+    num_stages: int | None = stages_field()
+
+
+RaggedPageAttentionv2Config = RaggedPageAttentionConfig

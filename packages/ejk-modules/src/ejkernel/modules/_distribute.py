@@ -1,0 +1,268 @@
+"""Step three of a call with a mesh: the operation under ``shard_map``, one shard per device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ejkernel.modules._bind import axes_of
+from ejkernel.modules._specs import (
+    KV,
+    Argument,
+    Layout,
+    check_divisible,
+    mesh_axes,
+    read_specs,
+    settle_heads,
+)
+from ejkernel.modules.compat import is_explicit, placed
+from ejkernel.ops.core.distribution import check_mesh_and_specs
+from ejkernel.types import MaskInfo
+
+if TYPE_CHECKING:
+    from ejkernel.modules._op import Operation
+
+Arguments = dict[str, Any]
+Call = Callable[[tuple, dict[str, Any]], Any]
+SPREADABLE = frozenset({"batch", "heads", *KV})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where one shard lies; valid inside the mapped function only.
+
+    Attributes:
+        layout: which mesh axes every axis word is spread over.
+        sizes: global sizes of the axis words.
+    """
+
+    layout: Layout
+    sizes: Mapping[str, int]
+
+    def index(self, word: str) -> jax.Array:
+        """Number of this shard along the word, 0 when it is whole."""
+        number = jnp.int32(0)
+        for axis in self.layout.axes(word):
+            number = number * self.layout.mesh_sizes[axis] + jax.lax.axis_index(axis)
+        return number.astype(jnp.int32)
+
+    def local(self, word: str) -> int:
+        """Size of the word on this shard."""
+        return self.sizes[word] // self.layout.parts(word)
+
+    def offset(self, word: str) -> jax.Array:
+        """Global index of this shard's first entry along the word."""
+        return self.index(word) * self.local(word)
+
+
+def distribute(
+    op: Operation,
+    a: Arguments,
+    mesh: Any,
+    in_specs: Any,
+    out_specs: Any,
+    call: Call,
+    *,
+    ring_axis: str | None = None,
+) -> Any:
+    """Run bound arguments on every shard of ``mesh``; the result equals the whole call.
+
+    ``ring_axis`` is the mesh axis that an operation which talks between devices shards its
+    sequence over.
+
+    Raises:
+        ValueError: mesh without specs or specs without mesh, or specs that do not fit.
+        InvalidArgument: an axis that the mesh does not divide.
+    """
+    check_mesh_and_specs(op.function.__name__, mesh, in_specs, out_specs)
+    override = op.argument_axes(a)
+    arguments = [_argument(p, a[p.name], override, in_specs, i) for i, p in _arrays(op)]
+    sizes = {
+        word.lstrip("#"): size
+        for argument in reversed(arguments)
+        if argument.shape is not None
+        for word, size in zip(argument.words, argument.shape, strict=True)
+        if not (word.startswith("#") and size == 1)
+    }
+    legal = SPREADABLE | op.spreadable(a)
+    layout = Layout(op.function.__name__, dict(mesh.shape), legal & _words(arguments))
+    if ring_axis is not None:
+        layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
+    read_specs(layout, arguments, in_specs)
+    kv_word = next((word for word in KV if word in sizes), None)
+    pick = settle_heads(layout, sizes, kv_word=kv_word, whole_groups=op.whole_groups)
+    check_divisible(layout, arguments)
+    shard = Shard(layout, sizes)
+    by_name = {argument.name: argument for argument in arguments}
+    outputs = op.output_axes(a)
+    natural = tuple(layout.spec(_output_words(axes, by_name)) for axes in outputs)
+    wanted = _wanted(op, mesh, out_specs, natural)
+
+    arrays, specs, rebuild = _split(a, by_name, layout)
+
+    def body(*leaves: Any) -> Any:
+        local = rebuild(leaves)
+        if pick:
+            _pick_kv_heads(local, by_name, shard)
+        if local.get("dropout_seed") is not None:
+            local["dropout_seed"] = _local_seed(local["dropout_seed"], shard)
+        if local.get("dropout_rng") is not None:
+            local["dropout_rng"] = _local_seed(local["dropout_rng"], shard)
+        run = op.localise(local, shard)
+        return (run or call)((), local)
+
+    single = len(outputs) == 1
+    if is_explicit(mesh):
+        arrays = [_placed_tree(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=natural[0] if single else natural,
+        check_vma=False,
+    )
+    result = mapped(*arrays)
+    if wanted == natural:
+        return result
+    results = [result] if single else result
+    moved = [_place(x, mesh, spec) for x, spec in zip(results, wanted, strict=True)]
+    return moved[0] if single else tuple(moved)
+
+
+def _arrays(op: Operation) -> list[tuple[int, Any]]:
+    return list(enumerate(op.boundary.array_parameters))
+
+
+def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index: int) -> Argument:
+    if hasattr(value, "shape"):
+        return Argument(p.name, tuple(axes_of(p, value, override)), tuple(value.shape))
+    spec = in_specs[index] if index < len(in_specs) else None
+    rank = len(spec) if isinstance(spec, PartitionSpec) else 0
+    return Argument(p.name, tuple(axes_of(p, rank, override)), None)
+
+
+def _words(arguments: Sequence[Argument]) -> frozenset[str]:
+    return frozenset(w.lstrip("#") for argument in arguments for w in argument.words)
+
+
+def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
+    if axes.startswith("="):
+        return arguments[axes[1:]].words
+    return tuple(axes.split())
+
+
+def _split(
+    a: Arguments, by_name: Mapping[str, Argument], layout: Layout
+) -> tuple[list[Any], list[PartitionSpec], Callable[[Sequence[Any]], Arguments]]:
+    """Arrays of the call, their specs, and how to put local arrays in their places."""
+    names, arrays, specs = [], [], []
+    for name, value in a.items():
+        argument = by_name.get(name)
+        if isinstance(value, MaskInfo):
+            names.append(name)
+            arrays.append(value)
+            specs.append(jax.tree_util.tree_map(lambda x: _mask_spec(layout, x), value))
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            words = argument.words if argument else ("_",) * len(value.shape)
+            names.append(name)
+            arrays.append(value)
+            specs.append(layout.spec(words, value.shape))
+
+    def rebuild(leaves: Sequence[Any]) -> Arguments:
+        return {**a, **dict(zip(names, leaves, strict=True))}
+
+    return arrays, specs, rebuild
+
+
+def _mask_spec(layout: Layout, x: Any) -> PartitionSpec:
+    # the keys of a dense mask stay whole also where a ring cuts the keys themselves
+    words = ("batch", "heads", "q_len", "kv_total") if x.ndim == 4 else ("batch", "q_len")
+    return layout.spec(words, x.shape)
+
+
+def _wanted(
+    op: Operation, mesh: Any, out_specs: Any, natural: tuple[PartitionSpec, ...]
+) -> tuple[PartitionSpec, ...]:
+    """The output specs asked for, in the same normal form as the natural ones."""
+    if out_specs is None:
+        return natural
+    given = (out_specs,) if isinstance(out_specs, PartitionSpec) else tuple(out_specs)
+    if isinstance(out_specs, PartitionSpec):
+        given = (*given, *natural[1:])
+    if len(given) != len(natural):
+        raise ValueError(
+            f"out_specs: given {len(given)} specs, expected {len(natural)} for the outputs of "
+            f"{op.function.__name__}"
+        )
+    wanted = []
+    for i, (spec, own) in enumerate(zip(given, natural, strict=True)):
+        if spec is None:
+            wanted.append(own)
+            continue
+        if not isinstance(spec, PartitionSpec) or len(spec) > len(own):
+            raise ValueError(
+                f"out_specs[{i}]: given {spec!r}, expected a PartitionSpec of at most {len(own)} "
+                "entries"
+            )
+        unknown = [x for entry in spec for x in mesh_axes(entry) if x not in mesh.shape]
+        if unknown:
+            raise ValueError(
+                f"out_specs[{i}]: mesh axis {unknown[0]!r} is unknown, the mesh has: "
+                f"{', '.join(mesh.shape)}"
+            )
+        entries = [mesh_axes(entry) for entry in spec] + [()] * (len(own) - len(spec))
+        wanted.append(PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))
+    return tuple(wanted)
+
+
+def _place(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """The same values laid out by another spec; axes that do not divide stay as they are."""
+    for size, entry in zip(x.shape, spec, strict=False):
+        parts = math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+        if size % parts:
+            raise ValueError(
+                f"out_specs: {spec} splits an axis of size {size} over {parts} devices"
+            )
+    return placed(x, mesh, spec)
+
+
+def _placed_tree(x: Any, mesh: Any, specs: Any) -> Any:
+    """An array, or a mask with one spec per array, laid out by its specs."""
+    if isinstance(specs, PartitionSpec):
+        return placed(jnp.asarray(x), mesh, specs)
+    return jax.tree_util.tree_map(lambda leaf, spec: placed(leaf, mesh, spec), x, specs)
+
+
+def _local_seed(seed: jax.Array, shard: Shard) -> jax.Array:
+    """``(seed, first global batch row, first global head)``, which the dropout hash starts from."""
+    words = seed if seed.ndim else jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
+    return words + jnp.stack([jnp.int32(0), shard.offset("batch"), shard.offset("heads")])
+
+
+def _pick_kv_heads(a: Arguments, by_name: Mapping[str, Argument], shard: Shard) -> None:
+    """Where key heads stayed whole, keep those that this shard's query heads read.
+
+    Query heads of one shard may belong to one group, to whole groups, or lie across groups; in
+    the last case every query head gets its own copy of its key head.
+    """
+    for name, argument in by_name.items():
+        word = next((w for w in argument.words if w in KV), None)
+        if word is None or argument.shape is None:
+            continue
+        axis, width = argument.words.index(word), KV[word]
+        local, whole = shard.local("heads"), argument.shape[axis] // width
+        group = shard.sizes["heads"] // whole
+        first = shard.offset("heads") // group
+        if group % local == 0 or local % group == 0:
+            count = max(local // group, 1)
+            a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, axis)
+            continue
+        heads = (shard.offset("heads") + jnp.arange(local)) // group
+        index = (heads[:, None] * width + jnp.arange(width)).reshape(-1)
+        a[name] = jnp.take(a[name], index, axis=axis)

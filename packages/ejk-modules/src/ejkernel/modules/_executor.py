@@ -1,0 +1,92 @@
+"""Executors for the operations, and questions about calls without running them."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops import (
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    PersistentCache,
+    Support,
+    get_default_executor,
+)
+
+if TYPE_CHECKING:
+    from ejkernel.ops import Kernel, Platform
+
+__all__ = ["create_default_executor", "explain", "get_default_executor", "supports"]
+
+
+def create_default_executor(
+    *, persistent_path: str | PathLike | None = None, autotune: bool | None = None
+) -> Executor:
+    """A new executor with caches of its own.
+
+    Args:
+        persistent_path: folder of its files; None = ``$EJKERNEL_CACHE_DIR/configs``, by default
+            ``~/.cache/ejkernel/configs``. Created on the first write.
+        autotune: None = ``EJKERNEL_AUTOTUNE_POLICY``, read at each call.
+
+    Returns:
+        An Executor over a new in-memory ConfigCache and a PersistentCache.
+    """
+    chain = ConfigSelectorChain(
+        cache=ConfigCache(), persistent=PersistentCache(persistent_path), autotune=autotune
+    )
+    return Executor(chain)
+
+
+def _kernel(operation: Any) -> Kernel:
+    """The kernel that a name, a public function, a Kernel class or a Kernel stands for."""
+    from ejkernel.modules._op import Operation
+    from ejkernel.modules._table import operation_class
+
+    if isinstance(operation, type) and issubclass(operation, Operation):
+        return operation.shared()
+    if isinstance(operation, str) or getattr(operation, "__module__", "").startswith(
+        "ejkernel.modules.operations"
+    ):
+        if not isinstance(operation, Operation):
+            name = operation if isinstance(operation, str) else operation.__name__
+            return operation_class(name).shared()
+    return operation
+
+
+def supports(
+    op_name: str, *args: Any, platform: str | Platform | None = None, **kwargs: Any
+) -> Support:
+    """Whether an operation can do a call, without running it.
+
+    Args:
+        op_name: name of the public function, or its name in the registry.
+        *args: arguments of the call: arrays, tracers or ``jax.ShapeDtypeStruct``. Without any,
+            the question is whether the platform implements the operation at all.
+        platform: None = any platform.
+        **kwargs: more arguments of the call.
+
+    Returns:
+        A Support, truthy iff the call can be done; ``reason``, ``argument`` and ``nearest`` say
+        why not and which platform can.
+
+    Raises:
+        KernelNotFound: there is no such operation.
+        ValueError: there is no such platform.
+    """
+    return _kernel(op_name).supports(*args, platform=platform, **kwargs)
+
+
+def explain(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Which implementation and config a call would get, and why not the others.
+
+    Args:
+        operation: name of an operation, its function, its Kernel class, or any Kernel.
+        *args: arguments of the call, as for the operation itself.
+        **kwargs: more of them, ``platform``, ``cfg``, ``mesh`` and specs included.
+
+    Returns:
+        An Explanation; print it. Nothing is run or tuned.
+    """
+    return get_default_executor().explain(_kernel(operation), *args, **kwargs)

@@ -1,0 +1,45 @@
+"""Finding out early that parts of the ``ejkernel`` namespace are missing or hidden."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+# import path -> distribution that brings it
+PORTIONS = {"ejkernel.types": "ejk-types", "ejkernel.ops": "ejk-ops"}
+
+
+def check() -> None:
+    """Raise ImportError with an explanation unless the namespace is whole.
+
+    ``ejkernel`` is shared by several distributions and has no ``__init__`` of its own. A regular
+    package of that name in the same environment hides them, and an unfinished installation lacks
+    some.
+    """
+    for name in ("ejkernel", "ejkernel.kernels"):
+        owner = getattr(sys.modules.get(name), "__file__", None)
+        if owner is not None:
+            raise ImportError(
+                f"{name} is a regular package here ({owner}), which hides parts of the namespace "
+                "that ejk-types, ejk-ops, ejk-kernels-* and ejk-modules share: uninstall the "
+                "distribution that brings it (python -m pip uninstall ejkernel), or use another "
+                "environment",
+                name=name,
+                path=owner,
+            )
+    missing = [dist for path, dist in PORTIONS.items() if not _exists(path)]
+    if missing:
+        places = ", ".join(getattr(sys.modules.get("ejkernel"), "__path__", []))
+        raise ImportError(
+            f"the ejkernel namespace is incomplete: {', '.join(missing)} not found in {places}. "
+            f"Install with: python -m pip install {' '.join(missing)}"
+        )
+
+
+def _exists(path: str) -> bool:
+    if path in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(path) is not None
+    except (ImportError, ValueError):
+        return False

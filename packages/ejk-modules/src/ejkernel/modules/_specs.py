@@ -1,0 +1,185 @@
+"""From PartitionSpecs and axis words to a distribution: pure functions, no arrays.
+
+Every array argument has one word per axis (``batch``, ``heads`` ...). The given specs say which
+mesh axes a word is spread over; all arguments and outputs follow from that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from ejkernel.ops import InvalidArgument
+
+# Axes that no softmax, scan or page walk may be cut along without talking to the other devices.
+SEQUENCE = frozenset("q_len kv_len kv_total seq tokens".split())
+KV = {"kv_heads": 1, "combined_kv_heads": 2}
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One array argument: its name, the words of its axes, its shape; None when absent."""
+
+    name: str
+    words: tuple[str, ...]
+    shape: tuple[int, ...] | None
+
+
+@dataclass
+class Layout:
+    """Which mesh axes every word is spread over.
+
+    Attributes:
+        operation: name for messages.
+        mesh_sizes: mesh axis -> size.
+        legal: words that may be spread.
+        spread: word -> mesh axes.
+    """
+
+    operation: str
+    mesh_sizes: Mapping[str, int]
+    legal: frozenset[str]
+    spread: dict[str, MeshAxes] = field(default_factory=dict)
+
+    def axes(self, word: str) -> MeshAxes:
+        return self.spread.get(word.lstrip("#"), ())
+
+    def parts(self, word: str) -> int:
+        """Over how many devices the word is spread."""
+        return math.prod(self.mesh_sizes[a] for a in self.axes(word))
+
+    def spec(self, words: Sequence[str], shape: Sequence[int] | None = None) -> PartitionSpec:
+        """The spec of an array with these axes; axes of size 1 stay whole."""
+        entries: list[Any] = []
+        for i, word in enumerate(words):
+            axes = self.axes(word)
+            if not axes or (shape is not None and shape[i] == 1):
+                entries.append(None)
+            else:
+                entries.append(axes if len(axes) > 1 else axes[0])
+        return PartitionSpec(*entries)
+
+
+def mesh_axes(entry: Any) -> MeshAxes:
+    """The mesh axes of one entry of a PartitionSpec."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def read_specs(
+    layout: Layout, arguments: Sequence[Argument], specs: Sequence[PartitionSpec | None]
+) -> None:
+    """Fill ``layout.spread`` from the given specs, which follow the arguments in order.
+
+    Raises:
+        ValueError: too many specs or none, an unknown mesh axis, a word spread in two ways, two
+            words over one mesh axis, or a word that may not be spread.
+    """
+    if not specs or len(specs) > len(arguments):
+        names = ", ".join(a.name for a in arguments)
+        raise ValueError(
+            f"in_specs: given {len(specs)} specs, expected 1 to {len(arguments)} "
+            f"for the array arguments of {layout.operation}: {names}"
+        )
+    for index, (argument, spec) in enumerate(zip(arguments, specs, strict=False)):
+        if spec is None:
+            continue
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(f"in_specs[{index}]: given {spec!r}, expected a PartitionSpec or None")
+        if argument.shape is not None and len(spec) > len(argument.words):
+            raise ValueError(
+                f"in_specs[{index}]: {spec} has {len(spec)} entries, but {argument.name} has "
+                f"{len(argument.words)} axes"
+            )
+        for word, entry in zip(argument.words, spec, strict=False):
+            _spread(layout, f"in_specs[{index}] ({argument.name})", word.lstrip("#"), entry)
+
+
+def _spread(layout: Layout, where: str, word: str, entry: Any) -> None:
+    axes = mesh_axes(entry)
+    if not axes:
+        return
+    unknown = [a for a in axes if a not in layout.mesh_sizes]
+    if unknown:
+        known = ", ".join(layout.mesh_sizes)
+        raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {known}")
+    if word in SEQUENCE and word in layout.spread and layout.spread[word] == axes:
+        return
+    if word in SEQUENCE:
+        raise ValueError(
+            f"{where}: axis {word} may not be sharded (given {axes}) by {layout.operation}; "
+            "use ring_attention to shard a sequence"
+        )
+    if word not in layout.legal:
+        legal = ", ".join(sorted(layout.legal))
+        raise ValueError(
+            f"{where}: axis {word} may not be sharded (given {axes}) by {layout.operation}; "
+            f"legal are: {legal}"
+        )
+    before = layout.spread.setdefault(word, axes)
+    if before != axes:
+        raise ValueError(
+            f"{where}: axis {word} is sharded over {axes}, but over {before} in an earlier spec"
+        )
+    for other, taken in layout.spread.items():
+        same_heads = {word, other} <= {"heads", *KV}
+        if other != word and not same_heads and set(taken) & set(axes):
+            raise ValueError(f"{where}: {axes} already shards axis {other}, cannot shard {word}")
+
+
+def settle_heads(
+    layout: Layout, sizes: Mapping[str, int], *, kv_word: str | None, whole_groups: bool
+) -> bool:
+    """Spread key heads like query heads. True: key heads stay whole and each shard picks its own.
+
+    Raises:
+        ValueError: query and key heads spread differently, or groups would be split where the
+            operation needs them whole.
+    """
+    if kv_word is None:
+        return False
+    heads, kv = layout.spread.get("heads"), layout.spread.get(kv_word)
+    if heads is None and kv is None:
+        return False
+    if heads is not None and kv is not None and heads != kv:
+        raise ValueError(
+            f"in_specs: heads are sharded over {heads} but {kv_word} over {kv}: expected the same"
+        )
+    layout.spread["heads"] = heads or kv or ()
+    parts = layout.parts("heads")
+    count = sizes[kv_word] // KV[kv_word]
+    if count % parts == 0:
+        layout.spread[kv_word] = layout.spread["heads"]
+        return False
+    if kv is not None or whole_groups:
+        raise InvalidArgument(
+            f"in_specs: {count} kv heads cannot be sharded over {parts} devices by "
+            f"{layout.operation}: expected a number that {parts} divides"
+        )
+    return True
+
+
+def check_divisible(layout: Layout, arguments: Sequence[Argument]) -> None:
+    """Every spread axis divides evenly.
+
+    Raises:
+        InvalidArgument: names the argument, the axis and the mesh axes.
+    """
+    for argument in arguments:
+        if argument.shape is None:
+            continue
+        for word, size in zip(argument.words, argument.shape, strict=True):
+            parts = layout.parts(word)
+            loose = word.startswith("#") and size == 1
+            if parts > 1 and size % parts and not loose:
+                raise InvalidArgument(
+                    f"{argument.name}: axis {word.lstrip('#')} of size {size} is not divisible by "
+                    f"the {parts} devices of mesh axes {', '.join(layout.axes(word))}"
+                )

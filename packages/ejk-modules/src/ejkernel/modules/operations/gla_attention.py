@@ -1,0 +1,94 @@
+"""Gated linear attention."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import GLAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def gla_attention(
+    query: F[Array, "batch seq heads key_dim"],
+    key: F[Array, "batch seq kv_heads key_dim"],
+    value: F[Array, "batch seq kv_heads v_dim"],
+    g: F[Array, "batch seq heads key_dim"] | F[Array, "batch seq heads"] | None = None,
+    g_gamma: F[Array, " heads"] | None = None,
+    initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+    cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | Platform | None = None,
+    cfg: GLAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array | tuple[Array, Array]:
+    """Linear attention whose state decays by a gate per key channel, worked on in chunks.
+
+    Per batch row and query head, with the state H starting at ``initial_state`` or 0::
+
+        H = exp(g_t)[:, None] * exp(g_gamma) * H + outer(k_t, v_t)
+        o_t = (softmax_scale * q_t) @ H
+
+    It is :func:`recurrent_attention` with ``g`` and ``g_gamma`` only.
+
+    Args:
+        query: ``[batch, seq, heads, key_dim]``.
+        key, value: ``[batch, seq, kv_heads, ...]``; kv heads are repeated to the query heads.
+        g: log decay ``[batch, seq, heads, key_dim]`` or per head ``[batch, seq, heads]``;
+            normally <= 0; gates down to -20 per step are safe.
+        g_gamma: constant log decay per head, ``[heads]``.
+        initial_state, cu_seqlens, softmax_scale, reverse, return_state: as in
+            :func:`recurrent_attention`.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        ``[batch, seq, heads, v_dim]``; with ``return_state`` also the final state.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range, or a sharded sequence axis.
+
+    Differentiable in query, key, value, g, g_gamma and initial_state, also through the state.
+
+    Source: Yang et al. 2023, "Gated Linear Attention" (arXiv 2312.06635), section 4.
+    """
+    return call(GLAttention, locals())
+
+
+class GLAttention(Operation[GLAttentionConfig]):
+    """Kernel of :func:`gla_attention`."""
+
+    function = staticmethod(gla_attention)
+    algorithm = "gla"
+    config = GLAttentionConfig
+
+    @staticmethod
+    def argument_axes(a: Arguments) -> dict[str, str]:
+        per_row = a["cu_seqlens"] is None
+        return {"initial_state": ("batch" if per_row else "states") + " heads key_dim v_dim"}
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        first = "batch" if a["cu_seqlens"] is None else "states"
+        state = f"{first} heads key_dim v_dim"
+        return ("batch seq heads v_dim", state) if a["return_state"] else ("batch seq heads v_dim",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a)
+        canonical.packed(a, "cu_seqlens", "query")
+        canonical.states(a)
+        canonical.softmax_options(a)

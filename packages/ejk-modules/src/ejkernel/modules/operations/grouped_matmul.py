@@ -1,0 +1,104 @@
+"""One matrix per run of rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import GroupedMatmulConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def grouped_matmul(
+    lhs: F[Array, "rows inner"],
+    rhs: F[Array, "groups _ _"],
+    group_sizes: I[Array, " all_groups"],
+    group_offset: int | I[Array, ""] | I[Array, "1"] | None = None,
+    existing_out: F[Array, "rows columns"] | None = None,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    platform: str | Platform | None = None,
+    cfg: GroupedMatmulConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array:
+    """``out[r] = lhs[r] @ rhs[group(r) - group_offset]`` for consecutive runs of rows.
+
+    Group i owns ``group_sizes[i]`` rows after those of group i - 1. Rows of no group, of groups
+    outside ``[group_offset, group_offset + groups)``, and past the last group give 0.
+
+    Args:
+        lhs: ``[rows, inner]``.
+        rhs: ``[groups, inner, columns]``, or ``[groups, columns, inner]`` with transpose_rhs.
+        group_sizes: ``[groups]``, or more groups with ``group_offset``; zeros are legal. A sum
+            above ``rows`` is clipped: the last groups then have fewer rows.
+        group_offset: first group that ``rhs`` holds; None = 0.
+        existing_out: ``[rows, columns]``, added to the result, so that calls with different
+            offsets can be chained.
+        preferred_element_type: dtype of the result; default ``result_type(lhs, rhs)``.
+        transpose_rhs: see ``rhs``.
+        precision: of the products, as in ``jax.lax.dot``.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`; rows and columns
+            may be sharded, the inner axis and the groups may not.
+
+    Returns:
+        ``[rows, columns]``, accumulated in float32 or better.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: negative sizes or offset as Python numbers or numpy arrays; a sharded inner
+            or group axis.
+
+    Differentiable in lhs, rhs and existing_out.
+
+    Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
+    """
+    return call(GroupedMatmul, locals())
+
+
+class GroupedMatmul(Operation[GroupedMatmulConfig]):
+    """Kernel of :func:`grouped_matmul`."""
+
+    function = staticmethod(grouped_matmul)
+    config = GroupedMatmulConfig
+    outputs = ("rows columns",)
+
+    @staticmethod
+    def argument_axes(a: Arguments) -> dict[str, str]:
+        columns = "columns inner" if a["transpose_rhs"] else "inner columns"
+        return {"rhs": "groups " + columns}
+
+    @staticmethod
+    def spreadable(a: Arguments) -> frozenset[str]:
+        return frozenset({"rows", "columns"})
+
+    @staticmethod
+    def localise(a: Arguments, shard: Any) -> None:
+        """Each shard of rows has the part of every group that lies in it."""
+        if shard.layout.parts("rows") == 1:
+            return
+        ends = jnp.cumsum(a["group_sizes"].astype(jnp.int32))
+        first = shard.offset("rows")
+        inside = jnp.clip(
+            jnp.stack([ends - a["group_sizes"], ends]) - first, 0, shard.local("rows")
+        )
+        a["group_sizes"] = inside[1] - inside[0]
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_group_sizes(a)
+        canonical.integers_to_arrays(a, "group_offset")
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.groups(a)

@@ -1,0 +1,91 @@
+"""Linear attention whose decay depends on head and layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import LightningAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def lightning_attention(
+    query: F[Array, "batch seq heads key_dim"],
+    key: F[Array, "batch seq kv_heads key_dim"],
+    value: F[Array, "batch seq kv_heads v_dim"],
+    initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+    cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+    *,
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | Platform | None = None,
+    cfg: LightningAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array | tuple[Array, Array]:
+    """:func:`gla_attention` with a fixed decay: ``g_gamma[m] = -(8 / heads) * w * m`` for head m.
+
+    ``w = 1 - layer_idx / num_layers``, so later layers forget less::
+
+        H = exp(g_gamma) * H + outer(k_t, v_t);  o_t = (softmax_scale * q_t) @ H
+
+    Args:
+        query: ``[batch, seq, heads, key_dim]``.
+        key, value: ``[batch, seq, kv_heads, ...]``; kv heads are repeated to the query heads.
+        layer_idx: ``0 <= layer_idx < num_layers``.
+        num_layers: >= 1.
+        initial_state, cu_seqlens, softmax_scale, reverse, return_state: as in
+            :func:`recurrent_attention`.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        ``[batch, seq, heads, v_dim]``; with ``return_state`` also the final state.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: ``layer_idx`` outside [0, num_layers), or a sharded sequence axis.
+
+    Differentiable in query, key, value and initial_state, also through the state.
+
+    Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
+    """
+    return call(LightningAttention, locals())
+
+
+class LightningAttention(Operation[LightningAttentionConfig]):
+    """Kernel of :func:`lightning_attention`."""
+
+    function = staticmethod(lightning_attention)
+    algorithm = "lightning_attn"
+    config = LightningAttentionConfig
+
+    @staticmethod
+    def argument_axes(a: Arguments) -> dict[str, str]:
+        per_row = a["cu_seqlens"] is None
+        return {"initial_state": ("batch" if per_row else "states") + " heads key_dim v_dim"}
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        first = "batch" if a["cu_seqlens"] is None else "states"
+        state = f"{first} heads key_dim v_dim"
+        return ("batch seq heads v_dim", state) if a["return_state"] else ("batch seq heads v_dim",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a)
+        canonical.layer(a)
+        canonical.packed(a, "cu_seqlens", "query")
+        canonical.states(a)
+        canonical.softmax_options(a)

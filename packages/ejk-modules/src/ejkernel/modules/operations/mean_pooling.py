@@ -1,0 +1,95 @@
+"""Means over sequences, packed sequences or chunks of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, Flags, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import MeanPoolingConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def mean_pooling(
+    x: F[Array, "batch seq *channels"] | F[Array, " tokens *channels"],
+    cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+    *,
+    chunk_size: int | None = None,
+    attention_mask: Flags[Array, "batch seq"] | Flags[Array, " tokens"] | None = None,
+    platform: str | Platform | None = None,
+    cfg: MeanPoolingConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array:
+    """Mean over tokens, per row, per packed sequence, or per chunk of either.
+
+    ======================= ============= ==================================================
+    cu_seqlens              chunk_size    input -> output
+    ======================= ============= ==================================================
+    None                    None          ``[batch, seq, ...]`` -> ``[batch, ...]``
+    None                    c             ``[batch, seq, ...]`` -> ``[batch, ceil(seq/c), ...]``
+    ``[sequences + 1]``     None          ``[tokens, ...]`` -> ``[sequences, ...]``
+    ``[sequences + 1]``     c             ``[tokens, ...]`` -> ``[sequences, ceil(tokens/c), ...]``
+    ======================= ============= ==================================================
+
+    Args:
+        x: at least one axis follows the token axis.
+        cu_seqlens: cumulative lengths of packed sequences, first entry 0.
+        chunk_size: tokens per chunk, >= 1; the last chunk averages its real tokens; chunks
+            restart per sequence and unused output rows are 0.
+        attention_mask: ``[batch, seq]`` or ``[tokens]``, bool or integer; tokens where it is 0
+            count neither in the sum nor in the length.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`; batch and
+            channel axes may be sharded.
+
+    Returns:
+        Means in the dtype of ``x``, summed in float32 or better. An empty group gives 0.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank or axis size.
+        ValueError: ``chunk_size < 1``, bad ``cu_seqlens`` as a numpy array, a sharded token axis.
+
+    Differentiable in x; empty groups have gradient 0.
+
+    Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
+    """
+    return call(MeanPooling, locals())
+
+
+class MeanPooling(Operation[MeanPoolingConfig]):
+    """Kernel of :func:`mean_pooling`."""
+
+    function = staticmethod(mean_pooling)
+    config = MeanPoolingConfig
+
+    @staticmethod
+    def spreadable(a: Arguments) -> frozenset[str]:
+        return frozenset(f"channels_{i}" for i in range(a["x"].ndim))
+
+    @staticmethod
+    def argument_axes(a: Arguments) -> dict[str, str]:
+        if not hasattr(a["x"], "shape"):
+            return {}
+        first = 2 if a["cu_seqlens"] is None else 1
+        channels = "".join(f" channels_{i}" for i in range(len(a["x"].shape) - first))
+        return {"x": ("batch seq" if first == 2 else "tokens") + channels}
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        packed = a["cu_seqlens"] is not None
+        group = "sequences" if packed else "batch"
+        chunks = "" if a["chunk_size"] is None else " chunks"
+        channels = a["x"].ndim - (1 if packed else 2)
+        return (group + chunks + "".join(f" channels_{i}" for i in range(channels)),)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_packed(a, "cu_seqlens", "x", axis=0)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.pooling(a)

@@ -1,0 +1,95 @@
+"""Multi-head latent attention for decoding, in latent space."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, Cache, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import MLADecodeConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def mla_decode(
+    query: F[Array, "batch heads cache_dim"] | F[Array, "batch q_len heads cache_dim"],
+    latent_cache: Cache[Array, "pages page_size cache_dim"],
+    context_lens: I[Array, " batch"],
+    block_tables: I[Array, "batch max_blocks"],
+    *,
+    latent_dim: int = 512,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    k_scale: float | F[Array, ""] | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    platform: str | Platform | None = None,
+    cfg: MLADecodeConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attention of the last tokens over a paged cache of latent rows, all heads sharing it.
+
+    The key is the whole cache row, the value its first ``latent_dim`` entries::
+
+        o = sum_j softmax_j(softmax_scale * k_scale * dot(q, c[j])) * k_scale * c[j][:latent_dim]
+
+    Query row m of q_len sits at position ``context_lens[r] - q_len + m`` and sees j up to that.
+
+    Args:
+        query: ``[batch, heads, cache_dim]`` or ``[batch, q_len, heads, cache_dim]``, already
+            multiplied by the key projection.
+        latent_cache: ``[pages, page_size, cache_dim]``; float, int8 or an 8-bit float.
+        context_lens: ``[batch]`` tokens in the cache, the new ones included; 0 gives 0.
+        block_tables: ``[batch, max_blocks]``; unused entries may hold anything.
+        latent_dim: ``1 <= latent_dim <= cache_dim``; the rest of a row is the rotary part.
+        softmax_scale: default ``cache_dim ** -0.5``.
+        logits_soft_cap, sliding_window, softmax_aux, num_splits: as in :func:`page_attention`.
+        k_scale: what a stored value is multiplied with; None = 1.
+        return_lse: also return the natural-log sum of exponentials.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        The query's rank and dtype, last axis ``latent_dim``; with ``return_lse`` also the same
+        without the last axis in float32.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range; a length above ``max_blocks * page_size`` or a table
+            entry outside the cache where these are numpy arrays. Traced lengths are clipped.
+
+    Differentiable in query, softmax_aux, k_scale and a floating-point cache.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.2.
+    """
+    return call(MLADecode, locals())
+
+
+class MLADecode(Operation[MLADecodeConfig]):
+    """Kernel of :func:`mla_decode`."""
+
+    function = staticmethod(mla_decode)
+    config = MLADecodeConfig
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        rows = "batch heads" if a["query"].ndim == 3 else "batch q_len heads"
+        return (rows + " latent_dim", rows) if a["return_lse"] else (rows + " latent_dim",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_tables(a, "context_lens", "block_tables", "latent_cache")
+        canonical.scalars_to_arrays(a, "k_scale")
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.latent_dim(a)
+        canonical.softmax_options(a)
+        canonical.count(a, "num_splits")
+        canonical.sinks(a)
+        canonical.head_scales(a, "k_scale", kv_heads=None)

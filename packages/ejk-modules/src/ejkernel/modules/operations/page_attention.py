@@ -1,0 +1,98 @@
+"""One decode token per sequence over a paged cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, Cache, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import PageAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def page_attention(
+    query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
+    key_cache: Cache[Array, "pages page_size kv_heads head_dim"],
+    value_cache: Cache[Array, "pages page_size kv_heads v_dim"],
+    context_lens: I[Array, " batch"],
+    block_tables: I[Array, "batch max_blocks"],
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    num_splits: int | None = None,
+    platform: str | Platform | None = None,
+    cfg: PageAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array:
+    """Attention of one new token per sequence over keys and values kept in pages.
+
+    Key j of row r lies at ``key_cache[block_tables[r, j // page_size], j % page_size]``; the
+    token sits at position ``i = context_lens[r] - 1`` and sees ``j < context_lens[r]`` and the
+    window around i::
+
+        o = sum_j softmax_j(softmax_scale * k_scale * dot(q, k[j])) * v_scale * v[j]
+
+    Args:
+        query: ``[batch, 1, heads, head_dim]`` or ``[batch, heads, head_dim]``.
+        key_cache: ``[pages, page_size, kv_heads, head_dim]``; float, int8 or an 8-bit float.
+        value_cache: ``[pages, page_size, kv_heads, v_dim]``.
+        context_lens: ``[batch]`` tokens in the cache, the new one included; 0 gives 0.
+        block_tables: ``[batch, max_blocks]`` page numbers; entries past the context may hold
+            anything, and rows may share pages.
+        softmax_scale: default ``head_dim ** -0.5``.
+        logits_soft_cap: a positive number, or None.
+        sliding_window: ``w`` or ``(left, right)`` around the token's position.
+        softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
+        k_scale, v_scale: what a stored value is multiplied with, one number or one per kv head;
+            None = 1.
+        num_splits: number of key splits (>= 1) worked on in parallel; changes rounding only and
+            beats ``cfg``.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        The query's rank and dtype, last axis ``v_dim``.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range; a length above ``max_blocks * page_size`` or a table
+            entry outside the cache where these are numpy arrays. Traced lengths are clipped.
+
+    Differentiable in query, softmax_aux, the scales and floating-point caches; int8 and 8-bit
+    float caches get no gradient.
+
+    Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), section 4.1.
+    """
+    return call(PageAttention, locals())
+
+
+class PageAttention(Operation[PageAttentionConfig]):
+    """Kernel of :func:`page_attention`."""
+
+    function = staticmethod(page_attention)
+    config = PageAttentionConfig
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_tables(a, "context_lens", "block_tables", "key_cache")
+        canonical.scalars_to_arrays(a, "k_scale", "v_scale")
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a, key="key_cache")
+        canonical.softmax_options(a)
+        canonical.count(a, "num_splits")
+        canonical.sinks(a)
+        canonical.head_scales(a, "k_scale", "v_scale")

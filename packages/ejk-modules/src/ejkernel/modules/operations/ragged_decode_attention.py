@@ -1,0 +1,76 @@
+"""One decode token per sequence over a contiguous cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import RaggedDecodeAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def ragged_decode_attention(
+    query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
+    key: F[Array, "batch kv_len kv_heads head_dim"],
+    value: F[Array, "batch kv_len kv_heads v_dim"],
+    sequence_start: I[Array, " batch"],
+    sequence_end: I[Array, " batch"],
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    platform: str | Platform | None = None,
+    cfg: RaggedDecodeAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array:
+    """Attention of one token per row over keys ``sequence_start <= j < sequence_end``.
+
+    The token sits at position ``i = sequence_end - 1``; the window, if any, is around i. The
+    softmax is :func:`flash_attention`'s.
+
+    Args:
+        query: ``[batch, 1, heads, head_dim]`` or ``[batch, heads, head_dim]``.
+        key: ``[batch, kv_len, kv_heads, head_dim]``.
+        value: ``[batch, kv_len, kv_heads, v_dim]``.
+        sequence_start, sequence_end: ``[batch]``, clipped to [0, kv_len]; an empty range gives 0.
+        softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
+        softmax_scale: default ``head_dim ** -0.5``.
+        sliding_window, logits_soft_cap: as in :func:`page_attention`.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        The query's rank and dtype, last axis ``v_dim``.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range.
+
+    Differentiable in query, key, value and softmax_aux.
+
+    Source: the decode case of Dao et al. 2022 (arXiv 2205.14135) with per-row bounds.
+    """
+    return call(RaggedDecodeAttention, locals())
+
+
+class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):
+    """Kernel of :func:`ragged_decode_attention`."""
+
+    function = staticmethod(ragged_decode_attention)
+    config = RaggedDecodeAttentionConfig
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a)
+        canonical.softmax_options(a)
+        canonical.sinks(a)

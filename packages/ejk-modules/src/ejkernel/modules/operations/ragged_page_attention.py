@@ -1,0 +1,94 @@
+"""Mixed prefill and decode over a paged cache that already holds the new tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, Cache, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import RaggedPageAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def ragged_page_attention(
+    queries: F[Array, "tokens heads head_dim"],
+    kv_pages: Cache[Array, "pages page_size combined_kv_heads head_dim"],
+    context_lens: I[Array, " sequences"],
+    block_tables: I[Array, "sequences max_blocks"],
+    query_start_loc: I[Array, " sequences_plus_1"],
+    num_seqs: int | I[Array, ""] | I[Array, "1"],
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    platform: str | Platform | None = None,
+    cfg: RaggedPageAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array:
+    """Causal attention of packed query rows over each sequence's own pages.
+
+    Sequence r < num_seqs owns query rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]``.
+    Its m-th row sits at position ``i = context_lens[r] - rows + m`` and sees ``j <= i`` within
+    the window; key j lies at ``kv_pages[block_tables[r, j // page_size], j % page_size]``.
+
+    Args:
+        queries: ``[tokens, heads, head_dim]``.
+        kv_pages: ``[pages, page_size, 2 * kv_heads, head_dim]``; combined head 2m holds keys of
+            kv head m, 2m + 1 its values.
+        context_lens: ``[sequences]`` tokens per sequence, the new ones included.
+        block_tables: ``[sequences, max_blocks]``; unused entries may hold anything.
+        query_start_loc: ``[sequences + 1]``, first entry 0, non-decreasing up to num_seqs.
+        num_seqs: valid sequences; rows past theirs give 0.
+        softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
+        softmax_scale: default ``head_dim ** -0.5``.
+        logits_soft_cap, sliding_window, k_scale, v_scale: as in :func:`page_attention`.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        ``[tokens, heads, head_dim]`` in the queries' dtype.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
+            arrays. Traced lengths are clipped to the table.
+
+    Differentiable in queries, softmax_aux, the scales and floating-point pages.
+
+    Source: Kwon et al. 2023 (arXiv 2309.06180); the packed layout of Ragged Paged Attention,
+    arXiv 2604.15464.
+    """
+    return call(RaggedPageAttention, locals())
+
+
+class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):
+    """Kernel of :func:`ragged_page_attention`."""
+
+    function = staticmethod(ragged_page_attention)
+    config = RaggedPageAttentionConfig
+    outputs = ("tokens heads head_dim",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_sequences(a, lengths="context_lens", counts="num_seqs")
+        canonical.check_tables(
+            a, "context_lens", "block_tables", "kv_pages", rows=canonical.known(a["num_seqs"])
+        )
+        canonical.integers_to_arrays(a, "num_seqs")
+        canonical.scalars_to_arrays(a, "k_scale", "v_scale")
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        heads = canonical.combined_heads(a, "kv_pages")
+        canonical.plus_one(a, "query_start_loc", "context_lens")
+        canonical.softmax_options(a, query="queries")
+        canonical.sinks(a, query="queries")
+        canonical.head_scales(a, "k_scale", "v_scale", kv_heads=heads)
+        canonical.scalar_index(a, "num_seqs")

@@ -1,0 +1,104 @@
+"""Cache update and mixed prefill/decode attention in one call."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, Cache, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import RaggedPageAttentionv3Config
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def ragged_page_attention_v3(
+    queries: F[Array, "tokens heads head_dim"],
+    keys: F[Array, "tokens kv_heads head_dim"] | Cache[Array, "tokens kv_heads head_dim"],
+    values: F[Array, "tokens kv_heads head_dim"] | Cache[Array, "tokens kv_heads head_dim"],
+    kv_cache: Cache[Array, "pages page_size combined_kv_heads head_dim"]
+    | Cache[Array, "pages page_size packed_kv_heads packing padded_head_dim"],
+    kv_lens: I[Array, " sequences"],
+    block_tables: I[Array, "sequences max_blocks"] | I[Array, " table_entries"],
+    query_start_loc: I[Array, " sequences_plus_1"],
+    distribution: I[Array, "3"],
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    q_scale: float | F[Array, ""] | None = None,
+    k_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
+    platform: str | Platform | None = None,
+    cfg: RaggedPageAttentionv3Config | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> tuple[Array, Array]:
+    """Write the new keys and values into the cache, then attend as ragged_page_attention.
+
+    Row m of sequence r goes to position ``kv_lens[r] - rows + m`` of that sequence. The input
+    cache is not modified; with a donated cache under ``jax.jit`` the update is in place. Padding
+    rows write nothing.
+
+    Args:
+        queries: ``[tokens, heads, head_dim]``.
+        keys, values: ``[tokens, kv_heads, head_dim]``. Those of the cache's dtype are stored as
+            they are; others as ``cast(clip(round(key / k_scale)))`` (values: ``v_scale``),
+            rounding to nearest even for int8 caches.
+        kv_cache: ``[pages, page_size, 2 * kv_heads, head_dim]``, or packed ``[pages, page_size,
+            ceil(2 * kv_heads / packing), packing, head_dim rounded up to 128]`` with
+            ``packing = 32 // bits``. Combined heads lie in the order K0 V0 K1 V1 ...
+        kv_lens: ``[sequences]`` tokens per sequence, the new ones included.
+        block_tables: ``[sequences, max_blocks]`` or flat ``[sequences * max_blocks]``.
+        query_start_loc: ``[sequences + 1]``, first entry 0.
+        distribution: ``(i, j, m)``: sequences [0, i) are one-token decodes, [i, j) prefills,
+            [j, m) either; m sequences are valid. i and j are hints.
+        softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
+        softmax_scale: default ``head_dim ** -0.5``.
+        sliding_window, logits_soft_cap: as in :func:`page_attention`.
+        q_scale: queries are quantised as ``cast(clip(q / q_scale))`` to the cache's dtype and
+            logits multiplied by it; None = not quantised.
+        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        ``(out [tokens, heads, head_dim], kv_cache)``, the cache in the form it came in.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
+            arrays. Traced lengths are clipped to the table.
+
+    Differentiable in queries, keys, values, softmax_aux, the scales and floating-point caches.
+
+    Source: Ragged Paged Attention, arXiv 2604.15464.
+    """
+    return call(RaggedPageAttentionv3, locals())
+
+
+class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
+    """Kernel of :func:`ragged_page_attention_v3`."""
+
+    function = staticmethod(ragged_page_attention_v3)
+    config = RaggedPageAttentionv3Config
+    outputs = ("tokens heads head_dim", "=kv_cache")
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        valid = canonical.check_distribution(a)
+        canonical.check_sequences(a, lengths="kv_lens", rows=valid)
+        canonical.check_tables(a, "kv_lens", "block_tables", "kv_cache", rows=valid)
+        canonical.scalars_to_arrays(a, "q_scale", "k_scale", "v_scale")
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a, query="queries", key="keys")
+        canonical.cache_form(a)
+        canonical.plus_one(a, "query_start_loc", "kv_lens")
+        canonical.softmax_options(a, query="queries")
+        canonical.sinks(a, query="queries")
+        canonical.head_scales(a, "k_scale", "v_scale", kv_heads=a["keys"].shape[1])
+        canonical.head_scales(a, "q_scale", kv_heads=None)

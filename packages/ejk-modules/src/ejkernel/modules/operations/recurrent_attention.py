@@ -1,0 +1,104 @@
+"""Linear attention with gates, in its general form."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import RecurrentAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+
+
+def recurrent_attention(
+    query: F[Array, "batch seq heads key_dim"],
+    key: F[Array, "batch seq kv_heads key_dim"],
+    value: F[Array, "batch seq kv_heads v_dim"],
+    g: F[Array, "batch seq heads key_dim"] | F[Array, "batch seq heads"] | None = None,
+    g_gamma: F[Array, " heads"] | None = None,
+    gk: F[Array, "batch seq heads key_dim"] | None = None,
+    gv: F[Array, "batch seq heads v_dim"] | None = None,
+    initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+    cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | Platform | None = None,
+    cfg: RecurrentAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array | tuple[Array, Array]:
+    """A matrix state per head that decays, takes in ``k v^T``, and is read by the query.
+
+    Per batch row and query head, with the state H ``[key_dim, v_dim]`` starting at
+    ``initial_state`` or 0::
+
+        H *= exp(g_t)[:, None] * exp(g_gamma) * exp(gk_t)[:, None] * exp(gv_t)[None, :]
+        H += outer(k_t, v_t)
+        o_t = (softmax_scale * q_t) @ H
+
+    Args:
+        query: ``[batch, seq, heads, key_dim]``.
+        key: ``[batch, seq, kv_heads, key_dim]``; kv heads are repeated to the query heads.
+        value: ``[batch, seq, kv_heads, v_dim]``.
+        g: log decay per key channel ``[batch, seq, heads, key_dim]`` or per head ``[batch, seq,
+            heads]``; normally <= 0.
+        g_gamma: constant log decay per head, ``[heads]``.
+        gk, gv: log decays per key channel and per value channel.
+        initial_state: ``[batch, heads, key_dim, v_dim]``, or one per sequence with cu_seqlens.
+        cu_seqlens: cumulative lengths ``[sequences + 1]``, first entry 0; needs batch 1. The
+            state restarts per sequence; padding rows give 0.
+        softmax_scale: default ``key_dim ** -0.5``; there is no softmax.
+        reverse: run from the last token to the first, per sequence.
+        return_state: also return the state after the last step.
+        platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
+
+    Returns:
+        ``[batch, seq, heads, v_dim]`` in the query's dtype; with ``return_state`` also
+        ``[batch or sequences, heads, key_dim, v_dim]`` in float32 (float64 for float64 inputs).
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range, or a sharded sequence axis.
+
+    Differentiable in query, key, value, every gate and initial_state, also through the state.
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; Yang et al. 2023, "Gated
+    Linear Attention" (arXiv 2312.06635), section 3.
+    """
+    return call(RecurrentAttention, locals())
+
+
+class RecurrentAttention(Operation[RecurrentAttentionConfig]):
+    """Kernel of :func:`recurrent_attention`."""
+
+    function = staticmethod(recurrent_attention)
+    algorithm = "recurrent"
+    config = RecurrentAttentionConfig
+
+    @staticmethod
+    def argument_axes(a: Arguments) -> dict[str, str]:
+        per_row = a["cu_seqlens"] is None
+        return {"initial_state": ("batch" if per_row else "states") + " heads key_dim v_dim"}
+
+    @classmethod
+    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
+        first = "batch" if a["cu_seqlens"] is None else "states"
+        state = f"{first} heads key_dim v_dim"
+        return ("batch seq heads v_dim", state) if a["return_state"] else ("batch seq heads v_dim",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a)
+        canonical.packed(a, "cu_seqlens", "query")
+        canonical.states(a)
+        canonical.softmax_options(a)

@@ -1,0 +1,164 @@
+"""Attention with the sequence axis spread over devices, and the zigzag layout helpers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules import _ring
+from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import RingAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import InvalidArgument, Platform
+from ejkernel.types import MaskInfo
+
+
+def ring_attention(
+    query: F[Array, "batch q_len heads head_dim"],
+    key: F[Array, "batch kv_len kv_heads head_dim"],
+    value: F[Array, "batch kv_len kv_heads v_dim"],
+    bias: F[Array, "#batch #heads q_len kv_total"] | None = None,
+    softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+    *,
+    axis_name: str,
+    mask_info: MaskInfo | None = None,
+    q_segment_ids: I[Array, "#batch q_len"] | None = None,
+    kv_segment_ids: I[Array, "#batch kv_len"] | None = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | I[Array, ""] | None = None,
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
+    return_lse: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    logits_dtype: DTypeLike = jnp.float32,
+    platform: str | Platform | None = None,
+    cfg: RingAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array | tuple[Array, Array]:
+    """Exact attention over a sequence sharded along a mesh axis.
+
+    Keys and values travel round the ring of devices while each device folds the visiting block
+    into its running softmax; the result is :func:`flash_attention`'s on the gathered arrays.
+
+    Called where ``axis_name`` is bound (inside ``shard_map``), arrays are local shards and
+    ``mesh``, ``in_specs``, ``out_specs`` must be None. Called on global arrays, the mesh is
+    ``mesh`` or the ambient one (``with mesh:``, ``jax.set_mesh``), and the op shards itself.
+
+    Args:
+        query: ``[batch, q_len, heads, head_dim]``, sharded along q_len.
+        key, value: ``[batch, kv_len, kv_heads, ...]``, sharded along kv_len.
+        bias: ``[1 or batch, 1 or heads, q_len, all keys]``: the query axis is sharded like the
+            query, the key axis is whole and in the order of the key array.
+        softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``; counted once.
+        axis_name: the mesh axis the sequence is sharded over. Size 1 is legal.
+        mask_info: as in :func:`flash_attention`; a dense mask is laid out like ``bias``.
+        q_segment_ids, kv_segment_ids: ids per token, sharded with their sequence; negative =
+            padding; kv defaults to q.
+        causal, causal_offset, sliding_window, logits_soft_cap, softmax_scale, dropout_prob,
+        dropout_seed, return_lse, precision, logits_dtype: as in :func:`flash_attention`, with
+            positions in the whole sequence.
+        layout: "zigzag": the arrays are already permuted by :func:`zigzag_shard` (device r holds
+            chunks r and 2n - 1 - r of 2n), which balances causal work; the output keeps that
+            order, masks and dropout follow the original positions.
+        platform, cfg: as in :func:`flash_attention`.
+        mesh, in_specs, out_specs: for global arrays; default specs are
+            ``PartitionSpec(None, axis_name, None, None)``.
+
+    Returns:
+        ``[batch, q_len, heads, v_dim]``; with ``return_lse`` also ``[batch, q_len, heads]``.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank or axis size; a length the ring does not divide.
+        ValueError: no axis and no mesh, or a value out of range.
+
+    Differentiable in query, key, value, bias and softmax_aux.
+
+    Source: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), algorithm 1; zigzag order:
+    Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), and its two-chunk variant.
+    """
+    return call(RingAttention, locals())
+
+
+class RingAttention(Operation[RingAttentionConfig]):
+    """Kernel of :func:`ring_attention`."""
+
+    function = staticmethod(ring_attention)
+    config = RingAttentionConfig
+    outputs = ("batch q_len heads v_dim", "batch q_len heads")
+    distributes_always = True
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a)
+        _ring.check_layout(a)
+        canonical.softmax_options(a)
+        canonical.dropout(a)
+        canonical.sinks(a)
+        _ring.masks(a)
+
+    def distribute(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        mesh: Any,
+        in_specs: Any,
+        out_specs: Any,
+        call: Callable[[tuple, dict[str, Any]], Any],
+    ) -> Any:
+        arguments = self.boundary.by_name(args, kwargs)
+        return _ring.run(self, arguments, mesh, in_specs, out_specs, call)
+
+
+def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:
+    """``x`` with its sequence axis split into ``2 * axis_size`` chunks."""
+    if not isinstance(axis_size, int) or axis_size < 1:
+        raise ValueError(f"axis_size: given {axis_size!r}, expected an integer >= 1")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: given {axis}, expected within the {x.ndim} axes of x")
+    axis %= x.ndim
+    length = x.shape[axis]
+    if length % (2 * axis_size):
+        raise InvalidArgument(
+            f"x: expected axis {axis} divisible by 2 * axis_size = {2 * axis_size}, "
+            f"given {x.dtype}[{', '.join(map(str, x.shape))}]"
+        )
+    chunks = (*x.shape[:axis], 2 * axis_size, length // (2 * axis_size), *x.shape[axis + 1 :])
+    return jnp.reshape(x, chunks), axis
+
+
+def zigzag_shard(x: Array, axis_size: int, axis: int = 1) -> jax.Array:
+    """Permute a sequence axis so that device r of ``axis_size`` holds chunks r and 2n - 1 - r.
+
+    Args:
+        x: any array whose ``axis`` is divisible by ``2 * axis_size``.
+        axis_size: number of devices n along the ring.
+        axis: the sequence axis.
+
+    Returns:
+        An array of the same shape and dtype; :func:`zigzag_unshard` undoes it.
+
+    Raises:
+        InvalidArgument: the axis is not divisible.
+    """
+    chunks, axis = _halves(x, axis_size, axis)
+    order = [c for r in range(axis_size) for c in (r, 2 * axis_size - 1 - r)]
+    return jnp.reshape(jnp.take(chunks, jnp.asarray(order), axis=axis), x.shape)
+
+
+def zigzag_unshard(x: Array, axis_size: int, axis: int = 1) -> jax.Array:
+    """Undo :func:`zigzag_shard`; same arguments, result and errors."""
+    chunks, axis = _halves(x, axis_size, axis)
+    order = [c for r in range(axis_size) for c in (r, 2 * axis_size - 1 - r)]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return jnp.reshape(jnp.take(chunks, jnp.asarray(back), axis=axis), x.shape)

@@ -1,0 +1,87 @@
+"""Attention with few options, which vendor libraries can serve."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import _canonical as canonical
+from ejkernel.modules._arrays import Array, F, Flags, I
+from ejkernel.modules._call import call
+from ejkernel.modules._configs import ScaledDotProductAttentionConfig
+from ejkernel.modules._op import Arguments, Operation
+from ejkernel.ops import Platform
+from ejkernel.types import MaskInfo
+
+
+def scaled_dot_product_attention(
+    query: F[Array, "batch q_len heads head_dim"],
+    key: F[Array, "batch kv_len kv_heads head_dim"],
+    value: F[Array, "batch kv_len kv_heads v_dim"],
+    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
+    cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
+    | Flags[Array, "#batch q_len kv_len"]
+    | Flags[Array, "#batch kv_len"]
+    | None = None,
+    init_bias: Callable[[], Array] | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    platform: str | Platform | None = None,
+    cfg: ScaledDotProductAttentionConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Sequence[PartitionSpec | None] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+) -> Array:
+    """``softmax(softmax_scale * q k^T + bias) v`` over the visible keys.
+
+    The same result as :func:`flash_attention` with the parameters it lacks at their defaults; a
+    vendor library (cuDNN) may serve it. A row that sees no key gives 0 whatever serves it.
+
+    Args:
+        query, key, value, bias, cum_seqlens_q, cum_seqlens_k, mask_info, attention_mask,
+        softmax_scale, causal, causal_offset, sliding_window, platform, cfg, mesh, in_specs,
+        out_specs: as in :func:`flash_attention`.
+        init_bias: called without arguments to make the bias when ``bias`` is None.
+
+    Returns:
+        ``[batch, q_len, heads, v_dim]`` in the query's dtype.
+
+    Raises:
+        InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
+        ValueError: a value out of range or contradictory arguments.
+        KernelNotSupported: the forced platform cannot do this call.
+
+    Differentiable in query, key, value and bias, to any order and in forward mode on platform
+    "xla".
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
+    """
+    return call(ScaledDotProductAttention, locals())
+
+
+class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):
+    """Kernel of :func:`scaled_dot_product_attention`."""
+
+    function = staticmethod(scaled_dot_product_attention)
+    config = ScaledDotProductAttentionConfig
+    outputs = ("batch q_len heads v_dim",)
+    builders = ("init_bias",)
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        canonical.build_bias(a)
+        canonical.check_packed(a, "cum_seqlens_q", "query", axis=1)
+        canonical.check_packed(a, "cum_seqlens_k", "key", axis=1)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        canonical.grouped_heads(a)
+        canonical.packed_pair(a)
+        canonical.softmax_options(a)
+        canonical.masks(a)
