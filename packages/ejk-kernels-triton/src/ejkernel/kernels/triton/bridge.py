@@ -1,0 +1,332 @@
+"""Triton kernels as JAX primitives: the one way from a kernel here into a JAX program.
+
+A *plan* describes one call: a frozen, hashable object that knows its result types, how its
+operands map to kernel parameters (``launch``), and how to lay a ``vmap`` axis into its grid
+(``fold``). ``call(plan, *arrays)`` binds one primitive:
+
+* lowered for CUDA or ROCm it compiles the kernel (through the code cache) and emits jax-triton's
+  custom call, with exactly one configuration: nothing is timed at launch;
+* under ``vmap`` it becomes one call of the folded plan;
+* lowered for the CPU while interpretation is on (``EJKERNEL_INTERPRET=1``) it runs the same
+  kernel through Triton's interpreter; otherwise lowering for the CPU is an error.
+
+Differentiation is the business of the operation (``custom_vjp``). Nothing here imports triton
+or jax_triton before a kernel is lowered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.compiled import Code, Source, compile_kernel
+from ejkernel.kernels.triton.targets import Target, current_target
+from ejkernel.ops.interpret import interpreting
+
+TRITON_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "int8": "i8",
+    "uint8": "u8",
+    "int16": "i16",
+    "int32": "i32",
+    "uint32": "u32",
+    "int64": "i64",
+    "bool": "i1",
+}
+
+
+@dataclass(frozen=True)
+class In:
+    """Operand ``index`` as a pointer."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Out:
+    """Result ``index`` as a pointer."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``."""
+
+    index: int
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        steps = [1]
+        for size in reversed(self.shape[1:]):
+            steps.append(steps[-1] * size)
+        return tuple(reversed(steps))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel, its arguments by parameter name, its grid and its one config.
+
+    ``arguments`` values: ``In``, ``Out``, ``TensorMap``, int (passed as i32 or i64), float
+    (passed as float32), or None (the parameter becomes a constant None).
+    """
+
+    kernel: Any
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    grid: tuple[int, ...]
+    num_warps: int = 4
+    num_stages: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Plan(Protocol):
+    """What ``call`` needs to know of an operation; implementations are frozen and hashable."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the results."""
+        ...
+
+    def launch(self, target: Target) -> Launch:
+        """The launch on ``target``."""
+        ...
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Plan, Sequence[jax.Array]]:
+        """The plan that computes ``size`` calls at once, and its operands.
+
+        Batched operands come with the mapped axis in front. Results of the new plan must be those
+        of the old one with the mapped axis merged into their leading axis, mapped axis slowest.
+        """
+        ...
+
+
+def call(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Run ``plan`` on ``arrays``; returns its results as a tuple."""
+    return tuple(_primitive.bind(*arrays, plan=plan))
+
+
+_primitive = Primitive("ejkernel_triton")
+_primitive.multiple_results = True
+
+
+@_primitive.def_abstract_eval
+def _abstract(*avals, plan):
+    return [compat.result_aval(avals, o.shape, o.dtype) for o in plan.outputs()]
+
+
+@functools.cache
+def _eager(plan):
+    return jax.jit(lambda *arrays: _primitive.bind(*arrays, plan=plan))
+
+
+@_primitive.def_impl
+def _run(*arrays, plan):
+    return _eager(plan)(*arrays)
+
+
+def _batch(arrays, dims, *, plan):
+    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    batched = [d is not None for d in dims]
+    front = [
+        a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(arrays, dims, strict=True)
+    ]
+    folded, operands = plan.fold(size, front, batched)
+    results = _primitive.bind(*operands, plan=folded)
+    split = [r.reshape(size, r.shape[0] // size, *r.shape[1:]) for r in results]
+    return split, [0] * len(split)
+
+
+batching.primitive_batchers[_primitive] = _batch
+
+
+def merge_leading(
+    size: int, array: jax.Array, batched: bool, inner: int, *, keep_one: bool = False
+) -> jax.Array:
+    """One operand of a folded plan: its leading axis (``inner`` or 1) becomes ``size * inner``.
+
+    An operand that is neither batched nor ``inner`` long stays as it is when ``keep_one``.
+    """
+    if not batched and keep_one and array.shape[0] == 1:
+        return array
+    if not batched:
+        array = jax.numpy.broadcast_to(array[None], (size, *array.shape))
+    if array.shape[1] != inner:
+        array = jax.numpy.broadcast_to(array, (size, inner, *array.shape[2:]))
+    return array.reshape(size * inner, *array.shape[2:])
+
+
+def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
+    """The specialisation a launch needs: types, alignment, constants.
+
+    Arrays start at multiples of 16 bytes under XLA; integers are specialised on being a multiple
+    of 16 and on nothing else, so nearby shapes share code.
+    """
+    kernel = launch.kernel
+    names = list(kernel.arg_names)
+    unknown = set(launch.arguments) | set(launch.constants)
+    if unknown != set(names):
+        raise TypeError(
+            f"{kernel.__name__}: arguments differ from the kernel's parameters in "
+            f"{sorted(unknown ^ set(names))}"
+        )
+    signature: dict[str, str] = {}
+    constants = dict(launch.constants)
+    aligned = []
+    for name in names:
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        value = launch.arguments[name]
+        if value is None:
+            signature[name], constants[name] = "constexpr", None
+        elif isinstance(value, (In, Out)):
+            aval = (avals if isinstance(value, In) else outs)[value.index]
+            signature[name] = "*" + TRITON_TYPES[np.dtype(aval.dtype).name]
+            aligned.append(name)
+        elif isinstance(value, TensorMap):
+            element = TRITON_TYPES[np.dtype(avals[value.index].dtype).name]
+            block = ",".join(str(b) for b in value.block)
+            signature[name] = f"tensordesc<{element}[{block}]>"
+        elif isinstance(value, int) and not isinstance(value, bool):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                aligned.append(name)
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            raise TypeError(f"{kernel.__name__}: parameter {name} given {value!r}")
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        **launch.options,
+    }
+    return Source(
+        kernel=kernel,
+        signature=tuple(signature.items()),
+        constants=tuple(constants.items()),
+        aligned=tuple(aligned),
+        options=tuple(sorted(options.items())),
+    )
+
+
+def _parameters(native, launch: Launch, source: Source, code: Code) -> list:
+    signature = dict(source.signature)
+    parameters, maps = [], iter(code.tensor_maps)
+    for name, kind in signature.items():
+        value = launch.arguments.get(name)
+        if kind == "constexpr":
+            continue
+        if isinstance(value, (In, Out)):
+            parameters.append(native.create_array_parameter(0, 16))
+        elif isinstance(value, TensorMap):
+            parameters.extend(_tensor_map(native, value, next(maps)))
+        elif kind == "fp32":
+            parameters.append(native.create_scalar_parameter(float(value), "fp32"))
+        else:
+            parameters.append(native.create_scalar_parameter(int(value), kind))
+    return parameters
+
+
+def _tensor_map(native, value: TensorMap, facts: dict) -> list:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    descriptor = native.create_tma_descriptor_parameter(
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]],
+        swizzle=facts["swizzle"],
+        shape=value.shape,
+        strides=value.strides,
+        block_shape=tuple(facts["block_size"]),
+        oob_fill=0,
+    )
+    # the kernel receives the descriptor followed by its shape and strides
+    shape = [native.create_scalar_parameter(int(n), "i32") for n in value.shape]
+    strides = [native.create_scalar_parameter(int(n), "i64") for n in value.strides]
+    return [descriptor, *shape, *strides]
+
+
+def _lower(platform: str, context, *operands, plan):
+    tools = compat.toolchain()
+    native = tools.native
+    target = current_target()
+    if target.platform != platform:
+        raise compat.IncompatibleVersions(
+            f"lowering for {platform}, but the target is {target.name}"
+        )
+    launch = plan.launch(target)
+    source = describe(launch, context.avals_in, context.avals_out)
+    code = compile_kernel(source, target)
+    text = code.text if platform == "cuda" else _code_object(code)
+    facts = [
+        code.name,
+        code.num_warps,
+        1,
+        code.shared,
+        text,
+        "",
+        target.arch if isinstance(target.arch, int) else 0,
+    ]
+    if code.scratch:
+        facts += [code.scratch, code.scratch_align]
+    grid = (*launch.grid, 1, 1)[:3]
+    launched = native.TritonKernelCall(
+        native.TritonKernel(*facts),
+        *(int(n) for n in grid),
+        _parameters(native, launch, source, code),
+    )
+    opaque = zlib.compress(launched.to_proto(code.name, b""))
+    if tools.api_version == 4:
+        rule = jax.ffi.ffi_lowering(tools.call_target, api_version=4)
+        return rule(context, *operands, opaque=opaque)
+    rule = jax.ffi.ffi_lowering(tools.call_target, api_version=2, backend_config=opaque)
+    return rule(context, *operands)
+
+
+def _code_object(code: Code) -> str:
+    """ROCm's launcher takes the path of a file."""
+    import tempfile
+
+    handle, path = tempfile.mkstemp(suffix=".hsaco")
+    with os.fdopen(handle, "wb") as file:
+        file.write(bytes.fromhex(code.text))
+    return path
+
+
+def _lower_cpu(context, *operands, plan):
+    if not interpreting():
+        raise NotImplementedError(
+            f"{type(plan).__name__}: a Triton kernel needs a GPU; on the CPU set "
+            "EJKERNEL_INTERPRET=1 or use platform 'xla'"
+        )
+
+    def run(*arrays):
+        from ejkernel.kernels.triton.interpret import run_plan
+
+        return jax.pure_callback(
+            functools.partial(run_plan, plan), list(plan.outputs()), *arrays
+        )
+
+    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_primitive, functools.partial(_lower, "cuda"), platform="cuda")
+mlir.register_lowering(_primitive, functools.partial(_lower, "rocm"), platform="rocm")
+mlir.register_lowering(_primitive, _lower_cpu, platform="cpu")

@@ -1,0 +1,43 @@
+"""Online softmax in base 2, one tile at a time.
+
+With x2 = x * log2(e) the running state of a row is its maximum m, the sum l of exp2(x2 - m) over
+the keys seen, and the equally scaled output. A tile with no visible key has maximum -inf; the
+guard keeps -inf - -inf from making a NaN.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3;
+Dao, "FlashAttention-2" (2023), section 3.1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def online_softmax(x, m, l, scale, SCALED: tl.constexpr, GUARD: tl.constexpr):  # noqa: E741
+    """One tile: returns (p, m, l, alpha), alpha being the factor for what was summed before.
+
+    ``x`` is in base 2 when SCALED; else it is multiplied by the positive ``scale`` here, where
+    the product is one fused multiply-add with the subtraction of the maximum. GUARD: rows may be
+    empty so far.
+    """
+    if SCALED:
+        m_new = tl.maximum(m, tl.max(x, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
+        p = tl.exp2(x - base[:, None])
+    else:
+        m_new = tl.maximum(m, tl.max(x, 1) * scale)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
+        p = tl.exp2(x * scale - base[:, None])
+    alpha = tl.exp2(m - base)
+    return p, m_new, l * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def tanh_from_exp2(y):
+    """tanh(x) for y = 2 * log2(e) * x: one exponential, exact at both ends, no overflow."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(y))

@@ -1,0 +1,106 @@
+"""Which keys a row sees, as arithmetic on block numbers and on elements.
+
+A *band* is the pair (lo, hi): row i sees key j only if lo <= j - i <= hi. Causal masks and
+sliding windows, with any offsets and in any number, are one band. Blocks are half-open ranges
+[start, stop); those in [full_start, full_stop) are visible to every row of the query block and
+need no element mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def band_blocks(
+    first,
+    last,
+    length,
+    lo,
+    hi,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Ranges of blocks (size BLOCK, over an axis of ``length``) seen from rows first..last."""
+    start = 0
+    full_start = 0
+    stop = tl.cdiv(length, BLOCK)
+    full_stop = length // BLOCK
+    if HAS_LO:
+        start = tl.maximum(first + lo, 0) // BLOCK
+        full_start = tl.cdiv(tl.maximum(last + lo, 0), BLOCK)
+    if HAS_HI:
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + hi + 1, 0), BLOCK))
+        full_stop = tl.minimum(full_stop, tl.maximum(first + hi + 1, 0) // BLOCK)
+    start = tl.minimum(start, stop)
+    full_start = tl.minimum(tl.maximum(full_start, start), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def given_blocks(ranges, index):
+    """The same four numbers from a row of an int32 array ``[rows, 4]``."""
+    row = ranges + index * 4
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def masked_block(t, start, full_start, full_stop):
+    """Number of the t-th block that needs an element mask: those before, then those after."""
+    left = full_start - start
+    return tl.where(t < left, start + t, full_stop + t - left)
+
+
+@triton.jit
+def visible(
+    i,
+    j,
+    q_len,
+    kv_len,
+    lo,
+    hi,
+    chunk,
+    chunk_offset,
+    q_ids,
+    kv_ids,
+    q_positions,
+    kv_positions,
+    position_lo,
+    position_hi,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    POSITION_LO: tl.constexpr,
+    POSITION_HI: tl.constexpr,
+):
+    """Element mask: i and j are index tiles that broadcast against each other.
+
+    ``*_ids`` and ``*_positions`` are values already loaded (shaped as i and j) or None;
+    ``chunk`` None means no chunk rule.
+    """
+    seen = (i < q_len) & (j < kv_len)
+    if HAS_LO:
+        seen &= j - i >= lo
+    if HAS_HI:
+        seen &= j - i <= hi
+    if q_ids is not None:
+        seen &= (q_ids == kv_ids) & (q_ids >= 0)
+    if q_positions is not None:
+        if POSITION_LO:
+            seen &= kv_positions - q_positions >= position_lo
+        if POSITION_HI:
+            seen &= kv_positions - q_positions <= position_hi
+        if chunk is not None:
+            seen &= _floor_div(q_positions + chunk_offset, chunk) == _floor_div(
+                kv_positions, chunk
+            )
+    elif chunk is not None:
+        seen &= _floor_div(i + chunk_offset, chunk) == _floor_div(j, chunk)
+    return seen
+
+
+@triton.jit
+def _floor_div(a, b):
+    return tl.where(a >= 0, a // b, -((b - 1 - a) // b))

@@ -1,0 +1,124 @@
+"""The differentiable core: kernels joined by one custom_vjp.
+
+Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+recomputed tile by tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.compat import vary, varying_axes
+from ejkernel.kernels.triton.flash_attention.plans import (
+    AttentionPlan,
+    DbiasPlan,
+    DkvPlan,
+    DqPlan,
+    ForwardPlan,
+)
+from ejkernel.kernels.triton.flash_attention.problem import Problem
+from ejkernel.kernels.triton.flash_attention.structure import (
+    block_ranges,
+    operands,
+    split_mask,
+)
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles
+from ejkernel.types import MaskInfo
+
+
+@dataclass(frozen=True)
+class Static:
+    """Everything about a call that is known while tracing."""
+
+    problem: Problem
+    fwd: Tiles
+    dq: Tiles
+    dkv: Tiles
+    tensor_maps: bool | None = None
+
+
+def _run(
+    kind: type[AttentionPlan],
+    static: Static,
+    tiles: Tiles,
+    mask: MaskInfo,
+    tensors: dict[str, Any],
+    **fields: Any,
+) -> tuple[jax.Array, ...]:
+    p = static.problem
+    rules, arrays = split_mask(mask)
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    tensors |= operands(mask, arrays, p.q_len, p.kv_len)
+    if rules.arrays and kind is not DbiasPlan:
+        tensors["ranges"] = block_ranges(
+            mask, p.q_len, p.kv_len, tiles.block_q, tiles.block_kv, transposed=kind is DkvPlan
+        )
+    shapes = tuple((name, tuple(x.shape)) for name, x in tensors.items())
+    plan = kind(p, rules, tiles, shapes, static.tensor_maps, **fields)
+    return call(plan, *tensors.values())
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, q, k, v, bias, sink, mask, seed):
+    return _attend_fwd(static, q, k, v, bias, sink, mask, seed)[0]
+
+
+def _attend_fwd(static: Static, q, k, v, bias, sink, mask, seed):
+    tensors = dict(q=q, k=k, v=v, sink=sink, bias=bias, seed=seed)
+    o, lse = _run(ForwardPlan, static, static.fwd, mask, tensors)
+    return (o, lse), (q, k, v, bias, sink, mask, seed, o, lse)
+
+
+def _attend_bwd(static: Static, residuals, cotangents):
+    q, k, v, bias, sink, mask, seed, o, lse = residuals
+    do, dlse = cotangents
+    # softmax gradient: ds = p * (dp - delta); a gradient of lse enters as p * dlse
+    delta = jnp.einsum(
+        "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
+    )
+    delta = delta - dlse
+    tensors = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=bias, seed=seed)
+    (dq,) = _run(DqPlan, static, static.dq, mask, tensors)
+    dk, dv = _run(DkvPlan, static, static.dkv, mask, tensors)
+    dbias = dsink = None
+    if bias is not None:
+        p = static.problem
+        fields = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
+        (dbias,) = _run(DbiasPlan, static, static.dq, mask, tensors, **fields)
+        dbias = dbias.astype(bias.dtype)
+    if sink is not None:
+        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))
+        dsink = -jnp.sum(share * delta, axis=(0, 2))[None]
+    return dq, dk, dv, dbias, dsink, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend(
+    static: Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    sink: jax.Array | None,
+    mask: MaskInfo,
+    seed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """o ``[b, q, h, dv]`` and the natural lse float32 ``[b, h, q]``, differentiable.
+
+    q, k, v have the dtype of ``static.problem``; sink is float32 ``[1, h]`` (one logit per head);
+    seed int32 ``[1, 3]``.
+    """
+    arrays: Any = (q, k, v, bias, sink, mask, seed)
+    # inside shard_map all operands vary alike, so that JAX sums the gradients of replicated ones
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if axes:
+        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
+    return _attend(static, *arrays)

@@ -1,0 +1,260 @@
+"""Flash attention, backward: the gradients of keys and values.
+
+With p and ds as in ``dq_kernel``, per key head and key j, summed over the query heads that share
+it and the rows that see it:
+
+    dv_j = sum_i drop'(p_ij) do_i;    dk_j = scale * sum_i ds_ij q_i
+
+Work split: one program per (key block, batch row, key head). It walks the query blocks that see
+its keys, for each query head of the group in turn, on transposed tiles [keys, rows], so that p
+and ds are already laid out for the products that consume them. One program owns its keys: sums
+over rows and over the group have one order, without atomics.
+
+Bound: 8 * q * k * d FLOPs per query head over the visible part (four products); bytes as forward
+plus q and do once per key block from L2. At B4 S4096 H16 D128: 1.1 TFLOP: arithmetic.
+
+Sources: Dao, "FlashAttention-2" (2023), section 3.1.2 (loop over queries inside).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.triton.common.dropout import head_key, kept
+from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
+from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
+from ejkernel.kernels.triton.flash_attention.scores import finite_lse, tile_logits, tile_seen
+
+
+@triton.jit
+def flash_bwd_dkv(
+    q,
+    q_rest,
+    k,
+    v,
+    do,
+    do_rest,
+    lse,
+    delta,
+    q_ids,
+    kv_ids,
+    q_positions,
+    kv_positions,
+    mask,
+    bias,
+    seed,
+    ranges,
+    dk,
+    dv,
+    q_len,
+    kv_len,
+    heads,
+    kv_heads,
+    kv_blocks,
+    lo,
+    hi,
+    position_lo,
+    position_hi,
+    chunk,
+    chunk_offset,
+    scale,
+    grad_scale,
+    cap_in,
+    cap_out,
+    keep_threshold,
+    keep_scale,
+    seed_batches,
+    seed_stride,
+    ids_stride,
+    positions_stride,
+    ranges_batch,
+    ranges_head,
+    mask_batch,
+    mask_head,
+    bias_batch,
+    bias_head,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_REST: tl.constexpr,
+    DV_MAIN: tl.constexpr,
+    DV_REST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    POSITION_LO: tl.constexpr,
+    POSITION_HI: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+    EVEN_Q: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALED: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    block = pid % kv_blocks
+    bh = pid // kv_blocks
+    if LONGEST_FIRST:
+        block = kv_blocks - 1 - block
+    b = bh // kv_heads
+    hk = bh % kv_heads
+    first = block * BLOCK_KV
+    j = first + tl.arange(0, BLOCK_KV)
+    q_token = b.to(tl.int64) * q_len
+    kv_token = b.to(tl.int64) * kv_len
+
+    if ranges is None:
+        last = tl.minimum(first + BLOCK_KV, kv_len) - 1
+        start, full_start, full_stop, stop = band_blocks(
+            first, last, q_len, -hi, -lo, HAS_HI, HAS_LO, BLOCK_Q
+        )
+
+    CHECK_D: tl.constexpr = D_MAIN + D_REST != D
+    CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
+    k_main = load_tile(
+        k, kv_token, first, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, False, True,
+        D_MAIN > D,
+    )  # fmt: skip
+    v_main = load_tile(
+        v, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, False, True,
+        DV_MAIN > DV,
+    )  # fmt: skip
+    dk_main = tl.zeros([BLOCK_KV, D_MAIN], tl.float32)
+    dv_main = tl.zeros([BLOCK_KV, DV_MAIN], tl.float32)
+    if D_REST > 0:
+        k_more = load_tile(
+            k, kv_token, first, kv_len, hk * D + D_MAIN, kv_heads * D, D - D_MAIN, BLOCK_KV,
+            D_REST, False, True, CHECK_D,
+        )  # fmt: skip
+        dk_more = tl.zeros([BLOCK_KV, D_REST], tl.float32)
+    if DV_REST > 0:
+        v_more = load_tile(
+            v, kv_token, first, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN, BLOCK_KV,
+            DV_REST, False, True, CHECK_DV,
+        )  # fmt: skip
+        dv_more = tl.zeros([BLOCK_KV, DV_REST], tl.float32)
+
+    for member in tl.range(0, GROUP):
+        h = hk * GROUP + member
+        if ranges is not None:
+            row = b * ranges_batch + h * ranges_head + block
+            start, full_start, full_stop, stop = given_blocks(ranges, row)
+        rows = (b * heads + h).to(tl.int64) * q_len
+        if DROPOUT:
+            words = seed + (b // seed_batches) * seed_stride
+            key = head_key(
+                tl.load(words), b % seed_batches + tl.load(words + 1), h + tl.load(words + 2)
+            )
+        for phase in tl.static_range(0 if HAS_FULL else 1, 2):
+            # phase 0: blocks whose every row sees every key; phase 1: the others
+            if phase == 1:
+                steps = (full_start - start) + (stop - full_stop)
+                if not HAS_FULL:
+                    steps = stop - start
+            else:
+                steps = full_stop - full_start
+            for t in tl.range(0, steps):
+                if phase == 1:
+                    if HAS_FULL:
+                        q_block = masked_block(t, start, full_start, full_stop)
+                    else:
+                        q_block = start + t
+                else:
+                    q_block = full_start + t
+                i0 = q_block * BLOCK_Q
+                i = i0 + tl.arange(0, BLOCK_Q)
+
+                q_main = load_tile(
+                    q, q_token, i0, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN, TMA,
+                    (phase == 1) and not EVEN_Q, D_MAIN > D,
+                )  # fmt: skip
+                if (phase == 1) and TMA and not EVEN_Q:
+                    # a descriptor reads on into the next sequence, and 0 * inf is not 0
+                    q_main = tl.where((i < q_len)[:, None], q_main, 0.0)
+                s = tl.dot(k_main, tl.trans(q_main), input_precision=PRECISION)
+                if D_REST > 0:
+                    q_more = load_tile(
+                        q_rest, q_token, i0, q_len, h * D + D_MAIN, heads * D, D - D_MAIN,
+                        BLOCK_Q, D_REST, TMA, (phase == 1) and not EVEN_Q, CHECK_D,
+                    )  # fmt: skip
+                    if (phase == 1) and TMA and not EVEN_Q:
+                        q_more = tl.where((i < q_len)[:, None], q_more, 0.0)
+                    s = tl.dot(k_more, tl.trans(q_more), s, input_precision=PRECISION)
+
+                do_main = load_tile(
+                    do, q_token, i0, q_len, h * DV, heads * DV, DV, BLOCK_Q, DV_MAIN, TMA,
+                    (phase == 1) and not EVEN_Q, DV_MAIN > DV,
+                )  # fmt: skip
+                if (phase == 1) and TMA and not EVEN_Q:
+                    do_main = tl.where((i < q_len)[:, None], do_main, 0.0)
+                dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
+                if DV_REST > 0:
+                    do_more = load_tile(
+                        do_rest, q_token, i0, q_len, h * DV + DV_MAIN, heads * DV, DV - DV_MAIN,
+                        BLOCK_Q, DV_REST, TMA, (phase == 1) and not EVEN_Q, CHECK_DV,
+                    )  # fmt: skip
+                    if (phase == 1) and TMA and not EVEN_Q:
+                        do_more = tl.where((i < q_len)[:, None], do_more, 0.0)
+                    dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
+
+                row_lse = finite_lse(lse + rows, i, q_len)[None, :]
+                row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[None, :]
+                s, tanh = tile_logits(
+                    s, i[None, :], j[:, None], b, h, q_len, kv_len, bias, bias_batch, bias_head,
+                    scale, cap_in, cap_out, CAPPED, SCALED,
+                )  # fmt: skip
+                if phase == 1:
+                    seen = tile_seen(
+                        i[None, :], j[:, None], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+                        q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
+                        position_lo, position_hi, mask, mask_batch, mask_head,
+                        HAS_LO, HAS_HI, POSITION_LO, POSITION_HI,
+                    )  # fmt: skip
+                    s = tl.where(seen, s, float("-inf"))
+                if SCALED:
+                    p = tl.exp2(s - row_lse)
+                else:
+                    p = tl.exp2(s * scale - row_lse)
+                if DROPOUT:
+                    keep = kept(key, i[None, :], j[:, None], keep_threshold)
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                    pd = tl.where(keep, p, 0.0).to(do_main.dtype)
+                else:
+                    pd = p.to(do_main.dtype)
+                dv_main = tl.dot(pd, do_main, dv_main, input_precision=PRECISION)
+                if DV_REST > 0:
+                    dv_more = tl.dot(pd, do_more, dv_more, input_precision=PRECISION)
+                ds = p * (dp - row_delta)
+                if CAPPED:
+                    ds = ds * (1.0 - tanh * tanh)
+                ds = ds.to(q_main.dtype)
+                dk_main = tl.dot(ds, q_main, dk_main, input_precision=PRECISION)
+                if D_REST > 0:
+                    dk_more = tl.dot(ds, q_more, dk_more, input_precision=PRECISION)
+
+    if DROPOUT:
+        dv_main = dv_main * keep_scale
+    store_tile(
+        dk, dk_main * grad_scale, kv_token, first, kv_len, hk * D, kv_heads * D, D, BLOCK_KV,
+        D_MAIN,
+    )  # fmt: skip
+    store_tile(
+        dv, dv_main, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN
+    )
+    if D_REST > 0:
+        store_tile(
+            dk, dk_more * grad_scale, kv_token, first, kv_len, hk * D + D_MAIN, kv_heads * D,
+            D - D_MAIN, BLOCK_KV, D_REST,
+        )  # fmt: skip
+    if DV_REST > 0:
+        if DROPOUT:
+            dv_more = dv_more * keep_scale
+        store_tile(
+            dv, dv_more, kv_token, first, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
+            BLOCK_KV, DV_REST,
+        )  # fmt: skip

@@ -1,0 +1,247 @@
+"""Flash attention, forward.
+
+Math, per query head and row i over the visible keys j (base 2 inside):
+
+    x_ij = scale * q_i . k_j (+ bias_ij), soft-capped;  lse_i = log(sum_j exp x_ij + exp sink)
+    o_i  = sum_j drop(exp(x_ij - lse_i)) v_j
+
+Work split: one program per (query block, batch row, query head). It walks the key blocks its
+rows can see: first those that need no element mask, then the others. Programs are ordered by
+head, and inside a causal head the longest rows come first, so that the last programs to start
+are the shortest.
+
+Bound: 4 * q * k * d FLOPs per head over the visible part, against reading q, k, v and writing o
+once. At B4 S4096 H16 D128 full: 0.55 TFLOP, 0.27 GB: arithmetic, by an order of magnitude; at
+D64 one exp2 per 256 FLOPs makes the special-function unit nearly as long as the products.
+
+Sources: Dao, "FlashAttention-2" (2023), sections 3.1 and 3.2 (loop order, work split);
+Shah et al., "FlashAttention-3" (2024), section 3.1 (TMA-fed products on Hopper).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels.triton.common.dropout import head_key, kept
+from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, online_softmax
+from ejkernel.kernels.triton.common.structure import (
+    band_blocks,
+    given_blocks,
+    masked_block,
+)
+from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
+from ejkernel.kernels.triton.flash_attention.scores import tile_logits, tile_seen
+
+
+@triton.jit
+def flash_fwd(
+    q,
+    k,
+    k_rest,
+    v,
+    v_rest,
+    sink,
+    q_ids,
+    kv_ids,
+    q_positions,
+    kv_positions,
+    mask,
+    bias,
+    seed,
+    ranges,
+    o,
+    lse,
+    q_len,
+    kv_len,
+    heads,
+    kv_heads,
+    q_blocks,
+    lo,
+    hi,
+    position_lo,
+    position_hi,
+    chunk,
+    chunk_offset,
+    scale,
+    cap_in,
+    cap_out,
+    keep_threshold,
+    keep_scale,
+    seed_batches,
+    seed_stride,
+    ids_stride,
+    positions_stride,
+    sink_batch,
+    ranges_batch,
+    ranges_head,
+    mask_batch,
+    mask_head,
+    bias_batch,
+    bias_head,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_REST: tl.constexpr,
+    DV_MAIN: tl.constexpr,
+    DV_REST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    POSITION_LO: tl.constexpr,
+    POSITION_HI: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+    EVEN_KV: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALED: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    block = pid % q_blocks
+    bh = pid // q_blocks
+    if LONGEST_FIRST:
+        block = q_blocks - 1 - block
+    b = bh // heads
+    h = bh % heads
+    hk = h // (heads // kv_heads)
+    first = block * BLOCK_Q
+    i = first + tl.arange(0, BLOCK_Q)
+    q_token = b.to(tl.int64) * q_len
+    kv_token = b.to(tl.int64) * kv_len
+
+    if ranges is not None:
+        row = b * ranges_batch + h * ranges_head + block
+        start, full_start, full_stop, stop = given_blocks(ranges, row)
+    else:
+        last = tl.minimum(first + BLOCK_Q, q_len) - 1
+        start, full_start, full_stop, stop = band_blocks(
+            first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_KV
+        )
+
+    CHECK_D: tl.constexpr = D_MAIN + D_REST != D
+    CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
+    q_main = load_tile(
+        q, q_token, first, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN, False, True,
+        D_MAIN > D,
+    )  # fmt: skip
+    if D_REST > 0:
+        q_more = load_tile(
+            q, q_token, first, q_len, h * D + D_MAIN, heads * D, D - D_MAIN, BLOCK_Q, D_REST,
+            False, True, CHECK_D,
+        )  # fmt: skip
+
+    if DROPOUT:
+        words = seed + (b // seed_batches) * seed_stride
+        key = head_key(
+            tl.load(words), b % seed_batches + tl.load(words + 1), h + tl.load(words + 2)
+        )
+
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_Q, DV_MAIN], tl.float32)
+    if DV_REST > 0:
+        acc_more = tl.zeros([BLOCK_Q, DV_REST], tl.float32)
+
+    for phase in tl.static_range(0 if HAS_FULL else 1, 2):
+        # phase 0: blocks every row sees; phase 1: blocks that need an element mask
+        if phase == 1:
+            steps = (full_start - start) + (stop - full_stop)
+            if not HAS_FULL:
+                steps = stop - start
+        else:
+            steps = full_stop - full_start
+        for t in tl.range(0, steps):
+            if phase == 1:
+                if HAS_FULL:
+                    kv_block = masked_block(t, start, full_start, full_stop)
+                else:
+                    kv_block = start + t
+            else:
+                kv_block = full_start + t
+            j0 = kv_block * BLOCK_KV
+            j = j0 + tl.arange(0, BLOCK_KV)
+
+            k_main = load_tile(
+                k, kv_token, j0, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, TMA,
+                (phase == 1) and not EVEN_KV,
+                D_MAIN > D,
+            )  # fmt: skip
+            s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
+            if D_REST > 0:
+                k_more = load_tile(
+                    k_rest, kv_token, j0, kv_len, hk * D + D_MAIN, kv_heads * D, D - D_MAIN,
+                    BLOCK_KV, D_REST, TMA, (phase == 1) and not EVEN_KV, CHECK_D,
+                )  # fmt: skip
+                s = tl.dot(q_more, tl.trans(k_more), s, input_precision=PRECISION)
+
+            s, _ = tile_logits(
+                s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
+                scale, cap_in, cap_out, CAPPED, SCALED,
+            )  # fmt: skip
+            if phase == 1:
+                seen = tile_seen(
+                    i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+                    q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
+                    position_lo, position_hi, mask, mask_batch, mask_head,
+                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI,
+                )  # fmt: skip
+                s = tl.where(seen, s, float("-inf"))
+
+            p, m, l, alpha = online_softmax(  # noqa: E741
+                s, m, l, scale, SCALED, (phase == 1) or bias is not None
+            )
+            if DROPOUT:
+                p = tl.where(kept(key, i[:, None], j[None, :], keep_threshold), p, 0.0)
+
+            acc = acc * alpha[:, None]
+            v_main = load_tile(
+                v, kv_token, j0, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, TMA,
+                (phase == 1) and not EVEN_KV,
+                DV_MAIN > DV,
+            )  # fmt: skip
+            if (phase == 1) and TMA and not EVEN_KV:
+                # a descriptor reads on into the next sequence, and 0 * inf is not 0
+                v_main = tl.where((j < kv_len)[:, None], v_main, 0.0)
+            p = p.to(v_main.dtype)
+            acc = tl.dot(p, v_main, acc, input_precision=PRECISION)
+            if DV_REST > 0:
+                acc_more = acc_more * alpha[:, None]
+                v_more = load_tile(
+                    v_rest, kv_token, j0, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
+                    BLOCK_KV, DV_REST, TMA,
+                    (phase == 1) and not EVEN_KV, CHECK_DV,
+                )  # fmt: skip
+                if (phase == 1) and TMA and not EVEN_KV:
+                    v_more = tl.where((j < kv_len)[:, None], v_more, 0.0)
+                acc_more = tl.dot(p, v_more, acc_more, input_precision=PRECISION)
+
+    alive = l > 0.0
+    if sink is not None:
+        # one more logit per row, never in the output; a row without keys stays empty
+        s2 = tl.load(sink + b * sink_batch + h) * LOG2E
+        base = tl.where(alive, tl.maximum(m, s2), 0.0)
+        shrink = tl.where(alive, tl.exp2(m - base), 0.0)
+        l = l * shrink + tl.exp2(s2 - base)  # noqa: E741
+        factor = shrink / l
+        m = base
+    else:
+        factor = 1.0 / tl.where(alive, l, 1.0)
+    if DROPOUT:
+        factor = factor * keep_scale
+    factor = tl.where(alive, factor, 0.0)
+    total = (m + tl.log2(tl.where(alive, l, 1.0))) * LN2
+    tl.store(
+        lse + bh.to(tl.int64) * q_len + i, tl.where(alive, total, float("-inf")), mask=i < q_len
+    )
+    store_tile(
+        o, acc * factor[:, None], q_token, first, q_len, h * DV, heads * DV, DV, BLOCK_Q, DV_MAIN
+    )
+    if DV_REST > 0:
+        store_tile(
+            o, acc_more * factor[:, None], q_token, first, q_len, h * DV + DV_MAIN, heads * DV,
+            DV - DV_MAIN, BLOCK_Q, DV_REST,
+        )  # fmt: skip

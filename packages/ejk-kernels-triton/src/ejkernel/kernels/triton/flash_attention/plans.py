@@ -1,0 +1,351 @@
+"""The launches of flash attention: which operand goes to which kernel parameter, and the grid.
+
+Every operand and result has a leading batch axis of the full size or of 1 (shared by all rows),
+which is how a ``vmap`` axis is folded in: it multiplies the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import In, Launch, Out, TensorMap, merge_leading
+from ejkernel.kernels.triton.flash_attention.problem import LOG2E, Problem, split_dim
+from ejkernel.kernels.triton.flash_attention.structure import Rules
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
+from ejkernel.kernels.triton.targets import Target
+
+FLOAT = jnp.float32
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Common to the kernels here.
+
+    Attributes:
+        problem, rules, tiles: what is computed and how.
+        shapes: name and shape of every operand, in order.
+        tensor_maps: whether TMA may be used (None = where it can).
+    """
+
+    problem: Problem
+    rules: Rules
+    tiles: Tiles
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    tensor_maps: bool | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return dict(self.shapes).get(name)
+
+    def operand(self, name: str) -> In | None:
+        return In(self.names.index(name)) if name in self.names else None
+
+    def uses_tensor_maps(self, target: Target) -> bool:
+        if self.tensor_maps is not None:
+            return self.tensor_maps
+        from ejkernel.kernels.triton import compat
+
+        return compat.has_tensor_maps() and can_use_tensor_maps(self.problem, target)
+
+    def columns(self) -> dict[str, int]:
+        p = self.problem
+        d_main, d_rest = split_dim(p.dim)
+        dv_main, dv_rest = split_dim(p.value_dim)
+        return {
+            "D": p.dim,
+            "DV": p.value_dim,
+            "D_MAIN": d_main,
+            "D_REST": d_rest,
+            "DV_MAIN": dv_main,
+            "DV_REST": dv_rest,
+        }
+
+    def walked(self, name: str, parts: tuple[str, str], block: int, maps: bool) -> dict[str, Any]:
+        """Arguments for a tensor read tile by tile: its main columns and the rest."""
+        operand = self.operand(name)
+        assert operand is not None
+        batch, length, heads, dim = self.shape(name) or (0, 0, 0, 0)
+        main, rest = split_dim(dim)
+        out: dict[str, Any] = {}
+        for parameter, width in zip(parts, (main, rest), strict=True):
+            if width == 0:
+                out[parameter] = None
+            elif maps:
+                view = (batch * length, heads * dim)
+                out[parameter] = TensorMap(operand.index, view, (block, width))
+            else:
+                out[parameter] = operand
+        return out
+
+    def common(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments and constants every kernel here takes."""
+        p, rules = self.problem, self.rules
+        biased = "bias" in self.names
+        log2_scale = p.scale * LOG2E
+        cap = p.soft_cap
+        scaled = biased or cap is not None or p.scale <= 0.0
+        band, positions = rules.band, rules.position_band
+        placed = "q_positions" in self.names
+
+        def leading(name: str, step: int) -> int:
+            shape = self.shape(name)
+            return 0 if shape is None or shape[0] == 1 else step
+
+        def strides(name: str) -> tuple[int, int]:
+            shape = self.shape(name)
+            if shape is None:
+                return 0, 0
+            tile = math.prod(shape[2:])
+            return (
+                0 if shape[0] == 1 else shape[1] * tile,
+                0 if shape[1] == 1 else tile,
+            )
+
+        mask, bias = strides("mask"), strides("bias")
+        ranges = self.shape("ranges") or (1, 1, 1, 4)
+        chunk = rules.chunk
+        arguments: dict[str, Any] = {
+            name: self.operand(name)
+            for name in (
+                "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "bias", "seed", "ranges",
+            )
+        }  # fmt: skip
+        arguments |= {
+            "q_len": p.q_len,
+            "kv_len": p.kv_len,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "lo": band.lo or 0,
+            "hi": band.hi or 0,
+            "position_lo": positions.lo or 0,
+            "position_hi": positions.hi or 0,
+            "chunk": chunk[0] if chunk else None,
+            "chunk_offset": chunk[1] if chunk else None,
+            "scale": float(p.scale if biased else log2_scale),
+            "cap_in": float(2 * LOG2E / cap * (1.0 if biased else p.scale)) if cap else 0.0,
+            "cap_out": float(cap * LOG2E) if cap else 0.0,
+            "keep_threshold": p.keep_threshold,
+            "keep_scale": float(p.keep_scale),
+            "seed_batches": p.seed_batches,
+            "seed_stride": leading("seed", 3),
+            "ids_stride": leading("q_ids", 1),
+            "positions_stride": leading("q_positions", 1),
+            "ranges_batch": 0 if ranges[0] == 1 else ranges[1] * ranges[2],
+            "ranges_head": 0 if ranges[1] == 1 else ranges[2],
+            "mask_batch": mask[0],
+            "mask_head": mask[1],
+            "bias_batch": bias[0],
+            "bias_head": bias[1],
+        }
+        constants = {
+            **self.columns(),
+            "BLOCK_Q": self.tiles.block_q,
+            "BLOCK_KV": self.tiles.block_kv,
+            "HAS_LO": band.lo is not None,
+            "HAS_HI": band.hi is not None,
+            "POSITION_LO": placed and positions.lo is not None,
+            "POSITION_HI": placed and positions.hi is not None,
+            "HAS_FULL": "mask" not in self.names,
+            "CAPPED": cap is not None,
+            "DROPOUT": p.dropout > 0.0,
+            "SCALED": scaled,
+            "PRECISION": p.precision,
+        }
+        return arguments, constants
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[AttentionPlan, list[jax.Array]]:
+        batch = self.problem.batch
+        pairs = {"kv_ids": "q_ids", "kv_positions": "q_positions"}
+        flags = dict(zip(self.names, batched, strict=True))
+        rows = {name: shape[0] for name, shape in self.shapes}
+        new = []
+        for name, array, mapped in zip(self.names, arrays, batched, strict=True):
+            mate = pairs.get(name) or {v: k for k, v in pairs.items()}.get(name)
+            shared = not mapped and not (mate in flags and flags[mate])
+            if name in ("q", "k", "v", "do", "lse", "delta"):
+                inner = batch
+            elif name == "seed":
+                inner = batch // self.problem.seed_batches
+            else:
+                inner = batch if rows[name] == 1 and not shared else max(rows[name], 1)
+            keep = shared and rows[name] == 1
+            new.append(merge_leading(size, array, mapped, inner, keep_one=keep))
+        shapes = tuple((n, tuple(a.shape)) for n, a in zip(self.names, new, strict=True))
+        folded = replace(self, problem=self.problem.folded(size), shapes=shapes)
+        return folded, new
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        raise NotImplementedError
+
+    def launch(self, target: Target) -> Launch:
+        raise NotImplementedError
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@dataclass(frozen=True)
+class ForwardPlan(AttentionPlan):
+    """q, k, v -> o ``[b, q, h, dv]`` and lse float32 ``[b, h, q]``."""
+
+    def outputs(self):
+        p = self.problem
+        return (
+            _struct((p.batch, p.q_len, p.heads, p.value_dim), p.dtype),
+            _struct((p.batch, p.heads, p.q_len), FLOAT),
+        )
+
+    def launch(self, target):
+        from ejkernel.kernels.triton.flash_attention.forward_kernel import flash_fwd
+
+        p, t = self.problem, self.tiles
+        maps = self.uses_tensor_maps(target)
+        arguments, constants = self.common()
+        blocks = -(-p.q_len // t.block_q)
+        sink = self.shape("sink")
+        arguments |= {
+            "q": self.operand("q"),
+            **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
+            **self.walked("v", ("v", "v_rest"), t.block_kv, maps),
+            "sink": self.operand("sink"),
+            "sink_batch": 0 if sink is None or sink[0] == 1 else p.heads,
+            "o": Out(0),
+            "lse": Out(1),
+            "q_blocks": blocks,
+        }
+        constants |= {
+            "TMA": maps,
+            "EVEN_KV": p.kv_len % t.block_kv == 0,
+            "LONGEST_FIRST": self.rules.band.hi is not None,
+        }
+        return Launch(
+            flash_fwd, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
+            t.num_stages,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DqPlan(AttentionPlan):
+    """q, k, v, do, lse, delta -> dq."""
+
+    def outputs(self):
+        p = self.problem
+        return (_struct((p.batch, p.q_len, p.heads, p.dim), p.dtype),)
+
+    def launch(self, target):
+        from ejkernel.kernels.triton.flash_attention.dq_kernel import flash_bwd_dq
+
+        p, t = self.problem, self.tiles
+        maps = self.uses_tensor_maps(target)
+        arguments, constants = self.common()
+        blocks = -(-p.q_len // t.block_q)
+        arguments |= {
+            "q": self.operand("q"),
+            **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
+            **self.walked("v", ("v", "v_rest"), t.block_kv, maps),
+            "do": self.operand("do"),
+            "lse": self.operand("lse"),
+            "delta": self.operand("delta"),
+            "dq": Out(0),
+            "q_blocks": blocks,
+            "grad_scale": float(p.scale),
+        }
+        constants |= {
+            "TMA": maps,
+            "EVEN_KV": p.kv_len % t.block_kv == 0,
+            "LONGEST_FIRST": self.rules.band.hi is not None,
+        }
+        return Launch(
+            flash_bwd_dq, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
+            t.num_stages,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DkvPlan(AttentionPlan):
+    """q, k, v, do, lse, delta -> dk, dv."""
+
+    def outputs(self):
+        p = self.problem
+        return (
+            _struct((p.batch, p.kv_len, p.kv_heads, p.dim), p.dtype),
+            _struct((p.batch, p.kv_len, p.kv_heads, p.value_dim), p.dtype),
+        )
+
+    def launch(self, target):
+        from ejkernel.kernels.triton.flash_attention.dkv_kernel import flash_bwd_dkv
+
+        p, t = self.problem, self.tiles
+        maps = self.uses_tensor_maps(target)
+        arguments, constants = self.common()
+        blocks = -(-p.kv_len // t.block_kv)
+        arguments |= {
+            **self.walked("q", ("q", "q_rest"), t.block_q, maps),
+            "k": self.operand("k"),
+            "v": self.operand("v"),
+            **self.walked("do", ("do", "do_rest"), t.block_q, maps),
+            "lse": self.operand("lse"),
+            "delta": self.operand("delta"),
+            "dk": Out(0),
+            "dv": Out(1),
+            "kv_blocks": blocks,
+            "grad_scale": float(p.scale),
+        }
+        constants |= {
+            "TMA": maps,
+            "GROUP": p.group,
+            "EVEN_Q": p.q_len % t.block_q == 0,
+            # under a causal mask the first keys are seen by the most rows: they are first anyway
+            "LONGEST_FIRST": self.rules.band.hi is None and self.rules.band.lo is not None,
+        }
+        return Launch(
+            flash_bwd_dkv, arguments, constants, (blocks * p.batch * p.kv_heads,), t.num_warps,
+            t.num_stages,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DbiasPlan(AttentionPlan):
+    """q, k, v, do, lse, delta, bias -> dbias float32, shaped like the bias.
+
+    ``sum_batch`` batch rows and ``sum_heads`` heads share one row of the bias.
+    """
+
+    sum_batch: int = 1
+    sum_heads: int = 1
+
+    def outputs(self):
+        p = self.problem
+        rows, heads = p.batch // self.sum_batch, p.heads // self.sum_heads
+        return (_struct((rows, heads, p.q_len, p.kv_len), FLOAT),)
+
+    def launch(self, target):
+        from ejkernel.kernels.triton.flash_attention.dbias_kernel import flash_bwd_dbias
+
+        p, t = self.problem, self.tiles
+        arguments, constants = self.common()
+        q_blocks, kv_blocks = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
+        rows = (p.batch // self.sum_batch) * (p.heads // self.sum_heads)
+        arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "lse", "delta")}
+        arguments |= {
+            "dbias": Out(0),
+            "q_blocks": q_blocks,
+            "kv_blocks": kv_blocks,
+            "sum_batch": self.sum_batch,
+            "sum_heads": self.sum_heads,
+        }
+        return Launch(
+            flash_bwd_dbias, arguments, constants, (q_blocks * kv_blocks * rows,), t.num_warps, 1
+        )

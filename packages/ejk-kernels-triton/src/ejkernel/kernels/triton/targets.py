@@ -1,0 +1,104 @@
+"""What a kernel is compiled for: architecture, shared memory, multiprocessors."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+from dataclasses import dataclass, replace
+
+# Shared memory one program may use, bytes (CUDA C++ programming guide, table of technical
+# specifications per compute capability: "maximum amount of shared memory per thread block").
+_CUDA_SHARED = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448}
+_CUDA_SHARED_RECENT = {100: 232448, 103: 232448, 120: 101376, 121: 101376}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of GPU.
+
+    Attributes:
+        platform: ``"cuda"`` or ``"rocm"``.
+        arch: compute capability times ten (``90``) or a gfx name (``"gfx942"``).
+        shared_limit: bytes of shared memory one program may use.
+        cores: multiprocessors (compute units).
+    """
+
+    platform: str = "cuda"
+    arch: int | str = 90
+    shared_limit: int = 232448
+    cores: int = 132
+
+    @property
+    def hopper(self) -> bool:
+        """Compute capability 9.0: asynchronous matrix products, TMA."""
+        return self.platform == "cuda" and self.arch == 90
+
+    @property
+    def warp_size(self) -> int:
+        return 64 if self.platform == "rocm" and str(self.arch).startswith("gfx9") else 32
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.arch}" if self.platform == "cuda" else str(self.arch)
+
+
+def cuda_target(capability: int, cores: int = 132) -> Target:
+    """The target of a compute capability, e.g. ``cuda_target(80)``."""
+    shared = {**_CUDA_SHARED, **_CUDA_SHARED_RECENT}.get(capability, 101376)
+    return Target("cuda", capability, shared, cores)
+
+
+def rocm_target(arch: str, cores: int = 304) -> Target:
+    """The target of an AMD architecture, e.g. ``rocm_target("gfx942")``."""
+    return Target("rocm", arch, 163840 if arch == "gfx950" else 65536, cores)
+
+
+_override: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def compile_for(target: Target):
+    """Compile kernels lowered inside for ``target``, whatever device is present."""
+    token = _override.set(target)
+    try:
+        yield target
+    finally:
+        _override.reset(token)
+
+
+@functools.cache
+def _first_gpu() -> Target | None:
+    import jax
+
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        return None
+    cores = getattr(device, "core_count", 132)
+    capability = getattr(device, "compute_capability", None)
+    text = str(capability)
+    if text.startswith("gfx"):
+        return rocm_target(text.split(":")[0], cores)
+    return cuda_target(int(text.replace(".", "")), cores)
+
+
+def current_target() -> Target:
+    """The GPU kernels are compiled for.
+
+    The one of ``compile_for`` if inside, else the first GPU of this process, else a Hopper card.
+    ``EJKERNEL_TRITON_SMEM_LIMIT`` (bytes) lowers the shared memory a configuration may need.
+
+    Raises:
+        ValueError: ``EJKERNEL_TRITON_SMEM_LIMIT`` is not a positive integer.
+    """
+    target = _override.get() or _first_gpu() or Target()
+    text = os.environ.get("EJKERNEL_TRITON_SMEM_LIMIT", "")
+    if not text:
+        return target
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(
+            f"EJKERNEL_TRITON_SMEM_LIMIT={text!r}: expected a positive number of bytes"
+        )
+    return replace(target, shared_limit=min(target.shared_limit, int(text)))
