@@ -26,6 +26,8 @@ class Registry:
     def register(self, algorithm, platform, backend, *args, **kwargs):
         registered.append(f"{algorithm}/{getattr(platform, 'value', platform)}")
         return lambda function: function
+    def register_lazy(self, algorithm, platform, backend, *args, **kwargs):
+        self.register(algorithm, platform, backend)
     def add_config_table(self, path):
         pass
 if hasattr(module, "register"):

@@ -1,0 +1,114 @@
+"""Gated linear attention in float64, one token after the other, with its gradient by hand.
+
+H_t = D_t * H_{t-1} + k_t v_t^T        o_t = scale * q_t H_t
+D_t[i, j] = exp(g_t[i] + gk_t[i] + gv_t[j] + g_gamma)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+GATES = ("g", "g_gamma", "gk", "gv")
+
+
+class Result(NamedTuple):
+    """Output ``[b, s, h, dv]``, final states ``[b or n, h, dk, dv]`` and the gradients by name."""
+
+    o: np.ndarray
+    state: np.ndarray
+    grads: dict[str, np.ndarray]
+
+
+def _tokens(b, s, cu_seqlens, reverse):
+    """(batch row, state row, token numbers in the order of time) of every sequence."""
+    if cu_seqlens is None:
+        runs = [(i, i, np.arange(s)) for i in range(b)]
+    else:
+        cu = np.asarray(cu_seqlens)
+        runs = [(0, m, np.arange(cu[m], cu[m + 1])) for m in range(len(cu) - 1)]
+    return [(i, m, t[::-1] if reverse else t) for i, m, t in runs]
+
+
+def linear_attention(
+    query,
+    key,
+    value,
+    g=None,
+    g_gamma=None,
+    gk=None,
+    gv=None,
+    initial_state=None,
+    cu_seqlens=None,
+    *,
+    softmax_scale=None,
+    reverse=False,
+    do=None,
+    dstate=None,
+) -> Result:
+    """``do`` and ``dstate`` are the gradients of the output and of the final states (default 0)."""
+    given = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+    given = {n: np.asarray(x).astype(np.float64) for n, x in given.items() if x is not None}
+    q, k, v = given["query"], given["key"], given["value"]
+    b, s, h, dk = q.shape
+    dv, groups = v.shape[-1], h // k.shape[2]
+    scale = dk**-0.5 if softmax_scale is None else softmax_scale
+    n = b if cu_seqlens is None else len(cu_seqlens) - 1
+    zeros = np.zeros((n, h, dk, dv))
+    table = zeros if initial_state is None else np.asarray(initial_state).astype(np.float64)
+    do = np.zeros((b, s, h, dv)) if do is None else np.asarray(do).astype(np.float64)
+    dstate = zeros if dstate is None else np.asarray(dstate).astype(np.float64)
+
+    o, state = np.zeros((b, s, h, dv)), table.copy()
+    grads = {name: np.zeros_like(x) for name, x in given.items()}
+    grads["initial_state"] = np.zeros_like(table)
+
+    def log_decay(i, t, head):
+        total = np.zeros((dk, dv))
+        if "g" in given:
+            gate = given["g"][i, t, head]
+            total += gate[:, None] if gate.ndim else gate
+        if "g_gamma" in given:
+            total += given["g_gamma"][head]
+        if "gk" in given:
+            total += given["gk"][i, t, head][:, None]
+        if "gv" in given:
+            total += given["gv"][i, t, head][None, :]
+        return total
+
+    for i, m, tokens in _tokens(b, s, cu_seqlens, reverse):
+        for head in range(h):
+            kv = head // groups
+            states, decays = [table[m, head]], []
+            for t in tokens:
+                decays.append(np.exp(log_decay(i, t, head)))
+                states.append(decays[-1] * states[-1] + np.outer(k[i, t, kv], v[i, t, kv]))
+                o[i, t, head] = scale * q[i, t, head] @ states[-1]
+            state[m, head] = states[-1]
+
+            later = dstate[m, head].copy()
+            for step in range(len(tokens) - 1, -1, -1):
+                t = tokens[step]
+                later += scale * np.outer(q[i, t, head], do[i, t, head])
+                grads["query"][i, t, head] = scale * states[step + 1] @ do[i, t, head]
+                grads["key"][i, t, kv] += later @ v[i, t, kv]
+                grads["value"][i, t, kv] += k[i, t, kv] @ later
+                later = later * decays[step]
+                through = later * states[step]
+                if "g" in given:
+                    rank = given["g"].ndim
+                    grads["g"][i, t, head] = through.sum(1) if rank == 4 else through.sum()
+                if "g_gamma" in given:
+                    grads["g_gamma"][head] += through.sum()
+                if "gk" in given:
+                    grads["gk"][i, t, head] = through.sum(1)
+                if "gv" in given:
+                    grads["gv"][i, t, head] = through.sum(0)
+            grads["initial_state"][m, head] = later
+    return Result(o, state, grads)
+
+
+def slopes(heads: int, layer_idx: int, num_layers: int) -> np.ndarray:
+    """Log decay of every head of lightning attention."""
+    return np.array([-(8 / heads) * (1 - layer_idx / num_layers) * m for m in range(heads)])
