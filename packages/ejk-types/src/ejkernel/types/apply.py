@@ -93,9 +93,10 @@ def apply_kv_lengths(
         mask = with_private(parts[0], _and=tuple(parts[1:]))
     elif end_index is not None:
         raise ValueError("end_index: needs q_len, got None for it")
-    elif total is None:
+    rows_left = total if q_len is None else q_len
+    if rows_left is None:
         raise ValueError("q_len: a purely structural mask has no query length; give q_len=")
-    return _hide_keys(mask, lengths, inside, total if q_len is None else q_len, known.kv)
+    return _hide_keys(mask, lengths, inside, rows_left, known.kv)
 
 
 def _hide_keys(mask: MaskInfo, lengths: Any, inside: Any, q_len: int, kv_len: int) -> MaskInfo:

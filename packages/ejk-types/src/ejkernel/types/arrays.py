@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.types.errors import invalid
 
@@ -42,7 +43,7 @@ def known_values(x: Any) -> np.ndarray | None:
     """``x`` on the host where that needs no trace: numpy and concrete local arrays, else None."""
     if is_numpy(x):
         return np.asarray(x)
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return None
     return np.asarray(x) if x.is_fully_addressable else None
 

@@ -135,8 +135,9 @@ class MaskFields:
         parts = []
         for name in (*ARRAYS, *RULE):
             value = getattr(self, name)
-            if value is not None and value is not False and not (value == 0 and name in RULE):
-                parts.append(f"{name}={describe(value) if name in ARRAYS else value}")
+            if value is None or (name in RULE and not value):
+                continue
+            parts.append(f"{name}={describe(value) if name in ARRAYS else value}")
         joined = "".join(f" & {part!r}" for part in self._and)
         return f"{type(self).__name__}({', '.join(parts)}){joined}"
 
