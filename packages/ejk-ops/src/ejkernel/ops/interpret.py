@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 
 from ejkernel.ops import env
@@ -12,7 +12,7 @@ _override: ContextVar[bool | None] = ContextVar("ejkernel_interpret", default=No
 
 
 @contextlib.contextmanager
-def interpret_mode(enabled: bool = True) -> Iterator[None]:
+def interpret_mode(enabled: bool = True) -> Generator[None]:
     """Within the block, a forced platform whose hardware is absent runs in its interpreter.
 
     ``interpret_mode(False)`` switches ``EJKERNEL_INTERPRET=1`` off. Holds for the current thread

@@ -139,7 +139,10 @@ class KernelRegistry:
             *identify(algorithm, platform, backend),
             priority,
             LazyFunction(target),
-            *map(lazily, (supports, heuristic, candidates, sample_inputs)),
+            lazily(supports),
+            lazily(heuristic),
+            lazily(candidates),
+            lazily(sample_inputs),
             config_cls,
             version,
             differentiable,
@@ -343,6 +346,11 @@ class KernelRegistry:
         return refusal.nothing_registered(survey, everything, known, self._packages)
 
     # Inspection
+
+    @property
+    def version(self) -> int:
+        """Counts registrations: equal versions hold the same implementations."""
+        return self._count
 
     @property
     def config_tables(self) -> tuple[Path, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -83,7 +83,7 @@ class ConfigCache:
             self._version += 1
 
     @contextlib.contextmanager
-    def tuning(self, key: Hashable) -> Iterator[None]:
+    def tuning(self, key: Hashable) -> Generator[None]:
         """Hold ``key``: other threads that enter ``tuning(key)`` wait until this block ends.
 
         The pattern is ``with cache.tuning(key): cfg = cache.get(key)``, and when that is None,
@@ -127,7 +127,7 @@ _autotune: ContextVar[bool | None] = ContextVar("ejkernel_autotune", default=Non
 
 
 @contextlib.contextmanager
-def overlay_cache(cache: Overlay) -> Iterator[None]:
+def overlay_cache(cache: Overlay) -> Generator[None]:
     """Within the block, configs of ``cache`` come before all cached, tuned and heuristic ones.
 
     Looked up by exact key, then by kernel name; inner blocks before outer ones. An explicit
@@ -149,7 +149,7 @@ def overlay_cache(cache: Overlay) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def policy_override(autotune: bool) -> Iterator[None]:
+def policy_override(autotune: bool) -> Generator[None]:
     """Within the block, autotuning is on or off, whatever the selector and the variable say.
 
     The innermost block decides. Holds for the current thread and async task.

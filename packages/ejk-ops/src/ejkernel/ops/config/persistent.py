@@ -56,11 +56,17 @@ class PersistentCache:
         self._files: dict[Path, ConfigFile] = {}
         self._memory: dict[str, Any] = {}  # what could not be written
         self._writable = True
+        self._version = 0
 
     @property
     def path(self) -> Path:
         """The directory or file in use."""
         return env.cache_dir() / "configs" if self._path is None else self._path
+
+    @property
+    def version(self) -> int:
+        """Counts the changes made through this object."""
+        return self._version
 
     def put(self, key: Hashable, cfg: Any, *, facts: Any = None) -> None:
         """Store ``cfg`` under ``key``, on disk if possible.
@@ -75,6 +81,7 @@ class PersistentCache:
         remember_class(type(cfg))
         with self._lock:
             self._memory.pop(text, None)
+            self._version += 1
             try:
                 plain = encode_config(cfg)
                 restored = decode_config(plain, type(cfg))
@@ -145,6 +152,7 @@ class PersistentCache:
         """Remove all entries. Files of other schemas stay."""
         with self._lock:
             self._memory.clear()
+            self._version += 1
             for file in self._existing():
                 try:
                     file.update({}, self._lock_timeout, keep=False)

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 SMALLEST = 16
 
 
-def bucket(n: int, smallest: int = SMALLEST) -> int:
+class Bucket(int):
+    """A size that stands for its whole bucket: keys remember which axes have one."""
+
+
+def bucket(n: int, smallest: int = SMALLEST) -> Bucket:
     """The next power of two that is at least ``n`` and at least ``smallest``."""
-    if n <= smallest:
-        return smallest
-    return 1 << (int(n) - 1).bit_length()
+    return Bucket(smallest if n <= smallest else 1 << (int(n) - 1).bit_length())
 
 
 def bucket_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

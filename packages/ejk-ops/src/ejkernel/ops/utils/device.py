@@ -146,7 +146,8 @@ def ambient_device() -> Any:
     Cheap and hashable, so that it can serve in a key; ``target_device`` turns it into facts.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return abstract if abstract is not None else jax.config.jax_default_device
+    settings: Any = jax.config
+    return abstract if abstract is not None else settings.jax_default_device
 
 
 def target_device(device: Any = None) -> TargetDevice:

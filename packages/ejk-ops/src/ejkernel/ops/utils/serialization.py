@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def _is_dtype_class(obj: Any) -> bool:
-    """np.float32, and jnp.float32 which is an object standing for its dtype."""
-    if isinstance(obj, type):
-        return issubclass(obj, np.generic)
-    return isinstance(getattr(obj, "dtype", None), np.dtype) and not hasattr(obj, "shape")
+    """np.float32, and jnp.float32, which is a class that stands for its dtype."""
+    return isinstance(obj, type) and (
+        issubclass(obj, np.generic) or isinstance(getattr(obj, "dtype", None), np.dtype)
+    )
 
 
 def to_plain(obj: Any) -> Any:

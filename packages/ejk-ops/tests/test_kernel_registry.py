@@ -1,0 +1,415 @@
+import sys
+import threading
+from importlib.metadata import EntryPoint
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from ejkernel.ops import (
+    Backend,
+    EjkernelWarning,
+    Implementation,
+    KernelNotFound,
+    KernelNotSupported,
+    KernelRegistry,
+    KernelSpec,
+    Platform,
+    interpret_mode,
+    kernel_registry,
+)
+
+
+def on(kind, platform, cores=None):
+    """As if the target device were the one described."""
+    device = AbstractDevice(kind, cores, platform)
+    return use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def h200():
+    return on("NVIDIA H200", "gpu", 132)
+
+
+def mi300():
+    return on("AMD Instinct MI300X", "gpu", 304)
+
+
+def v5e():
+    return on("TPU v5 lite", "tpu", 1)
+
+
+def add(registry, platform, backend, priority=0, algorithm="op", **options):
+    @registry.register(algorithm, platform, backend, priority, **options)
+    def op(q, k, bias=None, *, causal=False, cfg=None):
+        return platform
+
+    return op
+
+
+@pytest.fixture
+def registry():
+    return KernelRegistry()
+
+
+def test_register_returns_the_function_and_get_finds_it(registry):
+    op = add(registry, "xla", "any", algorithm="Op")
+    assert registry.get("OP") is registry.get("op", "XLA") is registry.get("op", "auto") is op
+    assert registry.get("op", Platform.XLA, Backend.ANY) is op
+    (record,) = registry.list_implementations("oP")
+    assert isinstance(record, Implementation) and KernelSpec is Implementation
+    assert (record.algorithm, record.platform, record.backend) == ("op", "xla", "any")
+    assert record.fn is op and record.differentiable and record.version == 1
+    with pytest.raises(AttributeError):
+        record.priority = 3
+
+
+def test_auto_takes_what_the_hardware_can_run(registry):
+    xla = add(registry, "xla", "any")
+    triton = add(registry, "triton", "gpu", 100)
+    tpu = add(registry, "pallas", "tpu", 100)
+    mosaic = add(registry, "pallas", "gpu", 50)
+    cuda = add(registry, "cuda", "gpu", 120)
+    assert registry.get("op") is xla
+    with h200():
+        assert registry.get("op") is cuda
+        assert registry.get("op", "triton") is triton
+        assert registry.get("op", "pallas") is mosaic
+        assert registry.get("op", "xla") is xla
+    with mi300():
+        assert registry.get("op") is triton
+        with pytest.raises(KernelNotSupported, match="NVIDIA"):
+            registry.get("op", "cuda")
+    with v5e():
+        assert registry.get("op") is tpu is registry.get("op", "pallas")
+
+
+def test_ties_go_to_the_native_platform_then_to_the_first(registry):
+    add(registry, "cuda", "gpu", 50)
+    add(registry, "pallas", "gpu", 50)
+    with h200():
+        assert registry.get("op")(0, 0) == "cuda"
+        add(registry, "triton", "gpu", 50)
+        assert registry.get("op")(0, 0) == "triton"
+
+
+def test_backend_filters(registry):
+    xla = add(registry, "xla", "any")
+    special = add(registry, "xla", "cpu", 10)
+    assert registry.get("op") is special
+    assert registry.get("op", backend="cpu") is special
+    assert registry.get("op", backend="gpu") is xla
+    with h200():
+        assert registry.get("op") is xla
+
+
+def test_supports_is_asked_for_the_call(registry):
+    add(registry, "xla", "any", supports=lambda inv: None)
+    add(registry, "xla", "cpu", 10, supports=lambda inv: "no bias" if inv == "bias" else None)
+    assert registry.resolve("op", inv="bias").backend == "any"
+    assert registry.resolve("op", inv="plain").backend == "cpu"
+    assert registry.resolve("op").backend == "cpu"
+    survey = registry.survey("op", inv="bias")
+    assert [(i.backend.value, reason) for i, reason in survey.refused] == [("cpu", "no bias")]
+
+
+def test_auto_with_nobody_supporting_gives_every_reason(registry):
+    add(registry, "xla", "any", supports=lambda inv: "bias must be rank 4")
+    add(registry, "triton", "gpu", 100)
+    with pytest.raises(KernelNotSupported) as caught:
+        registry.get("op", inv=object())
+    assert "bias must be rank 4" in str(caught.value) and "needs a gpu" in str(caught.value)
+    assert caught.value.algorithm == "op" and caught.value.platform is None
+
+
+def test_forced_platform_never_falls_through(registry):
+    add(registry, "xla", "any")
+    add(registry, "triton", "gpu", 100, supports=lambda inv: "no gradient of a dense bias")
+    with h200(), pytest.raises(KernelNotSupported) as caught:
+        registry.get("op", "triton", inv=object())
+    error = caught.value
+    assert (error.algorithm, error.platform, error.argument) == ("op", "triton", "bias")
+    assert (error.reason, error.nearest) == ("no gradient of a dense bias", "xla")
+
+
+def test_forced_platform_without_its_hardware_names_the_device(registry):
+    add(registry, "xla", "any")
+    add(registry, "triton", "gpu", 100)
+    with pytest.raises(KernelNotSupported, match=r"needs a gpu.*cpu") as caught:
+        registry.get("op", "triton")
+    assert (caught.value.argument, caught.value.nearest) == ("platform", "xla")
+
+
+def test_interpretation_serves_forced_platforms_only(registry, monkeypatch):
+    xla = add(registry, "xla", "any")
+    mosaic = add(registry, "pallas", "gpu", 50)
+    tpu = add(registry, "pallas", "tpu", 50)
+    triton = add(registry, "triton", "gpu", 100)
+    add(registry, "cuda", "gpu", 100)
+    with interpret_mode():
+        assert registry.get("op") is xla
+        assert registry.get("op", "pallas") is tpu
+        assert registry.get("op", "triton") is triton
+        with pytest.raises(KernelNotSupported):
+            registry.get("op", "cuda")
+    monkeypatch.setenv("EJKERNEL_INTERPRET", "1")
+    assert registry.get("op", "pallas") is tpu
+    with h200():
+        assert registry.get("op", "pallas") is mosaic
+
+
+def test_unknown_algorithm_and_unregistered_platform(registry):
+    add(registry, "xla", "any")
+    with pytest.raises(KernelNotFound, match=r"'flesh' is unknown: registered are op;.*pip"):
+        registry.get("flesh")
+    with h200():
+        with pytest.raises(KernelNotFound, match=r"op/xla/any.*pip install ejk-kernels-triton"):
+            registry.get("op", "triton")
+    # neither registered nor runnable here: both errors at once
+    with pytest.raises(KernelNotFound):
+        registry.get("op", "triton")
+    with pytest.raises(KernelNotSupported, match="needs a gpu"):
+        registry.get("op", "triton")
+    with pytest.raises(ValueError, match="auto, triton, pallas, xla, cuda"):
+        registry.get("op", "cudnn")
+
+
+@pytest.mark.parametrize(
+    ("platform", "backend"),
+    [
+        ("triton", "any"),
+        ("cuda", "any"),
+        ("pallas", "any"),
+        ("triton", "tpu"),
+        ("cuda", "cpu"),
+        ("pallas", "cpu"),
+        ("auto", "any"),
+        (None, "any"),
+        ("xla", None),
+        ("xla", "npu"),
+    ],
+)
+def test_illegal_registrations(registry, platform, backend):
+    with pytest.raises(ValueError, match=r"platform|backend"):
+        add(registry, platform, backend)
+
+
+def test_twice_needs_replace(registry):
+    add(registry, "xla", "any")
+    with pytest.raises(ValueError, match="op/xla/any is registered already"):
+        add(registry, "xla", "any", algorithm="OP")
+    newer = add(registry, "xla", "any", replace=True)
+    assert registry.get("op") is newer
+    assert len(registry.list_implementations("op")) == 1
+
+
+def test_signatures_must_agree_when_registering(registry):
+    add(registry, "xla", "any")
+
+    def register(fn):
+        with pytest.raises(ValueError, match="op/xla/cpu") as caught:
+            registry.register("op", "xla", "cpu")(fn)
+        return str(caught.value)
+
+    assert "lacks parameter 'causal'" in register(lambda q, k, bias=None, *, cfg: 0)
+    assert "unknown parameter 'mask'" in register(
+        lambda q, k, bias=None, *, causal=False, mask=None, cfg: 0
+    )
+    assert "order" in register(lambda k, q, bias=None, *, causal=False, cfg: 0)
+    assert "'causal' is positional or keyword" in register(
+        lambda q, k, bias=None, causal=False, *, cfg: 0
+    )
+    assert "needs a keyword parameter 'cfg'" in register(lambda q, k, bias=None, *, causal=False: 0)
+    assert "needs a keyword parameter 'cfg'" in register(
+        lambda q, k, bias=None, *, causal=False, **cfg: 0
+    )
+    assert "positional-only" in register(lambda q, /, k, bias=None, *, causal=False, cfg=None: 0)
+    registry.register("op", "xla", "cpu")(lambda q, k, bias=None, cfg=None, *, causal=False: 0)
+
+
+def test_validate_signatures_lists_defaults_and_annotations(registry):
+    @registry.register("op", "xla", "any")
+    def first(q, k: int, scale: float = 1.0, *, cfg=None):
+        return q
+
+    assert registry.validate_signatures() == []
+
+    @registry.register("op", "xla", "cpu")
+    def second(q, k: str, scale: float = 2.0, *, cfg):
+        return q
+
+    lines = registry.validate_signatures("OP")
+    assert len(lines) == 2 and all("op/xla/cpu differs from op/xla/any" in line for line in lines)
+    assert "'k' is annotated str, expected int" in lines[0]
+    assert "'scale' has default 2.0, expected default 1.0" in lines[1]
+
+
+def test_describe_and_listing(registry):
+    assert registry.describe() == "nothing registered" and registry.list_algorithms() == []
+    add(registry, "xla", "any", algorithm="b", version=3)
+    add(registry, "triton", "gpu", 100, algorithm="a", differentiable=False)
+    assert registry.list_algorithms() == ["a", "b"]
+    assert registry.list_implementations("c") == []
+    lines = registry.describe().splitlines()
+    assert lines[0].split() == "algorithm platform backend priority gradients version".split()
+    assert lines[1].split() == ["a", "triton", "gpu", "100", "no", "1"]
+    assert lines[2].split() == ["b", "xla", "any", "0", "yes", "3"]
+    assert "'z'" in registry.describe("z")
+
+
+def test_config_tables(registry, tmp_path):
+    registry.add_config_table(str(tmp_path / "a.json"))
+    registry.add_config_table(tmp_path / "a.json")
+    assert registry.config_tables == (tmp_path / "a.json",)
+
+
+# Lazy registration
+
+MODULE = """
+def op(q, k, bias=None, *, causal=False, cfg=None): return "lazy"
+def other(q, *, cfg=None): return "other"
+def supports(inv): return None if inv == "fine" else "not fine"
+def heuristic(inv): return {"q_tile": 64}
+"""
+
+
+@pytest.fixture
+def lazy_module(tmp_path, monkeypatch):
+    name = f"lazy_kernels_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_lazy_registration_imports_on_use(registry, lazy_module):
+    registry.register_lazy(
+        "op",
+        "xla",
+        "any",
+        target=f"{lazy_module}:op",
+        supports=f"{lazy_module}:supports",
+        heuristic=f"{lazy_module}:heuristic",
+        version=2,
+    )
+    (record,) = registry.list_implementations("op")
+    assert registry.survey("op").usable == (record,)
+    assert lazy_module not in sys.modules and not record.loaded
+    assert registry.get("op", inv="fine")(1, 2) == "lazy"
+    assert record.loaded and record.version == 2
+    assert record.heuristic("fine") == {"q_tile": 64}
+    with pytest.raises(KernelNotSupported, match="not fine"):
+        registry.get("op", inv="call")
+
+
+def test_lazy_signature_is_checked_on_first_use(registry, lazy_module):
+    add(registry, "xla", "any")
+    registry.register_lazy("op", "xla", "cpu", 5, target=f"{lazy_module}:other")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="op/xla/cpu differs from op/xla/any"):
+            registry.get("op")
+    assert any("lacks parameter 'k'" in line for line in registry.validate_signatures())
+
+
+def test_a_broken_lazy_module_is_passed_over_with_one_warning(registry, lazy_module):
+    xla = add(registry, "xla", "any")
+    registry.register_lazy("op", "xla", "cpu", 5, target="no_such_module_here:op")
+    registry.register_lazy("op2", "xla", "any", target=f"{lazy_module}:missing")
+    with pytest.warns(EjkernelWarning, match="no_such_module_here") as caught:
+        assert registry.get("op") is xla is registry.get("op")
+    assert len(caught) == 1
+    with pytest.warns(EjkernelWarning), pytest.raises(KernelNotSupported) as failed:
+        registry.get("op2")
+    assert isinstance(failed.value.__cause__, ImportError)
+    assert "missing" in str(failed.value)
+
+
+@pytest.mark.parametrize("target", ["module", "module:", ":f", "a b:f", "m:f:g"])
+def test_lazy_target_must_name_a_function(registry, target):
+    with pytest.raises(ValueError, match=r"expected 'package.module:function'"):
+        registry.register_lazy("op", "xla", "any", target=target)
+
+
+# Discovery
+
+PACKAGE = """
+import sys
+loads = []
+def make(platform, backend, priority):
+    def register(registry):
+        loads.append(platform)
+        @registry.register("op", platform, backend, priority)
+        def op(q, *, cfg=None): return platform
+    return register
+xla, triton, cuda = make("xla", "any", 0), make("triton", "gpu", 100), make("cuda", "gpu", 50)
+def broken(registry):
+    registry.register("half", "triton", "gpu")(lambda q, *, cfg=None: q)
+    raise RuntimeError("no driver")
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    name = f"kernel_package_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def discovering(package, **functions):
+    points = tuple(
+        EntryPoint(name, f"{package}:{function}", "ejkernel.kernels")
+        for name, function in functions.items()
+    )
+    return KernelRegistry(discover=lambda: points)
+
+
+def test_packages_are_loaded_when_they_may_be_needed(package):
+    registry = discovering(package, triton="triton", cuda="cuda", xla="xla")
+    assert registry.installed() == ("triton", "cuda", "xla") and package not in sys.modules
+    assert registry.get("op")(0) == "xla"
+    assert sys.modules[package].loads == ["xla"]
+    with pytest.raises(KernelNotSupported):
+        registry.get("op", "cuda")
+    with h200():
+        assert registry.get("op")(0) == "triton"
+    assert sorted(sys.modules[package].loads) == ["cuda", "triton", "xla"]
+
+
+def test_every_package_is_loaded_once_also_by_threads(package):
+    registry = discovering(package, xla="xla")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(registry.get("op"))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 8 and len(set(found)) == 1
+    assert sys.modules[package].loads == ["xla"]
+
+
+def test_a_failing_package_warns_for_auto_and_raises_when_forced(package):
+    registry = discovering(package, triton="broken", xla="xla")
+    assert registry.get("op")(0) == "xla"
+    with h200():
+        with pytest.warns(EjkernelWarning, match=r"'triton'.*no driver") as caught:
+            assert registry.get("op")(0) == registry.get("op")(0) == "xla"
+        assert len(caught) == 1
+        with pytest.raises(KernelNotSupported, match="no driver") as failed:
+            registry.get("op", "triton")
+    assert isinstance(failed.value.__cause__, RuntimeError)
+    assert isinstance(registry.failure("triton"), RuntimeError)
+    assert "half" not in registry.list_algorithms()
+
+
+def test_a_missing_entry_point_target_is_a_failure(package):
+    registry = discovering(package, triton="nowhere", xla="xla")
+    with h200(), pytest.warns(EjkernelWarning, match="nowhere"):
+        assert registry.get("op")(0) == "xla"
+
+
+def test_the_shared_registry_is_exported():
+    import ejkernel.ops
+    from ejkernel.ops.kernel_registry import kernel_registry as same
+
+    assert kernel_registry is same is ejkernel.ops.kernel_registry
+    assert isinstance(kernel_registry, KernelRegistry)
