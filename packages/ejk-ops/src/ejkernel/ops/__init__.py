@@ -6,6 +6,18 @@ Importing it starts no device and changes no setting.
 from ejkernel.ops._version import __version__
 from ejkernel.ops.config.cache import ConfigCache, overlay_cache, policy_override
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.selection import (
+    AutotunePolicy,
+    Choice,
+    ConfigChooser,
+    ConfigSelectorChain,
+)
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.core.keys import default_key_builder_with_sharding
+from ejkernel.ops.core.registered import RegisteredKernel
+from ejkernel.ops.core.support import Support
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import (
     AutotuneError,
     ConfigError,
@@ -16,11 +28,25 @@ from ejkernel.ops.errors import (
     KernelUnavailable,
     NoConfigError,
 )
+from ejkernel.ops.execution.batch import pmap_with_config, vmap_with_config
+from ejkernel.ops.execution.default import create_default_executor, get_default_executor
+from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.execution.explanation import Explanation
+from ejkernel.ops.execution.tuning import (
+    Autotuner,
+    AutotuneResult,
+    Trial,
+    Tuner,
+    autotune,
+    autotune_recorded,
+    benchmark,
+)
 from ejkernel.ops.implementation import Implementation, KernelSpec
 from ejkernel.ops.interpret import interpret_mode
 from ejkernel.ops.kernel_registry import KernelRegistry, kernel_registry
 from ejkernel.ops.params import BwdParams, FwdParams, OpConfig
 from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation
 from ejkernel.ops.utils.device import (
     device_fingerprint,
     device_kind,
@@ -44,14 +70,25 @@ from ejkernel.ops.utils.sharding import sharding_fingerprint
 
 __all__ = [
     "AutotuneError",
+    "AutotunePolicy",
+    "AutotuneResult",
+    "Autotuner",
     "Backend",
     "BwdParams",
+    "Cfg",
+    "Choice",
     "ConfigCache",
+    "ConfigChooser",
     "ConfigError",
+    "ConfigSelectorChain",
     "EjkernelWarning",
+    "Executor",
+    "Explanation",
     "FwdParams",
     "Implementation",
     "InvalidArgument",
+    "Invocation",
+    "Kernel",
     "KernelNotFound",
     "KernelNotSupported",
     "KernelRegistry",
@@ -59,25 +96,42 @@ __all__ = [
     "KernelUnavailable",
     "NoConfigError",
     "OpConfig",
+    "Out",
     "PersistentCache",
     "Platform",
+    "RegisteredKernel",
+    "Resolved",
+    "Support",
+    "Trial",
+    "Tuner",
     "__version__",
     "abstractify",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+    "clear_invocations",
+    "create_default_executor",
+    "default_key_builder_with_sharding",
     "device_fingerprint",
     "device_kind",
     "extract_labels_from_hlo_text",
     "find_labels_in_lowered",
     "from_json",
+    "get_default_executor",
     "get_device_platform",
+    "get_invocations",
     "interpret_mode",
     "kernel_registry",
     "label",
     "labels_to_configs",
     "overlay_cache",
+    "pmap_with_config",
     "policy_override",
+    "record_invocation",
     "sharding_fingerprint",
     "short_hash",
     "stable_json",
     "target_device",
     "to_json",
+    "vmap_with_config",
 ]

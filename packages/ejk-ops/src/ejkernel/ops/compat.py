@@ -1,0 +1,32 @@
+"""The one place that knows differences between JAX versions and JAX's inner modules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax._src import distributed, mesh
+
+
+class Coordination(NamedTuple):
+    """JAX's coordination service as this process sees it."""
+
+    client: Any
+    process_id: int
+    num_processes: int
+
+
+def coordination() -> Coordination | None:
+    """The coordination service of a job of several processes, None in a job of one.
+
+    ``jax.distributed`` offers no public handle to its key-value store. Starts no backend.
+    """
+    state = distributed.global_state
+    count = state.num_processes or 1
+    if count < 2:
+        return None
+    return Coordination(state.client, int(state.process_id or 0), int(count))
+
+
+def ambient_mesh() -> tuple[Any, Any]:
+    """The meshes in force here: of ``jax.set_mesh``, and of ``with mesh:``, which is older."""
+    return mesh.get_abstract_mesh(), mesh.thread_resources.env.physical_mesh

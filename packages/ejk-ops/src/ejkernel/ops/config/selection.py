@@ -1,0 +1,328 @@
+"""The seven tiers by which a call gets its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from ejkernel.ops import env
+from ejkernel.ops.config.cache import ConfigCache, autotune_override, find_overlay
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.tables import nearest_configs
+from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.errors import (
+    ConfigError,
+    KernelNotFound,
+    KernelNotSupported,
+    NoConfigError,
+)
+from ejkernel.ops.platforms import parse_platform
+from ejkernel.ops.utils.device import target_device
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.kernel import Kernel
+
+TIERS = ("override", "overlay", "memory", "persistent", "autotune", "heuristics", "error")
+
+Event = Callable[[str, dict[str, Any]], None]
+
+
+@runtime_checkable
+class ConfigChooser(Protocol):
+    """Anything that can give a config for a call. Ready-made: ConfigSelectorChain."""
+
+    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+        """The config for ``inv``."""
+        ...
+
+
+@dataclass(frozen=True)
+class AutotunePolicy:
+    """Whether and how to tune.
+
+    Attributes:
+        autotune: True or False; None = ``EJKERNEL_AUTOTUNE_POLICY``.
+        num_warmup, num_iters: calls before and during the timing of a candidate.
+        validate_backward: whether gradients are compared too; None = for kernels that have some.
+        budget_s: seconds per key; None = ``EJKERNEL_AUTOTUNE_BUDGET_S``.
+    """
+
+    autotune: bool | None = None
+    num_warmup: int = 3
+    num_iters: int = 10
+    validate_backward: bool | None = None
+    budget_s: float | None = None
+
+    def enabled(self) -> bool:
+        """The innermost ``policy_override``, else ``autotune``, else the variable."""
+        override = autotune_override()
+        if override is not None:
+            return override
+        if self.autotune is not None:
+            return self.autotune
+        return env.autotune_policy() == "autotune"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config and where it comes from.
+
+    Attributes:
+        cfg: the config; None for kernels without tunables, and when ``tier`` is "error".
+        tier: one of ``TIERS``.
+        key: cache key of the call.
+        answers: what each tier said that was asked, in order.
+        error: what tier "error" would raise.
+    """
+
+    cfg: Any
+    tier: str
+    key: str
+    answers: tuple[tuple[str, str], ...] = ()
+    error: Exception | None = None
+
+
+@dataclass
+class _Search:
+    """One walk through the tiers."""
+
+    inv: Invocation
+    kernel: Kernel[Any, Any]
+    dry: bool
+    answers: list[tuple[str, str]] = field(default_factory=list)
+
+    def miss(self, tier: str, answer: str) -> None:
+        self.answers.append((tier, answer))
+
+    def hit(self, tier: str, cfg: Any, answer: str) -> Choice:
+        return Choice(cfg, tier, self.inv.key, (*self.answers, (tier, answer)))
+
+
+class ConfigSelectorChain:
+    """Asks seven tiers in order; the first that knows a config wins.
+
+    override (explicit ``cfg=``, never stored), overlay (``overlay_cache``), memory (``cache``),
+    persistent (``persistent``, then tables shipped with kernel packages; copied to memory),
+    autotune (times ``config_space``; stored in memory and persistent), heuristics
+    (``heuristic_cfg``; never stored), error.
+
+    Args:
+        cache: configs in memory; None = a new one.
+        persistent: configs on disk; None = no such tier of the user's.
+        autotune: whether to tune when nothing is stored; None = ``EJKERNEL_AUTOTUNE_POLICY``.
+            An AutotunePolicy says also how.
+        on_event: called with an event name and its details: one of "override", "overlay",
+            "memory", "persistent", "autotune_start", "autotune_candidate", "autotune_finish",
+            "heuristics", "error". Tiers that miss emit nothing.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        persistent: PersistentCache | None = None,
+        autotune: bool | AutotunePolicy | None = None,
+        on_event: Event | None = None,
+    ):
+        if autotune is not None and not isinstance(autotune, (bool, AutotunePolicy)):
+            raise TypeError(f"autotune must be a bool or None, got {autotune!r}")
+        self.cache = ConfigCache() if cache is None else cache
+        self.persistent = persistent
+        self.policy = autotune if isinstance(autotune, AutotunePolicy) else AutotunePolicy(autotune)
+        self.on_event = on_event
+
+    @property
+    def state(self) -> Hashable:
+        """Equal states (and equal surroundings) give equal choices; None = cannot tell."""
+        memory = getattr(self.cache, "state", None)
+        disk = 0 if self.persistent is None else getattr(self.persistent, "version", None)
+        return None if memory is None or disk is None else (memory, disk, self.policy)
+
+    # ---- choosing ------------------------------------------------------------------------
+
+    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+        """The config for ``inv``.
+
+        Raises:
+            NoConfigError: the kernel declares tunables and no tier has a config.
+            AutotuneError: every candidate failed, or processes could not agree.
+        """
+        return self.decide(inv, kernel).cfg
+
+    def decide(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any = None) -> Choice:
+        """As ``choose``, with the tier; an explicit ``cfg`` wins and is never stored."""
+        search = _Search(bind_abstract(inv), kernel, dry=False)
+        found = self._fast_tiers(search, cfg)
+        if found is None:
+            from ejkernel.ops.execution.multihost import peers
+
+            group = peers() if kernel.has_tunables else None
+            if group is None:
+                found = self._slow_tiers(search)
+            else:
+                found = group.agree(
+                    search.inv, self.policy.enabled(), lambda: self._slow_tiers(search)
+                )
+                if found.tier in ("persistent", "autotune"):
+                    self.cache.put(found.key, found.cfg)
+        if found.error is not None:
+            self._emit("error", search, error=found.error)
+            raise found.error
+        if found.tier != "autotune":
+            self._emit(found.tier, search, cfg=found.cfg)
+        return found
+
+    def preview(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any = None) -> Choice:
+        """What ``decide`` would do, without tuning, storing or events."""
+        search = _Search(bind_abstract(inv), kernel, dry=True)
+        return self._fast_tiers(search, cfg) or self._slow_tiers(search)
+
+    def store(self, key: str, cfg: Any, facts: Any = None) -> None:
+        """Put a tuned config into the memory and persistent tiers."""
+        self.cache.put(key, cfg)
+        if self.persistent is None:
+            return
+        if isinstance(self.persistent, PersistentCache):
+            self.persistent.put(key, cfg, facts=facts)
+        else:
+            self.persistent.put(key, cfg)
+
+    # ---- tiers ---------------------------------------------------------------------------
+
+    def _fast_tiers(self, search: _Search, cfg: Any) -> Choice | None:
+        """Override, overlay, memory: what each process has by itself."""
+        kernel, inv = search.kernel, search.inv
+        if cfg is not None:
+            return search.hit("override", kernel.convert_config(cfg, inv), "explicit cfg")
+        search.miss("override", "no cfg was given")
+        cfg = find_overlay(inv.key, kernel.name)
+        if cfg is not None:
+            return search.hit("overlay", kernel.convert_config(cfg, inv), "hit")
+        search.miss("overlay", "no overlay has the key or the kernel's name")
+        return self._memory(search)
+
+    def _memory(self, search: _Search) -> Choice | None:
+        cfg = self.cache.get(search.inv.key)
+        if cfg is not None:
+            return search.hit("memory", search.kernel.convert_config(cfg, search.inv), "hit")
+        search.miss("memory", f"key not among the {len(self.cache)} stored")
+        return None
+
+    def _slow_tiers(self, search: _Search) -> Choice:
+        """Persistent, autotune, heuristics, error."""
+        if search.dry or not hasattr(self.cache, "tuning"):
+            return self._persistent(search) or self._tune(search) or self._heuristics(search)
+        with self.cache.tuning(search.inv.key):
+            # another thread may have found one while this one waited
+            cfg = self.cache.get(search.inv.key)
+            if cfg is not None:
+                return search.hit("memory", cfg, "hit, found by another thread")
+            found = self._persistent(search) or self._tune(search)
+        return found or self._heuristics(search)
+
+    def _persistent(self, search: _Search) -> Choice | None:
+        kernel, inv = search.kernel, search.inv
+        cfg, answer = None, "no persistent cache"
+        if self.persistent is not None:
+            answer = "key not on disk"
+            if isinstance(self.persistent, PersistentCache):
+                cfg = self.persistent.get(inv.key, cls=kernel.config_cls)
+            else:
+                cfg = self.persistent.get(inv.key)
+            if cfg is not None:
+                refusal = _refusal(kernel, cfg, inv)
+                cfg, answer = (cfg, "hit") if refusal is None else (None, f"not used: {refusal}")
+        if cfg is None:
+            for shipped, distance in self._shipped(search):
+                if _refusal(kernel, shipped, inv) is None:
+                    cfg, answer = shipped, f"shipped table, {distance:.2g} octaves away"
+                    break
+        if cfg is None:
+            search.miss("persistent", answer)
+            return None
+        cfg = kernel.convert_config(cfg, inv)
+        if not search.dry:
+            self.cache.put(inv.key, cfg)
+        return search.hit("persistent", cfg, answer)
+
+    def _shipped(self, search: _Search) -> Any:
+        tables = search.kernel.config_tables(search.inv)
+        if not tables:
+            return ()
+        payload = search.inv.info.get("payload")
+        return nearest_configs(tables, payload, search.kernel.config_cls) if payload else ()
+
+    def _tune(self, search: _Search) -> Choice | None:
+        kernel, inv = search.kernel, search.inv
+        if not self.policy.enabled():
+            search.miss("autotune", "switched off")
+            return None
+        if not kernel.has_tunables:
+            search.miss("autotune", "the kernel has no tunables")
+            return None
+        configs = [c for c in kernel.config_space(inv) if _refusal(kernel, c, inv) is None]
+        if len(configs) < 2:
+            search.miss("autotune", f"{len(configs)} candidates, nothing to compare")
+            return None
+        target = target_device()
+        if not target.present:
+            search.miss("autotune", f"target device {target.name!r} is not present")
+            return None
+        if search.dry:
+            return search.hit("autotune", None, f"would time {len(configs)} candidates")
+        from ejkernel.ops.execution.tuning import Autotuner
+
+        self._emit("autotune_start", search, candidates=len(configs))
+        tuner = Autotuner(
+            self.policy,
+            on_trial=lambda trial, index, total: self._emit(
+                "autotune_candidate",
+                search,
+                cfg=trial.cfg,
+                ms=trial.ms,
+                error=trial.error,
+                index=index,
+                total=total,
+            ),
+        )
+        result = tuner.tune(inv, configs)
+        self.store(inv.key, result.best, inv.info.get("payload"))
+        self._emit("autotune_finish", search, cfg=result.best, ms=result.best_ms, result=result)
+        return search.hit("autotune", result.best, f"best of {len(result.trials)} candidates")
+
+    def _heuristics(self, search: _Search) -> Choice:
+        kernel, inv = search.kernel, search.inv
+        if not kernel.has_tunables:
+            return search.hit("heuristics", None, "the kernel has no tunables")
+        try:
+            cfg = kernel.heuristic_cfg(inv)
+        except KernelNotSupported:
+            raise
+        except NotImplementedError as error:
+            search.miss("heuristics", str(error) or "heuristic_cfg is not implemented")
+        else:
+            if cfg is not None:
+                return search.hit("heuristics", kernel.convert_config(cfg, inv), "hit")
+            search.miss("heuristics", "heuristic_cfg returned None")
+        told = "".join(f"\n  {tier}: {answer}" for tier, answer in search.answers)
+        error = NoConfigError(f"no config for kernel {kernel.name!r}, key {inv.key!r}:{told}")
+        return Choice(None, "error", inv.key, tuple(search.answers), error)
+
+    def _emit(self, event: str, search: _Search, **details: Any) -> None:
+        if self.on_event is not None:
+            self.on_event(event, {"kernel": search.kernel.name, "key": search.inv.key, **details})
+
+
+def _refusal(kernel: Kernel[Any, Any], cfg: Any, inv: Invocation) -> str | None:
+    """Why a stored or proposed config cannot serve this call, None when it can."""
+    try:
+        cfg = kernel.convert_config(cfg, inv)
+        wanted = parse_platform(inv.info.get("requested_platform"))
+        named = kernel.config_platform(cfg)
+        if wanted is not None and named is not None and named is not wanted:
+            return f"it is for platform {named.value!r}, {wanted.value!r} was asked for"
+        kernel.implementation(inv, wanted or named)
+    except (ConfigError, TypeError, ValueError, KernelNotSupported, KernelNotFound) as error:
+        return str(error)
+    return None

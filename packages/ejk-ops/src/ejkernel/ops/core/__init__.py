@@ -1,0 +1,1 @@
+"""Kernels, the description of a call, keys, and how gradients are wired."""

@@ -1,0 +1,69 @@
+"""Abstract evaluation of the first steps of a call: what a kernel will see, without arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.utils.serialization import abstractify
+
+
+class _Reached(Exception):
+    """Carries the local invocation out of an abandoned trace."""
+
+    def __init__(self, inv: Invocation):
+        super().__init__("reached")
+        self.inv = inv
+
+
+def bind_abstract(
+    inv: Invocation, mesh: Any = None, in_specs: Any = None, out_specs: Any = None
+) -> Invocation:
+    """The invocation that implementations see: bound, canonical, of one shard under a mesh.
+
+    Only shapes are evaluated. The trace is abandoned as soon as the local call is known, so that
+    nothing of the kernel itself is traced. The result keeps the key of ``inv``.
+
+    Raises:
+        Whatever ``kernel.prepare``, ``kernel.bind`` or ``kernel.distribute`` raise.
+    """
+    if inv.info.get("bound"):
+        return inv
+    kernel = inv.kernel
+    if not inv.info.get("prepared"):
+        args, kwargs = kernel.prepare(inv.args, dict(inv.kwargs or {}))
+        inv = inv.replace(args=args, kwargs=kwargs, prepared=True)
+    inv = inv.replace(key=inv.key, payload=inv.payload)
+    distributed = kernel.distributes_always or not (mesh is in_specs is out_specs is None)
+    if not distributed and not _overrides_bind(kernel):
+        return inv.abstract().replace(bound=True)
+
+    leaves, treedef = jax.tree_util.tree_flatten((inv.abstract_args, inv.abstract_kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def reach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise _Reached(inv.replace(args=abstractify(args), kwargs=abstractify(kwargs), bound=True))
+
+    def steps(*arrays: Any) -> Any:
+        concrete = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            concrete[position] = array
+        args, kwargs = kernel.bind(*jax.tree_util.tree_unflatten(treedef, concrete))
+        if distributed:
+            return kernel.distribute(args, kwargs, mesh, in_specs, out_specs, reach)
+        return reach(args, kwargs)
+
+    try:
+        jax.eval_shape(steps, *(leaves[i] for i in positions))
+    except _Reached as reached:
+        return reached.inv
+    raise TypeError(f"{kernel.name}.distribute returned without running the call")
+
+
+def _overrides_bind(kernel: Any) -> bool:
+    from ejkernel.ops.core.kernel import Kernel
+
+    return type(kernel).bind is not Kernel.bind or "bind" in vars(kernel)

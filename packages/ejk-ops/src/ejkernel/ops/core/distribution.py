@@ -1,0 +1,72 @@
+"""Distribution of a kernel over a mesh by given partition specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ejkernel.ops.core.keys import is_array
+
+
+def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) -> None:
+    """Raises ValueError for a mesh without specs or specs without a mesh."""
+    if mesh is not None and in_specs is None:
+        raise ValueError(
+            f"{name}: mesh was given without in_specs: expected one PartitionSpec per array "
+            "argument, e.g. in_specs=(PartitionSpec('dp'), ...)"
+        )
+    if mesh is None and (in_specs is not None or out_specs is not None):
+        given = "in_specs" if in_specs is not None else "out_specs"
+        raise ValueError(f"{name}: {given} was given without mesh")
+    if in_specs is None:
+        return
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
+        raise ValueError(
+            f"{name}: in_specs must be a sequence of PartitionSpec or None, got {in_specs!r}"
+        )
+    for index, spec in enumerate(in_specs):
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f"{name}: in_specs[{index}] must be a PartitionSpec or None, got {spec!r}"
+            )
+
+
+def distribute_by_specs(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Any,
+    in_specs: Any,
+    out_specs: Any,
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+) -> Any:
+    """``call`` under ``jax.shard_map``; specs follow the array leaves, the rest is replicated."""
+    check_mesh_and_specs(name, mesh, in_specs, out_specs)
+    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    specs = [PartitionSpec() if spec is None else spec for spec in in_specs]
+    if len(specs) > len(positions):
+        raise ValueError(
+            f"{name}: in_specs has {len(specs)} entries, but the call has "
+            f"{len(positions)} array arguments"
+        )
+    specs += [PartitionSpec()] * (len(positions) - len(specs))
+    if out_specs is None:
+        out_specs = specs[0] if specs else PartitionSpec()
+    elif not isinstance(out_specs, PartitionSpec):
+        out_specs = tuple(out_specs)
+
+    def shard(*arrays: Any) -> Any:
+        local = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            local[position] = array
+        local_args, local_kwargs = jax.tree_util.tree_unflatten(treedef, local)
+        return call(local_args, local_kwargs)
+
+    mapped = jax.shard_map(
+        shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
+    )
+    return mapped(*(leaves[i] for i in positions))

@@ -1,0 +1,137 @@
+"""Invocation: everything that is known about one call of a kernel before it runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops.core.keys import key_payload, payload_key
+from ejkernel.ops.utils.device import device_fingerprint
+from ejkernel.ops.utils.serialization import abstractify
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Kernel
+
+EXECUTOR_KEYWORDS = ("cfg", "platform", "mesh", "in_specs", "out_specs")
+"""Keywords that belong to the executor, not to the kernel."""
+
+
+@dataclass(frozen=True, eq=False)
+class Invocation:
+    """One call of a kernel: its arguments and what the executor knows about it.
+
+    Attributes:
+        kernel: the kernel that is called.
+        args: positional arguments. Arrays, tracers or ShapeDtypeStructs besides static values.
+        kwargs: keyword arguments, without those of the executor.
+        metadata: anything the caller wants to keep with the call; stored as given, never read.
+        info: what the executor knows, e.g. ``requested_platform``, ``platform``, ``mesh_axes``,
+            ``in_specs``, ``out_specs``. Empty when the invocation was made by hand.
+    """
+
+    kernel: Kernel[Any, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    metadata: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict, kw_only=True, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+        object.__setattr__(self, "info", MappingProxyType(dict(self.info)))
+
+    @functools.cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments by name, defaults of the kernel's ``run`` applied, without ``cfg``.
+
+        Raises:
+            TypeError: the arguments do not fit the signature of ``run``.
+        """
+        return MappingProxyType(bind_by_name(self.kernel, self.args, self.kwargs or {}))
+
+    @functools.cached_property
+    def abstract_args(self) -> tuple[Any, ...]:
+        """Positional arguments with every array as a ``jax.ShapeDtypeStruct`` (with sharding)."""
+        return abstractify(self.args)
+
+    @functools.cached_property
+    def abstract_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments with every array as a ``jax.ShapeDtypeStruct`` (with sharding)."""
+        return abstractify(dict(self.kwargs or {}))
+
+    @functools.cached_property
+    def device_fingerprint(self) -> str:
+        """The device that the call is meant for, equal for equal devices."""
+        return self.info.get("device_fingerprint") or device_fingerprint()
+
+    @functools.cached_property
+    def payload(self) -> Mapping[str, Any]:
+        """What the key hashes, as JSON values."""
+        known = self.info.get("payload")
+        if known is not None:
+            return known
+        if not self.info.get("prepared"):
+            args, kwargs = self.kernel.prepare(self.args, dict(self.kwargs or {}))
+            return self.replace(args=args, kwargs=kwargs, prepared=True).payload
+        return key_payload(self)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The cache key; equal to ``default_key_builder_with_sharding`` of the same call."""
+        return self.info.get("key") or payload_key(self.payload)
+
+    def replace(
+        self, *, args: Any = None, kwargs: Mapping[str, Any] | None = None, **info: Any
+    ) -> Invocation:
+        """A copy with other arguments or with entries of ``info`` added."""
+        return Invocation(
+            self.kernel,
+            self.args if args is None else args,
+            self.kwargs if kwargs is None else kwargs,
+            self.metadata,
+            info={**self.info, **info},
+        )
+
+    def abstract(self) -> Invocation:
+        """A copy that holds no array, only shapes."""
+        return self.replace(args=self.abstract_args, kwargs=self.abstract_kwargs)
+
+
+def bind_by_name(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by name as ``kernel.run`` would see them, defaults applied."""
+    signature = kernel.signature
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{kernel.name}: {error}") from None
+    bound.apply_defaults()
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        else:
+            arguments[name] = value
+    return arguments
+
+
+def call_invocation(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Invocation:
+    """The invocation of an executor call, the executor's own keywords moved into ``info``."""
+    from ejkernel.ops.platforms import parse_platform
+
+    plain = {name: value for name, value in kwargs.items() if name not in EXECUTOR_KEYWORDS}
+    platform = parse_platform(kwargs.get("platform"))
+    mesh = kwargs.get("mesh")
+    info: dict[str, Any] = {"requested_platform": None if platform is None else platform.value}
+    if mesh is not None:
+        info["mesh_axes"] = tuple(mesh.shape.items())
+        info["in_specs"] = kwargs.get("in_specs")
+        info["out_specs"] = kwargs.get("out_specs")
+    return Invocation(kernel, args, plain, info=info)

@@ -1,0 +1,329 @@
+"""Kernel: the base class of every operation."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import numpy as np
+
+from ejkernel.ops.core.distribution import distribute_by_specs
+from ejkernel.ops.core.invocation import Invocation, call_invocation
+from ejkernel.ops.core.samples import random_like
+from ejkernel.ops.core.support import Support
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.core.vjp import call_with_custom_vjp
+from ejkernel.ops.errors import ConfigError, KernelNotSupported
+from ejkernel.ops.params import OpConfig
+from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.utils.device import target_device
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What will run: a function of ``(*args, cfg=..., **kwargs)`` and where it comes from.
+
+    Attributes:
+        fn: the function.
+        platform: its platform, None for a kernel's generic ``run``.
+        impl: the registered Implementation, None for a kernel's own method.
+        name: how reports call it.
+        differentiable: whether it has gradients worth validating.
+        skipped: ``(name, reason)`` of every other implementation.
+    """
+
+    fn: Callable[..., Any]
+    platform: Platform | None
+    impl: Any = None
+    name: str = "run"
+    differentiable: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a run method without ``self`` and ``cfg``."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1:]
+    return signature.replace(parameters=[p for p in parameters if p.name != "cfg"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _declared_config_cls(cls: type) -> type | None:
+    """``MyConfig`` of ``class MyKernel(Kernel[MyConfig, Array])``, None when not said."""
+    for base in getattr(cls, "__orig_bases__", ()):
+        args = typing.get_args(base)
+        origin = typing.get_origin(base)
+        if args and isinstance(origin, type) and issubclass(origin, Kernel):
+            return args[0] if isinstance(args[0], type) and args[0] is not object else None
+    for base in cls.__mro__[1:]:
+        if base is not Kernel and issubclass(base, Kernel):
+            return _declared_config_cls(base)
+    return None
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation with tunable implementations.
+
+    A subclass defines ``run(self, *args, cfg, **kwargs)``, or ``run_triton``, ``run_pallas``,
+    ``run_xla``, ``run_cuda`` for single platforms. ``heuristic_cfg`` gives a config from shapes,
+    ``config_space`` the candidates of autotuning; a kernel that overrides neither runs with
+    ``cfg=None``. The methods that run must be traceable by ``jax.jit``: Python bools, ints,
+    floats, strings and other objects are static, arrays are traced.
+
+    Args:
+        name: name in keys and messages; None = name of the class.
+        version: raised when old configs no longer fit; enters every key.
+        config_cls: class of the configs; None = the first type argument of ``Kernel[Cfg, Out]``.
+    """
+
+    distributes_always = False
+    """Whether ``distribute`` is asked even when neither mesh nor specs were given."""
+
+    def __init__(
+        self, name: str | None = None, *, version: int = 1, config_cls: type | None = None
+    ):
+        self.name = type(self).__name__ if name is None else name
+        self.version = version
+        self.config_cls = _declared_config_cls(type(self)) if config_cls is None else config_cls
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r}, version={self.version})"
+
+    def __call__(self, *args: Any, cfg: Any = None, **kwargs: Any) -> Out:
+        """Run through the default executor; ``platform``, ``mesh``, ... as in ``Executor``."""
+        from ejkernel.ops.execution.default import get_default_executor
+
+        return get_default_executor()(self, *args, cfg=cfg, **kwargs)
+
+    # ---- what a subclass says -------------------------------------------------------------
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """The operation itself, for every platform without a method of its own."""
+        raise NotImplementedError(f"{self.name} does not define run")
+
+    def heuristic_cfg(self, inv: Invocation) -> Cfg:
+        """A config from shapes alone; default: the first of ``config_space``."""
+        for cfg in self.config_space(inv):
+            return cfg
+        raise NotImplementedError(f"{self.name} has no heuristic_cfg and an empty config_space")
+
+    def config_space(self, inv: Invocation) -> Sequence[Cfg]:
+        """The configs worth trying for this call; default: none."""
+        return ()
+
+    def custom_vjp(
+        self, primals: tuple, cfg: Cfg, kwargs: Mapping[str, Any], cotangents: tuple
+    ) -> tuple:
+        """Gradients of the positional arguments; not overridden = JAX differentiates ``run``.
+
+        Args:
+            primals: the positional arguments.
+            cfg: the config that the forward pass used.
+            kwargs: the keyword arguments.
+            cotangents: one cotangent per leaf of the output.
+
+        Returns:
+            One entry per positional argument, a pytree like it or None for zero; or
+            ``(that tuple, {keyword: gradient})``. Gradients are cast to the dtype of the argument.
+        """
+        raise NotImplementedError(f"{self.name} does not define custom_vjp")
+
+    def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
+        """Concrete inputs like those of ``inv``, for tuning: random floats, zeros for integers."""
+        return random_like((inv.abstract_args, inv.abstract_kwargs), rng)
+
+    def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]] | None:
+        """Shapes that the key shall hold instead of the exact ones, by array name.
+
+        An array inside a pytree argument is named like ``mask_info.q_segment_ids``.
+        """
+        return None
+
+    def config_tables(self, inv: Invocation) -> Sequence[Any]:
+        """Paths of shipped tables of tuned configs for this call; default: none."""
+        return ()
+
+    @property
+    def state(self) -> Hashable:
+        """Hashable that differs whenever a change outside the kernel may change what runs."""
+        return None
+
+    # ---- the steps of a call --------------------------------------------------------------
+
+    def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """First step, outside any trace: checks that need values, Python seeds to arrays, ...
+
+        Must accept abstract arguments and its own result.
+        """
+        return args, kwargs
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Second step, inside the trace: validates and canonicalises the arguments."""
+        return args, kwargs
+
+    def distribute(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        mesh: Any,
+        in_specs: Any,
+        out_specs: Any,
+        call: Callable[[tuple, dict[str, Any]], Any],
+    ) -> Any:
+        """Third step, for calls with a mesh: run ``call(args, kwargs)`` on every shard.
+
+        By default ``in_specs`` follow the array arguments in order, missing ones and None are
+        replicated, and ``out_specs`` defaults to the first spec.
+        """
+        return distribute_by_specs(self.name, args, kwargs, mesh, in_specs, out_specs, call)
+
+    def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
+        """Fourth step: the function that runs this call on ``platform`` (None = any).
+
+        Raises:
+            KernelNotSupported: no method fits.
+        """
+        target = target_device()
+        native = target.native_platform
+        own = self._own_methods()
+        if platform is not None:
+            method = own.get(f"run_{platform.value}")
+            if method is None and platform is native:
+                method = own.get("run")
+            if method is None:
+                raise KernelNotSupported(
+                    algorithm=self.name,
+                    platform=platform.value,
+                    reason=f"the kernel defines no run_{platform.value} "
+                    f"(it defines {', '.join(own) or 'no run method'})",
+                    nearest=self._nearest(own, native),
+                )
+            return self._resolved(method, platform, own, "another platform was asked for")
+        order = [native, *([Platform.CUDA] if target.is_nvidia else []), Platform.XLA]
+        for candidate in order:
+            method = own.get(f"run_{candidate.value}")
+            if method is not None:
+                return self._resolved(method, candidate, own, "comes later in the order")
+        if "run" in own:
+            return self._resolved(own["run"], None, own, f"no {target.kind.value} path")
+        raise KernelNotSupported(
+            algorithm=self.name,
+            reason="the kernel defines neither run nor a run_<platform> for "
+            f"{target.kind.value} devices (it defines {', '.join(own) or 'no run method'})",
+        )
+
+    def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Cfg) -> Out:
+        """Last step: run it, differentiated by ``custom_vjp`` when that is defined."""
+        if self.has_custom_vjp:
+            return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
+        return resolved.fn(*args, cfg=cfg, **kwargs)
+
+    # ---- what can be asked about a kernel --------------------------------------------------
+
+    def supports(
+        self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
+    ) -> Support:
+        """Whether a call can be done; without arguments, whether the platform is served at all.
+
+        Never raises for a call that cannot be done: the answer carries the reason.
+        """
+        wanted = parse_platform(platform)
+        inv = call_invocation(self, args, {**kwargs, "platform": wanted})
+        try:
+            self.implementation(inv, wanted)
+        except KernelNotSupported as error:
+            return Support(False, error.reason, error.argument, error.nearest)
+        return Support(True)
+
+    @property
+    def has_custom_vjp(self) -> bool:
+        return type(self).custom_vjp is not Kernel.custom_vjp or "custom_vjp" in vars(self)
+
+    @property
+    def has_tunables(self) -> bool:
+        """Whether the kernel declares configs at all; else it runs with ``cfg=None``."""
+        cls = type(self)
+        return (
+            cls.heuristic_cfg is not Kernel.heuristic_cfg
+            or cls.config_space is not Kernel.config_space
+            or "heuristic_cfg" in vars(self)
+            or "config_space" in vars(self)
+        )
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """The arguments of ``run`` without ``cfg``."""
+        own = self._own_methods()
+        method = own.get("run") or next(iter(own.values()), self.run)
+        return _signature(getattr(method, "__func__", method))
+
+    def convert_config(self, cfg: Any, inv: Invocation | None = None) -> Cfg:
+        """``cfg`` as an instance of the kernel's config class.
+
+        Args:
+            cfg: a config, or a mapping of its fields.
+            inv: the call that the config is for, where known.
+
+        Raises:
+            TypeError: a config of another class.
+            ConfigError: an illegal field.
+        """
+        cls = self.config_cls
+        if cfg is None or cls is None:
+            return cfg
+        if isinstance(cfg, Mapping) and not issubclass(cls, Mapping):
+            try:
+                return cls.from_dict(cfg) if hasattr(cls, "from_dict") else cls(**cfg)
+            except TypeError as error:
+                raise ConfigError(f"{self.name}: cfg={dict(cfg)!r}: {error}") from None
+        if not isinstance(cfg, cls):
+            raise TypeError(
+                f"{self.name}: cfg must be a {cls.__name__} or a mapping of its fields, "
+                f"got {type(cfg).__name__}: {cfg!r}"
+            )
+        return cfg
+
+    def config_platform(self, cfg: Any) -> Platform | None:
+        """The platform that a config names, None for "auto" or when it names none."""
+        name = getattr(cfg, "platform", None)
+        if not isinstance(name, str):
+            return None
+        try:
+            return parse_platform(name)
+        except ValueError:
+            if isinstance(cfg, OpConfig):
+                raise
+            return None  # a user's config may mean something else by the word
+
+    # ---- helpers ---------------------------------------------------------------------------
+
+    def _own_methods(self) -> dict[str, Callable[..., Any]]:
+        """The run methods that the subclass defines, by name."""
+        methods: dict[str, Callable[..., Any]] = {}
+        run = self.run
+        if getattr(run, "__func__", run) is not Kernel.run:
+            methods["run"] = run
+        for platform in Platform:
+            name = f"run_{platform.value}"
+            method = getattr(self, name, None)
+            if method is not None:
+                methods[name] = method
+        return methods
+
+    def _resolved(
+        self, method: Callable[..., Any], platform: Platform | None, own: dict, why: str
+    ) -> Resolved:
+        name = getattr(method, "__name__", "run")
+        skipped = tuple((other, why) for other, m in own.items() if m != method)
+        return Resolved(method, platform, None, name, self.has_custom_vjp, skipped)
+
+    def _nearest(self, own: Mapping[str, Any], native: Platform) -> str | None:
+        for platform in (native, Platform.CUDA, Platform.XLA):
+            if f"run_{platform.value}" in own:
+                return platform.value
+        return native.value if "run" in own else None

@@ -1,0 +1,187 @@
+"""Cache keys: what two calls must share to share a configuration.
+
+A key reads ``<kernel>.v<version>@<device fingerprint>#<32 hex digits>``. The digits hash everything
+that may change the compiled kernel: requested platform, structure of the arguments, and for every
+array its (bucketed) shape, its dtype and its sharding. Values of arrays and of floats never enter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ejkernel.ops.utils.buckets import Bucket
+from ejkernel.ops.utils.sharding import sharding_fingerprint
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.kernel import Kernel
+
+SCHEMA = 1
+"""Enters every key: raised when the meaning of a key changes."""
+
+DIGITS = 32
+
+
+class KeyParts(NamedTuple):
+    """What can be read off a key."""
+
+    kernel: str
+    version: int
+    device: str
+    digest: str
+
+
+def parse_key(key: object) -> KeyParts | None:
+    """The parts of a key made by the key builder, None for anything else."""
+    if not isinstance(key, str):
+        return None
+    head, at, rest = key.partition("@")
+    device, hash_sign, digest = rest.rpartition("#")
+    kernel, dot_v, version = head.rpartition(".v")
+    if not (at and hash_sign and dot_v and kernel and device and version.isdecimal()):
+        return None
+    if len(digest) != DIGITS or any(c not in "0123456789abcdef" for c in digest):
+        return None
+    return KeyParts(kernel, int(version), device, digest)
+
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` enters as shape and dtype: jax and numpy arrays, tracers, abstract arrays."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _describe(x: Any) -> Any:
+    """A static value as JSON that is the same in every process."""
+    if isinstance(x, enum.Enum):
+        return {"enum": f"{_type_name(type(x))}.{x.name}"}
+    if x is None or isinstance(x, (bool, str, int)):
+        return x
+    if isinstance(x, (float, complex)):
+        return {"number": type(x).__name__}
+    if isinstance(x, (tuple, list)):
+        return [_describe(v) for v in x]
+    if isinstance(x, Mapping):
+        return {"map": sorted(([_describe(k), _describe(v)] for k, v in x.items()), key=str)}
+    if isinstance(x, (set, frozenset)):
+        return {"set": sorted((_describe(v) for v in x), key=str)}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = {f.name: _describe(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        return {"data": _type_name(type(x)), "fields": fields}
+    return _describe_object(x)
+
+
+def _describe_object(x: Any) -> Any:
+    if isinstance(x, (type, np.dtype)) or hasattr(x, "dtype"):
+        try:
+            return {"dtype": np.dtype(x).name}
+        except TypeError:
+            pass
+    if callable(x):
+        name = getattr(x, "__qualname__", None) or getattr(x, "__name__", None)
+        if name:
+            return {"callable": f"{getattr(x, '__module__', '')}.{name}"}
+    text = repr(x)
+    # an address would make the key differ from process to process
+    return {"object": _type_name(type(x)), "repr": None if " at 0x" in text else text}
+
+
+def _describe_array(x: Any, shape: Any) -> Any:
+    dtype = x.dtype
+    if isinstance(x, (np.ndarray, np.generic)):  # as JAX will see it
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return {
+        "shape": [int(n) for n in shape],
+        "dtype": str(dtype),
+        "sharding": sharding_fingerprint(x),
+        "free": [axis for axis, n in enumerate(shape) if isinstance(n, Bucket)],
+    }
+
+
+def _describe_tree(x: Any, array: Callable[[Any], Any]) -> Any:
+    """A pytree, level by level in flattening order: structure, static fields, arrays."""
+    if is_array(x):
+        return array(x)
+    node = None if x is None else jax.tree_util.default_registry.flatten_one_level(x)
+    if node is None:
+        return _describe(x)
+    children, static = node
+    described = [_describe_tree(child, array) for child in children]
+    if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+        return described
+    return {"node": _type_name(type(x)), "children": described, "static": _describe(static)}
+
+
+def leaf_names(argument: str, value: Any) -> list[str]:
+    """Names of the arrays in an argument, e.g. ``query`` or ``mask_info.q_segment_ids``."""
+    paths = jax.tree_util.tree_flatten_with_path(value)[0]
+    return [argument + jax.tree_util.keystr(path) for path, leaf in paths if is_array(leaf)]
+
+
+def _describe_argument(name: str, value: Any, buckets: Mapping[str, Any]) -> Any:
+    if is_array(value):
+        return _describe_array(value, buckets.get(name, value.shape))
+    names = iter(leaf_names(name, value))
+    return _describe_tree(value, lambda x: _describe_array(x, buckets.get(next(names), x.shape)))
+
+
+def key_payload(inv: Invocation) -> dict[str, Any]:
+    """Everything that the key of ``inv`` hashes, as JSON; also what shipped tables match on."""
+    kernel = inv.kernel
+    buckets = kernel.bucket(inv) or {}
+    info = inv.info
+    payload: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kernel": kernel.name,
+        "version": kernel.version,
+        "device": inv.device_fingerprint,
+        "platform": info.get("requested_platform") or "auto",
+        "arguments": {
+            name: _describe_argument(name, value, buckets) for name, value in inv.arguments.items()
+        },
+    }
+    if info.get("mesh_axes"):
+        payload["mesh"] = [[name, size] for name, size in info["mesh_axes"]]
+        payload["specs"] = [str(info.get("in_specs")), str(info.get("out_specs"))]
+    return payload
+
+
+def payload_key(payload: Mapping[str, Any]) -> str:
+    """The key of a payload."""
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    return f"{payload['kernel']}.v{payload['version']}@{payload['device']}#{digest}"
+
+
+def default_key_builder_with_sharding(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> str:
+    """The cache key of ``kernel(*args, **kwargs)``, sharding of the arrays included.
+
+    Args:
+        kernel: the kernel.
+        args: positional arguments: arrays, tracers, ShapeDtypeStructs or static values.
+        kwargs: keyword arguments; ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` mean what
+            they mean to the executor, ``cfg`` is ignored.
+
+    Returns:
+        A string that is equal in every process for equal devices, kernels, structure, dtypes,
+        bucketed shapes, shardings and static arguments, whatever the values of arrays and floats.
+
+    Raises:
+        TypeError: the arguments do not fit the kernel's ``run``.
+    """
+    from ejkernel.ops.core.invocation import call_invocation
+
+    return call_invocation(kernel, tuple(args), dict(kwargs or {})).key

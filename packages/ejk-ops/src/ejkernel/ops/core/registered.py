@@ -1,0 +1,164 @@
+"""RegisteredKernel: a kernel whose implementations come from the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.invocation import Invocation, call_invocation
+from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.core.support import Support
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
+from ejkernel.ops.platforms import Platform, parse_platform
+
+
+class RegisteredKernel(Kernel[Cfg, Out]):
+    """Looks up its implementations by name; knowledge of tiles stays with each of them.
+
+    Heuristics, candidates and sample inputs are those of the implementations that support the
+    call. Every config made here names the platform it was made for.
+
+    Args:
+        name: name of the algorithm in the registry; None = the class attribute ``algorithm``.
+        version: as for Kernel.
+        config_cls: class of the configs; None = the first type argument.
+        registry: where to look; None = the shared registry.
+    """
+
+    algorithm: str | None = None
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        version: int = 1,
+        config_cls: type | None = None,
+        registry: KernelRegistry | None = None,
+    ):
+        super().__init__(name or self.algorithm, version=version, config_cls=config_cls)
+        self.registry = kernel_registry if registry is None else registry
+
+    # ---- which implementation --------------------------------------------------------------
+
+    def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
+        """The registered implementation that runs the call; see ``KernelRegistry.get``."""
+        inv = bind_abstract(inv)
+        backend = inv.info.get("requested_backend")
+        impl = self.registry.resolve(self.name, platform, backend, inv=inv)
+        return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable)
+
+    def survey(self, inv: Invocation, platform: Platform | None) -> Survey:
+        """Every implementation with the reason why it can or cannot do the call."""
+        inv = bind_abstract(inv)
+        return self.registry.survey(self.name, platform, inv.info.get("requested_backend"), inv=inv)
+
+    def supports(
+        self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
+    ) -> Support:
+        """Whether the call can be done on the target device; never raises for a bad call.
+
+        Without arguments: whether ``platform`` implements the algorithm at all, on any device.
+        """
+        wanted = parse_platform(platform)
+        if not args and not kwargs:
+            return self._supports_at_all(wanted)
+        try:
+            inv = bind_abstract(call_invocation(self, args, {**kwargs, "platform": wanted}))
+            self.registry.resolve(self.name, wanted, inv=inv)
+        except KernelNotSupported as error:
+            return Support(False, error.reason, error.argument, error.nearest)
+        except (KernelNotFound, TypeError, ValueError) as error:
+            return Support(False, str(error))
+        return Support(True)
+
+    def _supports_at_all(self, wanted: Platform | None) -> Support:
+        implementations = self.registry.list_implementations(self.name)
+        if any(wanted in (None, impl.platform) for impl in implementations):
+            return Support(True)
+        what = wanted.value if wanted else self.name
+        nearest = implementations[0].platform.value if implementations else None
+        return Support(False, f"no {what} implementation installed", "platform", nearest)
+
+    # ---- configs ---------------------------------------------------------------------------
+
+    def make_config(self, fields: Mapping[str, Any] | None, impl: Implementation) -> Cfg:
+        """A config of ``impl`` from the plain fields that it gave."""
+        named = {**(fields or {}), "platform": impl.platform.value}
+        cls = impl.config_cls if self.config_cls is None else self.config_cls
+        if cls is None:
+            return named  # type: ignore[return-value]
+        return cls.from_dict(named) if hasattr(cls, "from_dict") else cls(**named)
+
+    def heuristic_cfg(self, inv: Invocation) -> Cfg:
+        """The heuristic config of the implementation that automatic choice would take."""
+        inv = bind_abstract(inv)
+        platform = parse_platform(inv.info.get("requested_platform"))
+        impl = self.implementation(inv, platform).impl
+        return self.make_config(impl.heuristic(inv) if impl.heuristic else None, impl)
+
+    def config_space(self, inv: Invocation) -> Sequence[Cfg]:
+        """Candidates of every implementation that supports the call, best platform first."""
+        inv = bind_abstract(inv)
+        survey = self.survey(inv, parse_platform(inv.info.get("requested_platform")))
+        configs: list[Cfg] = []
+        for impl in survey.usable:
+            for fields in self._candidates(impl, inv):
+                try:
+                    cfg = self.make_config(fields, impl)
+                except ConfigError:
+                    continue  # outside what the operation allows
+                if cfg not in configs:
+                    configs.append(cfg)
+        return configs
+
+    def _candidates(self, impl: Implementation, inv: Invocation) -> Sequence[Mapping[str, Any]]:
+        if impl.candidates is not None:
+            return impl.candidates(inv)
+        return [impl.heuristic(inv) if impl.heuristic else {}]
+
+    def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
+        """Valid inputs made by the implementation, by default random floats and zeros."""
+        inv = bind_abstract(inv)
+        platform = parse_platform(inv.info.get("requested_platform"))
+        for impl in self.survey(inv, platform).usable:
+            if impl.sample_inputs is not None:
+                return impl.sample_inputs(inv, rng)
+        return super().sample_inputs(inv, rng)
+
+    def config_tables(self, inv: Invocation) -> Sequence[Any]:
+        """Tables shipped with the kernel packages that were loaded for this call."""
+        self.survey(inv, parse_platform(inv.info.get("requested_platform")))
+        return self.registry.config_tables
+
+    @property
+    def state(self) -> Hashable:
+        return self.registry.version
+
+    def not_chosen(
+        self, inv: Invocation, resolved: Resolved | None, cfg: Any
+    ) -> tuple[tuple[str, str], ...]:
+        """``(name, reason)`` of every implementation but ``resolved``."""
+        inv = bind_abstract(inv)
+        forced = parse_platform(inv.info.get("requested_platform")) or self.config_platform(cfg)
+        survey = self.survey(inv, None)
+        chosen = None if resolved is None else resolved.impl
+        rows = []
+        for impl in survey.usable:
+            if impl is chosen:
+                continue
+            reason = "another one has higher priority"
+            if forced is not None and impl.platform is not forced:
+                reason = f"platform {forced.value!r} was asked for"
+            rows.append((impl.name, reason))
+        rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
+        known = {name for name, _ in rows}
+        for impl in self.registry.list_implementations(self.name):
+            if impl is not chosen and impl.name not in known:
+                rows.append((impl.name, "not considered on this device"))
+        return tuple(rows)

@@ -1,0 +1,165 @@
+"""Wiring of ``Kernel.custom_vjp`` into JAX: flat arrays in, checked and cast gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from ejkernel.ops.core.keys import is_array
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Kernel
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class _Static:
+    """A Python value that travels with the residuals."""
+
+    value: Any
+
+    def tree_flatten(self):
+        return (), self.value
+
+    @classmethod
+    def tree_unflatten(cls, value, _):
+        return cls(value)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which leaves of ``(args, kwargs)`` are arrays, and how to put them back."""
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+    positions: tuple[int, ...]
+
+    def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self.leaves)
+        for position, array in zip(self.positions, arrays, strict=True):
+            leaves[position] = array
+        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+
+def _zero(cotangent: Any) -> Any:
+    """A symbolic zero as an array; other cotangents as they are."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    if cotangent.dtype == jax.dtypes.float0:
+        return np.zeros(cotangent.shape, jax.dtypes.float0)
+    return jnp.zeros(cotangent.shape, cotangent.dtype)
+
+
+def _split(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str):
+    """``(positional gradients, keyword gradients)`` of what ``custom_vjp`` returned."""
+    if not isinstance(result, (tuple, list)):
+        raise TypeError(
+            f"{name}.custom_vjp must return a tuple with one entry per positional argument, "
+            f"got {type(result).__name__}"
+        )
+    named: Mapping[str, Any] = {}
+    if (
+        len(result) == 2
+        and isinstance(result[0], (tuple, list))
+        and isinstance(result[1], Mapping)
+        and not (len(args) == 2 and isinstance(args[1], Mapping))
+    ):
+        result, named = result
+    if len(result) != len(args):
+        index = min(len(result), len(args))
+        raise TypeError(
+            f"{name}.custom_vjp returned {len(result)} gradients for {len(args)} positional "
+            f"arguments: index {index} is {'missing' if len(result) < len(args) else 'too many'}"
+        )
+    for key in named:
+        if key not in kwargs:
+            raise TypeError(
+                f"{name}.custom_vjp returned a gradient for {key!r}, which is no keyword argument "
+                f"of this call (given: {sorted(kwargs) or 'none'})"
+            )
+    return tuple(result), named
+
+
+def _gradient(grad: Any, primal: Any, where: str) -> Any:
+    """A gradient fit for ``primal``: None for zero, else its shape and dtype."""
+    if grad is None or not jnp.issubdtype(primal.dtype, jnp.inexact):
+        return None
+    if isinstance(grad, SymbolicZero) or getattr(grad, "dtype", None) == jax.dtypes.float0:
+        return None
+    if jnp.shape(grad) != primal.shape:
+        raise TypeError(f"{where}: gradient has shape {jnp.shape(grad)}, expected {primal.shape}")
+    return jnp.asarray(grad).astype(primal.dtype)
+
+
+def _tree_gradients(grad: Any, primal: Any, where: str) -> list[Any]:
+    """One gradient per array of ``primal``; ``grad`` has its structure, None where zero."""
+    leaves, treedef = jax.tree_util.tree_flatten(primal)
+    if grad is None:
+        grads = [None] * len(leaves)
+    else:
+        try:
+            grads = treedef.flatten_up_to(grad)
+        except (ValueError, TypeError, KeyError) as error:
+            raise TypeError(f"{where}: gradient has another structure: {error}") from None
+    return [_gradient(g, p, where) for g, p in zip(grads, leaves, strict=True) if is_array(p)]
+
+
+def call_with_custom_vjp(
+    kernel: Kernel[Any, Any],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cfg: Any,
+) -> Any:
+    """``run(*args, cfg=cfg, **kwargs)``, differentiated by ``kernel.custom_vjp``."""
+    kwargs = dict(kwargs)
+    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+    positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
+    static = tuple(None if is_array(leaf) else leaf for leaf in leaves)
+    layout = _Layout(treedef, static, positions)
+    name = kernel.name
+
+    def forward(*arrays: Any) -> Any:
+        a, k = layout.rebuild(arrays)
+        return run(*a, cfg=cfg, **k)
+
+    def fwd(*primals: Any) -> Any:
+        arrays = tuple(p.value for p in primals)
+        perturbed = _Static(tuple(bool(p.perturbed) for p in primals))
+        return forward(*arrays), (arrays, perturbed)
+
+    def bwd(residuals: Any, cotangents: Any) -> Any:
+        arrays, perturbed = residuals
+        a, k = layout.rebuild(arrays)
+        cts = tuple(
+            _zero(ct)
+            for ct in jax.tree_util.tree_leaves(
+                cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero)
+            )
+        )
+        positional, named = _split(kernel.custom_vjp(a, cfg, k, cts), a, k, name)
+        grads = []
+        for index, (grad, primal) in enumerate(zip(positional, a, strict=True)):
+            grads += _tree_gradients(grad, primal, f"{name}.custom_vjp, index {index}")
+        flags = perturbed.value[len(grads) :]
+        for key in sorted(k):  # the order in which a dict is flattened
+            found = _tree_gradients(named.get(key), k[key], f"{name}.custom_vjp, argument {key!r}")
+            wanted, flags = flags[: len(found)], flags[len(found) :]
+            if any(wanted) and key not in named:
+                raise TypeError(
+                    f"{name}.custom_vjp returned no gradient for the keyword argument {key!r}, "
+                    "which is being differentiated: return (gradients, "
+                    f"{{{key!r}: gradient}}), or pass it positionally"
+                )
+            grads += found
+        return tuple(grads)
+
+    wired = jax.custom_vjp(forward)
+    wired.defvjp(fwd, bwd, symbolic_zeros=True)
+    return wired(*(leaves[i] for i in positions))

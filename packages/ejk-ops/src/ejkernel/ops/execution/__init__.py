@@ -1,0 +1,1 @@
+"""Running kernels: the executor, tuning, batches, several processes."""

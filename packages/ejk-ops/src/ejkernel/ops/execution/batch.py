@@ -1,0 +1,259 @@
+"""One config for a whole batch: over a mapped axis, over the devices of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS
+from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.execution.freeze import Unhashable, freeze
+from ejkernel.ops.utils.serialization import abstractify
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Kernel
+    from ejkernel.ops.execution.executor import Executor
+
+PROGRAMS_LIMIT = 64
+
+
+class _Mapped:
+    """A call whose array leaves are told apart into mapped and shared ones."""
+
+    def __init__(self, in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        axes = _axes_of_args(in_axes, args)
+        self.options = {k: kwargs[k] for k in EXECUTOR_KEYWORDS if k in kwargs}
+        kwargs = {k: v for k, v in kwargs.items() if k not in EXECUTOR_KEYWORDS}
+        keyword_axes = jax.tree_util.tree_map(lambda _: 0, kwargs)
+        self.leaves, self.treedef = jax.tree_util.tree_flatten((args, kwargs))
+        leaf_axes = self.treedef.flatten_up_to((axes, keyword_axes))
+        self.positions = [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
+        self.axes = [leaf_axes[i] for i in self.positions]
+        for position, axis in zip(self.positions, self.axes, strict=True):
+            ndim = self.leaves[position].ndim
+            if axis is not None and not -ndim <= axis < ndim:
+                raise ValueError(
+                    f"in_axes asks for axis {axis} of an array of shape "
+                    f"{self.leaves[position].shape}"
+                )
+        if all(axis is None for axis in self.axes):
+            raise ValueError(f"in_axes={in_axes!r} maps no array argument")
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.leaves[i] for i in self.positions]
+
+    def rebuild(self, arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self.leaves)
+        for position, array in zip(self.positions, arrays, strict=True):
+            leaves[position] = array
+        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+    def one(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call of one element, abstract."""
+        return self.rebuild(
+            [_without_axis(x, axis) for x, axis in zip(self.arrays, self.axes, strict=True)]
+        )
+
+    def size(self) -> int:
+        """Length of the mapped axis."""
+        pairs = zip(self.arrays, self.axes, strict=True)
+        sizes = {x.shape[axis] for x, axis in pairs if axis is not None}
+        if len(sizes) != 1:
+            raise ValueError(f"mapped axes have different sizes {sorted(sizes)}")
+        return sizes.pop()
+
+
+def _axes_of_args(in_axes: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``in_axes`` as one axis per leaf of every positional argument."""
+    if in_axes is None or isinstance(in_axes, int):
+        in_axes = (in_axes,) * len(args)
+    if not isinstance(in_axes, (tuple, list)) or len(in_axes) != len(args):
+        raise ValueError(
+            f"in_axes={in_axes!r}: expected an int, None, or one entry per positional argument "
+            f"({len(args)} given)"
+        )
+    is_none = lambda x: x is None  # noqa: E731
+    return tuple(
+        jax.tree_util.tree_map(
+            lambda axis, part: jax.tree_util.tree_map(lambda _: axis, part),
+            axes,
+            arg,
+            is_leaf=is_none,
+        )
+        for axes, arg in zip(in_axes, args, strict=True)
+    )
+
+
+def _without_axis(x: Any, axis: int | None) -> Any:
+    abstract = abstractify(x)
+    if axis is None:
+        return abstract
+    shape = list(abstract.shape)
+    del shape[axis]
+    return jax.ShapeDtypeStruct(tuple(shape), abstract.dtype)
+
+
+def _executor(executor: Executor | None) -> Executor:
+    if executor is not None:
+        return executor
+    from ejkernel.ops.execution.default import get_default_executor
+
+    return get_default_executor()
+
+
+def _one_config(run: Executor, kernel: Kernel[Any, Any], call: _Mapped, cfg: Any) -> dict[str, Any]:
+    """Executor options for every element: the given config, else one chosen for one element."""
+    options = dict(call.options)
+    if cfg is None:
+        cfg = options.pop("cfg", None)
+    if cfg is None:
+        args, kwargs = call.one()
+        cfg = run.choose_config(kernel, *args, **options, **kwargs)
+    return {**options, "cfg": cfg}
+
+
+def vmap_with_config(
+    kernel: Kernel[Any, Any],
+    in_axes: Any = 0,
+    *,
+    executor: Executor | None = None,
+    cfg: Any = None,
+) -> Callable[..., Any]:
+    """``jax.vmap`` of a kernel with one config, chosen for the shapes of one element.
+
+    Args:
+        kernel: the kernel.
+        in_axes: as for ``jax.vmap``: an int, or per positional argument an int, None or a pytree
+            of them. Arrays passed by keyword are mapped over axis 0. Values that are no arrays
+            are shared.
+        executor: None = the default executor.
+        cfg: config to use; None = the executor chooses.
+
+    Returns:
+        A callable; the mapped axis comes first in its outputs.
+    """
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        run = _executor(executor)
+        call = _Mapped(in_axes, args, kwargs)
+        call.size()
+        options = _one_config(run, kernel, call, cfg)
+
+        def one(*arrays: Any) -> Any:
+            a, k = call.rebuild(arrays)
+            return run(kernel, *a, **options, **k)
+
+        return jax.vmap(one, in_axes=tuple(call.axes))(*call.arrays)
+
+    return mapped
+
+
+def pmap_with_config(
+    kernel: Kernel[Any, Any],
+    axis_name: str = "devices",
+    *,
+    in_axes: Any = 0,
+    executor: Executor | None = None,
+    cfg: Any = None,
+) -> Callable[..., Any]:
+    """Run a kernel on several devices of this process, one element of the mapped axis on each.
+
+    Args:
+        kernel: the kernel; its ``run`` may use collectives over ``axis_name``.
+        axis_name: name of the mapped axis.
+        in_axes: as for ``vmap_with_config``.
+        executor: None = the default executor.
+        cfg: config of every device; None = the executor chooses for the shapes of one element.
+
+    Returns:
+        A callable. The mapped axis must have ``jax.local_device_count()`` elements or a divisor of
+        it; it comes first in the outputs, which lie spread over the devices.
+    """
+    programs: dict[Any, Callable[..., Any]] = {}
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        run = _executor(executor)
+        call = _Mapped(in_axes, args, kwargs)
+        size, count = call.size(), jax.local_device_count()
+        if size == 0 or count % size:
+            raise ValueError(
+                f"the mapped axis has {size} elements: expected the number of local devices, "
+                f"{count}, or a divisor of it"
+            )
+        options = _one_config(run, kernel, call, cfg)
+
+        def program() -> Callable[..., Any]:
+            return _spread(run, kernel, call, options, axis_name, size)
+
+        try:
+            statics = [x for i, x in enumerate(call.leaves) if i not in set(call.positions)]
+            key = (call.treedef, tuple(call.positions), tuple(call.axes), size)
+            key = (*key, freeze(statics), freeze(options))
+            if key not in programs:
+                if len(programs) >= PROGRAMS_LIMIT:
+                    programs.clear()
+                programs[key] = program()
+            fn = programs[key]
+        except Unhashable:
+            fn = program()
+        return fn(*call.arrays)
+
+    return mapped
+
+
+def _spread(
+    run: Executor,
+    kernel: Kernel[Any, Any],
+    call: _Mapped,
+    options: dict[str, Any],
+    axis_name: str,
+    size: int,
+) -> Callable[..., Any]:
+    """The compiled function that runs element ``i`` on local device ``i``."""
+    mesh = Mesh(np.asarray(jax.local_devices()[:size]), (axis_name,))
+    axes = tuple(call.axes)
+    shell = _Shell(call)
+
+    def element(*arrays: Any) -> Any:
+        local = [
+            x if axis is None else jax.lax.squeeze(x, (0,))
+            for x, axis in zip(arrays, axes, strict=True)
+        ]
+        a, k = shell.rebuild(local)
+        out = run(kernel, *a, **options, **k)
+        return jax.tree_util.tree_map(lambda x: jnp.asarray(x)[None], out)
+
+    specs = tuple(PartitionSpec() if a is None else PartitionSpec(axis_name) for a in axes)
+    over_devices = jax.shard_map(
+        element, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis_name), check_vma=False
+    )
+
+    def spread(*arrays: Any) -> Any:
+        moved = [
+            x if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(arrays, axes, strict=True)
+        ]
+        return over_devices(*moved)
+
+    return jax.jit(spread)
+
+
+class _Shell:
+    """A call without its arrays, to be kept."""
+
+    def __init__(self, call: _Mapped):
+        self._leaves = [None if is_array(x) else x for x in call.leaves]
+        self._treedef = call.treedef
+        self._positions = call.positions
+
+    def rebuild(self, arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self._leaves)
+        for position, array in zip(self._positions, arrays, strict=True):
+            leaves[position] = array
+        return jax.tree_util.tree_unflatten(self._treedef, leaves)

@@ -1,0 +1,317 @@
+"""Executor: from a call to the compiled kernel, with a short path for calls seen before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ejkernel.ops import env, registry
+from ejkernel.ops.compat import ambient_mesh
+from ejkernel.ops.config.cache import selection_state
+from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
+from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.registered import RegisteredKernel
+from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
+from ejkernel.ops.execution.explanation import Explanation
+from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
+from ejkernel.ops.execution.program import (
+    Program,
+    Route,
+    flatten,
+    resolve,
+    specs_key,
+    without_arrays,
+)
+from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.utils.device import ambient_device, device_fingerprint
+
+__all__ = ["ConfigChooser", "Executor", "Explanation"]
+
+PLANS_LIMIT = 4096
+"""Calls (shapes included) whose choice is remembered; the oldest are forgotten first."""
+
+FUNCTIONS_LIMIT = 1024
+"""Compiled functions kept; each serves all shapes of one call."""
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """A call with its config chosen."""
+
+    inv: Invocation
+    choice: Choice
+    route: Route
+
+
+class Executor:
+    """Runs kernels: chooses a config, dispatches to an implementation, remembers both.
+
+    ``executor(kernel, *args, **kwargs)`` works eagerly and under every JAX transformation. The
+    config is chosen before tracing from shapes, dtypes and static arguments alone, so eager and
+    transformed calls choose alike. Eager calls seen before go straight to a compiled function.
+
+    Args:
+        selector: gives the config of a call; None = a ConfigSelectorChain in memory only.
+    """
+
+    def __init__(self, selector: ConfigChooser | None = None):
+        if selector is not None and not hasattr(selector, "choose"):
+            raise TypeError(f"selector must have a method choose(inv, kernel), got {selector!r}")
+        self.selector: ConfigChooser = ConfigSelectorChain() if selector is None else selector
+        self._plans: dict[Hashable, Callable[..., Any]] = {}
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(
+        self,
+        kernel: Kernel[Any, Any],
+        *args: Any,
+        cfg: Any = None,
+        platform: str | Platform | None = None,
+        mesh: Any = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``kernel`` on the arguments.
+
+        Args:
+            kernel: what to run.
+            *args: its positional arguments.
+            cfg: config to run with; honoured as it is and never stored.
+            platform: "triton", "pallas", "xla", "cuda", or "auto" (default).
+            mesh, in_specs, out_specs: run on every shard of a mesh; specs follow the arrays.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            TypeError: a config of the wrong class, or arguments that do not fit.
+            ConfigError: an illegal config.
+            ValueError: ``platform`` and ``cfg.platform`` differ.
+            KernelNotSupported: no implementation for this platform or call.
+            NoConfigError, AutotuneError: as ``ConfigSelectorChain.choose``.
+        """
+        if isinstance(kernel, type):
+            raise TypeError(f"kernel must be an instance: call {kernel.__name__}() first")
+        args, kwargs = kernel.prepare(args, kwargs)
+        in_specs, out_specs = specs_key(in_specs), specs_key(out_specs)
+        try:
+            flat = flatten(args, kwargs)
+            call_key = (
+                kernel_identity(kernel),
+                kernel.state,
+                flat.treedef,
+                flat.statics,
+                None if cfg is None else freeze(cfg),
+                platform,
+                mesh,
+                in_specs,
+                out_specs,
+                selection_state(),
+                env.env_state(),
+                ambient_device(),
+                ambient_mesh(),
+                jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+            )
+            state = self._state()
+            plan = None if state is None else self._plans.get((call_key, flat.signature, state))
+        except Unhashable:
+            return self._run_unremembered(
+                kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
+            )
+        if plan is None:
+            settled = self._settle(kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs)
+            plan = self._function(call_key, settled, without_arrays(flat))
+            # Choosing may have stored a config or loaded a package: the state is that of now.
+            now = (call_key[0], kernel.state, *call_key[2:])
+            if state is not None:
+                self._remember((now, flat.signature, self._state()), plan)
+        return plan(*flat.arrays)
+
+    # ---- asking without running ------------------------------------------------------------
+
+    def choose_config(
+        self,
+        kernel: Kernel[Any, Any],
+        *args: Any,
+        cfg: Any = None,
+        platform: str | Platform | None = None,
+        mesh: Any = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The config that a call would run with, tuning included; arrays may be abstract."""
+        args, kwargs = kernel.prepare(args, kwargs)
+        return self._settle(
+            kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
+        ).choice.cfg
+
+    def explain(
+        self,
+        kernel: Kernel[Any, Any],
+        *args: Any,
+        cfg: Any = None,
+        platform: str | Platform | None = None,
+        mesh: Any = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Which implementation and config a call would get and why; tunes and stores nothing.
+
+        Arrays may be abstract. A call that no implementation can do is explained, not refused.
+        """
+        args, kwargs = kernel.prepare(args, kwargs)
+        cfg, route = self._route(kernel, cfg, platform, mesh, in_specs, out_specs)
+        inv = bind_abstract(route.invocation(kernel, args, kwargs, cfg), mesh, in_specs, out_specs)
+        error: str | None = None
+        try:
+            choice = self._preview(inv, kernel, cfg)
+            error = None if choice.error is None else str(choice.error)
+        except (KernelNotSupported, KernelNotFound) as refusal:
+            choice, error = Choice(None, "error", inv.key), str(refusal)
+        resolved = None
+        if error is None:
+            try:
+                resolved = resolve(kernel, inv, choice.cfg)
+            except (KernelNotSupported, KernelNotFound) as refusal:
+                choice, error = Choice(choice.cfg, "error", inv.key, choice.answers), str(refusal)
+        skipped = _skipped(kernel, inv, resolved, choice)
+        chosen = None if resolved is None or resolved.platform is None else resolved.platform.value
+        return Explanation(
+            kernel=kernel.name,
+            key=inv.key,
+            tier=choice.tier,
+            cfg=choice.cfg,
+            platform=chosen,
+            implementation=None if resolved is None else resolved.name,
+            skipped=skipped,
+            tiers=choice.answers,
+            device=device_fingerprint(),
+            error=error,
+        )
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def _state(self) -> Hashable:
+        """What the selector's answer depends on besides the call; None when it does not tell."""
+        state = getattr(self.selector, "state", None)
+        return None if state is None else (state, registry.generation())
+
+    def _route(
+        self,
+        kernel: Kernel[Any, Any],
+        cfg: Any,
+        platform: str | Platform | None,
+        mesh: Any,
+        in_specs: Any,
+        out_specs: Any,
+    ) -> tuple[Any, Route]:
+        """The config as the kernel's class, and where the call runs."""
+        wanted = parse_platform(platform)
+        cfg = kernel.convert_config(cfg)
+        named = kernel.config_platform(cfg)
+        if wanted is not None and named is not None and wanted is not named:
+            raise ValueError(
+                f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
+                "contradict each other: give one, or make them equal"
+            )
+        return cfg, Route(wanted or named, mesh, in_specs, out_specs)
+
+    def _settle(
+        self,
+        kernel: Kernel[Any, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cfg: Any,
+        platform: str | Platform | None,
+        mesh: Any,
+        in_specs: Any,
+        out_specs: Any,
+    ) -> _Settled:
+        """Choose the config of a prepared call."""
+        cfg, route = self._route(kernel, cfg, platform, mesh, in_specs, out_specs)
+        raw = route.invocation(kernel, args, kwargs, cfg)
+        if env.ops_record():
+            _record(kernel, raw)
+        inv = bind_abstract(raw, mesh, in_specs, out_specs)
+        decide = getattr(self.selector, "decide", None)
+        if decide is not None:
+            choice = decide(inv, kernel, cfg)
+        elif cfg is not None:
+            choice = Choice(cfg, "override", inv.key)
+        else:
+            choice = Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
+        return _Settled(inv, choice, route)
+
+    def _preview(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any) -> Choice:
+        preview = getattr(self.selector, "preview", None)
+        if preview is not None:
+            return preview(inv, kernel, cfg)
+        if cfg is not None:
+            return Choice(cfg, "override", inv.key)
+        return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
+
+    def _program(self, settled: _Settled, flat: Any) -> Program:
+        info = {k: v for k, v in settled.inv.info.items() if k not in ("key", "payload")}
+        return Program(
+            settled.inv.kernel,
+            flat,
+            settled.choice.cfg,
+            settled.route,
+            settled.choice.key,
+            info,
+        )
+
+    def _function(self, call_key: tuple, settled: _Settled, flat: Any) -> Callable[..., Any]:
+        """The compiled function of a call: one per config, whatever the shapes."""
+        # A stamp carries the key, which differs between buckets.
+        stamp = settled.choice.key if env.ops_stamp() != "none" else None
+        key = (call_key, freeze(settled.choice.cfg), flat.positions, stamp)
+        function = self._functions.get(key)
+        if function is None:
+            function = jax.jit(self._program(settled, flat), inline=True)
+            with self._lock:
+                function = self._functions.setdefault(key, function)
+                _trim(self._functions, FUNCTIONS_LIMIT)
+        return function
+
+    def _remember(self, key: Hashable, plan: Callable[..., Any]) -> None:
+        with self._lock:
+            self._plans[key] = plan
+            _trim(self._plans, PLANS_LIMIT)
+
+    def _run_unremembered(
+        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
+    ) -> Any:
+        """A call with a static value that may change under our hands: traced afresh."""
+        settled = self._settle(kernel, args, kwargs, *rest)
+        flat = flatten(args, kwargs, hashable=False)
+        return self._program(settled, flat)(*flat.arrays)
+
+
+def _trim(cache: dict[Hashable, Any], limit: int) -> None:
+    while len(cache) > limit:
+        del cache[next(iter(cache))]
+
+
+def _record(kernel: Kernel[Any, Any], inv: Invocation) -> None:
+    try:
+        registry.record_invocation(kernel, inv)
+    except Exception as error:
+        warn_once(("record", kernel.name), f"calls of {kernel.name} are not recorded: {error}")
+
+
+def _skipped(
+    kernel: Kernel[Any, Any], inv: Invocation, resolved: Any, choice: Choice
+) -> tuple[tuple[str, str], ...]:
+    """Every implementation but the chosen one, with the reason."""
+    if not isinstance(kernel, RegisteredKernel):
+        return () if resolved is None else resolved.skipped
+    return kernel.not_chosen(inv, resolved, choice.cfg)

@@ -1,0 +1,60 @@
+"""Explanation: which implementation and config a call gets, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """Answer of ``Executor.explain``; prints as a table.
+
+    Attributes:
+        kernel: name of the kernel.
+        key: cache key of the call.
+        tier: "override", "overlay", "memory", "persistent", "autotune" (it would be tuned now),
+            "heuristics" or "error".
+        cfg: the config; None for kernels without tunables, and before tuning.
+        platform: platform of the chosen implementation, None when none can do the call.
+        implementation: its name.
+        skipped: ``(implementation, reason)`` of all others.
+        tiers: ``(tier, answer)`` of the tiers that were asked.
+        device: fingerprint of the target device.
+        error: what the call would raise, None when it would run.
+    """
+
+    kernel: str
+    key: str
+    tier: str
+    cfg: Any
+    platform: str | None
+    implementation: str | None
+    skipped: tuple[tuple[str, str], ...] = ()
+    tiers: tuple[tuple[str, str], ...] = ()
+    device: str = ""
+    error: str | None = None
+
+    def __str__(self) -> str:
+        rows = [
+            ("kernel", self.kernel),
+            ("device", self.device),
+            ("implementation", self.implementation or "none"),
+            ("config", repr(self.cfg)),
+            ("tier", self.tier),
+            ("key", self.key),
+        ]
+        if self.error:
+            rows.append(("error", self.error))
+        text = _table(rows)
+        text += "\n\ntiers asked\n" + _table([(f"  {t}", answer) for t, answer in self.tiers])
+        if self.skipped:
+            text += "\n\nnot chosen\n" + _table([(f"  {n}", why) for n, why in self.skipped])
+        return text
+
+    __repr__ = __str__
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

@@ -1,0 +1,68 @@
+"""Work done on the side of a trace: in a thread of its own, whose trace state is fresh."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The settings of a thread that change what JAX compiles, to be taken to another thread."""
+
+    context: contextvars.Context
+    enable_x64: bool
+    matmul_precision: Any
+    dtype_promotion: Any
+    device: Any
+
+    @classmethod
+    def capture(cls, device: Any = None) -> Surroundings:
+        """Those of this thread; ``device`` is where arrays shall be made, None = as here."""
+        return cls(
+            contextvars.copy_context(),
+            bool(jax.config.jax_enable_x64),
+            jax.config.jax_default_matmul_precision,
+            jax.config.jax_numpy_dtype_promotion,
+            jax.config.jax_default_device if device is None else device,
+        )
+
+    def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """``fn(*args)`` in these surroundings; callable from several threads at once."""
+
+        def inside() -> T:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(jax.enable_x64(self.enable_x64))
+                stack.enter_context(jax.default_matmul_precision(self.matmul_precision))
+                stack.enter_context(jax.numpy_dtype_promotion(self.dtype_promotion))
+                stack.enter_context(jax.default_device(self.device))
+                return fn(*args)
+
+        # a Context object can be entered once at a time
+        return self.context.copy().run(inside)
+
+
+def outside_trace(fn: Callable[[], T], surroundings: Surroundings) -> T:
+    """``fn()`` in a new thread, so that no surrounding trace sees its operations."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["value"] = surroundings.run(fn)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, name="ejkernel-tune", daemon=True)
+    thread.start()
+    thread.join()
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]

@@ -1,0 +1,148 @@
+"""Agreement of the processes of one job: process 0 decides, the others take its config.
+
+All processes of a job must compile the same program, so a choice that depends on files or on
+timings is made once. Process 0 publishes it in the key-value store of JAX's coordination service
+under the cache key; the others wait for it. The first decision for a key holds for the whole job.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops import compat, env
+from ejkernel.ops.config.selection import Choice
+from ejkernel.ops.config.store import decode_config, encode_config, remember_class
+from ejkernel.ops.errors import AutotuneError, NoConfigError
+from ejkernel.ops.utils.serialization import short_hash
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+
+PREFIX = "ejkernel/config/"
+LEAST_TIMEOUT_S = 300.0
+
+
+def default_timeout_s() -> float:
+    """Time for process 0 to compile and tune one key, with room for slow compilers."""
+    return max(LEAST_TIMEOUT_S, 5 * env.autotune_budget_s())
+
+
+class PeerGroup:
+    """The processes of this job.
+
+    Args:
+        client: has ``key_value_set(key, value)`` and ``blocking_key_value_get(key, timeout_ms)``.
+        process_id: number of this process; 0 decides.
+        timeout_s: how long the others wait; None = derived from the tuning budget.
+    """
+
+    def __init__(self, client: Any, process_id: int, timeout_s: float | None = None):
+        self.client = client
+        self.process_id = process_id
+        self.timeout_s = timeout_s
+        self._agreed: dict[str, Choice] = {}
+        self._lock = threading.Lock()
+        self._latches: dict[str, threading.Lock] = {}
+
+    def agree(self, inv: Invocation, tuning: bool, decide: Callable[[], Choice]) -> Choice:
+        """The choice of process 0 for this call; only process 0 calls ``decide``.
+
+        Raises:
+            AutotuneError: no answer in time, an answer that cannot be read, or process 0 failed.
+        """
+        topic = PREFIX + short_hash([inv.key, tuning], 32)
+        with self._lock:
+            latch = self._latches.setdefault(topic, threading.Lock())
+        with latch:
+            choice = self._agreed.get(topic)
+            if choice is None:
+                leads = self.process_id == 0
+                choice = self._lead(topic, inv, decide) if leads else self._follow(topic, inv)
+                self._agreed[topic] = choice
+        return choice
+
+    def _lead(self, topic: str, inv: Invocation, decide: Callable[[], Choice]) -> Choice:
+        try:
+            choice = decide()
+        except Exception as error:
+            self._publish(topic, inv, {"failed": f"{type(error).__name__}: {error}"})
+            raise
+        if choice.error is not None:
+            message: dict[str, Any] = {"tier": "error", "text": str(choice.error)}
+        else:
+            message = {"tier": choice.tier}
+            try:
+                message["cfg"] = encode_config(choice.cfg)
+            except (TypeError, ValueError) as error:
+                if choice.tier != "heuristics":  # heuristics every process has by itself
+                    failed = f"config {choice.cfg!r} cannot be sent to other processes: {error}"
+                    self._publish(topic, inv, {"failed": failed})
+                    raise AutotuneError(f"key {inv.key!r}: {failed}") from error
+        self._publish(topic, inv, message)
+        return choice
+
+    def _publish(self, topic: str, inv: Invocation, message: dict[str, Any]) -> None:
+        try:
+            self.client.key_value_set(topic, json.dumps(message))
+        except Exception as error:
+            raise AutotuneError(
+                f"key {inv.key!r}: process 0 could not publish its config: {error}"
+            ) from error
+
+    def _follow(self, topic: str, inv: Invocation) -> Choice:
+        timeout = default_timeout_s() if self.timeout_s is None else self.timeout_s
+        try:
+            text = self.client.blocking_key_value_get(topic, int(timeout * 1000))
+            message = json.loads(text)
+        except Exception as error:
+            raise AutotuneError(
+                f"process {self.process_id} waited {timeout:.0f} s for the config that process 0 "
+                f"chooses for key {inv.key!r} and got none ({error}): do all processes make the "
+                "same calls?"
+            ) from error
+        if "failed" in message:
+            raise AutotuneError(f"key {inv.key!r}: process 0 failed: {message['failed']}")
+        tier = message["tier"]
+        if tier == "error":
+            return Choice(None, tier, inv.key, error=NoConfigError(message["text"]))
+        if "cfg" not in message:
+            return self._own_heuristics(inv)
+        return Choice(self._decode(message["cfg"], inv), tier, inv.key, ((tier, "process 0"),))
+
+    def _own_heuristics(self, inv: Invocation) -> Choice:
+        """Where process 0 fell back to arithmetic, which is the same everywhere."""
+        cfg = inv.kernel.heuristic_cfg(inv)
+        return Choice(cfg, "heuristics", inv.key, (("heuristics", "as process 0"),))
+
+    def _decode(self, plain: dict[str, Any], inv: Invocation) -> Any:
+        kernel = inv.kernel
+        if plain.get("class") is None and plain["config"] is None:
+            return None
+        if kernel.config_cls is None and plain.get("class") is not None:
+            for cfg in (*kernel.config_space(inv),):  # classes that no module can name
+                remember_class(type(cfg))
+        try:
+            return kernel.convert_config(decode_config(plain, kernel.config_cls), inv)
+        except (TypeError, ValueError, KeyError) as error:
+            raise AutotuneError(
+                f"key {inv.key!r}: the config sent by process 0 cannot be read: {error}"
+            ) from error
+
+
+_groups: dict[int, PeerGroup] = {}
+_groups_lock = threading.Lock()
+
+
+def peers() -> PeerGroup | None:
+    """The processes of this job, None when it has only one."""
+    found = compat.coordination()
+    if found is None:
+        return None
+    with _groups_lock:
+        group = _groups.get(id(found.client))
+        if group is None or group.client is not found.client:
+            group = _groups[id(found.client)] = PeerGroup(found.client, found.process_id)
+    return group

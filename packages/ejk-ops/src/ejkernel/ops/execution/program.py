@@ -1,0 +1,217 @@
+"""A call taken apart: arrays, which are traced, and everything else, which is static."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ejkernel.ops import env
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.execution.freeze import freeze
+from ejkernel.ops.platforms import Platform
+from ejkernel.ops.utils.labels import stamped
+from ejkernel.ops.utils.serialization import abstractify
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Kernel, Resolved
+
+_CONCRETE, _TRACER, _NUMPY, _CONVERTIBLE, _ABSTRACT, _FLOAT, _VALUE, _OTHER = range(8)
+
+_kinds: dict[type, int] = {
+    float: _FLOAT,
+    int: _VALUE,
+    bool: _VALUE,
+    str: _VALUE,
+    type(None): _VALUE,
+}
+
+
+def _kind_of(cls: type) -> int:
+    """How a leaf of this class enters a call; remembered per class."""
+    if issubclass(cls, jax.core.Tracer):
+        kind = _TRACER
+    elif issubclass(cls, jax.Array):
+        kind = _CONCRETE
+    elif issubclass(cls, (np.ndarray, np.generic)):
+        kind = _NUMPY
+    elif issubclass(cls, jax.ShapeDtypeStruct):
+        kind = _ABSTRACT
+    elif hasattr(cls, "__jax_array__"):
+        kind = _CONVERTIBLE
+    else:
+        kind = _OTHER
+    _kinds[cls] = kind
+    return kind
+
+
+class Flat(NamedTuple):
+    """A flattened call.
+
+    Attributes:
+        treedef: structure of ``(args, kwargs)``.
+        leaves: all leaves; those at ``positions`` are the arrays.
+        positions: where the arrays are.
+        statics: hashable of everything but the arrays.
+        signature: hashable of the arrays' shapes, dtypes and shardings.
+    """
+
+    treedef: Any
+    leaves: list[Any]
+    positions: tuple[int, ...]
+    statics: Hashable
+    signature: Hashable
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.leaves[i] for i in self.positions]
+
+
+_single = jax.sharding.SingleDeviceSharding
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], *, hashable: bool = True) -> Flat:
+    """Take a call apart.
+
+    Raises:
+        Unhashable: a static value that cannot be part of a key (unless ``hashable=False``).
+        TypeError: an abstract array where a real one is needed.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+    positions: list[int] = []
+    statics: list[Any] = []
+    signature: list[Any] = []
+    for i, leaf in enumerate(leaves):
+        cls = type(leaf)
+        kind = _kinds.get(cls)
+        if kind is None:
+            kind = _kind_of(cls)
+        if kind == _CONVERTIBLE:
+            leaf = leaves[i] = leaf.__jax_array__()
+            cls = type(leaf)
+            kind = _kinds.get(cls) or _kind_of(cls)
+        if kind == _CONCRETE:
+            positions.append(i)
+            sharding = leaf.sharding
+            signature.append(leaf.aval if type(sharding) is _single else (leaf.aval, sharding))
+        elif kind == _VALUE:
+            statics.append((cls, leaf))
+        elif kind == _FLOAT:
+            statics.append((cls, leaf.hex()))
+        elif kind == _NUMPY:
+            positions.append(i)
+            signature.append((leaf.shape, leaf.dtype))
+        elif kind == _TRACER:
+            positions.append(i)
+            signature.append(leaf.aval)
+        elif kind == _ABSTRACT:
+            raise TypeError(
+                f"a call needs arrays, got {leaf}: shapes alone serve choose_config, explain and "
+                "autotune; use jax.eval_shape to evaluate a call abstractly"
+            )
+        else:
+            statics.append(freeze(leaf) if hashable else None)
+    return Flat(treedef, leaves, tuple(positions), tuple(statics), tuple(signature))
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where and how a call runs, besides its arguments.
+
+    Attributes:
+        platform: forced platform, None = automatic.
+        mesh, in_specs, out_specs: distribution, None = none.
+    """
+
+    platform: Platform | None = None
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+
+    def invocation(
+        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
+    ) -> Invocation:
+        """The abstract invocation of a prepared call."""
+        info: dict[str, Any] = {
+            "prepared": True,
+            "requested_platform": None if self.platform is None else self.platform.value,
+        }
+        backend = getattr(cfg, "backend", None)
+        if isinstance(backend, str) and backend != "any":
+            info["requested_backend"] = backend
+        if self.mesh is not None:
+            info["mesh_axes"] = tuple(self.mesh.shape.items())
+            info["in_specs"] = self.in_specs
+            info["out_specs"] = self.out_specs
+        return Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``."""
+
+    kernel: Kernel[Any, Any]
+    flat: Flat
+    cfg: Any
+    route: Route
+    key: str
+    info: dict[str, Any]
+
+    @property
+    def __name__(self) -> str:
+        return self.kernel.name
+
+    def __call__(self, *arrays: Any) -> Any:
+        leaves = list(self.flat.leaves)
+        for position, array in zip(self.flat.positions, arrays, strict=True):
+            leaves[position] = array
+        args, kwargs = jax.tree_util.tree_unflatten(self.flat.treedef, leaves)
+        kernel, route = self.kernel, self.route
+        args, kwargs = kernel.bind(args, kwargs)
+        if not needs_distribution(kernel, route):
+            return self._run(args, kwargs)
+        return kernel.distribute(
+            args, kwargs, route.mesh, route.in_specs, route.out_specs, self._run
+        )
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Dispatch the bound call of one shard."""
+        kernel = self.kernel
+        inv = Invocation(
+            kernel,
+            abstractify(args),
+            abstractify(kwargs),
+            info={**self.info, "key": self.key, "bound": True},
+        )
+        resolved = resolve(kernel, inv, self.cfg)
+        with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp()):
+            return kernel.call(resolved, args, kwargs, self.cfg)
+
+
+def without_arrays(flat: Flat) -> Flat:
+    """A copy that keeps no array alive."""
+    leaves = list(flat.leaves)
+    for position in flat.positions:
+        leaves[position] = None
+    return flat._replace(leaves=leaves)
+
+
+def needs_distribution(kernel: Kernel[Any, Any], route: Route) -> bool:
+    return kernel.distributes_always or not (
+        route.mesh is route.in_specs is route.out_specs is None
+    )
+
+
+def resolve(kernel: Kernel[Any, Any], inv: Invocation, cfg: Any) -> Resolved:
+    """The implementation for a call with this config."""
+    platform = inv.info.get("requested_platform")
+    wanted = Platform(platform) if platform is not None else kernel.config_platform(cfg)
+    return kernel.implementation(inv, wanted)
+
+
+def specs_key(specs: Sequence[Any] | Any) -> Hashable:
+    """Partition specs as a hashable."""
+    return tuple(specs) if isinstance(specs, list) else specs

@@ -1,0 +1,50 @@
+"""Recording of invocations: which calls a program makes, so that they can be tuned together."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.kernel import Kernel
+
+_recorded: dict[str, Invocation] = {}
+_lock = threading.Lock()
+_generation = 0
+
+
+def record_invocation(kernel: Kernel[Any, Any], inv: Invocation) -> None:
+    """Remember a call by its key, shapes only. With ``EJKERNEL_OPS_RECORD=1`` executors do it.
+
+    Args:
+        kernel: the kernel; need not be the one in ``inv``.
+        inv: the call.
+    """
+    from ejkernel.ops.core.invocation import Invocation
+
+    if not isinstance(inv, Invocation):
+        raise TypeError(f"inv must be an Invocation, got {inv!r}")
+    if inv.kernel is not kernel:
+        inv = Invocation(kernel, inv.args, inv.kwargs, inv.metadata, info=inv.info)
+    with _lock:
+        _recorded.setdefault(inv.key, inv.abstract())
+
+
+def get_invocations() -> list[Invocation]:
+    """The recorded calls, one per key, in order of their first appearance."""
+    with _lock:
+        return list(_recorded.values())
+
+
+def clear_invocations() -> None:
+    """Forget all recorded calls."""
+    global _generation
+    with _lock:
+        _recorded.clear()
+        _generation += 1
+
+
+def generation() -> int:
+    """Changes whenever the record is cleared."""
+    return _generation
