@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.kernels.xla._common.arguments import field
+from ejkernel.ops import BwdParams, FwdParams
 
 BLOCK_KV = 512
 DOT_MULTIPLY_ADDS = 2**23
@@ -39,3 +40,11 @@ def blocks(cfg: Any, name: str, groups: int, head_dim: int) -> tuple[int, int]:
     params = field(cfg, name)
     block_q, block_kv = default_blocks(groups, head_dim)
     return int(field(params, "q_blocksize", block_q)), int(field(params, "kv_blocksize", block_kv))
+
+
+def heuristic(inv: Any) -> dict[str, Any]:
+    """Config fields for a call; powers of two, as configs demand."""
+    q, k = inv.arguments["query"], inv.arguments["key"]
+    block_q, block_kv = default_blocks(q.shape[2] // max(k.shape[2], 1), q.shape[3])
+    sizes = {"q_blocksize": block_q, "kv_blocksize": block_kv}
+    return {"fwd_params": FwdParams(**sizes), "bwd_params": BwdParams(**sizes)}

@@ -1,0 +1,120 @@
+"""Which calls cuDNN computes exactly as specified, and why not for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.ops.utils.device import target_device
+from ejkernel.types import MaskInfo, combine_masks
+
+# Arguments that cuDNN's graph has no exact counterpart for: bias rows of -inf and dead rows give
+# NaN there, its dropout draws other masks, packed and segmented calls need run-time lengths.
+UNSUPPORTED = {
+    "bias": "a bias",
+    "cum_seqlens_q": "packed sequences",
+    "cum_seqlens_k": "packed sequences",
+    "softmax_aux": "attention sinks",
+    "attention_mask": "a dense mask",
+    "logits_soft_cap": "a soft cap",
+    "init_bias": "a bias",
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A mask as cuDNN knows it: causal from the top left, with a left window or without."""
+
+    causal: bool
+    left: int | None = None
+
+
+def pattern_of(mask: MaskInfo, q_len: int, kv_len: int) -> Pattern | str:
+    """The mask as a Pattern, or the reason why it is none."""
+    arrays = ("attention_mask", "q_segment_ids", "q_positions", "kv_positions")
+    for part in mask.conjuncts:
+        for name in arrays:
+            if getattr(part, name) is not None:
+                return f"mask_info: cuDNN takes no {name}"
+    if len(mask.conjuncts) > 1:
+        return "mask_info: cuDNN takes one causal or window rule"
+    if mask.chunk_size is not None:
+        return "mask_info: cuDNN takes no chunk_size"
+    window = mask.sliding_window
+    if not mask.causal and window is None:
+        return Pattern(False)
+    if mask.causal_offset != 0:
+        return f"causal_offset: cuDNN takes 0 only, got {mask.causal_offset}"
+    if window is None:
+        return Pattern(True)
+    left, right = window
+    if not mask.causal and right != 0:
+        return f"sliding_window: cuDNN takes left windows only, got right {right}"
+    if q_len > kv_len + left:
+        return "sliding_window: rows that see no key are not defined in cuDNN"
+    return Pattern(True, left)
+
+
+def _shapes(q: Any, k: Any, v: Any) -> str | None:
+    dtypes = {jnp.dtype(x.dtype).name for x in (q, k, v)}
+    if len(dtypes) > 1 or not dtypes <= {"float16", "bfloat16"}:
+        return f"query: cuDNN takes float16 or bfloat16 throughout, got {sorted(dtypes)}"
+    if 0 in (*q.shape, *k.shape):
+        return "query: cuDNN takes no empty axis"
+    if v.shape[-1] != q.shape[-1]:
+        return f"value: cuDNN needs value_dim = head_dim, got {v.shape[-1]} and {q.shape[-1]}"
+    capability = target_device().compute_capability
+    if capability is None or capability < (8, 0):
+        return "query: cuDNN's attention needs compute capability 8.0"
+    largest = 256 if capability >= (9, 0) else 128
+    if q.shape[-1] > largest or q.shape[-1] % 8:
+        return f"query: cuDNN takes multiples of 8 up to {largest} here, got {q.shape[-1]}"
+    return None
+
+
+def reason_against(arguments: Mapping[str, Any]) -> str | None:
+    """Why cuDNN cannot do the call, from static facts; None if it can."""
+    for name, what in UNSUPPORTED.items():
+        if arguments.get(name) is not None:
+            return f"{name}: cuDNN takes no {what.removeprefix('a ')}"
+    if arguments.get("dropout_prob"):
+        return "dropout_prob: cuDNN draws other dropout masks"
+    if arguments.get("return_lse"):
+        return "return_lse: cuDNN gives lse in the output dtype only"
+    precision = arguments.get("precision")
+    if precision is not None and str(precision).lower() not in ("default", "precision.default"):
+        return f"precision: cuDNN has the default only, got {precision}"
+    if jnp.dtype(arguments.get("logits_dtype", jnp.float32)) == jnp.float64:
+        return "logits_dtype: cuDNN has float32 logits only"
+    scale = arguments.get("softmax_scale")
+    if scale is not None and not scale > 0:
+        return f"softmax_scale: cuDNN needs it greater than 0, got {scale}"
+    q, k, v = (arguments[name] for name in ("query", "key", "value"))
+    reason = _shapes(q, k, v)
+    if reason is not None:
+        return reason
+    pattern = pattern_of(mask_of(arguments), q.shape[1], k.shape[1])
+    return pattern if isinstance(pattern, str) else None
+
+
+def mask_of(arguments: Mapping[str, Any]) -> MaskInfo:
+    """The one mask of a call without dense mask and packed sequences."""
+    q, k = arguments["query"], arguments["key"]
+    return combine_masks(
+        arguments.get("mask_info"),
+        causal=arguments.get("causal", False),
+        causal_offset=arguments.get("causal_offset", 0),
+        sliding_window=arguments.get("sliding_window"),
+        q_len=q.shape[1],
+        kv_len=k.shape[1],
+        batch=q.shape[0],
+        heads=q.shape[2],
+    )
+
+
+def supports(inv: Any) -> str | None:
+    """None, or why cuDNN cannot do the call."""
+    return reason_against(inv.arguments)
