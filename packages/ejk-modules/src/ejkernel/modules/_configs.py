@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009 (field helpers return dataclasses.field)
 """One config class per operation: how the work is cut into tiles, never what is computed.
 
 All are frozen, hashable and begin with ``platform`` and ``backend``; ``None`` in a tile field

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops import (
-    ConfigCache,
-    ConfigSelectorChain,
-    Executor,
-    PersistentCache,
-    Support,
-    get_default_executor,
-)
+from ejkernel.ops.execution.default import create_default_executor, get_default_executor
 
 if TYPE_CHECKING:
-    from ejkernel.ops import Kernel, Platform
+    from ejkernel.ops import Kernel, Platform, Support
 
 __all__ = ["create_default_executor", "explain", "get_default_executor", "supports"]
-
-
-def create_default_executor(
-    *, persistent_path: str | PathLike | None = None, autotune: bool | None = None
-) -> Executor:
-    """A new executor with caches of its own.
-
-    Args:
-        persistent_path: folder of its files; None = ``$EJKERNEL_CACHE_DIR/configs``, by default
-            ``~/.cache/ejkernel/configs``. Created on the first write.
-        autotune: None = ``EJKERNEL_AUTOTUNE_POLICY``, read at each call.
-
-    Returns:
-        An Executor over a new in-memory ConfigCache and a PersistentCache.
-    """
-    chain = ConfigSelectorChain(
-        cache=ConfigCache(), persistent=PersistentCache(persistent_path), autotune=autotune
-    )
-    return Executor(chain)
 
 
 def _kernel(operation: Any) -> Kernel:

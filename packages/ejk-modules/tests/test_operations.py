@@ -1,0 +1,175 @@
+"""What holds for every operation: it is the XLA implementation, under every transformation."""
+
+import inspect
+
+import ejkernel.kernels.xla as xla
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ejktest.calls import CALLS, call
+
+import ejkernel.modules as modules
+from ejkernel.modules._table import OPERATIONS, exports, operation_class
+from ejkernel.ops import kernel_registry
+
+ALL = sorted(CALLS)
+
+
+def leaves(x):
+    return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(x)]
+
+
+def assert_same(a, b, tolerance=2e-5):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def total(operation, static):
+    """Sum of squares of the finite outputs, as a function of the arrays."""
+    function = getattr(modules, operation)
+
+    def loss(arrays):
+        outputs = jax.tree_util.tree_leaves(function(**arrays, **static))
+        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in outputs)
+
+    return loss
+
+
+@pytest.mark.parametrize("operation", ALL)
+def test_forward_is_the_xla_function(operation):
+    c = call(operation)
+    ours = getattr(modules, operation)(**c.arguments)
+    theirs = jax.jit(lambda arrays: getattr(xla, operation)(**arrays, **c.static))
+    assert_same(ours, theirs(c.arrays))
+    assert all(np.isfinite(x).all() for x in leaves(ours)[:1])
+    again = getattr(modules, operation)(**c.arguments)
+    assert all((x == y).all() for x, y in zip(leaves(ours), leaves(again), strict=True))
+
+
+@pytest.mark.parametrize("operation", ALL)
+def test_transformations(operation):
+    c = call(operation)
+    function = getattr(modules, operation)
+    loss = total(operation, c.static)
+    plain = function(**c.arguments)
+
+    shapes = jax.eval_shape(lambda arrays: function(**arrays, **c.static), c.arrays)
+    assert [s.shape for s in jax.tree_util.tree_leaves(shapes)] == [x.shape for x in leaves(plain)]
+
+    @jax.jit
+    def gradients(wanted):
+        return jax.grad(lambda w: loss({**c.arrays, **w}))(wanted)
+
+    wanted = {name: c.arrays[name] for name in c.gradients}
+    single = gradients(wanted)
+    for name, g in single.items():
+        assert g.dtype == c.arrays[name].dtype
+        assert np.isfinite(g).all()
+        assert np.abs(g).max() > 0, f"{name} has a silent zero gradient"
+
+    two = {name: jnp.stack([x, 0.5 * x]) for name, x in wanted.items()}
+
+    @jax.jit
+    def mapped(two):
+        rest = {name: x for name, x in c.arrays.items() if name not in two}
+        forward = jax.vmap(lambda w: function(**rest, **w, **c.static))(two)
+        return forward, jax.vmap(jax.checkpoint(gradients))(two)
+
+    forward, grads = mapped(two)
+    assert_same(jax.tree_util.tree_map(lambda x: x[0], forward), plain)
+    assert_same(jax.tree_util.tree_map(lambda x: x[0], grads), single, 2e-4)
+
+
+@pytest.mark.parametrize("operation", ALL)
+def test_numpy_arrays_positionally(operation):
+    c = call(operation)
+    parameters = inspect.signature(getattr(modules, operation)).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    arrays = {name: np.asarray(x) for name, x in c.arrays.items()}
+    if "block_tables" in arrays:
+        arrays["block_tables"] = np.clip(arrays["block_tables"], 0, 6)
+    arguments = {**arrays, **c.static}
+    args = []
+    for p in positional:
+        if p.name not in arguments and p.default is p.empty:
+            break
+        args.append(arguments.pop(p.name, p.default))
+    assert_same(
+        getattr(modules, operation)(*args, **arguments), getattr(modules, operation)(**c.arguments)
+    )
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+def test_kernel_class(operation):
+    cls = operation_class(operation)
+    function, kernel = getattr(modules, operation), getattr(modules, cls.__name__)
+    assert cls is kernel and cls.function is function
+    run = inspect.signature(cls().run).parameters
+    expected = [
+        name
+        for name in inspect.signature(function).parameters
+        if name not in ("platform", "mesh", "in_specs", "out_specs")
+    ]
+    assert list(run) == expected
+    assert all(p.kind is not p.POSITIONAL_ONLY for p in run.values())
+    assert cls().name in kernel_registry.list_algorithms()
+    for registered in kernel_registry.list_implementations(cls().name):
+        theirs = inspect.signature(registered.fn).parameters
+        ours = [p for p in run.values() if p.name != "cfg"]
+        assert [p.name for p in ours] == [n for n in theirs if n != "cfg"]
+        for p in ours:
+            q = theirs[p.name]
+            assert p.kind is q.kind, p.name
+            assert p.default is q.default or p.default == q.default, p.name
+
+
+def test_kernel_classes_through_an_executor_and_by_run():
+    c = call("flash_attention")
+    executor = modules.create_default_executor(autotune=False)
+    expected = modules.flash_attention(**c.arguments)
+    q, k, v = (c.arrays[name] for name in ("query", "key", "value"))
+    rest = {n: x for n, x in c.arguments.items() if n not in ("query", "key", "value")}
+    assert_same(executor(modules.FlashAttention(), q, k, v, **rest), expected)
+    assert_same(modules.FlashAttention().run(q, k, v, **rest), expected)
+    assert_same(modules.FlashAttention()(q, k, v, **rest), expected)
+
+
+def test_aliases_are_the_same_object():
+    assert modules.flash_mla is modules.mla_attention
+    assert modules.ragged_page_attention_v2 is modules.ragged_page_attention
+    assert modules.RaggedPageAttentionv2 is modules.RaggedPageAttention
+    assert modules.RaggedPageAttentionv2Config is modules.RaggedPageAttentionConfig
+
+
+def test_exports():
+    for name in modules.__all__:
+        assert getattr(modules, name) is not None
+        assert name in dir(modules)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = modules.nothing_such
+    for name in exports():
+        value = getattr(modules, name)
+        assert value.__doc__, name
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+def test_docstrings_say_everything(operation):
+    text = getattr(modules, operation).__doc__
+    for word in ("Args:", "Returns:", "Raises:", "ifferentiable", "Source:"):
+        assert word in text, word
+    for name in inspect.signature(getattr(modules, operation)).parameters:
+        assert name in text, name
+
+
+def test_only_the_kernel_is_left_in_a_jaxpr():
+    c = call("flash_attention")
+
+    def names(function):
+        jaxpr = jax.make_jaxpr(lambda arrays: function(**arrays, **c.static))(c.arrays)
+        return [e.primitive.name for e in jaxpr.jaxpr.eqns if e.primitive.name != "pjit"]
+
+    ours, theirs = names(modules.flash_attention), names(xla.flash_attention)
+    assert len(ours) <= len(theirs) + 2
+    assert set(ours) <= set(theirs) | {"convert_element_type", "broadcast_in_dim"}
