@@ -1,0 +1,329 @@
+"""Recurrent, gated linear and lightning attention against the float64 recurrence."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.kernels.xla.gla import gla_attention
+from ejkernel.kernels.xla.lightning_attn import lightning_attention
+from ejkernel.kernels.xla.recurrent import recurrent_attention
+from ejkernel.types import InvalidArgument
+from ejktest.oracles import linear as oracle
+from ejktest.tolerance import check_close
+
+TILE = {"time_tile": 16}
+DIMS = dict(b=2, s=50, h=4, hk=2, dk=8, dv=6)
+KINDS = {
+    "none": (),
+    "per key channel": ("g4",),
+    "per head": ("g3",),
+    "constant": ("g_gamma",),
+    "per head and constant": ("g3", "g_gamma"),
+    "per value channel": ("gv",),
+    "key and value": ("gk", "gv"),
+    "head and value": ("g3", "gv"),
+    "all": ("g4", "g_gamma", "gk", "gv"),
+}
+
+
+def make(kinds, *, b, s, h, hk, dk, dv, states=None, seed=0, size=1.0, dtype=np.float32):
+    """Arguments by name: random q, k, v, the gates of ``kinds`` (log decays <= 0), a state."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    def gate(*shape):
+        return jnp.asarray(-size * np.abs(rng.standard_normal(shape)), dtype)
+
+    args = dict(query=normal(b, s, h, dk), key=normal(b, s, hk, dk), value=normal(b, s, hk, dv))
+    shapes = dict(g4=(b, s, h, dk), g3=(b, s, h), g_gamma=(h,), gk=(b, s, h, dk), gv=(b, s, h, dv))
+    for kind in kinds:
+        args["g" if kind in ("g3", "g4") else kind] = gate(*shapes[kind])
+    args["initial_state"] = normal(states or b, h, dk, dv)
+    return args
+
+
+def pull(args, cu_seqlens=None, *, cfg=TILE, seed=1, jit=True, **options):
+    """Output, state, gradients of every argument, and the cotangents they were pulled through."""
+
+    def run(args, cu_seqlens):
+        return recurrent_attention(
+            **args, cu_seqlens=cu_seqlens, return_state=True, cfg=cfg, **options
+        )
+
+    def both(args, cu_seqlens, cotangents):
+        out, back = jax.vjp(lambda a: run(a, cu_seqlens), args)
+        return out, back(cotangents)[0]
+
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(run, args, cu_seqlens)
+    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), shapes)
+    both = jax.jit(both) if jit else both
+    (o, state), grads = both(args, cu_seqlens, cotangents)
+    return o, state, grads, cotangents
+
+
+def check(args, cu_seqlens=None, *, cfg=TILE, **options):
+    """Values and all gradients against the oracle."""
+    o, state, grads, (do, dstate) = pull(args, cu_seqlens, cfg=cfg, **options)
+    want = oracle.linear_attention(
+        **args, cu_seqlens=cu_seqlens, do=do, dstate=dstate, **options
+    )
+    dtype = args["query"].dtype
+    check_close(o, want.o, dtype=dtype, name="o")
+    check_close(state, want.state, name="state")
+    for name, x in args.items():
+        assert grads[name].dtype == x.dtype
+        check_close(grads[name], want.grads[name], dtype=x.dtype, name=f"d{name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind):
+    check(make(KINDS[kind], **DIMS))
+
+
+@pytest.mark.parametrize("kind", ["per key channel", "head and value"])
+@pytest.mark.parametrize("s", [5, 40])
+def test_reverse(kind, s):
+    check(make(KINDS[kind], **{**DIMS, "s": s}), reverse=True, softmax_scale=-0.7)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", ["per key channel", "head and value"])
+def test_packed(kind, reverse):
+    # an empty sequence, one longer than a chunk, one that ends on a chunk, rows of padding
+    cu = np.array([0, 3, 3, 40, 56], np.int32)
+    args = make(KINDS[kind], **{**DIMS, "b": 1, "s": 60}, states=4)
+    check(args, cu, reverse=reverse)
+
+
+def test_packed_steps():
+    cu = np.array([0, 1, 1, 5, 6], np.int32)
+    args = make(KINDS["all"], **{**DIMS, "b": 1, "s": 8}, states=4)
+    check(args, cu)
+    check(args, cu, reverse=True)
+
+
+def test_packed_equals_batched():
+    args = make(KINDS["all"], **DIMS)
+    flat = {
+        n: x if n in ("g_gamma", "initial_state") else x.reshape(1, -1, *x.shape[2:])
+        for n, x in args.items()
+    }
+    o, state = recurrent_attention(**args, return_state=True, cfg=TILE)
+    cu = jnp.array([0, 50, 100])
+    o_flat, state_flat = recurrent_attention(**flat, cu_seqlens=cu, return_state=True, cfg=TILE)
+    np.testing.assert_array_equal(o.reshape(o_flat.shape), o_flat)
+    np.testing.assert_array_equal(state, state_flat)
+
+
+def test_empty_sequences_and_padding():
+    args = make(KINDS["all"], **{**DIMS, "b": 1, "s": 40}, states=3)
+    cu = jnp.zeros(4, jnp.int32)
+    o, state, grads, (_, dstate) = pull(args, cu)
+    np.testing.assert_array_equal(o, 0)
+    np.testing.assert_array_equal(state, args["initial_state"])
+    np.testing.assert_array_equal(grads["initial_state"], dstate)
+    for name in set(args) - {"initial_state"}:
+        np.testing.assert_array_equal(grads[name], 0)
+
+
+@pytest.mark.parametrize("kind", ["per key channel", "per head", "per value channel"])
+@pytest.mark.parametrize("level", [-20.0, -3.0e38])
+def test_strong_decay(kind, level):
+    """All tokens at ``level``, but runs of tokens that hardly decay."""
+    args = make(KINDS[kind], **{**DIMS, "s": 70}, size=1e-2)
+    for name in ("g", "gv"):
+        if name in args:
+            t = jnp.arange(70).reshape(1, -1, *[1] * (args[name].ndim - 2))
+            args[name] = jnp.where(t % 7 < 3, level, args[name])
+    check(args, cfg=None)
+
+
+def test_growth():
+    """Positive gates are what they say, and strong ones that cancel do no harm."""
+    args = make(("g4",), **{**DIMS, "s": 40})
+    sign = jnp.where(jnp.arange(40)[None, :, None, None] % 2 == 0, 30.0, -30.5)
+    check({**args, "g": jnp.broadcast_to(sign, args["g"].shape)})
+
+
+def test_minus_infinity_forgets():
+    args = make(("g4",), **{**DIMS, "s": 40})
+    cut = args["g"].at[:, 20].set(-jnp.inf)
+    o, _, grads, _ = pull({**args, "g": cut})
+    tail = {n: x[:, 20:] for n, x in args.items() if n != "initial_state"}
+    fresh = recurrent_attention(**tail, cfg=TILE)
+    np.testing.assert_allclose(o[:, 20:], fresh, rtol=1e-5, atol=1e-5)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+    np.testing.assert_array_equal(grads["g"][:, 20], 0)
+
+
+def test_long():
+    """64k tokens with gates that hardly decay: rounding does not accumulate."""
+    args = make(("g4", "gv"), b=1, s=65536, h=1, hk=1, dk=4, dv=4, size=1e-3)
+    check(args, cfg=None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow(dtype):
+    args = make(KINDS["all"], **DIMS)
+    check({n: x.astype(dtype) for n, x in args.items()})
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        args = make(KINDS["all"], **DIMS, dtype=np.float64)
+        check(args)
+        mixed = {**args, "query": args["query"].astype(jnp.float32)}
+        o, state = recurrent_attention(**mixed, return_state=True)
+        assert (o.dtype, state.dtype) == (jnp.float32, jnp.float64)
+
+
+def test_chunk_lengths_agree():
+    args = make(KINDS["all"], **{**DIMS, "s": 130})
+    outs = [recurrent_attention(**args, cfg={"time_tile": n}) for n in (16, 64, 256)]
+    for o in outs[1:]:
+        np.testing.assert_allclose(o, outs[0], atol=2e-5, rtol=1e-5)
+    again = recurrent_attention(**args, cfg={"time_tile": 64})
+    np.testing.assert_array_equal(outs[1], again)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    s=st.integers(1, 70),
+    heads=st.sampled_from([(1, 1), (4, 1), (6, 3)]),
+    dk=st.sampled_from([1, 5]),
+    dv=st.sampled_from([1, 7]),
+    cuts=st.none() | st.lists(st.integers(0, 70), max_size=4),
+    reverse=st.booleans(),
+)
+def test_any_shape(s, heads, dk, dv, cuts, reverse):
+    cu = None if cuts is None else np.array([0, *sorted(min(c, s) for c in cuts)], np.int32)
+    states = 2 if cu is None else len(cu) - 1
+    args = make(
+        ("g4",), b=1 if cuts is not None else 2, s=s, h=heads[0], hk=heads[1], dk=dk, dv=dv
+    )
+    args["initial_state"] = jnp.ones((states, heads[0], dk, dv))
+    o, state = recurrent_attention(
+        **args, cu_seqlens=cu, return_state=True, reverse=reverse, cfg=TILE
+    )
+    want = oracle.linear_attention(**args, cu_seqlens=cu, reverse=reverse)
+    check_close(o, want.o)
+    check_close(state, want.state)
+
+
+@pytest.mark.parametrize("cu", [None, np.zeros(3, np.int32)])
+def test_no_tokens(cu):
+    args = make(KINDS["all"], **{**DIMS, "s": 0, "b": 1 if cu is not None else 2}, states=2)
+    o, state = recurrent_attention(**args, cu_seqlens=cu, return_state=True)
+    assert o.shape == (1 if cu is not None else 2, 0, 4, 6)
+    np.testing.assert_array_equal(state, args["initial_state"])
+
+
+def test_gla_is_recurrent():
+    args = make(("g4", "g_gamma"), **DIMS)
+    np.testing.assert_array_equal(gla_attention(**args), recurrent_attention(**args))
+
+
+def test_lightning():
+    args = make((), **DIMS)
+    slopes = oracle.slopes(4, 1, 3)
+    o, state = lightning_attention(**args, layer_idx=1, num_layers=3, return_state=True)
+    want = oracle.linear_attention(**args, g_gamma=slopes)
+    check_close(o, want.o)
+    check_close(state, want.state)
+    for layer in (-1, 3):
+        with pytest.raises(ValueError, match="layer_idx"):
+            lightning_attention(**args, layer_idx=layer, num_layers=3)
+
+
+def loss(args, **options):
+    return jnp.sum(jnp.sin(recurrent_attention(**args, cfg=TILE, **options)))
+
+
+def test_transformations():
+    args = make(("g4", "g_gamma"), **DIMS)
+    plain = jax.grad(loss)(args)
+    batch = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), args)
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(batch)
+    half = jax.grad(loss)(jax.tree.map(lambda x: 0.5 * x, args))
+    summed = jax.jit(jax.grad(lambda a: jax.vmap(loss)(a).sum()))(batch)
+    remat = jax.jit(jax.grad(jax.checkpoint(loss)))(args)
+
+    def body(total, x):
+        return total + loss({**args, "query": x}), None
+
+    scanned = jax.jit(jax.grad(lambda qs: jax.lax.scan(body, 0.0, qs)[0]))(batch["query"])
+    for name in args:
+        for got in (mapped[name], summed[name]):
+            np.testing.assert_allclose(got[0], plain[name], atol=1e-5, rtol=1e-5)
+            np.testing.assert_allclose(got[1], half[name], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(remat[name], plain[name], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(scanned[0], plain["query"], atol=1e-5, rtol=1e-5)
+    shape = jax.eval_shape(lambda a: recurrent_attention(**a), args)
+    assert (shape.shape, shape.dtype) == ((2, 50, 4, 6), jnp.float32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_shard_map(packed):
+    """Heads sharded, the state given to some and the gate to others."""
+    dims = {**DIMS, "b": 1} if packed else DIMS
+    args = make(("g_gamma",), **dims, states=2)
+    cu = jnp.array([0, 20, 45]) if packed else None
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.sharding.PartitionSpec(None, None, "heads")
+    whole = jax.sharding.PartitionSpec()
+    specs = {n: heads if x.ndim == 4 and n != "initial_state" else whole for n, x in args.items()}
+
+    def local(args):
+        return recurrent_attention(**args, cu_seqlens=cu, cfg=TILE)
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=heads)
+    got = jax.jit(jax.grad(lambda a: jnp.sin(sharded(a)).sum()))(args)
+    want = jax.grad(lambda a: jnp.sin(local(a)).sum())(args)
+    for name in args:
+        np.testing.assert_allclose(got[name], want[name], atol=1e-5, rtol=1e-5)
+
+
+def test_memory_is_linear_in_chunks():
+    """The gradient never holds a state per token."""
+    s, d = 4096, 32
+    args = make(("g4",), b=1, s=s, h=1, hk=1, dk=d, dv=d)
+    grad = jax.jit(jax.grad(lambda a: recurrent_attention(**a).sum()))
+    used = grad.lower(args).compile().memory_analysis().temp_size_in_bytes
+    rows, states = 4 * s * d, 4 * (s // 64) * d * d
+    print(f"temporaries {used / rows:.1f} row arrays; a state per token would be {d}")
+    assert used < 40 * rows + 8 * states
+    assert used < 4 * s * d * d
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "name"),
+    [
+        (dict(g=np.zeros((2, 50, 4, 7), np.float32)), InvalidArgument, "g"),
+        (dict(g=np.zeros((2, 50, 4, 8), np.int32)), InvalidArgument, "g"),
+        (dict(gv=np.zeros((2, 50, 4, 8), np.float32)), InvalidArgument, "gv"),
+        (dict(g_gamma=np.zeros(3, np.float32)), InvalidArgument, "g_gamma"),
+        (dict(initial_state=np.zeros((2, 4, 6, 8), np.float32)), InvalidArgument, "initial_state"),
+        (dict(cu_seqlens=np.array([0, 50])), InvalidArgument, "cu_seqlens"),
+        (dict(key=np.zeros((2, 49, 2, 8), np.float32)), InvalidArgument, "key"),
+        (dict(softmax_scale=jnp.ones(())), InvalidArgument, "softmax_scale"),
+        (dict(cfg={"time_tile": 24}), ValueError, "time_tile"),
+    ],
+)
+def test_wrong_arguments(change, error, name):
+    with pytest.raises(error, match=name):
+        recurrent_attention(**{**make((), **DIMS), **change})
+
+
+@pytest.mark.parametrize("cu", [[1, 50], [0, 30, 20], [0, 51]])
+def test_wrong_lengths(cu):
+    args = make((), **{**DIMS, "b": 1})
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        recurrent_attention(**{**args, "initial_state": None}, cu_seqlens=np.array(cu))
