@@ -19,7 +19,7 @@ from ejkernel.types import MaskInfo
 
 
 def run(args: argparse.Namespace) -> int:
-    size, batch = Size(), 8
+    size, batch = Size(), 4
     device = jax.devices()[0]
     print(f"device: {device.device_kind} ({device.platform})")
     pieces = documents(size.length)

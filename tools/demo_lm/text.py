@@ -24,12 +24,17 @@ class Packed:
 
 
 def documents(longest: int) -> list[bytes]:
-    """Python's help topics, split into pieces of at most ``longest`` bytes."""
+    """Python's help topics cut at blank lines into documents of 64 to ``longest`` bytes."""
     pieces = []
     for name in sorted(topics.topics):
-        text = topics.topics[name].encode("ascii", "replace")
-        pieces += [text[i : i + longest] for i in range(0, len(text), longest)]
-    return [p for p in pieces if len(p) >= 32]
+        held = b""
+        for paragraph in topics.topics[name].encode("ascii", "replace").split(b"\n\n"):
+            if held and len(held) + len(paragraph) > longest // 3:
+                pieces.append(held[:longest])
+                held = b""
+            held += paragraph + b"\n\n"
+        pieces.append(held[:longest])
+    return [p for p in pieces if len(p) >= 64]
 
 
 def pack(pieces: list[bytes], length: int, seed: int = 0) -> Packed:

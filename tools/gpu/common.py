@@ -1,0 +1,117 @@
+"""Timing, float32 reference and compiling ahead for the scripts beside this file."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def use_checkout() -> None:
+    """Import the packages of this checkout when they are not installed."""
+    for source in sorted(ROOT.glob("packages/*/src")):
+        sys.path.insert(0, str(source))
+    sys.path.insert(0, str(ROOT))
+
+
+use_checkout()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+
+def milliseconds(fn, *args, seconds: float = 0.15) -> float:
+    """Median over rounds of the mean time of back-to-back calls."""
+    jax.block_until_ready(fn(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    once = max(time.perf_counter() - start, 1e-5)
+    calls = max(2, min(50, int(seconds / 5 / once)))
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = fn(*args)
+        jax.block_until_ready(out)
+        rounds.append((time.perf_counter() - start) / calls * 1e3)
+    return statistics.median(rounds)
+
+
+def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None, keep=None):
+    """(o, lse) in float32 with full products; mask bool broadcastable to [b, h, q, k].
+
+    ``keep`` (bool [b, h, q, k], float drop probability) is the dropout mask.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    high = dict(precision="highest")
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, **high) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    if bias is not None:
+        x = x + bias.astype(jnp.float32)
+    if cap is not None:
+        x = cap * jnp.tanh(x / cap)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    alive = jnp.any(x > -jnp.inf, -1, keepdims=True)
+    x = jnp.where(alive, x, 0.0)
+    if sinks is None:
+        total = jax.nn.logsumexp(x, -1, keepdims=True)
+    else:
+        s = jnp.broadcast_to(
+            jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None], x.shape[:3] + (1,)
+        )
+        total = jnp.logaddexp(jax.nn.logsumexp(x, -1, keepdims=True), s)
+    p = jnp.where(alive, jnp.exp(x - total), 0.0)
+    if keep is not None:
+        p = jnp.where(keep[0], p / (1 - keep[1]), 0.0)
+    o = jnp.einsum("bhqk,bkhd->bqhd", p, v, **high)
+    lse = jnp.where(alive, total, -jnp.inf)[..., 0]
+    return o, lse.swapaxes(1, 2)
+
+
+def relative(a, b) -> float:
+    """||a - b|| / ||b|| over entries that are finite in b; NaN in a never passes."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    finite = jnp.isfinite(b)
+    same = jnp.all(jnp.where(finite, True, a == b))
+    d = jnp.where(finite, a - b, 0.0)
+    size = jnp.sqrt(jnp.sum(jnp.where(finite, b, 0.0) ** 2))
+    error = jnp.sqrt(jnp.sum(d**2)) / jnp.maximum(size, 1e-20)
+    return float(jnp.where(same, error, jnp.inf))
+
+
+def _compile(job):
+    """In a worker: compile one plan into the disk cache; returns its error or None."""
+    plan, avals, target = job
+    from ejkernel.kernels.triton.bridge import describe
+    from ejkernel.kernels.triton.compiled import compile_kernel
+
+    try:
+        compile_kernel(describe(plan.launch(target), avals, plan.outputs()), target)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[-1][:120]}"
+    return None
+
+
+def _worker() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def precompile(jobs) -> list[str | None]:
+    """Compile (plan, avals, target) triples in parallel processes into the disk cache."""
+    jobs = list(jobs)
+    if not jobs:
+        return []
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _worker) as pool:
+        return list(pool.map(_compile, jobs))
