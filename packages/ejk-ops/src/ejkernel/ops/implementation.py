@@ -43,8 +43,9 @@ class LazyFunction:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise LazyLoadError(f"loading {self.target} failed: {error}") from error
+        except Exception as error:  # whatever a module may raise when it is imported
+            reason = f"{type(error).__name__}: {error}"
+            raise LazyLoadError(f"loading {self.target} failed: {reason}") from error
         with self._lock:
             self._resolved = found
         return found

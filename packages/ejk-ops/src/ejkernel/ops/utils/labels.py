@@ -157,7 +157,7 @@ def labels_to_configs(labels: Iterable[str], *, executor: Any = None) -> dict[st
 
     Json stamps decode themselves: to the config class if this process made the stamp or the
     kernel's implementations declare one, else to a dict. Hash stamps are looked up among the
-    stamps of this process, then in the caches of ``executor``.
+    stamps of this process, then in the caches of ``executor`` (None = the default executor).
     """
     return {name: _config_of(name, executor) for name in labels}
 
@@ -195,6 +195,10 @@ def _decode(kernel: str, content: str) -> Any:
 
 
 def _caches(executor: Any) -> list[Any]:
+    if executor is None:
+        from ejkernel.ops.execution.default import get_default_executor
+
+        executor = get_default_executor()
     selector = getattr(executor, "selector", None)
     caches = (getattr(selector, "cache", None), getattr(selector, "persistent", None))
     return [cache for cache in caches if cache is not None]
