@@ -1,0 +1,119 @@
+"""Which calls the cuDNN path accepts, decided from static facts on any machine."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.xla import cudnn, flash_attention, scaled_dot_product_attention
+from ejkernel.kernels.xla.cudnn import interface, support
+from ejkernel.ops import KernelNotSupported, KernelRegistry
+from ejkernel.ops.platforms import Backend
+from ejkernel.ops.utils.device import TargetDevice
+from ejkernel.types import MaskInfo
+
+
+def struct(*shape: int, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def reason(capability: str = "9.0", monkeypatch=None, **change) -> str | None:
+    call = {
+        "query": struct(2, 64, 8, 64),
+        "key": struct(2, 64, 2, 64),
+        "value": struct(2, 64, 2, 64),
+    }
+    return support.reason_against({**call, **change})
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    device = TargetDevice(Backend.GPU, "NVIDIA H100", "9.0")
+    monkeypatch.setattr(support, "target_device", lambda: device)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"causal": True, "softmax_scale": 0.3, "precision": "default"},
+        {"causal": True, "sliding_window": (16, 3)},
+        {"sliding_window": (16, 0)},
+        {"mask_info": MaskInfo(causal=True), "sliding_window": 8},
+        {"query": struct(2, 80, 8, 64), "causal": True, "sliding_window": 16},
+    ],
+    ids=str,
+)
+def test_accepted(change) -> None:
+    assert reason(**change) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("query", {"query": struct(2, 64, 8, 64, dtype="float32")}),
+        (
+            "query",
+            {
+                "query": struct(2, 64, 8, 60),
+                "key": struct(2, 64, 2, 60),
+                "value": struct(2, 64, 2, 60),
+            },
+        ),
+        ("query", {"query": struct(2, 0, 8, 64)}),
+        ("value", {"value": struct(2, 64, 2, 32)}),
+        ("bias", {"bias": struct(1, 1, 64, 64)}),
+        ("softmax_aux", {"softmax_aux": struct(1)}),
+        ("cum_seqlens_q", {"cum_seqlens_q": np.array([0, 64])}),
+        ("attention_mask", {"attention_mask": struct(2, 64, dtype="bool")}),
+        (
+            "mask_info",
+            {
+                "mask_info": MaskInfo(
+                    q_segment_ids=np.zeros((2, 64), np.int32),
+                    kv_segment_ids=np.zeros((2, 64), np.int32),
+                )
+            },
+        ),
+        ("mask_info", {"mask_info": MaskInfo(chunk_size=16)}),
+        ("mask_info", {"mask_info": MaskInfo(causal=True, causal_offset=1), "sliding_window": 4}),
+        ("causal_offset", {"causal": True, "causal_offset": 3}),
+        ("sliding_window", {"sliding_window": 5}),
+        ("sliding_window", {"query": struct(2, 81, 8, 64), "causal": True, "sliding_window": 16}),
+        ("dropout_prob", {"dropout_prob": 0.1}),
+        ("logits_soft_cap", {"logits_soft_cap": 30.0}),
+        ("return_lse", {"return_lse": True}),
+        ("precision", {"precision": "highest"}),
+        ("precision", {"precision": jax.lax.Precision.HIGHEST}),
+        ("logits_dtype", {"logits_dtype": "float64"}),
+        ("softmax_scale", {"softmax_scale": -1.0}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refused_with_the_argument(name: str, change) -> None:
+    assert reason(**change).startswith(f"{name}: ")
+
+
+def test_old_devices(monkeypatch) -> None:
+    wide = {n: struct(1, 64, 2, 256) for n in ("query", "key", "value")}
+    assert reason(**wide) is None
+    for capability, change in (("8.0", wide), ("7.5", {})):
+        device = TargetDevice(Backend.GPU, "older", capability)
+        monkeypatch.setattr(support, "target_device", lambda d=device: d)
+        assert reason(**change).startswith("query: ")
+
+
+def test_same_signatures_and_refusal() -> None:
+    for f in (flash_attention, scaled_dot_product_attention):
+        assert inspect.signature(getattr(interface, f.__name__)) == inspect.signature(f)
+    registry = KernelRegistry()
+    cudnn.register(registry)
+    assert registry.list_algorithms() == sorted(cudnn.ALGORITHMS)
+    q = jnp.ones((1, 16, 2, 64), jnp.bfloat16)
+    with pytest.raises(KernelNotSupported, match="dropout_prob") as error:
+        interface.flash_attention(q, q, q, dropout_prob=0.5)
+    assert error.value.argument == "dropout_prob"
