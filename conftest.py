@@ -20,7 +20,7 @@ settings.register_profile("one-each", settings.get_profile("full"), max_examples
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
-    pattern="**/README.md",
+    pattern="README.md",
 ).pytest()
 
 
