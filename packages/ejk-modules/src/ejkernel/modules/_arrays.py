@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import typing
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,34 +19,39 @@ from jaxtyping import AbstractDtype
 Array = jax.Array | np.ndarray
 
 
-class F(AbstractDtype):
-    """Floating point of at least 16 bits."""
+if TYPE_CHECKING:
+    # a checker reads ``F[Array, "axes"]`` as Array; the dtype is checked when the call is made
+    from typing import Annotated as B
+    from typing import Annotated as Cache
+    from typing import Annotated as F
+    from typing import Annotated as Flags
+    from typing import Annotated as Integers
+else:
 
-    dtypes = ("float16", "bfloat16", "float32", "float64")
+    class F(AbstractDtype):
+        """Floating point of at least 16 bits."""
 
+        dtypes = ("float16", "bfloat16", "float32", "float64")
 
-class Integers(AbstractDtype):
-    """Any integer dtype; values are used as int32."""
+    class Integers(AbstractDtype):
+        """Any integer dtype; values are used as int32."""
 
-    dtypes = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+        dtypes = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
+    class B(AbstractDtype):
+        """Booleans."""
 
-class B(AbstractDtype):
-    """Booleans."""
+        dtypes = ("bool",)
 
-    dtypes = ("bool",)
+    class Flags(AbstractDtype):
+        """Booleans, or integers where nonzero means true."""
 
+        dtypes = (*B.dtypes, *Integers.dtypes)
 
-class Flags(AbstractDtype):
-    """Booleans, or integers where nonzero means true."""
+    class Cache(AbstractDtype):
+        """What a key/value cache may hold: floating point, int8, or an 8-bit float."""
 
-    dtypes = (*B.dtypes, *Integers.dtypes)
-
-
-class Cache(AbstractDtype):
-    """What a key/value cache may hold: floating point, int8, or an 8-bit float."""
-
-    dtypes = (*F.dtypes, "int8", "float8_e4m3fn", "float8_e5m2")
+        dtypes = (*F.dtypes, "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 I = Integers  # noqa: E741  (the letter signatures use)
