@@ -2,16 +2,16 @@
 
 import inspect
 
-import ejkernel.kernels.xla as xla
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ejktest.calls import CALLS, call
 
+import ejkernel.kernels.xla as xla
 import ejkernel.modules as modules
 from ejkernel.modules._table import OPERATIONS, exports, operation_class
 from ejkernel.ops import kernel_registry
+from ejktest.calls import CALLS, call
 
 ALL = sorted(CALLS)
 

@@ -95,8 +95,7 @@ def distribute(
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
     read_specs(layout, arguments, in_specs)
-    kv_word = next((word for word in KV if word in sizes), None)
-    pick = settle_heads(layout, sizes, kv_word=kv_word, whole_groups=op.whole_groups)
+    pick = settle_heads(layout, sizes, whole_groups=op.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
     by_name = {argument.name: argument for argument in arguments}
@@ -255,7 +254,7 @@ def _pick_kv_heads(a: Arguments, by_name: Mapping[str, Argument], shard: Shard) 
         word = next((w for w in argument.words if w in KV), None)
         if word is None or argument.shape is None:
             continue
-        axis, width = argument.words.index(word), KV[word]
+        axis, width = argument.words.index(word), KV[word] or 1
         local, whole = shard.local("heads"), argument.shape[axis] // width
         group = shard.sizes["heads"] // whole
         first = shard.offset("heads") // group

@@ -17,7 +17,8 @@ from ejkernel.ops import InvalidArgument
 
 # Axes that no softmax, scan or page walk may be cut along without talking to the other devices.
 SEQUENCE = frozenset("q_len kv_len kv_total seq tokens".split())
-KV = {"kv_heads": 1, "combined_kv_heads": 2}
+# Axes of key heads: entries per head, None where that depends on the packing of a cache.
+KV: dict[str, int | None] = {"kv_heads": 1, "combined_kv_heads": 2, "packed_kv_heads": None}
 
 MeshAxes = tuple[str, ...]
 
@@ -134,36 +135,45 @@ def _spread(layout: Layout, where: str, word: str, entry: Any) -> None:
             raise ValueError(f"{where}: {axes} already shards axis {other}, cannot shard {word}")
 
 
-def settle_heads(
-    layout: Layout, sizes: Mapping[str, int], *, kv_word: str | None, whole_groups: bool
-) -> bool:
+def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:
     """Spread key heads like query heads. True: key heads stay whole and each shard picks its own.
 
     Raises:
-        ValueError: query and key heads spread differently, or groups would be split where the
-            operation needs them whole.
+        ValueError: query and key heads spread differently.
+        InvalidArgument: key heads that do not divide where the operation needs whole groups.
     """
-    if kv_word is None:
+    words = [word for word in KV if word in sizes]
+    chosen = {w: layout.spread[w] for w in ("heads", *words) if w in layout.spread}
+    if not words or not chosen:
         return False
-    heads, kv = layout.spread.get("heads"), layout.spread.get(kv_word)
-    if heads is None and kv is None:
-        return False
-    if heads is not None and kv is not None and heads != kv:
-        raise ValueError(
-            f"in_specs: heads are sharded over {heads} but {kv_word} over {kv}: expected the same"
-        )
-    layout.spread["heads"] = heads or kv or ()
+    (first, axes), *others = chosen.items()
+    for word, other in others:
+        if other != axes:
+            raise ValueError(
+                f"in_specs: {first} are sharded over {axes} but {word} over {other}: "
+                "expected the same"
+            )
+    layout.spread["heads"] = axes
     parts = layout.parts("heads")
-    count = sizes[kv_word] // KV[kv_word]
-    if count % parts == 0:
-        layout.spread[kv_word] = layout.spread["heads"]
+    if all(_divides(word, sizes, parts) for word in words):
+        layout.spread.update(dict.fromkeys(words, axes))
         return False
-    if kv is not None or whole_groups:
+    if whole_groups or any(word in chosen for word in words):
+        count = sizes[words[0]] // (KV[words[0]] or 1)
         raise InvalidArgument(
             f"in_specs: {count} kv heads cannot be sharded over {parts} devices by "
             f"{layout.operation}: expected a number that {parts} divides"
         )
     return True
+
+
+def _divides(word: str, sizes: Mapping[str, int], parts: int) -> bool:
+    """Whether every part holds whole key heads."""
+    width = KV[word]
+    if width is None:
+        exact = sizes[word] * sizes["packing"] == 2 * sizes["kv_heads"]
+        return exact and sizes[word] % parts == 0 and sizes["kv_heads"] % parts == 0
+    return (sizes[word] // width) % parts == 0
 
 
 def check_divisible(layout: Layout, arguments: Sequence[Argument]) -> None:

@@ -69,7 +69,10 @@ def dropout(a: Arguments) -> None:
 
 
 def dropout_from_key(a: Arguments) -> None:
-    """As ``dropout``, the seed drawn from a PRNG key; ``dropout_rng`` becomes that seed."""
+    """As ``dropout``, the seed drawn from a PRNG key.
+
+    ``dropout_rng`` becomes int32 ``[3]``: the seed, the first batch row and the first head.
+    """
     prob = _probability(a)
     key = a["dropout_rng"]
     if a["deterministic"] or not prob:
@@ -80,12 +83,15 @@ def dropout_from_key(a: Arguments) -> None:
             "dropout_rng: given None, expected a PRNG key: dropout is active "
             f"(dropout_prob={prob!r}, deterministic=False)"
         )
+    if key.dtype == jnp.int32 and key.shape == (3,):
+        return  # settled before
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and (key.dtype != jnp.uint32 or key.ndim != 1):
         raise invalid("dropout_rng", "a PRNG key: key[] or uint32[words]", key)
     if typed and key.ndim:
         raise invalid("dropout_rng", "a single PRNG key: key[]", key)
-    a["dropout_rng"] = _seed_array(jax.random.bits(key, (), "uint32"))
+    seed = _seed_array(jax.random.bits(key, (), "uint32"))
+    a["dropout_rng"] = jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
 
 
 def _probability(a: Arguments) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules import _canonical as canonical
@@ -10,7 +11,10 @@ from ejkernel.modules._arrays import Array, F, I
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import LightningAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
-from ejkernel.ops import Platform
+from ejkernel.modules.operations.gla_attention import GLAttention
+from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Resolved
 
 
 def lightning_attention(
@@ -60,6 +64,24 @@ def lightning_attention(
     return call(LightningAttention, locals())
 
 
+class _LayerOfShard(int):
+    """A layer index that knows which of all heads a shard holds: decays count global heads."""
+
+    heads: int
+    first: Any
+
+    @classmethod
+    def of(cls, layer_idx: int, heads: int, first: Any) -> "_LayerOfShard":
+        layer = cls(layer_idx)
+        layer.heads, layer.first = heads, first
+        return layer
+
+    def decays(self, num_layers: int, local_heads: int, dtype: Any) -> Array:
+        """``g_gamma`` of the heads of this shard."""
+        slope = -8.0 / self.heads * (1.0 - self / num_layers)
+        return slope * (self.first + jnp.arange(local_heads)).astype(dtype)
+
+
 class LightningAttention(Operation[LightningAttentionConfig]):
     """Kernel of :func:`lightning_attention`."""
 
@@ -89,3 +111,26 @@ class LightningAttention(Operation[LightningAttentionConfig]):
         canonical.packed(a, "cu_seqlens", "query")
         canonical.states(a)
         canonical.softmax_options(a)
+
+    @staticmethod
+    def localise(a: Arguments, shard: Any) -> None:
+        if shard.layout.parts("heads") > 1:
+            first = shard.offset("heads")
+            a["layer_idx"] = _LayerOfShard.of(a["layer_idx"], shard.sizes["heads"], first)
+
+    def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Any) -> Any:
+        layer = kwargs["layer_idx"]
+        if not isinstance(layer, _LayerOfShard):
+            return super().call(resolved, args, kwargs, cfg)
+        # the decays of some of the heads are no lightning decays, but gla takes any
+        rest = {n: x for n, x in kwargs.items() if n not in ("layer_idx", "num_layers")}
+        query = rest["query"]
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        rest["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
+        gla = GLAttention.shared()
+        inv = Invocation(gla, (), abstractify(rest), info={"prepared": True, "bound": True})
+        try:
+            implementation = self.registry.resolve(gla.name, resolved.platform, inv=inv)
+        except (KernelNotSupported, KernelNotFound):
+            implementation = self.registry.resolve(gla.name, inv=inv)
+        return implementation.fn(**rest, cfg=cfg)
