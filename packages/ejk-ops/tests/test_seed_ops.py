@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ejkernel.ops import (
     BwdParams,
     ConfigCache,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 from jax._src import distributed, mesh
+from jax.core import Tracer
+
+__all__ = ["Coordination", "Tracer", "ambient_mesh", "coordination", "settings"]
+
+settings: Any = jax.config
+"""``jax.config``, whose attributes no type checker knows."""
 
 
 class Coordination(NamedTuple):

@@ -273,7 +273,7 @@ class Kernel(Generic[Cfg, Out]):
             TypeError: a config of another class.
             ConfigError: an illegal field.
         """
-        cls = self.config_cls
+        cls: Any = self.config_cls
         if cfg is None or cls is None:
             return cfg
         if isinstance(cfg, Mapping) and not issubclass(cls, Mapping):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation, call_invocation
 from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported
@@ -90,9 +91,9 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     def make_config(self, fields: Mapping[str, Any] | None, impl: Implementation) -> Cfg:
         """A config of ``impl`` from the plain fields that it gave."""
         named = {**(fields or {}), "platform": impl.platform.value}
-        cls = impl.config_cls if self.config_cls is None else self.config_cls
+        cls: Any = impl.config_cls if self.config_cls is None else self.config_cls
         if cls is None:
-            return named  # type: ignore[return-value]
+            return cast(Cfg, named)
         return cls.from_dict(named) if hasattr(cls, "from_dict") else cls(**named)
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
@@ -123,13 +124,17 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return [impl.heuristic(inv) if impl.heuristic else {}]
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
-        """Valid inputs made by the implementation, by default random floats and zeros."""
+        """Valid inputs made by the implementation; what it leaves out is taken from the call."""
         inv = bind_abstract(inv)
         platform = parse_platform(inv.info.get("requested_platform"))
+        given: dict[str, Any] = {}
         for impl in self.survey(inv, platform).usable:
             if impl.sample_inputs is not None:
-                return impl.sample_inputs(inv, rng)
-        return super().sample_inputs(inv, rng)
+                args, kwargs = impl.sample_inputs(inv, rng)
+                given = dict(self.signature.bind_partial(*args, **kwargs).arguments)
+                break
+        rest = {k: v for k, v in inv.abstract().arguments.items() if k not in given}
+        return (), {**random_like(rest, rng), **given}
 
     def config_tables(self, inv: Invocation) -> Sequence[Any]:
         """Tables shipped with the kernel packages that were loaded for this call."""

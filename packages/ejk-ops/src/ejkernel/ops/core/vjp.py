@@ -92,8 +92,11 @@ def _gradient(grad: Any, primal: Any, where: str) -> Any:
         return None
     if isinstance(grad, SymbolicZero) or getattr(grad, "dtype", None) == jax.dtypes.float0:
         return None
-    if jnp.shape(grad) != primal.shape:
-        raise TypeError(f"{where}: gradient has shape {jnp.shape(grad)}, expected {primal.shape}")
+    shape = getattr(grad, "shape", () if isinstance(grad, (int, float)) else None)
+    if shape is None:
+        raise TypeError(f"{where}: gradient is a {type(grad).__name__}, expected an array or None")
+    if shape != primal.shape:
+        raise TypeError(f"{where}: gradient has shape {shape}, expected {primal.shape}")
     return jnp.asarray(grad).astype(primal.dtype)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.compat import settings
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.samples import random_array
@@ -83,7 +84,7 @@ class Workbench:
         self.reference: Any = None
         self.gradients: Any = None
         precision = str(inv.arguments.get("precision")).lower()
-        everywhere = str(jax.config.jax_default_matmul_precision).lower()
+        everywhere = str(settings.jax_default_matmul_precision).lower()
         self.highest = "highest" in precision or everywhere in ("highest", "float32")
 
     def _differentiated(self, args: tuple[Any, ...]) -> list[int]:

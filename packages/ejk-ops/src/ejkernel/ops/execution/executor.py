@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops import env, registry
-from ejkernel.ops.compat import ambient_mesh
+from ejkernel.ops.compat import ambient_mesh, settings
 from ejkernel.ops.config.cache import selection_state
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
@@ -116,7 +116,7 @@ class Executor:
                 env.env_state(),
                 ambient_device(),
                 ambient_mesh(),
-                jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+                settings.jax_enable_x64,
             )
             state = self._state()
             plan = None if state is None else self._plans.get((call_key, flat.signature, state))

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from ejkernel.ops.compat import settings
+
 T = TypeVar("T")
 
 
@@ -29,10 +31,10 @@ class Surroundings:
         """Those of this thread; ``device`` is where arrays shall be made, None = as here."""
         return cls(
             contextvars.copy_context(),
-            bool(jax.config.jax_enable_x64),
-            jax.config.jax_default_matmul_precision,
-            jax.config.jax_numpy_dtype_promotion,
-            jax.config.jax_default_device if device is None else device,
+            bool(settings.jax_enable_x64),
+            settings.jax_default_matmul_precision,
+            settings.jax_numpy_dtype_promotion,
+            settings.jax_default_device if device is None else device,
         )
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops import env
+from ejkernel.ops.compat import Tracer
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.execution.freeze import freeze
 from ejkernel.ops.platforms import Platform
@@ -32,7 +33,7 @@ _kinds: dict[type, int] = {
 
 def _kind_of(cls: type) -> int:
     """How a leaf of this class enters a call; remembered per class."""
-    if issubclass(cls, jax.core.Tracer):
+    if issubclass(cls, Tracer):
         kind = _TRACER
     elif issubclass(cls, jax.Array):
         kind = _CONCRETE

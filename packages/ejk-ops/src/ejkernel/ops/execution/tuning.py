@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops import env
@@ -177,11 +177,13 @@ class _Run:
         self, bench: Workbench, pool: ThreadPoolExecutor, group: Sequence[Any], first: int
     ) -> None:
         """Compile side by side, then check one by one, then time in turns."""
-        futures = [pool.submit(self.surroundings.run, bench.compile, cfg) for cfg in group]
+        futures: list[Future[Candidate]] = [
+            pool.submit(self.surroundings.run, bench.compile, cfg) for cfg in group
+        ]
         ready: list[tuple[int, Candidate]] = []
         for index, (cfg, future) in enumerate(zip(group, futures, strict=True), first):
             try:
-                candidate = future.result()
+                candidate: Candidate = future.result()
                 bench.check(candidate)
             except Exception as error:
                 self._trial(index, Trial(cfg, error=f"{type(error).__name__}: {error}"))

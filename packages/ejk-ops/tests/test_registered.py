@@ -1,0 +1,183 @@
+"""A kernel whose implementations come from the registry."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import (
+    ConfigCache,
+    ConfigError,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    KernelNotSupported,
+    KernelRegistry,
+    OpConfig,
+    PersistentCache,
+    RegisteredKernel,
+    default_key_builder_with_sharding,
+    interpret_mode,
+)
+from ejkernel.ops.params import tile_field
+from ejkernel.ops.utils.buckets import bucket_shape
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the choice on a CPU")
+
+
+@dataclass(frozen=True)
+class TileConfig(OpConfig):
+    tile: int | None = tile_field()
+
+
+def candidates(inv):
+    return [{"tile": t} for t in (16, 32, 17)]  # 17 is illegal and left out
+
+
+def make(registry):
+    @registry.register(
+        "double",
+        "xla",
+        "any",
+        heuristic=lambda inv: {"tile": 16 if inv.arguments["x"].shape[0] < 64 else 32},
+        candidates=candidates,
+        sample_inputs=lambda inv, rng: ((), {"x": rng.normal(size=inv.arguments["x"].shape)}),
+    )
+    def xla(x, factor=None, *, cfg=None):
+        assert factor == 2.0  # canonical
+        return x * factor
+
+    @registry.register(
+        "double",
+        "pallas",
+        "tpu",
+        100,
+        supports=lambda inv: None if inv.arguments["x"].ndim == 1 else "x must have rank 1",
+        candidates=candidates,
+    )
+    def pallas(x, factor=None, *, cfg=None):
+        return x * factor + 1
+
+    class Double(RegisteredKernel[TileConfig, jax.Array]):
+        algorithm = "double"
+
+        def run(self, x, factor=None, *, cfg):
+            raise AssertionError("implementations run")
+
+        def bind(self, args, kwargs):
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments["x"].ndim > 2:
+                raise TypeError("x must have rank 1 or 2")
+            bound.arguments["factor"] = 2.0
+            return (), dict(bound.arguments)
+
+        def bucket(self, inv):
+            return {"x": bucket_shape(inv.arguments["x"].shape, (0,))}
+
+    return Double(registry=registry)
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+    return make(KernelRegistry())
+
+
+X = jnp.ones(40)
+
+
+def test_dispatch_and_configs(kernel):
+    executor = Executor()
+    np.testing.assert_allclose(executor(kernel, X), 2)
+    assert executor.choose_config(kernel, X) == TileConfig("xla", tile=16)
+    assert executor.choose_config(kernel, jnp.ones(64)) == TileConfig("xla", tile=32)
+    inv = Invocation(kernel, (X,))
+    assert kernel.heuristic_cfg(inv).tile == 16
+    assert [c.tile for c in kernel.config_space(inv)] == [16, 32]
+    assert kernel.supports(X) and kernel.supports(platform="pallas")
+    assert not kernel.supports(X, platform="pallas")
+    with pytest.raises(KernelNotSupported, match="tpu"):
+        executor(kernel, X, platform="pallas")
+    with pytest.raises(ConfigError, match="tile"):
+        executor(kernel, X, cfg={"tile": 17})
+    assert jax.vmap(jax.grad(lambda x: executor(kernel, x[None])[0]))(X)[0] == 2
+
+
+def test_explain(kernel):
+    explained = Executor().explain(kernel, X)
+    assert explained.implementation == "double/xla/any" and explained.platform == "xla"
+    ((name, why),) = explained.skipped
+    assert name == "double/pallas/tpu" and "tpu" in why
+    text = str(explained)
+    for part in ("double/xla/any", "TileConfig", "heuristics", "double/pallas/tpu", why):
+        assert part in text
+    refused = Executor().explain(kernel, X, platform="pallas")
+    assert refused.tier == "error" and refused.implementation is None and refused.error
+
+
+def test_interpreted_platform_is_forced_only(kernel):
+    executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=True))
+    with interpret_mode():
+        np.testing.assert_allclose(executor(kernel, X, platform="pallas"), 3)
+        assert executor.choose_config(kernel, X).platform == "xla"
+        with pytest.raises(KernelNotSupported, match="rank 1"):
+            executor(kernel, X[None], platform="pallas")
+    with pytest.raises(KernelNotSupported):
+        executor(kernel, X, platform="pallas")
+
+
+def test_registering_reaches_calls_already_compiled(kernel):
+    executor = Executor()
+    np.testing.assert_allclose(executor(kernel, X), 2)
+
+    @kernel.registry.register("double", "xla", "any", replace=True)
+    def other(x, factor=None, *, cfg=None):
+        return x * 5
+
+    np.testing.assert_allclose(executor(kernel, X), 5)
+
+
+def test_stored_configs_of_an_absent_platform_are_passed_over(kernel, tmp_path):
+    persistent = PersistentCache(tmp_path / "c")
+    key = default_key_builder_with_sharding(kernel, (X,))
+    persistent.put(key, TileConfig("pallas", tile=32))
+    executor = Executor(ConfigSelectorChain(persistent=persistent, autotune=False))
+    explained = executor.explain(kernel, X)
+    assert explained.tier == "heuristics" and "not used" in dict(explained.tiers)["persistent"]
+    np.testing.assert_allclose(executor(kernel, X), 2)
+
+
+def test_shipped_table_serves_the_nearest_bucket(kernel, tmp_path):
+    tuned = PersistentCache(tmp_path / "tuned.json")
+    chain = ConfigSelectorChain(persistent=tuned, autotune=True)
+    for length in (128, 4096):
+        Executor(chain)(kernel, jnp.ones(length))
+    assert len(tuned) == 2
+    content = json.loads((tmp_path / "tuned.json").read_text())
+    entries = list(content["entries"].values())
+    entries[0]["config"]["tile"], entries[1]["config"]["tile"] = 64, 512
+    (tmp_path / "shipped.json").write_text(json.dumps({**content, "provenance": {}}))
+
+    registry = KernelRegistry()
+    user = make(registry)
+    registry.add_config_table(tmp_path / "shipped.json")
+    executor = Executor(ConfigSelectorChain(autotune=False))
+    assert executor.choose_config(user, jnp.ones(300)).tile == 64
+    assert executor.choose_config(user, jnp.ones(9000)).tile == 512
+    explained = executor.explain(user, jnp.ones(2000))
+    assert explained.tier == "persistent" and explained.cfg.tile == 512
+    assert executor.explain(user, jnp.ones(300, jnp.bfloat16)).tier == "heuristics"
+    assert executor.explain(user, jnp.ones((300, 2))).tier == "heuristics"
+
+
+def test_binding_errors_come_at_trace_time(kernel):
+    with pytest.raises(TypeError, match="rank 1 or 2"):
+        jax.eval_shape(lambda x: Executor()(kernel, x), jnp.ones((1, 1, 1)))
+    assert "rank 1 or 2" in kernel.supports(jnp.ones((1, 1, 1))).reason
