@@ -89,6 +89,12 @@ def test_apply_kv_lengths_keeps_query_rows_and_their_positions():
     ended = mask.apply_kv_lengths(lengths, q_len=2, end_index=np.array([6, 1]))
     assert ended.q_positions[0].tolist() == [4, 5]
     assert not dense_of(ended, 2, 6)[1, :, 0].any()
+    packed = MaskInfo.from_segments(IDS, q_positions=np.array([[2, 3, 4, 0, 1, 9]]))
+    last = packed.apply_causal().apply_kv_lengths(6, q_len=3, end_index=7)
+    assert last.q_positions.tolist() == [[1, 9, 9]]
+    assert last.q_segment_ids.tolist() == [[1, -1, -1]]
+    beyond = dense.apply_kv_lengths(6, q_len=2, end_index=7)
+    assert dense_of(beyond, 2, 6)[0, 0, 0].any() and not dense_of(beyond, 2, 6)[0, 0, 1].any()
     one = MaskInfo.from_segments(np.zeros((1, 6), int)).apply_causal().apply_kv_lengths(4, q_len=1)
     assert dense_of(one, 1, 6).astype(int).tolist() == [[[[1, 1, 1, 1, 0, 0]]]]
     with pytest.raises(ValueError, match="kv_len"):

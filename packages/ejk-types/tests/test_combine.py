@@ -37,6 +37,10 @@ def test_exact_merges_need_no_second_conjunct():
     assert (merged.sliding_window, merged.chunk_size, merged.causal) == ((2, 2), 4, True)
     low = MaskInfo(causal=True, causal_offset=5) & MaskInfo(causal=True, causal_offset=-1)
     assert low.causal_offset == -1 and len(low.conjuncts) == 1
+    chunks = MaskInfo(chunk_size=4) & MaskInfo(chunk_size=6)
+    assert len(chunks.conjuncts) == 2
+    blocks = np.arange(12) // 4 * 2 + np.arange(12) // 6
+    np.testing.assert_array_equal(dense_of(chunks, 12, 12)[0, 0], blocks[:, None] == blocks)
     other = MaskInfo(causal=True) & MaskInfo(sliding_window=3, causal_offset=1)
     assert len(other.conjuncts) == 2
     segments = MaskInfo.from_segments(IDS)

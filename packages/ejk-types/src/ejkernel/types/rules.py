@@ -113,10 +113,7 @@ class Rule:
     def visible(self, p: Any, r: Any) -> Any:
         """Whether query positions ``p`` see key positions ``r`` (broadcast); None = all do."""
         lo, hi = self.key_bounds(p)
-        parts = [
-            part for part in (None if lo is None else r >= lo, None if hi is None else r <= hi)
-        ]
-        return both(*parts)
+        return both(None if lo is None else r >= lo, None if hi is None else r <= hi)
 
     def merge(self, other: Rule) -> Rule | None:
         """The one rule equal to ``self`` and ``other`` together; None if there is none."""
