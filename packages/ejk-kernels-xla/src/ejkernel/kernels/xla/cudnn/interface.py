@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common import arguments as arg
+from ejkernel.kernels.xla.cudnn.core import attend
 from ejkernel.kernels.xla.cudnn.support import mask_of, pattern_of, reason_against
 from ejkernel.ops import KernelNotSupported
 from ejkernel.types import MaskInfo
@@ -25,15 +26,7 @@ def _call(algorithm: str, arguments: Mapping[str, Any]) -> jax.Array:
         )
     pattern = pattern_of(mask_of(arguments), q.shape[1], k.shape[1])
     assert not isinstance(pattern, str)
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=arg.scale_of(arguments.get("softmax_scale"), q.shape[3]),
-        is_causal=pattern.causal,
-        local_window_size=None if pattern.left is None else (pattern.left, 0),
-        implementation="cudnn",
-    )
+    return attend(pattern, arg.scale_of(arguments.get("softmax_scale"), q.shape[3]), q, k, v)
 
 
 def flash_attention(

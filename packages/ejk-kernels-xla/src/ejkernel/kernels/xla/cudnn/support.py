@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types import MaskInfo, combine_masks
 
-# Arguments that cuDNN's graph has no exact counterpart for: bias rows of -inf and dead rows give
-# NaN there, its dropout draws other masks, packed and segmented calls need run-time lengths.
+# Arguments that cuDNN's graph has no exact counterpart for: rows that a bias of -inf or a mask
+# empties are NaN there, and packed or segmented calls need run-time lengths.
 UNSUPPORTED = {
     "bias": "a bias",
     "cum_seqlens_q": "packed sequences",
@@ -53,8 +53,8 @@ def pattern_of(mask: MaskInfo, q_len: int, kv_len: int) -> Pattern | str:
     left, right = window
     if not mask.causal and right != 0:
         return f"sliding_window: cuDNN takes left windows only, got right {right}"
-    if q_len > kv_len + left:
-        return "sliding_window: rows that see no key are not defined in cuDNN"
+    if q_len > kv_len:
+        return f"sliding_window: cuDNN needs q_len <= kv_len, got {q_len} and {kv_len}"
     return Pattern(True, left)
 
 

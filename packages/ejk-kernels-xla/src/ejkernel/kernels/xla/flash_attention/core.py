@@ -55,7 +55,7 @@ def _attend_bwd(fwd: Spec, bwd: Spec, residuals, cotangents):
     grads = blockwise.backward(
         bwd, q, k, v, bias, mask=tiles, dropout=dropout, lse2=lse2, delta=delta, do=do
     )
-    dbias = None if bias is None else grads.dbias.astype(bias.dtype)
+    dbias = None if bias is None or grads.dbias is None else grads.dbias.astype(bias.dtype)
     return (
         grads.dq.astype(q.dtype),
         grads.dk.astype(k.dtype),

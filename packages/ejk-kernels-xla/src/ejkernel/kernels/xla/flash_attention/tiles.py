@@ -12,6 +12,10 @@ over the logits tile between them.
 
 512 keys and as many rows as reach 2**23 satisfy both. The query heads of one key/value head share
 a product, so grouped heads need fewer query rows each.
+
+On a GPU every step is a handful of kernel launches and round trips through memory, so the largest
+tiles a config allows are best: on an H200, bf16 [2, 8192, 16, 128] causal, forward and backward
+took 40 ms with 256 x 512 tiles, 30 with 512 x 512, 21 with 1024 x 1024.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.kernels.xla._common.arguments import field
-from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops import Backend, BwdParams, FwdParams
+from ejkernel.ops.utils.device import target_device
 
 BLOCK_KV = 512
 DOT_MULTIPLY_ADDS = 2**23
+GPU_BLOCK = 1024
 
 
 def _power_of_two(n: int) -> int:
@@ -30,7 +36,9 @@ def _power_of_two(n: int) -> int:
 
 
 def default_blocks(groups: int, head_dim: int) -> tuple[int, int]:
-    """(block_q, block_kv) by the rules above, powers of two in [64, 512]."""
+    """(block_q, block_kv) by the rules above, powers of two in [64, 1024]."""
+    if target_device().kind is Backend.GPU:
+        return GPU_BLOCK, GPU_BLOCK
     rows = DOT_MULTIPLY_ADDS // (BLOCK_KV * max(head_dim, 1) * max(groups, 1))
     return min(512, max(64, _power_of_two(rows))), BLOCK_KV
 
