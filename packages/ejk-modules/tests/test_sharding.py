@@ -1,10 +1,10 @@
+# ruff: noqa: RUF043 (messages are patterns)
 """A call on a mesh equals the call without one: eight CPU devices."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ejktest.calls import call
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -12,6 +12,7 @@ import ejkernel.modules as modules
 from ejkernel.modules._specs import Argument, Layout, check_divisible, read_specs, settle_heads
 from ejkernel.ops import InvalidArgument
 from ejkernel.types import MaskInfo
+from ejktest.calls import call
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 

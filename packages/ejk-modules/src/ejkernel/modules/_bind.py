@@ -8,10 +8,10 @@ it, is an InvalidArgument that names the argument, what is expected and what was
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,14 @@ from ejkernel.ops import InvalidArgument
 
 TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 REQUIRED = inspect.Parameter.empty
+
+
+class PublicFunction(Protocol):
+    """A function under its own name."""
+
+    __name__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -43,11 +51,11 @@ class Parameter:
 class Boundary:
     """The parameters of a public function without the common tail."""
 
-    function: Callable[..., Any]
+    function: PublicFunction
     parameters: tuple[Parameter, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Boundary:
+    def of(cls, function: PublicFunction) -> Boundary:
         """Read the signature of ``function``; annotations must be objects, not strings."""
         signature = inspect.signature(function)
         return cls(
@@ -162,9 +170,9 @@ class Boundary:
 
 def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None) -> list[str]:
     """One word per axis of ``value``: the form of its rank, ``*names`` numbered from 0."""
-    if override and p.name in override:
-        return override[p.name].split()
     rank = value if isinstance(value, int) else len(value.shape)
+    if override and p.name in override and len(override[p.name].split()) == rank:
+        return override[p.name].split()
     fallback: list[str] = []
     for _, axes in p.forms:
         words = axes.split()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import numpy as np
 
 from ejkernel.modules import _canonical as canonical
-from ejkernel.modules._bind import REQUIRED, Boundary, axes_of
+from ejkernel.modules._bind import REQUIRED, Boundary, PublicFunction, axes_of
 from ejkernel.ops import env as environment
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import leaf_names
@@ -44,7 +44,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         whole_groups: whether a device needs whole groups of query heads per key head.
     """
 
-    function: ClassVar[Callable[..., Any]]
+    function: ClassVar[PublicFunction]
     config: ClassVar[type]
     outputs: ClassVar[tuple[str, ...]] = ()
     builders: ClassVar[tuple[str, ...]] = ()
@@ -66,7 +66,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
 
         run.__doc__ = f"As :func:`{cls.function.__name__}`, through the default executor."
         run.__qualname__ = f"{cls.__name__}.run"
-        run.__signature__ = cls.boundary.run_signature  # type: ignore[attr-defined]
+        run.__signature__ = cls.boundary.run_signature  # ty: ignore[missing-attribute]
         cls.run = run  # type: ignore[method-assign]
 
     def __init__(self, *, version: int = 1, registry: Any = None) -> None:
@@ -77,7 +77,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         """The instance that the public function uses."""
         if cls._instance is None:
             cls._instance = cls()
-        return cls._instance  # type: ignore[return-value]
+        return cast(Self, cls._instance)
 
     # ---- what a subclass says ---------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def _float_dtype(name: str, value: Any, *, lower_bound: bool) -> np.dtype:
         raise invalid(name, "a floating-point dtype", dtype.name)
     if not lower_bound:
         return dtype
-    wide = dtype == np.float64 and jax.config.jax_enable_x64
+    wide = dtype == np.float64 and jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
     return np.dtype(np.float64 if wide else np.float32)
 
 

@@ -47,7 +47,7 @@ def scalars_to_arrays(a: Arguments, *names: str) -> None:
     for name in names:
         value = a[name]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            wide = jax.config.jax_enable_x64
+            wide = jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
             a[name] = np.asarray(value, np.float64 if wide else np.float32)
 
 
@@ -166,7 +166,7 @@ def check_group_sizes(a: Arguments) -> None:
     first = known(a["group_offset"])
     if first is not None and first.size == 1 and first.dtype.kind in "iu":
         value = int(first.reshape(()))
-        spare = [getattr(a[n], "shape", ()) for n in ("group_sizes", "rhs")]
+        spare: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("group_sizes", "rhs")]
         legal = spare[0][0] - spare[1][0] if all(spare) else None
         if value < 0 or (legal is not None and legal >= 0 and value > legal):
             raise out_of_range(
@@ -195,7 +195,7 @@ def build_block_mask(a: Arguments) -> None:
         raise ValueError("mask_builder: given together with block_mask, expected only one of them")
     if not callable(builder):
         raise invalid("mask_builder", "a callable (q_len, kv_len, heads), or None", builder)
-    shapes = [getattr(a[name], "shape", ()) for name in ("query", "key")]
+    shapes: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("query", "key")]
     if any(len(shape) != 4 for shape in shapes):
         return  # the type check has more to say
     a["block_mask"] = builder(shapes[0][1], shapes[1][1], shapes[0][2])

@@ -1,0 +1,338 @@
+# ruff: noqa: E501, RUF043 (tables of messages, one line each)
+"""Wrong arguments: one clear error that names the argument, what was given, what is allowed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel.modules as modules
+from ejkernel.modules._table import operation_class
+from ejkernel.ops import ConfigError, InvalidArgument, KernelNotFound, KernelNotSupported
+from ejkernel.types import MaskInfo
+from ejktest.calls import CALLS, call
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+def ids(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
+
+def raises(error, message, operation, **changes):
+    c = call(operation)
+    with pytest.raises(error, match=message) as caught:
+        getattr(modules, operation)(**{**c.arguments, **changes})
+    assert "\n" not in str(caught.value).split("\n---")[0].strip()
+    return caught.value
+
+
+FLASH = "flash_attention"
+# query [2, 12, 4, 8], key [2, 12, 2, 8], value [2, 12, 2, 6]
+WRONG = [
+    (FLASH, "query", ones(12, 4, 8), r"query: expected float\[batch, q_len, heads, head_dim\], given float32\[12, 4, 8\]"),
+    (FLASH, "query", ids(2, 12, 4, 8), r"query: expected float\[.*given int32"),
+    (FLASH, "query", [1.0, 2.0], "query: expected float.*given list"),
+    (FLASH, "key", ones(2, 12, 2, 7), "key: expected.*head_dim=8"),
+    (FLASH, "key", ones(2, 13, 2, 8), "value: expected.*kv_len=13"),
+    (FLASH, "value", ones(1, 12, 2, 6), "value: expected.*batch=2"),
+    (FLASH, "bias", ones(1, 3, 12, 12), "bias: expected.*heads=4"),
+    (FLASH, "bias", ones(1, 1, 12, 12).astype(bool), "bias: expected float.*bool"),
+    (FLASH, "softmax_aux", ones(3, 2), "softmax_aux: expected.*heads=4"),
+    (FLASH, "attention_mask", ones(2, 12), r"attention_mask: expected bool\|int"),
+    (FLASH, "attention_mask", ids(2, 11), "attention_mask: expected.*kv_len=12"),
+    (FLASH, "mask_info", "causal", "mask_info: expected MaskInfo or None, given str 'causal'"),
+    (FLASH, "mask_info", MaskInfo.from_segments(ids(1, 6)), "mask_info.*q_len 12"),
+    (FLASH, "mask_info", MaskInfo.from_segments(ids(3, 12)), "mask_info.*batch 2"),
+    (FLASH, "cum_seqlens_q", jnp.arange(3), r"query: expected batch 1 with cum_seqlens_q"),
+    (FLASH, "softmax_scale", ones(), r"softmax_scale: expected float or None, given float32\[\]"),
+    (FLASH, "causal", 1, "causal: expected bool, given int 1"),
+    (FLASH, "causal_offset", 1.5, "causal_offset: expected int, given float"),
+    (FLASH, "sliding_window", [3, 4], "sliding_window: expected int or tuple"),
+    (FLASH, "dropout_prob", ones(), "dropout_prob: expected float"),
+    (FLASH, "logits_dtype", "int32", "logits_dtype: expected a floating-point dtype"),
+    ("attention", "softmax_dtype", jnp.int32, "softmax_dtype: expected a floating-point dtype"),
+    ("attention", "init_bias", 3, "init_bias: expected"),
+    ("page_attention", "query", ones(2, 2, 4, 8), r"query: expected float\[batch, 1, heads, head_dim\] or float\[batch, heads, head_dim\]"),
+    ("page_attention", "key_cache", ones(7, 4, 3, 8), "value_cache: expected.*kv_heads=3"),
+    ("page_attention", "value_cache", ones(7, 5, 2, 6), "value_cache: expected.*page_size=4"),
+    ("page_attention", "context_lens", ones(2), r"context_lens: expected int\[batch\]"),
+    ("page_attention", "block_tables", ids(3, 3), "block_tables: expected.*batch=2"),
+    ("page_attention", "k_scale", ones(3), "k_scale: expected float"),
+    ("page_attention", "softmax_aux", ones(5, 1), "softmax_aux: expected.*heads=4"),
+    ("ragged_page_attention", "kv_pages", ones(7, 4, 3, 8), "kv_pages: expected an even axis 2"),
+    ("ragged_page_attention", "kv_pages", ones(7, 4, 6, 8), "kv_pages: expected kv_heads that divide"),
+    ("ragged_page_attention", "query_start_loc", ids(3), r"query_start_loc: expected int\[4\]"),
+    ("ragged_page_attention", "num_seqs", ids(2), "num_seqs: expected int or int"),
+    ("ragged_page_attention", "context_lens", ids(2), "block_tables: expected.*sequences=2"),
+    ("ragged_page_attention_v3", "kv_cache", ones(7, 4, 5, 8), "kv_cache: expected .*4, 8.* 2 kv heads"),
+    ("ragged_page_attention_v3", "kv_cache", ones(7, 4, 4, 1, 8), r"kv_cache: expected \[pages, page_size, 4, 1, 128\]"),
+    ("ragged_page_attention_v3", "keys", ones(5, 2, 8), "keys: expected.*tokens=6"),
+    ("ragged_page_attention_v3", "values", ones(6, 1, 8), "values: expected.*kv_heads=2"),
+    ("ragged_page_attention_v3", "distribution", ids(2), r"distribution: expected int\[3\]"),
+    ("ragged_page_attention_v3", "block_tables", ids(5), "block_tables: expected a flat table of 2"),
+    ("ragged_page_attention_v3", "query_start_loc", ids(5), r"query_start_loc: expected int\[3\]"),
+    ("ragged_decode_attention", "sequence_start", ids(3), "sequence_start: expected.*batch=2"),
+    ("ragged_decode_attention", "sequence_end", ones(2), r"sequence_end: expected int\[batch\]"),
+    ("blocksparse_attention", "block_mask", ones(2, 3).astype(bool), r"block_mask: expected bool\[.., 3, 3\]"),
+    ("blocksparse_attention", "block_mask", ones(3, 3), r"block_mask: expected bool\["),
+    ("native_sparse_attention", "g_cmp", ones(2, 12, 2), "g_cmp: expected.*heads=4"),
+    ("native_sparse_attention", "block_indices", ids(2, 12, 4, 3), "block_indices: expected.*kv_heads=2"),
+    ("native_sparse_attention", "block_counts", ids(2, 12), "block_counts: expected int or int"),
+    ("native_sparse_attention", "key", ones(2, 11, 2, 8), "key: expected.*seq=12"),
+    ("native_sparse_attention", "cu_seqlens", jnp.arange(3), "query: expected batch 1 with cu_seqlens"),
+    ("recurrent_attention", "g", ones(2, 12, 4, 6), "g: expected.*key_dim=8"),
+    ("recurrent_attention", "gk", ones(2, 12, 2, 8), "gk: expected.*heads=4"),
+    ("recurrent_attention", "gv", ones(2, 12, 4, 8), "gv: expected.*v_dim=6"),
+    ("recurrent_attention", "g_gamma", ones(2), "g_gamma: expected.*heads=4"),
+    ("recurrent_attention", "initial_state", ones(3, 4, 8, 6), "initial_state: expected.*one per batch row"),
+    ("gla_attention", "initial_state", ones(2, 4, 6, 8), "initial_state: expected.*key_dim=8"),
+    ("gla_attention", "key", ones(2, 12, 3, 8), "value: expected.*kv_heads=3"),
+    ("lightning_attention", "value", ones(2, 12, 1, 6), "value: expected.*kv_heads=2"),
+    ("lightning_attention", "cu_seqlens", ones(3), "cu_seqlens: expected int"),
+    ("mla_attention", "query", ones(2, 12, 4, 8), "query: expected last axis 12 = nope_dim"),
+    ("mla_attention", "w_kc", ones(4, 2, 8), "w_kc: expected.*latent=5"),
+    ("mla_attention", "w_vc", ones(5, 1, 6), "w_vc: expected.*kv_heads=2"),
+    ("mla_attention", "b_k", ones(2, 11, 4), "b_k: expected.*kv_len=12"),
+    ("mla_attention", "key_value", ones(2, 12), "key_value: expected"),
+    ("mla_decode", "latent_cache", ones(7, 4, 11), "latent_cache: expected.*cache_dim=12"),
+    ("mla_decode", "k_scale", ones(2), "k_scale: expected float"),
+    ("mean_pooling", "x", ones(3), "x: expected"),
+    ("mean_pooling", "x", ones(3, 4), r"x: expected float\[batch, seq, \*channels\]"),
+    ("mean_pooling", "attention_mask", ids(2, 11), "attention_mask: expected"),
+    ("grouped_matmul", "rhs", ones(3, 4, 6), "rhs: expected axis 1 equal to the inner axis 5"),
+    ("grouped_matmul", "group_sizes", ids(4), "group_sizes: expected int.3., one per matrix"),
+    ("grouped_matmul", "existing_out", ones(8, 5), r"existing_out: expected float\[8, 6\]"),
+    ("grouped_matmul", "group_offset", ids(2), "group_offset: expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "argument", "value", "message"), WRONG)
+def test_wrong_arrays_and_classes(operation, argument, value, message):
+    error = raises(InvalidArgument, message, operation, **{argument: value})
+    assert isinstance(error, TypeError) and isinstance(error, ValueError)
+
+
+LENS = np.asarray([5, 13], np.int32)
+TABLE = np.asarray([[3, 1, -1], [0, 7, 2]], np.int32)
+STARTS = np.asarray([0, 3, 2, 6], np.int32)
+BAD = [
+    (FLASH, dict(sliding_window=-1), "sliding_window: given -1, expected widths >= 0"),
+    (FLASH, dict(sliding_window=(2, -3)), r"sliding_window: given \(2, -3\)"),
+    (FLASH, dict(dropout_prob=1.0), "dropout_prob: given 1.0, expected 0 <= dropout_prob < 1"),
+    (FLASH, dict(dropout_prob=-0.1), "dropout_prob"),
+    (FLASH, dict(logits_soft_cap=0.0), "logits_soft_cap: given 0.0, expected a finite number > 0"),
+    (FLASH, dict(softmax_scale=float("nan")), "softmax_scale: given nan"),
+    (FLASH, dict(cum_seqlens_k=jnp.arange(3)), "cum_seqlens_k: given without cum_seqlens_q"),
+    (FLASH, dict(platform="cpu"), "auto, triton, pallas, xla, cuda"),
+    ("attention", dict(deterministic=False, dropout_prob=0.5), "dropout_rng: given None"),
+    ("page_attention", dict(num_splits=0), "num_splits: given 0, expected an integer >= 1"),
+    ("page_attention", dict(context_lens=LENS), r"context_lens\[1\]: given 13, expected at most 12"),
+    ("page_attention", dict(context_lens=-LENS), r"context_lens\[0\]: given -5"),
+    ("page_attention", dict(context_lens=LENS - 2, block_tables=TABLE), r"block_tables\[1, 1\]: given 7"),
+    ("ragged_page_attention", dict(num_seqs=4), "num_seqs: given 4, expected 0 to 3"),
+    ("ragged_page_attention", dict(num_seqs=3, query_start_loc=STARTS), r"query_start_loc\[1:3\]: given \(3, 2\)"),
+    ("ragged_page_attention", dict(num_seqs=1, query_start_loc=STARTS + 1), r"query_start_loc\[0\]: given 1"),
+    ("ragged_page_attention", dict(num_seqs=1, query_start_loc=3 * STARTS), r"query_start_loc\[1\]: given 9"),
+    ("ragged_page_attention", dict(num_seqs=1, context_lens=LENS[[0, 0, 0]] * 3), r"context_lens\[0\]: given 15"),
+    ("ragged_page_attention_v3", dict(distribution=np.asarray([2, 1, 2])), "distribution: given"),
+    ("ragged_page_attention_v3", dict(distribution=np.asarray([0, 0, 3])), "distribution: given"),
+    (
+        "ragged_page_attention_v3",
+        dict(distribution=np.asarray([0, 0, 2]), query_start_loc=np.asarray([0, 1, 5]), kv_lens=np.asarray([5, 3])),
+        r"kv_lens\[1\]: given 3, expected at least its 4",
+    ),
+    ("blocksparse_attention", dict(q_block_size=0), "q_block_size: given 0"),
+    ("blocksparse_attention", dict(chunk_size=0), "chunk_size: given 0"),
+    ("blocksparse_attention", dict(mask_builder=lambda *a: None), "mask_builder: given together"),
+    ("native_sparse_attention", dict(block_counts=0), "block_counts: given 0"),
+    ("native_sparse_attention", dict(block_size=0), "block_size: given 0"),
+    ("native_sparse_attention", dict(max_block_count=0), "max_block_count: given 0"),
+    ("native_sparse_attention", dict(sliding_window=None), "g_swa: given without sliding_window"),
+    ("lightning_attention", dict(layer_idx=4), "layer_idx: given 4, expected 0 <= layer_idx"),
+    ("lightning_attention", dict(num_layers=0), "num_layers: given 0"),
+    ("mla_attention", dict(b_k=None, b_q=ones(2, 12, 4)), "b_q: given without b_k"),
+    ("mla_decode", dict(latent_dim=13), "latent_dim: given 13, expected 1 to 12"),
+    ("mean_pooling", dict(chunk_size=0), "chunk_size: given 0"),
+    ("grouped_matmul", dict(group_sizes=np.asarray([3, -1, 4])), r"group_sizes\[1\]: given -1"),
+    ("grouped_matmul", dict(group_offset=1), "group_offset: given 1, expected 0 to 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "changes", "message"), BAD)
+def test_bad_values(operation, changes, message):
+    error = raises(ValueError, message, operation, **changes)
+    assert not isinstance(error, TypeError)
+
+
+PACKED = [
+    (FLASH, "cum_seqlens_q", ("query", "key", "value")),
+    ("scaled_dot_product_attention", "cum_seqlens_q", ("query", "key", "value")),
+    ("native_sparse_attention", "cu_seqlens", ()),
+    ("recurrent_attention", "cu_seqlens", ()),
+    ("gla_attention", "cu_seqlens", ()),
+    ("lightning_attention", "cu_seqlens", ()),
+    ("mla_attention", "cu_seqlens", ()),
+    ("mean_pooling", "cu_seqlens", ()),
+]
+
+
+@pytest.mark.parametrize(("operation", "name", "_"), PACKED)
+def test_cumulative_lengths(operation, name, _):
+    c = call(operation)
+    one = {n: x if n in ("g_gamma", "bias", "softmax_aux", "w_kc", "w_vc") else x[:1] for n, x in c.arrays.items()}  # fmt: skip
+    if operation == "mean_pooling":
+        one = {"x": c.arrays["x"][0]}
+    for cu, message in (
+        ([1, 5, 12], r"\[0\]: given 1, expected cumulative lengths that start at 0"),
+        ([0, 7, 5], r"\[1:3\]: given \(7, 5\), expected cumulative lengths that never decrease"),
+        ([0, 5, 13], r"\[-1\]: given 13, expected at most the 12 rows"),
+    ):
+        with pytest.raises(ValueError, match=name + message):
+            getattr(modules, operation)(**{**one, **c.static, name: np.asarray(cu)})
+
+
+def test_missing_unknown_and_repeated_arguments():
+    kernel, q = modules.FlashAttention(), ones(1, 4, 2, 8)
+    with pytest.raises(TypeError, match="missing the argument 'value'"):
+        kernel(q, q)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        kernel(q, q, q, scale=1.0)
+    with pytest.raises(TypeError, match="multiple values for argument 'key'"):
+        kernel(q, q, q, key=q)
+    with pytest.raises(TypeError, match="7 positional arguments, given 8"):
+        kernel(*[q] * 8)
+
+
+def test_errors_come_at_trace_time():
+    with pytest.raises(InvalidArgument, match="key: expected"):
+        jax.eval_shape(
+            modules.flash_attention,
+            *(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(1, 4, 2, 8), (1, 4, 2, 7), (1, 4, 2, 8)]),
+        )  # fmt: skip
+
+
+def test_typecheck_can_be_switched_off(monkeypatch):
+    c = call(FLASH)
+    monkeypatch.setenv("EJKERNEL_TYPECHECK", "0")
+    with pytest.raises(ValueError, match="sliding_window"):
+        modules.flash_attention(**{**c.arguments, "sliding_window": -1})
+    modules.flash_attention(**{**c.arguments, "return_lse": 1})
+    monkeypatch.setenv("EJKERNEL_TYPECHECK", "maybe")
+    with pytest.raises(ValueError, match="EJKERNEL_TYPECHECK"):
+        modules.flash_attention(**c.arguments)
+
+
+def test_scalars_of_numpy_are_numbers():
+    c = call(FLASH)
+    plain = modules.flash_attention(**{**c.arguments, "softmax_scale": 0.5, "causal": True})
+    numpy = {
+        "softmax_scale": np.float32(0.5),
+        "causal": np.bool_(True),
+        "causal_offset": np.int64(0),
+    }
+    same = modules.flash_attention(**{**c.arguments, **numpy})
+    assert (plain[0] == same[0]).all()
+
+
+def test_seeds_are_taken_modulo_two_to_the_32():
+    c = call(FLASH)
+    outputs = [
+        modules.flash_attention(**{**c.arguments, "dropout_prob": 0.5, "dropout_seed": seed})[0]
+        for seed in (7, 7 + 2**32, np.uint32(7), jnp.int32(7), np.asarray(7), None, 0)
+    ]
+    for out in outputs[1:5]:
+        assert (out == outputs[0]).all()
+    assert (outputs[5] == outputs[6]).all() and not (outputs[0] == outputs[6]).all()
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_configs(operation):
+    cls = operation_class(operation)
+    config = cls.config
+    assert cls().config_cls is config and getattr(modules, config.__name__) is config
+    fields = list(config.__dataclass_fields__)
+    assert fields[:2] == ["platform", "backend"]
+    assert config() == config(platform="auto", backend="any") and hash(config()) == hash(config())
+    values = {"fwd_params": {"q_blocksize": 32}, "bwd_params": None, "platform": "xla", "backend": "cpu"}  # fmt: skip
+    made = config(**{f: values.get(f, 16 if f != "num_stages" else 2) for f in fields})
+    assert config.from_dict(made.to_dict()) == made == config.from_json(made.to_json())
+    assert made != config() and len({made, config(), made}) == 2
+    with pytest.raises(ConfigError, match="no field wrong"):
+        config.from_dict({"wrong": 1})
+    with pytest.raises(Exception, match="frozen|cannot assign"):
+        made.platform = "xla"
+    illegal = {
+        "num_warps": 3, "num_stages": 9, "q_tile": 24, "time_tile": 8, "token_tile": 2048, "block_m": 17,
+        "num_splits": 0, "vmem_limit_bytes": 0, "fwd_params": {"q_blocksize": 48}, "platform": "cpu",
+    }  # fmt: skip
+    for name in set(illegal) & set(fields):
+        with pytest.raises(ConfigError, match=re.escape(str(name))):
+            config(**{name: illegal[name]})
+
+
+def test_configs_given_to_a_call():
+    c = call(FLASH)
+    out = modules.flash_attention(**c.arguments)[0]
+    for cfg in ({"fwd_params": {"q_blocksize": 16}}, modules.FlashAttentionConfig(platform="xla")):
+        np.testing.assert_allclose(
+            modules.flash_attention(**c.arguments, cfg=cfg)[0], out, atol=1e-5
+        )
+    with pytest.raises(TypeError, match="FlashAttentionConfig"):
+        modules.flash_attention(**c.arguments, cfg=modules.PageAttentionConfig())
+    with pytest.raises(ConfigError, match="q_blocksize.*100"):
+        modules.flash_attention(**c.arguments, cfg={"fwd_params": {"q_blocksize": 100}})
+    with pytest.raises(ValueError, match="contradict"):
+        modules.flash_attention(**c.arguments, platform="xla", cfg={"platform": "pallas"})
+
+
+def test_supports_and_forced_platforms():
+    c = call(FLASH)
+    assert modules.supports(FLASH) and modules.supports(FLASH, **c.arguments)
+    assert modules.supports("gla", platform="xla") and modules.supports("ragged_page_attention_v2")
+    abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in c.arrays.items()}
+    assert modules.supports(FLASH, **abstract, causal=True)
+    wrong = modules.supports(FLASH, **{**abstract, "key": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    assert not wrong and "key: expected" in wrong.reason
+    refused = modules.supports(FLASH, **abstract, platform="triton")
+    assert not refused and refused.reason and refused.nearest == "xla"
+    assert not modules.supports("attention", platform="triton")
+    with pytest.raises(KernelNotFound, match="flash_attention"):
+        modules.supports("flashy")
+    with pytest.raises(ValueError, match="auto, triton"):
+        modules.supports(FLASH, platform="tritom")
+    with pytest.raises(KernelNotSupported) as caught:
+        modules.flash_attention(**c.arguments, platform="triton")
+    error = caught.value
+    assert error.algorithm == FLASH and error.platform == "triton" and error.nearest == "xla"
+
+
+def test_explain():
+    c = call(FLASH)
+    for operation in (
+        FLASH,
+        modules.flash_attention,
+        modules.FlashAttention,
+        modules.FlashAttention(),
+    ):
+        told = modules.explain(operation, **c.arguments)
+        assert told.platform == "xla" and told.tier == "heuristics"
+        assert isinstance(told.cfg, modules.FlashAttentionConfig) and "xla" in str(told)
+    told = modules.explain(FLASH, **c.arguments, cfg={"fwd_params": {"q_blocksize": 16}})
+    assert told.tier == "override"
+
+
+def test_lengths_of_one_bucket_share_a_key():
+    def key(length, batch=1, heads=2, **options):
+        q = jax.ShapeDtypeStruct((batch, length, heads, 8), jnp.float32)
+        return modules.explain(FLASH, q, q, q, **options).key
+
+    assert key(33) == key(64) == key(40, batch=3) != key(65)
+    assert key(33) != key(33, heads=4)
+    assert key(33) != key(33, causal=True)
+    segments = [MaskInfo.from_segments(jnp.zeros((1, n), jnp.int32)) for n in (33, 64)]
+    assert key(33, mask_info=segments[0]) == key(64, mask_info=segments[1]) != key(33)
