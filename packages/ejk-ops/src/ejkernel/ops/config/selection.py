@@ -164,7 +164,8 @@ class ConfigSelectorChain:
                 found = group.agree(
                     search.inv, self.policy.enabled(), lambda: self._slow_tiers(search)
                 )
-                if found.tier in ("persistent", "autotune"):
+                stored = found.tier in ("persistent", "autotune")
+                if stored and found.key not in self.cache:
                     self.cache.put(found.key, found.cfg)
         if found.error is not None:
             self._emit("error", search, error=found.error)

@@ -151,6 +151,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         """``(name, reason)`` of every implementation but ``resolved``."""
         inv = bind_abstract(inv)
         forced = parse_platform(inv.info.get("requested_platform")) or self.config_platform(cfg)
+        self.registry.load()  # also what this device would never need
         survey = self.survey(inv, None)
         chosen = None if resolved is None else resolved.impl
         rows = []
@@ -162,8 +163,4 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                 reason = f"platform {forced.value!r} was asked for"
             rows.append((impl.name, reason))
         rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
-        known = {name for name, _ in rows}
-        for impl in self.registry.list_implementations(self.name):
-            if impl is not chosen and impl.name not in known:
-                rows.append((impl.name, "not considered on this device"))
         return tuple(rows)

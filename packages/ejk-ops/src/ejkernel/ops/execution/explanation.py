@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 
@@ -40,7 +40,7 @@ class Explanation:
             ("kernel", self.kernel),
             ("device", self.device),
             ("implementation", self.implementation or "none"),
-            ("config", repr(self.cfg)),
+            ("config", _compact(self.cfg)),
             ("tier", self.tier),
             ("key", self.key),
         ]
@@ -53,6 +53,15 @@ class Explanation:
         return text
 
     __repr__ = __str__
+
+
+def _compact(cfg: Any) -> str:
+    """A config without the fields that are None."""
+    if not is_dataclass(cfg) or isinstance(cfg, type):
+        return repr(cfg)
+    given = [(f.name, getattr(cfg, f.name)) for f in fields(cfg)]
+    inside = ", ".join(f"{name}={_compact(value)}" for name, value in given if value is not None)
+    return f"{type(cfg).__name__}({inside})"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -155,18 +155,21 @@ class _Run:
     def go(self) -> tuple[Any, float | None]:
         bench = Workbench(self.inv, self.configs, self.tuner.policy.validate_backward)
         workers = max(1, min(len(self.configs), os.cpu_count() or 1, 8))
-        with ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile") as pool:
-            # The reference alone first, so that even the smallest budget yields a measurement.
-            groups = [self.configs[:1]]
-            rest = self.configs[1:]
-            groups += [rest[i : i + workers] for i in range(0, len(rest), workers)]
+        # The reference alone first, so that even the smallest budget yields a measurement.
+        groups = [self.configs[:1]]
+        rest = self.configs[1:]
+        groups += [rest[i : i + workers] for i in range(0, len(rest), workers)]
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
+        try:
             index = 0
             for group in groups:
-                if index and time.monotonic() > self.deadline and self.sound:
+                if self.sound and time.monotonic() > self.deadline:
                     self._skip(range(index, len(self.configs)), BUDGET_SPENT)
                     break
                 self._group(bench, pool, group, index)
                 index += len(group)
+        finally:  # a compiler that takes longer than the budget is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
         self.backward = bench.backward
         if not self.sound:
             raise AutotuneError(self._all_failed())
@@ -183,8 +186,11 @@ class _Run:
         ready: list[tuple[int, Candidate]] = []
         for index, (cfg, future) in enumerate(zip(group, futures, strict=True), first):
             try:
-                candidate: Candidate = future.result()
+                left = max(self.deadline - time.monotonic(), 0.0) if self.sound else None
+                candidate: Candidate = future.result(timeout=left)
                 bench.check(candidate)
+            except TimeoutError:
+                self._trial(index, Trial(cfg, error=BUDGET_SPENT))
             except Exception as error:
                 self._trial(index, Trial(cfg, error=f"{type(error).__name__}: {error}"))
             else:
