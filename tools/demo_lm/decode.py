@@ -1,4 +1,8 @@
-"""Generation one byte at a time from a key/value cache."""
+"""Generation one byte at a time from a paged key/value cache.
+
+Several continuations of one prompt are drawn together. Their pages lie scattered in one pool, as a
+server's would; a table per row says where.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +14,51 @@ import numpy as np
 from tqdm import tqdm
 
 from demo_lm.model import Size, finish, logits_of, project
-from ejkernel.modules import flash_attention
-from ejkernel.types import MaskInfo
+from ejkernel.modules import page_attention
+
+PAGE = 16
 
 
-def empty_cache(size: Size) -> list[dict]:
-    shape = (1, size.length, size.kv_heads, size.head_dim)
-    return [{"k": jnp.zeros(shape), "v": jnp.zeros(shape)} for _ in range(size.layers)]
+def empty_cache(size: Size, rows: int, seed: int) -> tuple[list[dict], jax.Array]:
+    """Pages ``[P, PAGE, kv_heads, head_dim]`` per layer and shuffled tables ``[rows, columns]``."""
+    columns = -(-size.length // PAGE)
+    shape = (rows * columns, PAGE, size.kv_heads, size.head_dim)
+    tables = np.random.default_rng(seed).permutation(rows * columns).reshape(rows, columns)
+    cache = [{"k": jnp.zeros(shape), "v": jnp.zeros(shape)} for _ in range(size.layers)]
+    return cache, jnp.asarray(tables, jnp.int32)
 
 
 @partial(jax.jit, static_argnames="size", donate_argnums=1)
-def decode_step(params, cache, token, position, size: Size):
-    """Logits ``[256]`` after ``token`` at ``position``, and the cache that now holds it."""
-    x = params["embed"][token][None, None]
-    # only the cache entries written so far are visible to the one query row
-    mask = MaskInfo.from_lengths(
-        jnp.ones(1, jnp.int32), position[None] + 1, max_q_len=1, max_kv_len=size.length
-    )
+def decode_step(params, cache, tables, tokens, position, size: Size):
+    """Logits ``[rows, 256]`` after ``tokens [rows]`` at ``position``, and the cache with them."""
+    rows = tokens.shape[0]
+    page, place = tables[:, position // PAGE], position % PAGE
+    lens = jnp.full((rows,), position + 1)
+    x = params["embed"][tokens][:, None]
     new = []
     for block, held in zip(params["blocks"], cache, strict=True):
         q, k, v = project(block, x, position[None, None], size)
-        at = (0, position, 0, 0)
-        k = jax.lax.dynamic_update_slice(held["k"], k, at)
-        v = jax.lax.dynamic_update_slice(held["v"], v, at)
-        x = finish(block, x, flash_attention(q, k, v, mask_info=mask))
-        new.append({"k": k, "v": v})
-    return logits_of(params, x)[0, 0], new
+        k_pages = held["k"].at[page, place].set(k[:, 0])
+        v_pages = held["v"].at[page, place].set(v[:, 0])
+        x = finish(block, x, page_attention(q, k_pages, v_pages, lens, tables))
+        new.append({"k": k_pages, "v": v_pages})
+    return logits_of(params, x)[:, 0], new
 
 
-def generate(params, prompt: bytes, count: int, size: Size, *, seed: int, temperature=0.7):
-    """Returns (all bytes, logits ``[len - 1, 256]`` seen on the way)."""
-    tokens = list(prompt)[: size.length - 1]
-    count = min(count, size.length - len(tokens))
-    cache, seen, key = empty_cache(size), [], jax.random.key(seed)
-    with tqdm(total=len(tokens) + count - 1, desc="decoding", unit="byte") as bar:
-        position = 0
-        while position < len(prompt) + count - 1:
-            logits, cache = decode_step(
-                params, cache, jnp.int32(tokens[position]), jnp.int32(position), size
-            )
-            seen.append(np.asarray(logits))
-            position += 1
-            if position == len(tokens):
-                draw = jax.random.categorical(
-                    jax.random.fold_in(key, position), logits / temperature
-                )
-                tokens.append(int(draw))
-            bar.update()
-    return bytes(tokens), np.stack(seen)
+def generate(params, prompt: bytes, count: int, size: Size, *, rows: int, seed: int):
+    """Returns the texts as uint8 ``[rows, n]`` and the logits ``[rows, n - 1, 256]`` on the way."""
+    start = np.frombuffer(prompt, np.uint8)[: size.length // 2]
+    total = min(len(start) + count, size.length)
+    tokens = np.zeros((rows, total), np.int32)
+    tokens[:, : len(start)] = start
+    cache, tables = empty_cache(size, rows, seed)
+    key, seen = jax.random.key(seed), []
+    for position in tqdm(range(total - 1), desc="decoding", unit="byte", dynamic_ncols=True):
+        logits, cache = decode_step(
+            params, cache, tables, tokens[:, position], jnp.int32(position), size
+        )
+        seen.append(np.asarray(logits))
+        if position + 1 >= len(start):
+            draw = jax.random.fold_in(key, position)
+            tokens[:, position + 1] = np.asarray(jax.random.categorical(draw, logits / 0.7))
+    return tokens.astype(np.uint8), np.stack(seen, axis=1)

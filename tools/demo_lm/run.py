@@ -10,12 +10,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_lm import pictures
-from demo_lm.decode import generate
+from demo_lm.decode import PAGE, empty_cache, generate
 from demo_lm.model import Size, forward, init
 from demo_lm.text import documents, pack
 from demo_lm.train import train
 from ejkernel.modules import explain
 from ejkernel.types import MaskInfo
+
+SAMPLES = 3
+
+
+def explain_all(size: Size, batch: int, segment_ids) -> None:
+    """One line per operation, then the whole explanation of the training call."""
+    f32 = jnp.float32
+    q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), f32)
+    kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), f32)
+    mask = MaskInfo.from_segments(jnp.asarray(segment_ids))
+    training = explain("flash_attention", q, kv, kv, causal=True, mask_info=mask)
+    cache, tables = empty_cache(size, SAMPLES, 0)
+    one = jax.ShapeDtypeStruct((SAMPLES, 1, size.heads, size.head_dim), f32)
+    lens = jnp.ones((SAMPLES,), jnp.int32)
+    decoding = explain("page_attention", one, cache[0]["k"], cache[0]["v"], lens, tables)
+    print("\nwhat ran")
+    for step, e in (("training", training), ("decoding", decoding)):
+        print(f"  {step}: {e.implementation}, config from {e.tier}: {e.cfg}")
+    print("\nwhy, for training")
+    print(training)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,23 +58,22 @@ def run(args: argparse.Namespace) -> int:
         f"(first and last {few} steps)"
     )
 
-    text, seen = generate(params, args.prompt.encode(), args.tokens, size, seed=args.seed)
-    print("generated: " + repr(text.decode("ascii", "replace")))
-    tokens = jnp.asarray(np.frombuffer(text[:-1], np.uint8))[None]
-    full = forward(params, tokens, jnp.arange(tokens.shape[1])[None], None, size)[0]
+    texts, seen = generate(
+        params, args.prompt.encode(), args.tokens, size, rows=SAMPLES, seed=args.seed
+    )
+    print(f"generated, {SAMPLES} rows from one pool of pages of {PAGE}:")
+    for row in texts:
+        print("  " + repr(row.tobytes().decode("ascii", "replace")))
+    positions = jnp.arange(texts.shape[1] - 1)[None]
+    full = forward(params, jnp.asarray(texts[:, :-1]), positions, None, size)
     difference = float(np.abs(np.asarray(full) - seen).max())
     print(f"decoding against the full forward pass: largest logit difference {difference:.2e}")
     if not difference < 1e-2:
         raise AssertionError("decoding and the full forward pass disagree")
 
-    ids = jnp.asarray(data.segment_ids[:batch])
-    mask = MaskInfo.from_segments(ids)
-    q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), jnp.float32)
-    kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), jnp.float32)
-    print("\nwhat ran, and why")
-    print(explain("flash_attention", q, kv, kv, causal=True, mask_info=mask))
-
-    row = MaskInfo.from_segments(data.segment_ids[:1]).apply_causal()
+    explain_all(size, batch, data.segment_ids[:batch])
+    shown = int(np.argmax(data.segment_ids.max(axis=1)))
+    row = MaskInfo.from_segments(data.segment_ids[shown : shown + 1]).apply_causal()
     print("\none packed row, blocks of 32 by 32")
     row.visualize(32)
     out = pathlib.Path(args.out)
