@@ -232,7 +232,7 @@ def _backward(spec: Spec, layout: Layout, saved, cotangent):
         _flat(dq).astype(q.dtype),
         darrays,
         dscale.astype(scale.dtype),
-        None if sinks is None else dsinks.astype(sinks.dtype),
+        None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype),
         None,
     )
 

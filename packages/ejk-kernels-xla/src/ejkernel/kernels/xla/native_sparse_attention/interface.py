@@ -146,6 +146,7 @@ def native_sparse_attention(
             q, k, v, cum_seqlens_q=cu_seqlens, causal=True, sliding_window=sliding_window,
             softmax_scale=scale,
         )  # fmt: skip
+        assert isinstance(o_swa, jax.Array)  # without return_lse
         gate = 1.0 if g_swa is None else jnp.asarray(g_swa).astype(wide)[..., None]
         out = out + gate * o_swa
     return out.astype(q.dtype)
