@@ -37,7 +37,7 @@ def check() -> None:
 
 
 def _exists(path: str) -> bool:
-    if path in sys.modules:
+    if sys.modules.get(path) is not None:
         return True
     try:
         return importlib.util.find_spec(path) is not None

@@ -14,7 +14,7 @@ from ejkernel.modules._arrays import Array, F, I
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
-from ejkernel.ops import InvalidArgument, Platform
+from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.types import MaskInfo
 
 
@@ -118,6 +118,15 @@ class RingAttention(Operation[RingAttentionConfig]):
     ) -> Any:
         arguments = self.boundary.by_name(args, kwargs)
         return _ring.run(self, arguments, mesh, in_specs, out_specs, call)
+
+    def supports(
+        self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
+    ) -> Support:
+        token = _ring.asking.set(True)
+        try:
+            return super().supports(*args, platform=platform, **kwargs)
+        finally:
+            _ring.asking.reset(token)
 
 
 def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:

@@ -1,0 +1,42 @@
+"""What happens when parts of the shared namespace are missing or hidden, and what import costs."""
+
+import subprocess
+import sys
+
+
+def run(code, *args):
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120
+    )
+    return done.stdout, done.stderr
+
+
+def test_a_missing_distribution_is_named():
+    _, error = run("import sys; sys.modules['ejkernel.types'] = None; import ejkernel.modules")
+    assert "ejk-types not found in" in error and "pip install ejk-types" in error
+
+
+def test_a_regular_package_of_the_same_name_is_explained():
+    code = """
+import ejkernel
+ejkernel.__file__ = "/elsewhere/ejkernel/__init__.py"
+import ejkernel.modules
+"""
+    _, error = run(code)
+    assert "ejkernel is a regular package here (/elsewhere/ejkernel/__init__.py)" in error
+    assert "uninstall" in error
+
+
+def test_the_import_is_light_and_names_are_found():
+    code = """
+import sys, time, jax
+start = time.perf_counter()
+import ejkernel.modules
+print(time.perf_counter() - start)
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
+print(any(name.startswith(("triton", "jax_triton")) for name in sys.modules))
+print(FlashAttention.function is flash_attention, FlashAttentionConfig().platform)
+"""
+    out, error = run(code)
+    seconds, triton, *names = out.split()
+    assert float(seconds) <= 0.5 and triton == "False" and names == ["True", "auto"], error

@@ -1,0 +1,145 @@
+"""ring_attention on global and on local arrays equals flash_attention on one device."""
+
+# ruff: noqa: RUF043 (messages are patterns)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import ejkernel.modules as modules
+from ejkernel.ops import InvalidArgument
+from ejkernel.types import MaskInfo
+
+pytestmark = [
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+SEQ = P(None, "sp", None, None)
+
+
+def ring(count, **axes):
+    shape = {"sp": count, **axes}
+    devices = np.array(jax.devices()[: int(np.prod(list(shape.values())))])
+    return Mesh(devices.reshape(*shape.values()), tuple(shape))
+
+
+def qkv(batch=2, length=32, heads=4, kv_heads=2, dim=8):
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = [(batch, length, heads, dim)] + [(batch, length, kv_heads, dim)] * 2
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def assert_same(a, b):
+    for x, y in zip(jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=3e-5, atol=3e-5)
+
+
+def test_the_three_ways_to_give_the_axis():
+    q, k, v = qkv()
+    mesh, options = ring(4), dict(axis_name="sp", causal=True)
+    expected = modules.flash_attention(q, k, v, causal=True)
+    assert_same(modules.ring_attention(q, k, v, mesh=mesh, **options), expected)
+    with mesh:
+        assert_same(modules.ring_attention(q, k, v, **options), expected)
+    with jax.set_mesh(mesh):
+        assert_same(modules.ring_attention(q, k, v, **options), expected)
+        jitted = jax.jit(lambda q: modules.ring_attention(q, k, v, **options))
+        assert_same(jitted(q), expected)
+    local = jax.shard_map(
+        lambda q, k, v: modules.ring_attention(q, k, v, **options),
+        mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=False,
+    )  # fmt: skip
+    assert_same(local(q, k, v), expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_options_and_gradients(layout):
+    q, k, v = qkv()
+    ids = jnp.asarray([[0] * 9 + [1] * 18 + [-1] * 5, [2] * 32])
+    sinks = jnp.linspace(-1.0, 1.0, 4).reshape(4, 1)
+    bias = jax.random.normal(jax.random.key(2), (1, 4, 32, 32))
+    options = dict(causal=True, sliding_window=11, logits_soft_cap=5.0, dropout_prob=0.2)
+    options |= dict(dropout_seed=3, return_lse=True)
+    shard = modules.zigzag_shard if layout == "zigzag" else lambda x, n, axis=1: x
+    unshard = modules.zigzag_unshard if layout == "zigzag" else lambda x, n, axis=1: x
+    mesh = ring(2, dp=2, tp=2)
+
+    def ours(q, k, v, sinks, bias):
+        bias = shard(shard(bias, 2, 2), 2, 3)
+        out = modules.ring_attention(
+            *(shard(x, 2) for x in (q, k, v)), bias, sinks, axis_name="sp", mesh=mesh,
+            q_segment_ids=shard(ids, 2), layout=layout, in_specs=(P("dp", "sp", "tp"),), **options,
+        )  # fmt: skip
+        return jax.tree_util.tree_map(lambda x: unshard(x, 2), out)
+
+    def theirs(q, k, v, sinks, bias):
+        mask = MaskInfo.from_segments(ids)
+        return modules.flash_attention(q, k, v, bias, softmax_aux=sinks, mask_info=mask, **options)
+
+    args = (q, k, v, sinks, bias)
+    assert_same(ours(*args), theirs(*args))
+    loss = lambda f: jax.jit(jax.grad(lambda *a: jnp.sin(f(*a)[0]).sum(), range(5)))  # noqa: E731
+    assert_same(loss(ours)(*args), loss(theirs)(*args))
+
+
+def test_mask_info_is_sharded_with_its_sequence():
+    q, k, v = qkv()
+    mask = MaskInfo.from_segments(jnp.asarray([[0] * 13 + [1] * 19]))
+    dense = mask.materialize_attention_mask()
+    expected = modules.flash_attention(q, k, v, mask_info=mask)
+    for given in (mask, dense):
+        out = modules.ring_attention(q, k, v, axis_name="sp", mesh=ring(4), mask_info=given)
+        assert_same(out, expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_zigzag_is_a_permutation(axis):
+    x = jnp.arange(2 * 16 * 16).reshape(16, 2, 16) if axis != 1 else jnp.arange(48).reshape(3, 16)
+    for n in (1, 2, 4, 8):
+        there = modules.zigzag_shard(x, n, axis)
+        assert (modules.zigzag_unshard(there, n, axis) == x).all()
+    chunks = modules.zigzag_shard(jnp.arange(8)[None], 4)[0]
+    assert chunks.tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+
+
+def test_bad_rings():
+    q, k, v = qkv()
+    with pytest.raises(
+        ValueError, match="axis_name: 'sp' is not bound.*shard_map.*mesh=.*set_mesh"
+    ):
+        modules.ring_attention(q, k, v, axis_name="sp")
+    with pytest.raises(ValueError, match="axis_name: 'xx' .*the mesh has sp"):
+        modules.ring_attention(q, k, v, axis_name="xx", mesh=ring(2))
+    with pytest.raises(InvalidArgument, match="query: expected a length divisible by 4"):
+        modules.ring_attention(q[:, :30], k, v, axis_name="sp", mesh=ring(4))
+    with pytest.raises(InvalidArgument, match="key: expected a length divisible by 8"):
+        modules.ring_attention(
+            q, k[:, :28], v[:, :28], axis_name="sp", mesh=ring(4), layout="zigzag"
+        )
+    with pytest.raises(ValueError, match="layout"):
+        modules.ring_attention(q, k, v, axis_name="sp", mesh=ring(2), layout="striped")
+    with pytest.raises(ValueError, match="kv_segment_ids: given without q_segment_ids"):
+        ids = jnp.zeros((2, 32), jnp.int32)
+        modules.ring_attention(q, k, v, axis_name="sp", mesh=ring(2), kv_segment_ids=ids)
+    with pytest.raises(InvalidArgument, match="bias: expected all 32 keys"):
+        bias = jnp.zeros((1, 1, 32, 16))
+        modules.ring_attention(q, k, v, bias, axis_name="sp", mesh=ring(2))
+    with pytest.raises(ValueError, match="mesh: given where axis_name 'sp' is already bound"):
+        mesh = ring(2)
+        jax.shard_map(
+            lambda q, k, v: modules.ring_attention(q, k, v, axis_name="sp", mesh=mesh),
+            mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=False,
+        )(q, k, v)  # fmt: skip
+    with pytest.raises(InvalidArgument, match="x: expected axis 1 divisible by 2 \\* axis_size"):
+        modules.zigzag_shard(q[:, :31], 2)
+    with pytest.raises(ValueError, match="axis_size: given 0"):
+        modules.zigzag_shard(q, 0)
+
+
+def test_supports_needs_no_mesh():
+    q, k, v = qkv()
+    assert modules.supports("ring_attention", q, k, v, axis_name="sp")
+    assert not modules.supports("ring_attention", q, k, v[:1], axis_name="sp")
