@@ -8,7 +8,11 @@ import jax
 from jax._src import distributed, mesh
 from jax.core import Tracer
 
-__all__ = ["Coordination", "Tracer", "ambient_mesh", "coordination", "settings"]
+__all__ = ["INLINE", "Coordination", "Tracer", "ambient_mesh", "coordination", "settings"]
+
+# What ``jax.jit(inline=...)`` needs so that a surrounding trace sees the operations themselves:
+# since 0.12 plain True leaves the inlining to the compiler.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 settings: Any = jax.config
 """``jax.config``, whose attributes no type checker knows."""

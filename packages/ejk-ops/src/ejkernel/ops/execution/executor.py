@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops import env, registry
-from ejkernel.ops.compat import ambient_mesh, settings
+from ejkernel.ops.compat import INLINE, ambient_mesh, settings
 from ejkernel.ops.config.cache import selection_state
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
@@ -276,7 +276,7 @@ class Executor:
         key = (call_key, freeze(settled.choice.cfg), flat.positions, stamp)
         function = self._functions.get(key)
         if function is None:
-            function = jax.jit(self._program(settled, flat), inline=True)
+            function = jax.jit(self._program(settled, flat), inline=INLINE)
             with self._lock:
                 function = self._functions.setdefault(key, function)
                 _trim(self._functions, FUNCTIONS_LIMIT)
