@@ -16,7 +16,8 @@ import time
 
 sys.path.insert(0, __file__.rsplit("/", 3)[0])
 
-from tools.gpu.common import (  # noqa: E402
+from tools.gpu.common import (
+    in_parallel,
     jax,
     jnp,
     milliseconds,
@@ -25,12 +26,12 @@ from tools.gpu.common import (  # noqa: E402
     relative,
 )
 
-from ejkernel.kernels.triton.bridge import call  # noqa: E402
-from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles  # noqa: E402
-from ejkernel.kernels.triton.flash_attention.problem import Band, Problem  # noqa: E402
-from ejkernel.kernels.triton.flash_attention.structure import Rules  # noqa: E402
-from ejkernel.kernels.triton.targets import current_target  # noqa: E402
-from ejkernel.types import MaskInfo  # noqa: E402
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
+from ejkernel.kernels.triton.flash_attention.problem import Band, Problem
+from ejkernel.kernels.triton.flash_attention.structure import Rules
+from ejkernel.kernels.triton.targets import compile_for, current_target
+from ejkernel.types import MaskInfo
 
 Tiles = tiles.Tiles
 
@@ -38,7 +39,10 @@ Tiles = tiles.Tiles
 def draw(seed, b, q, k, h, hk, d, dv, dtype):
     keys = jax.random.split(jax.random.key(seed), 4)
     shapes = ((b, q, h, d), (b, k, hk, d), (b, k, hk, dv), (b, q, h, dv))
-    return [jax.random.normal(x, s, jnp.float32).astype(dtype) for x, s in zip(keys, shapes)]
+    return [
+        jax.random.normal(x, s, jnp.float32).astype(dtype)
+        for x, s in zip(keys, shapes, strict=False)
+    ]
 
 
 def index(q, k):
@@ -122,70 +126,107 @@ QUICK = (
 BOUND = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 2e-3}
 
 
-def check(name):
-    """Relative errors of o, lse and every gradient; whether two runs agree bit for bit."""
-    shape, options = CASES[name]
-    b, q_len, kv_len, h, hk, d, dv, dtype = shape
-    o = dict(options)
+def inputs(name):
+    """(differentiable arrays, other arrays) of a case."""
+    shape, o = CASES[name]
+    b, q_len, kv_len, h = shape[:4]
     q, k, v, do = draw(len(name), *shape)
-    i, j = index(q_len, kv_len)
-    offset = o.get("causal_offset", 0)
-    mask = jnp.ones((1, 1, q_len, kv_len), bool)
-    if o.get("causal"):
-        mask &= j <= i + offset
-    if "sliding_window" in o:
-        w = o["sliding_window"]
-        left, right = w if isinstance(w, tuple) else (w, w)
-        mask &= (j >= i + offset - left) & (j <= i + offset + right)
-    arrays = {}
-    kwargs = {n: o[n] for n in ("causal", "causal_offset", "sliding_window") if n in o}
-    if o.pop("segments", False):
-        ids = segments(b, q_len)
-        mask = mask & ((ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0))[:, None]
-        arrays["ids"] = ids
-    if o.pop("dense", False):
-        dense = jax.random.bernoulli(jax.random.key(5), 0.6, (b, 1, q_len, kv_len))
-        mask = mask & dense
-        kwargs["attention_mask"] = dense
-    cap, scale, drop = o.get("cap"), o.get("scale"), o.get("dropout", 0.0)
-    diff = {"q": q, "k": k, "v": v}
+    diff, fixed = {"q": q, "k": k, "v": v}, {"do": do}
     if "bias" in o:
-        bb, bh = o["bias"]
-        diff["bias"] = jax.random.normal(jax.random.key(7), (bb, bh, q_len, kv_len), jnp.float32)
+        size = (*o["bias"], q_len, kv_len)
+        diff["bias"] = jax.random.normal(jax.random.key(7), size, jnp.float32)
     if "sinks" in o:
         diff["sinks"] = jax.random.normal(jax.random.key(8), (h, 2), jnp.float32)
+    if "segments" in o:
+        fixed["ids"] = segments(b, q_len)
+    if "dense" in o:
+        fixed["dense"] = jax.random.bernoulli(jax.random.key(5), 0.6, (b, 1, q_len, kv_len))
+    fixed["dlse"] = jax.random.normal(jax.random.key(9), (b, q_len, h), jnp.float32)
+    return diff, fixed
 
-    def ours(x):
-        info = MaskInfo.from_segments(arrays["ids"]) if "ids" in arrays else None
+
+def with_gradients(f):
+    """o, lse and the gradients of a function (diff, fixed) -> (o, lse), as one jitted function."""
+
+    def whole(x, fixed):
+        (out, lse), back = jax.vjp(lambda x: f(x, fixed), x)
+        dlse = jnp.where(jnp.isfinite(lse), fixed["dlse"], 0.0)
+        return {"o": out, "lse": lse, **back((fixed["do"].astype(out.dtype), dlse))[0]}
+
+    return jax.jit(whole)
+
+
+def kernel(name):
+    """This case through the Triton kernels."""
+    o = CASES[name][1]
+    names = ("causal", "causal_offset", "sliding_window", "precision")
+    kwargs = {n: o[n] for n in names if n in o}
+
+    def ours(x, fixed):
+        info = MaskInfo.from_segments(fixed["ids"]) if "ids" in fixed else None
         return flash_attention(
             x["q"], x["k"], x["v"], x.get("bias"), softmax_aux=x.get("sinks"), mask_info=info,
-            softmax_scale=scale, logits_soft_cap=cap, dropout_prob=drop, dropout_seed=11,
-            return_lse=True, precision=o.get("precision"), **kwargs,
+            attention_mask=fixed.get("dense"), softmax_scale=o.get("scale"),
+            logits_soft_cap=o.get("cap"), dropout_prob=o.get("dropout", 0.0), dropout_seed=11,
+            return_lse=True, **kwargs,
         )  # fmt: skip
 
-    def theirs(x):
+    return with_gradients(ours)
+
+
+def truth(name):
+    """This case in float32 on whole matrices."""
+    (b, q_len, kv_len, h, *_), o = CASES[name]
+
+    def theirs(x, fixed):
+        i, j = index(q_len, kv_len)
+        at = i + o.get("causal_offset", 0)
+        mask = jnp.ones((1, 1, q_len, kv_len), bool)
+        if o.get("causal"):
+            mask &= j <= at
+        if "sliding_window" in o:
+            w = o["sliding_window"]
+            left, right = w if isinstance(w, tuple) else (w, w)
+            mask &= (j >= at - left) & (j <= at + right)
+        if "ids" in fixed:
+            ids = fixed["ids"]
+            mask = mask & ((ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0))[:, None]
+        if "dense" in fixed:
+            mask = mask & fixed["dense"]
+        drop = o.get("dropout", 0.0)
         keep = (hash_keep(11, b, h, q_len, kv_len, drop), drop) if drop else None
         return reference(
-            x["q"], x["k"], x["v"], mask=mask, scale=scale, bias=x.get("bias"),
-            sinks=x.get("sinks"), cap=cap, keep=keep,
+            x["q"], x["k"], x["v"], mask=mask, scale=o.get("scale"), bias=x.get("bias"),
+            sinks=x.get("sinks"), cap=o.get("cap"), keep=keep,
         )  # fmt: skip
 
-    dlse = jax.random.normal(jax.random.key(9), (b, q_len, h), jnp.float32)
+    return with_gradients(theirs)
 
-    def run(f):
-        def whole(x):
-            (out, lse), back = jax.vjp(f, x)
-            safe = jnp.where(jnp.isfinite(lse), dlse, 0.0)
-            return {"o": out, "lse": lse, **back((do.astype(out.dtype), safe))[0]}
 
-        return jax.jit(whole)
-
-    mine = run(ours)
-    first, second = mine(diff), mine(diff)
-    truth = run(theirs)({n: x.astype(jnp.float32) for n, x in diff.items()})
-    errors = {n: relative(first[n], truth[n]) for n in first}
+def check(name):
+    """Relative errors of o, lse and every gradient; whether two runs agree bit for bit."""
+    diff, fixed = jax.jit(inputs, static_argnums=0)(name)
+    mine = kernel(name)
+    first, second = mine(diff, fixed), mine(diff, fixed)
+    exact = truth(name)({n: x.astype(jnp.float32) for n, x in diff.items()}, fixed)
+    errors = {n: relative(first[n], exact[n]) for n in first}
     same = all(bool(jnp.array_equal(first[n], second[n], equal_nan=True)) for n in first)
     return errors, same
+
+
+def lower_case(name, target):
+    """In a worker: compile the kernels of a case into the disk cache."""
+    with compile_for(target):
+        shapes = jax.eval_shape(lambda: inputs(name))
+        kernel(name).trace(*shapes).lower(lowering_platforms=(target.platform,))
+
+
+def lower_timed(name, target):
+    b, s, h, hk, d, causal = TIMED[name]
+    with compile_for(target):
+        shapes = jax.eval_shape(lambda: draw(1, b, s, s, h, hk, d, d, BF))
+        f = pair(lambda q, k, v: flash_attention(q, k, v, causal=causal))[1]
+        f.trace(*shapes).lower(lowering_platforms=(target.platform,))
 
 
 def correctness(names):
@@ -258,7 +299,7 @@ def timing(names):
         except Exception as error:
             rows.append(f"{name:26s} {type(error).__name__}: {str(error)[:150]}")
             continue
-        rate = [n * flops / t / 1e9 for n, t in zip((1, 3.5, 1, 3.5), ms)]
+        rate = [n * flops / t / 1e9 for n, t in zip((1, 3.5, 1, 3.5), ms, strict=False)]
         rows.append(
             f"{name:26s} {rate[0]:6.0f} {rate[2]:6.0f} {rate[0] / rate[2]:6.2f}   "
             f"{rate[1]:6.0f} {rate[3]:6.0f} {rate[1] / rate[3]:6.2f}   {ms[0]:7.3f} {ms[1]:7.3f}"
@@ -391,7 +432,7 @@ def sweep(only=None, causal=True):
             except Exception as error:
                 print(kind, d, tile, error)
     start = time.time()
-    errors = dict(zip(jobs, precompile(jobs.values())))
+    errors = dict(zip(jobs, precompile(jobs.values()), strict=False))
     print(f"compiled {len(jobs)} in {time.time() - start:.0f}s", flush=True)
     rows = []
     for d, (b, s, h) in SWEEP.items():
@@ -436,10 +477,15 @@ def main():
     if options.sweep is not None:
         print("\n".join(sweep(options.sweep, not options.full)))
         return
+    names, timed = (QUICK, QUICK_TIMED) if options.quick else (tuple(CASES), tuple(TIMED))
+    jobs = [] if options.no_check else [(lower_case, n) for n in names]
+    jobs += [] if options.no_time else [(lower_timed, n) for n in timed]
+    in_parallel([(job, n, current_target()) for job, n in jobs])
+    print(f"compiled in {time.time() - start:.0f}s", flush=True)
     rows, failed = [], 0
     if not options.no_check:
-        rows, failed = correctness(QUICK if options.quick else CASES)
-    table = [] if options.no_time else timing(QUICK_TIMED if options.quick else TIMED)
+        rows, failed = correctness(names)
+    table = [] if options.no_time else timing(timed)
     more = [] if options.no_time or options.quick else extras()
     print("\n" + "\n".join([*rows, "", *table, "", *more]))
     print(f"{failed} of {len(rows)} correctness cases failed; {time.time() - start:.0f}s in all")

@@ -67,7 +67,7 @@ def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None
         total = jax.nn.logsumexp(x, -1, keepdims=True)
     else:
         s = jnp.broadcast_to(
-            jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None], x.shape[:3] + (1,)
+            jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None], (*x.shape[:3], 1)
         )
         total = jnp.logaddexp(jax.nn.logsumexp(x, -1, keepdims=True), s)
     p = jnp.where(alive, jnp.exp(x - total), 0.0)
@@ -102,16 +102,35 @@ def _compile(job):
     return None
 
 
-def _worker() -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
+def _guarded(job):
+    try:
+        return job[0](*job[1:])
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def precompile(jobs) -> list[str | None]:
-    """Compile (plan, avals, target) triples in parallel processes into the disk cache."""
+def in_parallel(jobs) -> list:
+    """Results of (function, *arguments) tuples, each run in a process without the GPU.
+
+    A job that raises gives its error as a string: what it compiles is compiled again, and fails
+    again, where it is used.
+    """
     jobs = list(jobs)
     if not jobs:
         return []
     context = multiprocessing.get_context("spawn")
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _worker) as pool:
-        return list(pool.map(_compile, jobs))
+    before = os.environ.get("JAX_PLATFORMS")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the workers; here the device is already chosen
+    try:
+        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+            return list(pool.map(_guarded, jobs))
+    finally:
+        os.environ.pop("JAX_PLATFORMS")
+        if before is not None:
+            os.environ["JAX_PLATFORMS"] = before
+
+
+def precompile(jobs) -> list[str | None]:
+    """Compile (plan, avals, target) triples in parallel processes into the disk cache."""
+    return in_parallel((_compile, job) for job in jobs)

@@ -320,9 +320,7 @@ def _lower_cpu(context, *operands, plan):
     def run(*arrays):
         from ejkernel.kernels.triton.interpret import run_plan
 
-        return jax.pure_callback(
-            functools.partial(run_plan, plan), list(plan.outputs()), *arrays
-        )
+        return jax.pure_callback(functools.partial(run_plan, plan), list(plan.outputs()), *arrays)
 
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 

@@ -21,6 +21,9 @@ from ejkernel.kernels.triton.targets import Target
 
 SCHEMA = 1
 
+# Compiler and interpreter keep state in Triton's modules: one of them at a time.
+TRITON_LOCK = threading.RLock()
+
 
 class OutOfSharedMemory(RuntimeError):
     """A configuration needs more shared memory than the device has."""
@@ -190,7 +193,8 @@ def compile_kernel(source: Source, target: Target) -> Code:
         path = cache_directory() / key[:2] / f"{key}.json"
         code = _read(path)
         if code is None:
-            code = _compile(source, target)
+            with TRITON_LOCK:
+                code = _compile(source, target)
             _write(path, code)
         with _lock:
             _memory[key] = code

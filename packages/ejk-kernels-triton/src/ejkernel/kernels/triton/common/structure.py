@@ -93,9 +93,7 @@ def visible(
         if POSITION_HI:
             seen &= kv_positions - q_positions <= position_hi
         if chunk is not None:
-            seen &= _floor_div(q_positions + chunk_offset, chunk) == _floor_div(
-                kv_positions, chunk
-            )
+            seen &= _floor_div(q_positions + chunk_offset, chunk) == _floor_div(kv_positions, chunk)
     elif chunk is not None:
         seen &= _floor_div(i + chunk_offset, chunk) == _floor_div(j, chunk)
     return seen

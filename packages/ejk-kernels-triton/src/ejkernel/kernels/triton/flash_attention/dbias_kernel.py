@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from ejkernel.kernels.triton.common.dropout import head_key, kept
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.common.tiles import load_tile

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from ejkernel.kernels.triton.common.dropout import head_key, kept
 from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
@@ -243,9 +242,7 @@ def flash_bwd_dkv(
         dk, dk_main * grad_scale, kv_token, first, kv_len, hk * D, kv_heads * D, D, BLOCK_KV,
         D_MAIN,
     )  # fmt: skip
-    store_tile(
-        dv, dv_main, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN
-    )
+    store_tile(dv, dv_main, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN)
     if D_REST > 0:
         store_tile(
             dk, dk_more * grad_scale, kv_token, first, kv_len, hk * D + D_MAIN, kv_heads * D,

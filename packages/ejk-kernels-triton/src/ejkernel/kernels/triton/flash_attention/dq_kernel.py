@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from ejkernel.kernels.triton.common.dropout import head_key, kept
 from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
@@ -227,9 +226,7 @@ def flash_bwd_dq(
             if D_REST > 0:
                 acc_more = tl.dot(ds, k_more, acc_more, input_precision=PRECISION)
 
-    store_tile(
-        dq, acc * grad_scale, q_token, first, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN
-    )
+    store_tile(dq, acc * grad_scale, q_token, first, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN)
     if D_REST > 0:
         store_tile(
             dq, acc_more * grad_scale, q_token, first, q_len, h * D + D_MAIN, heads * D,

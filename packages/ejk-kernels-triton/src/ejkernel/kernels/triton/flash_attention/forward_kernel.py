@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from ejkernel.kernels.triton.common.dropout import head_key, kept
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, online_softmax
 from ejkernel.kernels.triton.common.structure import (

@@ -99,6 +99,7 @@ def flash_attention(
         soft_cap=arg.soft_cap_of(logits_soft_cap),
         dropout=arg.probability(dropout_prob),
         precision=arg.dot_precision(precision),
+        biased=bias is not None,
         seed_batches=max(b, 1),
     )
     bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, h)

@@ -89,7 +89,7 @@ class AttentionPlan:
     def common(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants every kernel here takes."""
         p, rules = self.problem, self.rules
-        biased = "bias" in self.names
+        biased = p.biased
         log2_scale = p.scale * LOG2E
         cap = p.soft_cap
         scaled = biased or cap is not None or p.scale <= 0.0
@@ -172,7 +172,7 @@ class AttentionPlan:
         new = []
         for name, array, mapped in zip(self.names, arrays, batched, strict=True):
             mate = pairs.get(name) or {v: k for k, v in pairs.items()}.get(name)
-            shared = not mapped and not (mate in flags and flags[mate])
+            shared = not mapped and not (flags.get(mate))
             if name in ("q", "k", "v", "do", "lse", "delta"):
                 inner = batch
             elif name == "seed":

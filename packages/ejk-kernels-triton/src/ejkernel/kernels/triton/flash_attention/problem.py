@@ -52,6 +52,7 @@ class Problem:
         soft_cap: cap of the logits or None.
         dropout: drop probability.
         precision: of products of float32 inputs: "tf32", "tf32x3" or "ieee".
+        biased: whether a bias is added.
         seed_batches: batch rows that share one seed and count from its first index; a vmap axis
             multiplies ``batch`` but not this.
     """
@@ -68,6 +69,7 @@ class Problem:
     soft_cap: float | None = None
     dropout: float = 0.0
     precision: str = "tf32"
+    biased: bool = False
     seed_batches: int = 1
 
     @property

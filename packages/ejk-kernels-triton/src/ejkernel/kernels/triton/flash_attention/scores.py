@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from ejkernel.kernels.triton.common.softmax import LOG2E, tanh_from_exp2
 from ejkernel.kernels.triton.common.structure import visible
 

@@ -44,6 +44,11 @@ def forward_tiles(problem: Problem, target: Target) -> Tiles:
     """Tiles of the forward kernel."""
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     short = problem.q_len <= 64
+    if problem.biased and problem.dtype != "float32":
+        # tiles of the bias are staged in shared memory beside keys and values
+        return Tiles(
+            64 if short or dim > 128 else 128, 32 if dim > 128 else 64, 4 if short else 8, 2
+        )
     if problem.dtype == "float32":
         # tf32 or full products from registers: a quarter of the tile keeps operands in them
         return Tiles(32 if problem.precision == "ieee" else 64, 32, 4, 2 if dim <= 64 else 1)
@@ -70,6 +75,8 @@ def dq_tiles(problem: Problem, target: Target) -> Tiles:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     if problem.dtype == "float32":
         return Tiles(32, 32, 4, 1)
+    if problem.biased:
+        return Tiles(64, 64 if dim <= 128 else 32, 8, 1)
     if target.hopper:
         if dim <= 64:
             return Tiles(128, 128, 8, 2)
@@ -88,6 +95,8 @@ def dkv_tiles(problem: Problem, target: Target) -> Tiles:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     if problem.dtype == "float32":
         return Tiles(32, 32, 4, 1)
+    if problem.biased:
+        return Tiles(64, 64 if dim <= 128 else 32, 8, 1)
     if target.hopper:
         if dim <= 64:
             return Tiles(128, 128, 8, 2)

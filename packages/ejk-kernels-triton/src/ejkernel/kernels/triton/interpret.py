@@ -1,0 +1,285 @@
+"""Runs the kernels on the CPU through Triton's interpreter, on numpy arrays.
+
+The interpreter executes a kernel program by program with numpy in place of the compiler; it needs
+no GPU and no torch. Three things are added to it here:
+
+* arrays are wrapped so that it finds the attributes it reads from torch tensors;
+* bfloat16 and float8 compute as numbers (it would take their bits for integers);
+* every load and store is checked against the arrays of the launch, so that a kernel that reads
+  outside its buffers raises IndexError instead of crashing the process.
+
+Kernels are ordinary compiled ones: each is rebuilt as an interpreted twin, together with the
+device functions it calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ejkernel.kernels.triton.bridge import In, Launch, Out, Plan, TensorMap
+from ejkernel.kernels.triton.compiled import TRITON_LOCK
+from ejkernel.kernels.triton.targets import current_target
+
+_EXTENDED = {
+    np.dtype(ml_dtypes.bfloat16): "bfloat16",
+    np.dtype(ml_dtypes.float8_e4m3fn): "float8_e4m3fn",
+    np.dtype(ml_dtypes.float8_e5m2): "float8_e5m2",
+}
+_ranges: list[tuple[int, int]] = []
+
+
+class _Type:
+    """A dtype as the interpreter wants it: its str() names the type."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.itemsize = self.dtype.itemsize
+        self.is_floating_point = self.dtype.kind in "fV"
+
+    def __str__(self) -> str:
+        return _EXTENDED.get(self.dtype, self.dtype.name)
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class _Storage:
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def cpu(self) -> _Storage:
+        return self
+
+    def copy_(self, other: _Storage) -> None:
+        assert other.array is self.array
+
+
+class _Tensor:
+    """A numpy array behind the few methods of a tensor that the interpreter calls; no copies."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = _Type(array.dtype)
+        self.shape = array.shape
+        self.device = "cpu"
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def numel(self) -> int:
+        return self.array.size
+
+    def dim(self) -> int:
+        return self.array.ndim
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.array.shape if axis is None else self.array.shape[axis]
+
+    def stride(self, axis: int | None = None) -> Any:
+        steps = tuple(s // self.array.itemsize for s in self.array.strides)
+        return steps if axis is None else steps[axis]
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> _Storage:
+        return _Storage(self.array)
+
+    def new_empty(self, _size: Any, device: str | None = None) -> _Tensor:
+        return _Tensor(self.array)
+
+    def set_(self, storage: _Storage, *_: Any) -> _Tensor:
+        self.array = storage.array
+        return self
+
+
+def _in_bounds(pointers: Any, mask: Any, what: str) -> None:
+    from triton.runtime import interpreter
+
+    addresses = pointers.data[mask.data]
+    width = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+    inside = np.zeros(addresses.shape, bool)
+    for first, last in _ranges:
+        inside |= (addresses >= first) & (addresses + width <= last)
+    if not inside.all():
+        where = interpreter.interpreter_builder.grid_idx
+        raise IndexError(f"out-of-bounds {what} of {(~inside).sum()} elements in program {where}")
+
+
+@functools.cache
+def _prepare() -> None:
+    """Teach the interpreter extended float types and bounds; once per process."""
+    import triton.language as tl
+    from triton.runtime import interpreter as rt
+
+    extended = {
+        tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+        tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+        tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    }
+    builder = rt.InterpreterBuilder
+    storage_dtype = rt._get_np_dtype
+    old_cast, old_load, old_store = (
+        builder.cast_impl,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
+
+    def np_dtype(kind):
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if isinstance(scalar, tl.pointer_type) or scalar not in extended:
+            return storage_dtype(kind)
+        return extended[scalar]
+
+    def wide(x):
+        return x.data.astype(np.float32) if x.dtype.scalar in extended else x.data
+
+    def cast(self, source, kind, *_):
+        if source.dtype.scalar in extended or kind.scalar in extended:
+            return rt.TensorHandle(wide(source).astype(np_dtype(kind)), kind.scalar)
+        return old_cast(self, source, kind)
+
+    def dot(self, a, b, d, *_):
+        kind = d.data.dtype
+        product = np.matmul(wide(a).astype(kind), wide(b).astype(kind))
+        return rt.TensorHandle(product + d.data, d.dtype.scalar)
+
+    def load(self, pointers, mask, other, *args, **kwargs):
+        _in_bounds(pointers, mask, "load")
+        kind = pointers.get_element_ty()
+        if isinstance(kind, tl.pointer_type) or kind not in extended:
+            return old_load(self, pointers, mask, other, *args, **kwargs)
+        raw = storage_dtype(kind)
+        if other is None:
+            fill = np.zeros(pointers.data.shape, raw)
+        else:
+            fill = np.ascontiguousarray(other.data).view(raw)
+        bits = rt._interpreter.load(pointers.data, mask.data, fill, raw)
+        return rt.TensorHandle(bits.view(extended[kind]), kind)
+
+    def store(self, pointers, value, mask, *args, **kwargs):
+        _in_bounds(pointers, mask, "store")
+        kind = value.dtype.scalar
+        if not isinstance(kind, tl.pointer_type) and kind in extended:
+            bits = np.ascontiguousarray(value.data).view(storage_dtype(kind))
+            value = rt.TensorHandle(bits, value.dtype)
+        return old_store(self, pointers, value, mask, *args, **kwargs)
+
+    rt._get_np_dtype = np_dtype
+    builder.cast_impl = builder.create_fp_ext = cast
+    builder.create_fp_trunc = builder.create_fp_to_fp = cast
+    builder.create_dot = dot
+    builder.create_masked_load, builder.create_masked_store = load, store
+
+
+@functools.cache
+def interpreted(kernel: Any) -> Any:
+    """The interpreted twin of a ``triton.jit`` function and of the functions it calls."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    fn = kernel.fn
+    names = dict(fn.__globals__)
+    for name, value in fn.__globals__.items():
+        if isinstance(value, JITFunction) and value is not kernel and name in _used(fn):
+            names[name] = interpreted(value)
+    twin = types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
+    twin.__annotations__ = fn.__annotations__
+    twin.__kwdefaults__ = fn.__kwdefaults__
+    twin.__module__, twin.__qualname__ = fn.__module__, fn.__qualname__
+    return InterpretedFunction(twin)
+
+
+@contextlib.contextmanager
+def _interpreted_library():
+    """Triton's own device functions (tl.max, tl.cdiv, ...) as interpreted twins, for a while."""
+    import triton.language as tl
+    import triton.runtime.interpreter  # noqa: F401
+    from triton.runtime.jit import JITFunction
+
+    replaced = [
+        (module, name, value)
+        for module in (tl, tl.standard)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+    ]
+    for module, name, value in replaced:
+        setattr(module, name, interpreted(value))
+    try:
+        yield
+    finally:
+        for module, name, value in replaced:
+            setattr(module, name, value)
+
+
+def _used(fn: Any) -> frozenset[str]:
+    return frozenset(fn.__code__.co_names)
+
+
+def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    """Run a launch on numpy arrays, writing into ``outputs``.
+
+    Raises:
+        IndexError: the kernel reads or writes outside the arrays.
+    """
+    import triton.experimental.gluon  # noqa: F401  (must not be imported under the twins)
+    from triton.runtime.errors import InterpreterError
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, In):
+            return _Tensor(inputs[value.index])
+        if isinstance(value, Out):
+            return _Tensor(outputs[value.index])
+        if isinstance(value, TensorMap):
+            view = inputs[value.index].reshape(value.shape)
+            return TensorDescriptor.from_tensor(_Tensor(view), list(value.block))
+        return value
+
+    with TRITON_LOCK, _interpreted_library():
+        _prepare()
+        _ranges[:] = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in (*inputs, *outputs)]
+        arguments = {name: argument(value) for name, value in launch.arguments.items()}
+        grid = (*launch.grid, 1, 1)[:3]
+        try:
+            interpreted(launch.kernel)[grid](**arguments, **launch.constants)
+        except InterpreterError as error:
+            root: BaseException = error
+            while root.__cause__ is not None:
+                root = root.__cause__
+            if isinstance(root, IndexError):
+                raise root from error
+            raise
+        finally:
+            _ranges.clear()
+
+
+def run_plan(plan: Plan, *arrays: Any) -> list[np.ndarray]:
+    """The results of ``plan`` on arrays, computed by the interpreter.
+
+    Outputs start as NaN (integers as -1), so that an element no program writes is seen.
+    """
+    inputs = [np.require(np.asarray(a), requirements=["C", "A"]) for a in arrays]
+    results = []
+    for kind in plan.outputs():
+        dtype = np.dtype(kind.dtype)
+        fill = -1 if dtype.kind in "iu" else np.nan
+        results.append(np.full(kind.shape, fill, dtype))
+    run_launch(plan.launch(current_target()), inputs, results)
+    return results
