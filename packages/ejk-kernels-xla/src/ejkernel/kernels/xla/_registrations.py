@@ -53,6 +53,7 @@ REGISTRATIONS = (
     _cached("ragged_page_attention"),
     _cached("ragged_page_attention_v3"),
     _cached("ragged_decode_attention"),
+    _cached("mla_attention"),
     _cached("mla_decode"),
     _cached("native_sparse_attention"),
     _recurrent("gla", "gla_attention"),
