@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +21,9 @@ from ejkernel.ops import (
     Kernel,
     KernelNotSupported,
     OpConfig,
+    autotune_recorded,
     clear_invocations,
+    get_invocations,
 )
 from ejkernel.ops.execution import executor as executor_module
 
@@ -296,3 +299,36 @@ def test_stamps(x, monkeypatch):
         assert stamp.startswith("Scale.v1#")
         assert find_labels_in_lowered(lowered.compile()) == [stamp]
         assert labels_to_configs([stamp], executor=executor) == {stamp: Config(2.0)}
+
+
+def test_specs_follow_the_signature_and_recorded_calls_keep_their_mesh(x, monkeypatch):
+    class Named(Scale):
+        def run(self, *, zeta, alpha, cfg):
+            assert zeta.shape == (2,) and alpha.shape == (4,)
+            return zeta * cfg.scale
+
+        def config_space(self, inv):
+            assert inv.arguments["zeta"].shape == (2,)
+            return [Config(1.0), Config(1.0 + 1e-9)]
+
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",))
+    executor = Executor()
+    got = executor(Named(), alpha=x, zeta=x, mesh=mesh, in_specs=[P("d")])
+    np.testing.assert_allclose(got, x)
+    (result,) = autotune_recorded(get_invocations(), executor=executor, num_warmup=0, num_iters=1)
+    explained = executor.explain(Named(), alpha=x, zeta=x, mesh=mesh, in_specs=(P("d"),))
+    assert explained.tier == "memory" and explained.key == result.key
+
+
+def test_configs_that_cannot_be_remembered(x):
+    class Loose(Kernel):
+        def run(self, x, *, cfg):
+            return x * cfg.scale
+
+        def heuristic_cfg(self, inv):
+            return types.SimpleNamespace(scale=2.0)
+
+    assert scale_of(Executor()(Loose(), x), x) == 2.0
+    cfg = types.SimpleNamespace(scale=3.0)
+    assert scale_of(Executor()(Loose(), x, cfg=cfg), x) == 3.0

@@ -19,9 +19,7 @@ class _Reached(Exception):
         self.inv = inv
 
 
-def bind_abstract(
-    inv: Invocation, mesh: Any = None, in_specs: Any = None, out_specs: Any = None
-) -> Invocation:
+def bind_abstract(inv: Invocation) -> Invocation:
     """The invocation that implementations see: bound, canonical, of one shard under a mesh.
 
     Only shapes are evaluated. The trace is abandoned as soon as the local call is known, so that
@@ -37,6 +35,7 @@ def bind_abstract(
         args, kwargs = kernel.prepare(inv.args, dict(inv.kwargs or {}))
         inv = inv.replace(args=args, kwargs=kwargs, prepared=True)
     inv = inv.replace(key=inv.key, payload=inv.payload)
+    mesh, in_specs, out_specs = (inv.info.get(k) for k in ("mesh", "in_specs", "out_specs"))
     distributed = kernel.distributes_always or not (mesh is in_specs is out_specs is None)
     if not distributed and not _overrides_bind(kernel):
         return inv.abstract().replace(bound=True)

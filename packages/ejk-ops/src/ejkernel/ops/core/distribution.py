@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) ->
 def distribute_by_specs(
     name: str,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     mesh: Any,
     in_specs: Any,
     out_specs: Any,
@@ -45,7 +45,8 @@ def distribute_by_specs(
 ) -> Any:
     """``call`` under ``jax.shard_map``; specs follow the array leaves, the rest is replicated."""
     check_mesh_and_specs(name, mesh, in_specs, out_specs)
-    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+    names = list(kwargs)  # flattening a dict would sort them
+    leaves, treedef = jax.tree_util.tree_flatten((args, [kwargs[n] for n in names]))
     positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     specs = [PartitionSpec() if spec is None else spec for spec in in_specs]
     if len(specs) > len(positions):
@@ -63,8 +64,8 @@ def distribute_by_specs(
         local = list(leaves)
         for position, array in zip(positions, arrays, strict=True):
             local[position] = array
-        local_args, local_kwargs = jax.tree_util.tree_unflatten(treedef, local)
-        return call(local_args, local_kwargs)
+        local_args, values = jax.tree_util.tree_unflatten(treedef, local)
+        return call(local_args, dict(zip(names, values, strict=True)))
 
     mapped = jax.shard_map(
         shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False

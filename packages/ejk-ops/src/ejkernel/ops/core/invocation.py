@@ -128,10 +128,23 @@ def call_invocation(
 
     plain = {name: value for name, value in kwargs.items() if name not in EXECUTOR_KEYWORDS}
     platform = parse_platform(kwargs.get("platform"))
-    mesh = kwargs.get("mesh")
     info: dict[str, Any] = {"requested_platform": None if platform is None else platform.value}
+    specs = (specs_key(kwargs.get(name)) for name in ("in_specs", "out_specs"))
+    return Invocation(
+        kernel, args, plain, info=info | distribution_info(kwargs.get("mesh"), *specs)
+    )
+
+
+def specs_key(specs: Any) -> Any:
+    """Partition specs as a hashable."""
+    return tuple(specs) if isinstance(specs, list) else specs
+
+
+def distribution_info(mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
+    """What ``Invocation.info`` says about a distributed call; nothing for other calls."""
+    if mesh is in_specs is out_specs is None:
+        return {}
+    info = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     if mesh is not None:
         info["mesh_axes"] = tuple(mesh.shape.items())
-        info["in_specs"] = kwargs.get("in_specs")
-        info["out_specs"] = kwargs.get("out_specs")
-    return Invocation(kernel, args, plain, info=info)
+    return info

@@ -180,7 +180,10 @@ class Kernel(Generic[Cfg, Out]):
         By default ``in_specs`` follow the array arguments in order, missing ones and None are
         replicated, and ``out_specs`` defaults to the first spec.
         """
-        return distribute_by_specs(self.name, args, kwargs, mesh, in_specs, out_specs, call)
+        order = list(self.signature.parameters)
+        ordered = sorted(kwargs, key=lambda n: order.index(n) if n in order else len(order))
+        named = {name: kwargs[name] for name in ordered}
+        return distribute_by_specs(self.name, args, named, mesh, in_specs, out_specs, call)
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """Fourth step: the function that runs this call on ``platform`` (None = any).

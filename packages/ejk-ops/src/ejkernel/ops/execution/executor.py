@@ -14,7 +14,7 @@ from ejkernel.ops.compat import INLINE, ambient_mesh, settings
 from ejkernel.ops.config.cache import selection_state
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import Invocation, specs_key
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
@@ -25,7 +25,6 @@ from ejkernel.ops.execution.program import (
     Route,
     flatten,
     resolve,
-    specs_key,
     without_arrays,
 )
 from ejkernel.ops.platforms import Platform, parse_platform
@@ -126,7 +125,10 @@ class Executor:
             )
         if plan is None:
             settled = self._settle(kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs)
-            plan = self._function(call_key, settled, without_arrays(flat))
+            try:
+                plan = self._function(call_key, settled, without_arrays(flat))
+            except Unhashable:  # the chosen config
+                return self._program(settled, flat)(*flat.arrays)
             # Choosing may have stored a config or loaded a package: the state is that of now.
             now = (call_key[0], kernel.state, *call_key[2:])
             if state is not None:
@@ -169,7 +171,7 @@ class Executor:
         """
         args, kwargs = kernel.prepare(args, kwargs)
         cfg, route = self._route(kernel, cfg, platform, mesh, in_specs, out_specs)
-        inv = bind_abstract(route.invocation(kernel, args, kwargs, cfg), mesh, in_specs, out_specs)
+        inv = bind_abstract(route.invocation(kernel, args, kwargs, cfg))
         error: str | None = None
         try:
             choice = self._preview(inv, kernel, cfg)
@@ -240,7 +242,7 @@ class Executor:
         raw = route.invocation(kernel, args, kwargs, cfg)
         if env.ops_record():
             _record(kernel, raw)
-        inv = bind_abstract(raw, mesh, in_specs, out_specs)
+        inv = bind_abstract(raw)
         decide = getattr(self.selector, "decide", None)
         if decide is not None:
             choice = decide(inv, kernel, cfg)

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.ops.compat import Tracer
+
 _BY_VALUE = frozenset({str, bytes, bool, int, type(None), type, np.dtype})
 _SMALL_ARRAY = 1 << 12
 
@@ -49,6 +51,8 @@ def freeze(x: Any) -> Hashable:
         return cls, tuple([(freeze(k), freeze(v)) for k, v in x.items()])
     if cls is set or cls is frozenset:
         return cls, frozenset([freeze(v) for v in x])
+    if isinstance(x, Tracer):
+        raise Unhashable("a tracer outside the arguments")
     if isinstance(x, jax.Array):
         return ByIdentity(x)
     if isinstance(x, np.ndarray):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.compat import Tracer
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import Invocation, distribution_info
 from ejkernel.ops.execution.freeze import freeze
 from ejkernel.ops.platforms import Platform
 from ejkernel.ops.utils.labels import stamped
@@ -143,10 +143,7 @@ class Route:
         backend = getattr(cfg, "backend", None)
         if isinstance(backend, str) and backend != "any":
             info["requested_backend"] = backend
-        if self.mesh is not None:
-            info["mesh_axes"] = tuple(self.mesh.shape.items())
-            info["in_specs"] = self.in_specs
-            info["out_specs"] = self.out_specs
+        info |= distribution_info(self.mesh, self.in_specs, self.out_specs)
         return Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
 
 
@@ -211,8 +208,3 @@ def resolve(kernel: Kernel[Any, Any], inv: Invocation, cfg: Any) -> Resolved:
     platform = inv.info.get("requested_platform")
     wanted = Platform(platform) if platform is not None else kernel.config_platform(cfg)
     return kernel.implementation(inv, wanted)
-
-
-def specs_key(specs: Sequence[Any] | Any) -> Hashable:
-    """Partition specs as a hashable."""
-    return tuple(specs) if isinstance(specs, list) else specs

@@ -280,19 +280,14 @@ def autotune(
         num_warmup, num_iters: calls before and during the timing of each candidate.
         validate_backward: whether gradients must agree too; None = for kernels that have some.
         budget_s: seconds; None = ``EJKERNEL_AUTOTUNE_BUDGET_S``. When spent, the best so far wins.
-        **kwargs: keyword arguments of the kernel, and ``platform``.
+        **kwargs: keyword arguments of the kernel, and ``platform``, ``mesh``, ``in_specs``,
+            ``out_specs`` as for an executor.
 
     Raises:
         AutotuneError: every candidate failed.
     """
     policy = AutotunePolicy(True, num_warmup, num_iters, validate_backward, budget_s)
-    inv = bind_abstract(
-        call_invocation(kernel, args, kwargs),
-        kwargs.get("mesh"),
-        kwargs.get("in_specs"),
-        kwargs.get("out_specs"),
-    )
-    return Autotuner(policy).tune(inv, configs).best
+    return Autotuner(policy).tune(call_invocation(kernel, args, kwargs), configs).best
 
 
 def autotune_recorded(
