@@ -130,3 +130,14 @@ def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> T
     """``tiles`` with what ``fwd_params`` or ``bwd_params`` of a config says instead."""
     given = {mine: field(params, theirs) for mine, theirs in fields.items()}
     return replace(tiles, **{k: int(v) for k, v in given.items() if v is not None})
+
+
+def neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
+    """Tiles one step away: half or twice the keys, half the rows with half the warps, a stage."""
+    near = [
+        replace(tiles, block_kv=tiles.block_kv // 2),
+        replace(tiles, block_q=tiles.block_q // 2, num_warps=max(4, tiles.num_warps // 2)),
+        replace(tiles, num_stages=tiles.num_stages + 1),
+        replace(tiles, block_kv=tiles.block_kv * 2),
+    ]
+    return [t for t in near if min(t.block_q, t.block_kv) >= 16 and t.block_kv <= 256]
