@@ -311,7 +311,7 @@ def test_supports_and_forced_platforms():
     assert error.algorithm == FLASH and error.platform == "triton" and error.nearest == "xla"
 
 
-def test_explain():
+def test_explain(capsys):
     c = call(FLASH)
     for operation in (
         FLASH,
@@ -322,6 +322,7 @@ def test_explain():
         told = modules.explain(operation, **c.arguments)
         assert told.platform == "xla" and told.tier == "heuristics"
         assert isinstance(told.cfg, modules.FlashAttentionConfig) and "xla" in str(told)
+        assert str(told) in capsys.readouterr().out
     told = modules.explain(FLASH, **c.arguments, cfg={"fwd_params": {"q_blocksize": 16}})
     assert told.tier == "override"
 

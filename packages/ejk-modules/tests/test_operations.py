@@ -11,6 +11,7 @@ import ejkernel.kernels.xla as xla
 import ejkernel.modules as modules
 from ejkernel.modules._table import OPERATIONS, exports, operation_class
 from ejkernel.ops import kernel_registry
+from ejkernel.types import MaskInfo
 from ejktest.calls import CALLS, call
 
 ALL = sorted(CALLS)
@@ -173,3 +174,23 @@ def test_only_the_kernel_is_left_in_a_jaxpr():
     ours, theirs = names(modules.flash_attention), names(xla.flash_attention)
     assert len(ours) <= len(theirs) + 2
     assert set(ours) <= set(theirs) | {"convert_element_type", "broadcast_in_dim"}
+
+
+def test_packed_sequences_with_other_masks():
+    c = call("flash_attention")
+    q, k, v = (c.arrays[name][:1] for name in ("query", "key", "value"))
+    cu = np.asarray([0, 5, 5, 10], np.int32)
+    padding = jnp.arange(12)[None] != 3
+    mask = MaskInfo.from_sliding_window((4, 4))
+
+    def attend(q, k, v, padding, **options):
+        return modules.flash_attention(
+            q, k, v, attention_mask=padding, mask_info=mask, causal=True, **options
+        )
+
+    packed = attend(q, k, v, padding, cum_seqlens_q=cu)
+    alone = [attend(*(x[:, s] for x in (q, k, v, padding))) for s in (slice(5), slice(5, 10))]
+    np.testing.assert_allclose(packed[:, :10], jnp.concatenate(alone, 1), atol=1e-5)
+    assert (packed[:, 10:] == 0).all()
+    traced = jax.jit(lambda cu: attend(q, k, v, padding, cum_seqlens_q=cu))(jnp.asarray(cu))
+    np.testing.assert_allclose(traced, packed, atol=1e-6)

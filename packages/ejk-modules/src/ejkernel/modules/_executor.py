@@ -52,7 +52,7 @@ def supports(
 
 
 def explain(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Which implementation and config a call would get, and why not the others.
+    """Print which implementation and config a call would get, and why not the others.
 
     Args:
         operation: name of an operation, its function, its Kernel class, or any Kernel.
@@ -60,6 +60,8 @@ def explain(operation: Any, *args: Any, **kwargs: Any) -> Any:
         **kwargs: more of them, ``platform``, ``cfg``, ``mesh`` and specs included.
 
     Returns:
-        An Explanation; print it. Nothing is run or tuned.
+        The Explanation that was printed. Nothing is run or tuned.
     """
-    return get_default_executor().explain(_kernel(operation), *args, **kwargs)
+    explanation = get_default_executor().explain(_kernel(operation), *args, **kwargs)
+    print(explanation)
+    return explanation

@@ -57,22 +57,22 @@ def plus_one(a: Arguments, name: str, counted: str) -> None:
 
 
 def masks(a: Arguments) -> None:
-    """Every constraint of the call merged into ``mask_info``; the arguments behind are cleared."""
+    """Every constraint of the call merged into ``mask_info``; the arguments behind are cleared.
+
+    Packed calls are the exception: there causal and window rules count inside the sequences, so
+    the implementation joins all of them with the cumulative lengths at once, and ``mask_info`` is
+    only checked.
+    """
     query, key = a["query"], a["key" if "key" in a else "key_value"]
-    cu_q = a.get("cum_seqlens_q", a.get("cu_seqlens"))
     chunk = a.get("chunk_size")
     if chunk is not None and chunk < 1:
         raise out_of_range("chunk_size", "an integer >= 1", chunk)
+    packed_call = a.get("cum_seqlens_q", a.get("cu_seqlens")) is not None
+    constraints = {name: a[name] for name in _SETTLED if name in a and not packed_call}
     try:
         a["mask_info"] = combine_masks(
             a["mask_info"],
-            attention_mask=a["attention_mask"],
-            causal=a["causal"],
-            causal_offset=a["causal_offset"],
-            sliding_window=a["sliding_window"],
-            chunk_size=chunk,
-            cum_seqlens_q=cu_q,
-            cum_seqlens_k=a.get("cum_seqlens_k"),
+            **constraints,
             q_len=query.shape[1],
             kv_len=key.shape[1],
             batch=query.shape[0],
@@ -80,7 +80,7 @@ def masks(a: Arguments) -> None:
         )
     except InvalidMask as error:
         raise InvalidArgument(str(error)) from None
-    a.update({name: value for name, value in _SETTLED.items() if name in a})
+    a.update({name: _SETTLED[name] for name in constraints})
 
 
 def block_mask(a: Arguments) -> None:
