@@ -14,7 +14,7 @@ from demo_lm.decode import PAGE, empty_cache, generate
 from demo_lm.model import Size, forward, init
 from demo_lm.text import documents, pack
 from demo_lm.train import train
-from ejkernel.modules import explain
+from ejkernel.modules import FlashAttention, PageAttention, get_default_executor
 from ejkernel.types import MaskInfo
 
 SAMPLES = 3
@@ -26,11 +26,12 @@ def explain_all(size: Size, batch: int, segment_ids) -> None:
     q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), f32)
     kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), f32)
     mask = MaskInfo.from_segments(jnp.asarray(segment_ids))
-    training = explain("flash_attention", q, kv, kv, causal=True, mask_info=mask)
+    explain = get_default_executor().explain
+    training = explain(FlashAttention(), q, kv, kv, causal=True, mask_info=mask)
     cache, tables = empty_cache(size, SAMPLES, 0)
     one = jax.ShapeDtypeStruct((SAMPLES, 1, size.heads, size.head_dim), f32)
     lens = jnp.ones((SAMPLES,), jnp.int32)
-    decoding = explain("page_attention", one, cache[0]["k"], cache[0]["v"], lens, tables)
+    decoding = explain(PageAttention(), one, cache[0]["k"], cache[0]["v"], lens, tables)
     print("\nwhat ran")
     for step, e in (("training", training), ("decoding", decoding)):
         print(f"  {step}: {e.implementation}, config from {e.tier}: {e.cfg}")
