@@ -67,7 +67,7 @@ def forward_tiles(problem: Problem, target: Target) -> Tiles:
         return Tiles(64 if short else 128, 64, 4, 3)
     if dim <= 128:
         return Tiles(64, 64, 4, 2) if short else Tiles(128, 64, 8, 3)
-    return Tiles(64, 32, 4, 2)
+    return Tiles(64, 64, 8, 2)
 
 
 def dq_tiles(problem: Problem, target: Target) -> Tiles:
@@ -82,7 +82,8 @@ def dq_tiles(problem: Problem, target: Target) -> Tiles:
             return Tiles(128, 128, 8, 2)
         if dim <= 128:
             return Tiles(128, 64, 8, 2)
-        return Tiles(64, 64, 8, 2)
+        # one accumulator of 128 x 256 fills half the registers; a second stage would spill
+        return Tiles(128, 64, 8, 1)
     if target.platform == "rocm":
         return Tiles(64, 32, 4, 1)
     if dim <= 128:
@@ -99,14 +100,15 @@ def dkv_tiles(problem: Problem, target: Target) -> Tiles:
         return Tiles(64, 64 if dim <= 128 else 32, 8, 1)
     if target.hopper:
         if dim <= 64:
-            return Tiles(128, 128, 8, 2)
+            return Tiles(64, 128, 8, 3)
         if dim <= 128:
             return Tiles(64, 128, 8, 2)
-        return Tiles(64, 64, 8, 1)
+        # two accumulators of 32 x 256: with 64 keys they would spill
+        return Tiles(64, 32, 8, 1)
     if target.platform == "rocm":
         return Tiles(32, 64, 4, 1)
     if dim <= 128:
-        return Tiles(64, 64, 4, 2)
+        return Tiles(64, 64, 4 if dim <= 64 else 8, 2)
     return Tiles(32, 64, 8, 1)
 
 
