@@ -8,47 +8,38 @@ import pytest
 
 import dev
 import release
+import tables
 
 ROOT = Path(release.__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
 
 
-def section(title):
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def listed():
-    rows = [line.split("|")[1] for line in section("Operations").splitlines() if "|" in line]
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-
-
-def test_the_readme_lists_every_operation():
+def test_every_operation_has_a_row():
     from ejkernel import modules
     from ejkernel.modules import operations
 
-    assert listed() == {m.name for m in pkgutil.iter_modules(operations.__path__)}
-    assert all(callable(getattr(modules, name)) for name in listed())
+    listed = {function for function, *_ in tables.operations()}
+    assert listed == {m.name for m in pkgutil.iter_modules(operations.__path__)}
+    assert all(callable(getattr(modules, name)) for name in listed)
 
 
-@pytest.mark.parametrize("platform", ["triton", "pallas"])
-def test_the_readme_does_not_hide_or_invent_kernels(platform):
-    from ejkernel.ops import kernel_registry as registry
-
-    has_kernels = any(
-        implementation.platform.value == platform
-        for algorithm in registry.list_algorithms()
-        for implementation in registry.list_implementations(algorithm)
-    )
-    text = (ROOT / f"packages/ejk-kernels-{platform}/README.md").read_text()
-    assert ("There are no kernels yet" in text) != has_kernels
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *ROOT.glob("packages/*/README.md")], ids=lambda p: p.parent.name
+)
+def test_tables_say_what_is_registered(path):
+    text = path.read_text()
+    assert tables.render(text) == text, "out of date: run tools/tables.py --write"
 
 
 def test_every_operation_runs_on_xla():
-    from ejkernel.ops import kernel_registry as registry
+    assert all("xla" in found for found in tables.platforms().values()), tables.platforms()
 
-    for algorithm in registry.list_algorithms():
-        platforms = {i.platform.value for i in registry.list_implementations(algorithm)}
-        assert "xla" in platforms, algorithm
+
+def test_a_package_without_kernels_says_so(monkeypatch):
+    monkeypatch.setattr(tables, "platforms", lambda: {"flash_attention": ["xla", "triton"]})
+    assert "There are no kernels yet" in tables.kernels_of("pallas")
+    assert tables.kernels_of("triton") == "Kernels:\n\n- `flash_attention`"
+    assert "(docs/operations/flash_attention.md) |" in tables.operations_table()
+    assert "| XLA, Triton |" in tables.operations_table()
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])

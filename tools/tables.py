@@ -1,0 +1,90 @@
+"""Write into the READMEs which operations exist and which kernels they have, from the registry.
+
+    tables.py            show what is out of date, exit status 1 if anything is
+    tables.py --write    bring the READMEs up to date
+
+Text between ``<!-- table NAME -->`` and ``<!-- end -->`` is written here; the descriptions come
+from docs/operations/README.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLATFORMS = {"xla": "XLA", "triton": "Triton", "pallas": "Pallas", "cuda": "CUDA library"}
+NO_KERNELS = (
+    "There are no kernels yet: the package registers itself and offers nothing, so the XLA\n"
+    "implementations run."
+)
+ROW = re.compile(r"^\| \[(\w+)\]\((\w+\.md)\) \| `\w+` \| `(\w+)` \| (.+) \|$", re.MULTILINE)
+SLOT = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def platforms() -> dict[str, list[str]]:
+    """Registry name -> platforms that have an implementation, in the order of PLATFORMS."""
+    from ejkernel.ops import kernel_registry as registry
+
+    return {
+        name: [
+            platform
+            for platform in PLATFORMS
+            if any(i.platform.value == platform for i in registry.list_implementations(name))
+        ]
+        for name in registry.list_algorithms()
+    }
+
+
+def operations() -> list[tuple[str, str, str, str]]:
+    """Function, page, registry name and description of every documented operation."""
+    return ROW.findall((ROOT / "docs/operations/README.md").read_text())
+
+
+def operations_table() -> str:
+    found = platforms()
+    lines = ["| function | what it computes | kernels |", "|---|---|---|"]
+    for function, page, name, what in operations():
+        kernels = ", ".join(PLATFORMS[p] for p in found.get(name, [])) or "none yet"
+        lines.append(f"| [`{function}`](docs/operations/{page}) | {what} | {kernels} |")
+    return "\n".join(lines)
+
+
+def kernels_of(platform: str) -> str:
+    """One sentence on what a kernel package holds."""
+    found = platforms()
+    have = [function for function, _, name, _ in operations() if platform in found.get(name, [])]
+    if not have:
+        return NO_KERNELS
+    return "Kernels:\n\n" + "\n".join(f"- `{function}`" for function in have)
+
+
+def render(text: str) -> str:
+    """``text`` with every slot filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        body = operations_table() if name == "operations" else kernels_of(name)
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    return SLOT.sub(fill, text)
+
+
+def main(argv: list[str]) -> int:
+    stale = 0
+    for path in (ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))):
+        text = path.read_text()
+        new = render(text)
+        if new == text:
+            continue
+        if "--write" in argv:
+            path.write_text(new)
+        else:
+            stale = 1
+        print(f"{path.relative_to(ROOT)}: {'written' if '--write' in argv else 'out of date'}")
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
