@@ -128,6 +128,7 @@ BAD = [
     (FLASH, dict(logits_soft_cap=0.0), "logits_soft_cap: given 0.0, expected a finite number > 0"),
     (FLASH, dict(softmax_scale=float("nan")), "softmax_scale: given nan"),
     (FLASH, dict(cum_seqlens_k=jnp.arange(3)), "cum_seqlens_k: given without cum_seqlens_q"),
+    (FLASH, dict(precision="exact"), "precision: given 'exact', expected default, high, highest"),
     (FLASH, dict(platform="cpu"), "auto, triton, pallas, xla, cuda"),
     ("attention", dict(deterministic=False, dropout_prob=0.5), "dropout_rng: given None"),
     ("page_attention", dict(num_splits=0), "num_splits: given 0, expected an integer >= 1"),
@@ -194,6 +195,22 @@ def test_cumulative_lengths(operation, name, _):
     ):
         with pytest.raises(ValueError, match=name + message):
             getattr(modules, operation)(**{**one, **c.static, name: np.asarray(cu)})
+
+
+def test_any_integer_dtype_serves_as_an_index():
+    c = call("page_attention")
+    plain = modules.page_attention(**c.arguments)
+    for dtype in (jnp.int8, jnp.uint8, jnp.int16, np.int64):
+        lens = np.asarray(c.arrays["context_lens"]).astype(dtype)
+        out = modules.page_attention(
+            **{
+                **c.arguments,
+                "context_lens": lens,
+                "block_tables": np.abs(c.arrays["block_tables"]).astype(dtype),
+            }
+        )
+        assert (out == plain).all()
+    modules.flash_attention(**{**call(FLASH).arguments, "precision": "BF16_BF16_F32"})
 
 
 def test_missing_unknown_and_repeated_arguments():

@@ -69,8 +69,11 @@ def test_three_specs_with_mask_sinks_bias_and_dropout(shape):
 def test_kv_heads_that_do_not_divide_are_picked_per_shard(kv_heads):
     q, k, v = qkv(heads=12, kv_heads=kv_heads)
     where = dict(mesh=mesh_of((2, 4)), in_specs=(BSHD,))
-    attend = lambda **where: modules.flash_attention(q, k, v, causal=True, **where)  # noqa: E731
-    assert_same(attend(**where), attend())
+    attend = lambda k, **where: modules.flash_attention(q, k, v, causal=True, **where)  # noqa: E731
+    assert_same(attend(k, **where), attend(k))
+    if kv_heads == 3:
+        gradient = lambda **where: jax.grad(lambda k: jnp.sin(attend(k, **where)).sum())(k)  # noqa: E731
+        assert_same(gradient(**where), gradient())
 
 
 @pytest.mark.parametrize("explicit", [False, True])

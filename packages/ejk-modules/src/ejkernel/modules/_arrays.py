@@ -56,7 +56,13 @@ else:
 
 I = Integers  # noqa: E741  (the letter signatures use)
 
-FAMILY = {"F": "float", "Integers": "int", "B": "bool", "Flags": "bool|int", "Cache": "cache"}
+FAMILY = {
+    "F": "float",
+    "Integers": "int",
+    "B": "bool",
+    "Flags": "bool|int",
+    "Cache": "float|int8|float8",
+}
 
 
 @lru_cache(maxsize=4096)

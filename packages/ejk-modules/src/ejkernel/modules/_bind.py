@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
-
 from ejkernel.modules._arrays import expected, forms, given, is_array
 from ejkernel.ops import InvalidArgument
 
@@ -80,6 +78,12 @@ class Boundary:
     def array_parameters(self) -> tuple[Parameter, ...]:
         """The parameters that take arrays, in signature order."""
         return tuple(p for p in self.parameters if p.forms or p.name == "dropout_rng")
+
+    @cached_property
+    def index_names(self) -> tuple[str, ...]:
+        """The parameters that take integer arrays only; they are used as int32."""
+        integers = (p for p in self.parameters if {family for family, _ in p.forms} == {"int"})
+        return tuple(p.name for p in integers if p.name != "dropout_seed")
 
     @cached_property
     def static_names(self) -> frozenset[str]:
@@ -188,8 +192,3 @@ def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None)
             if extra and not fallback:
                 fallback = candidate
     return fallback or ["_"] * rank
-
-
-def plain(value: Any) -> Any:
-    """A numpy scalar as the Python number it is; anything else unchanged."""
-    return value.item() if isinstance(value, np.generic) else value

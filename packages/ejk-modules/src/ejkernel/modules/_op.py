@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules import _canonical as canonical
@@ -135,6 +136,10 @@ class Operation(RegisteredKernel[Cfg, Any]):
         arguments = self.boundary.by_name(args, kwargs)
         if environment.typecheck():
             self.boundary.check(arguments)
+        for name in self.boundary.index_names:
+            value = arguments[name]
+            if hasattr(value, "dtype") and value.dtype != np.int32:
+                arguments[name] = jnp.asarray(value).astype(jnp.int32)
         self.canonicalise(arguments)
         return (), arguments
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.modules._canonical.errors import invalid, out_of_range
 from ejkernel.modules._canonical.masking import packed
-from ejkernel.modules._canonical.softmax import _float_dtype, scalar_index
+from ejkernel.modules._canonical.softmax import _float_dtype, precision, scalar_index
 
 Arguments = dict[str, Any]
 
@@ -96,6 +96,7 @@ def pooling(a: Arguments) -> None:
 
 def groups(a: Arguments) -> None:
     """Shapes of grouped_matmul and its output dtype."""
+    precision(a)
     lhs, rhs, out = a["lhs"], a["rhs"], a["existing_out"]
     inner, columns = rhs.shape[1:][::-1] if a["transpose_rhs"] else rhs.shape[1:]
     if lhs.shape[1] != inner:

@@ -31,11 +31,25 @@ def softmax_options(a: Arguments, query: str = "query") -> None:
         a["logits_soft_cap"] = float(cap)
     if "sliding_window" in a:
         a["sliding_window"] = window(a["sliding_window"])
+    precision(a)
     for name in ("logits_dtype", "softmax_dtype", "dtype"):
         if a.get(name) is not None:
             a[name] = _float_dtype(
                 name, a[name], lower_bound=name in ("logits_dtype", "softmax_dtype")
             )
+
+
+def precision(a: Arguments) -> None:
+    """A precision that JAX knows by name."""
+    name = a.get("precision")
+    for one in name if isinstance(name, tuple) else (name,):
+        if not isinstance(one, str) or one in jax.lax.DotAlgorithmPreset.__members__:
+            continue
+        try:
+            jax.lax.Precision(one)
+        except ValueError:
+            legal = "default, high, highest, or a jax.lax.DotAlgorithmPreset"
+            raise out_of_range("precision", legal, name) from None
 
 
 def window(value: Any) -> tuple[int, int] | None:
