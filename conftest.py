@@ -1,7 +1,8 @@
 """What every test run from this repository shares.
 
 Eight CPU devices, so that sharded calls are tested everywhere; hypothesis without a deadline,
-because the first example compiles; the Python blocks of the READMEs as tests; and ``--one-each``.
+because the first example compiles; the Python blocks of the READMEs and guides as tests; and
+``--one-each``.
 """
 
 import os
@@ -20,7 +21,7 @@ settings.register_profile("one-each", settings.get_profile("full"), max_examples
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
-    pattern="README.md",
+    patterns=["README.md", "docs/*.md"],  # the pages of docs/operations have a test of their own
 ).pytest()
 
 
