@@ -67,7 +67,3 @@ class DotPolicy:
     def weigh(self, p: jax.Array, x: jax.Array) -> jax.Array:
         """``p @ x``: ``[.., m, n]`` and ``[.., n, c]`` -> ``[.., m, c]``."""
         return self.dot(p, x, (-1, -2))
-
-    def gather(self, p: jax.Array, x: jax.Array) -> jax.Array:
-        """``p.T @ x``: ``[.., m, n]`` and ``[.., m, c]`` -> ``[.., n, c]``."""
-        return self.dot(p, x, (-2, -2))
