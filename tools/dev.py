@@ -95,7 +95,7 @@ def environment(home):
 
 
 def index_settings(env):
-    """pip's configured indexes as uv's variables, so that a mirror set up for pip is enough."""
+    """pip's indexes and certificates as uv's variables: a machine set up for pip is set up."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         env=env,
@@ -115,6 +115,8 @@ def index_settings(env):
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     if found.get("find-links"):
         settings["UV_FIND_LINKS"] = ",".join(found["find-links"])
+    if found.get("cert"):
+        settings["SSL_CERT_FILE"] = found["cert"][0]
     return settings
 
 

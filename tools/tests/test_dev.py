@@ -217,6 +217,7 @@ def test_pip_mirrors_are_used_by_uv_too(monkeypatch):
         ":env:.extra-index-url='https://a/simple https://b/simple'\n"
         "global.find-links='/wheels'\n"
         "global.timeout='60'\n"
+        "global.cert='/etc/ca.pem'\n"
     )
     done = subprocess.CompletedProcess([], 0, stdout=listing)
     monkeypatch.setattr(dev.subprocess, "run", lambda *args, **kwargs: done)
@@ -225,4 +226,5 @@ def test_pip_mirrors_are_used_by_uv_too(monkeypatch):
         "UV_INDEX": "https://a/simple https://b/simple",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_FIND_LINKS": "/wheels",
+        "SSL_CERT_FILE": "/etc/ca.pem",
     }
