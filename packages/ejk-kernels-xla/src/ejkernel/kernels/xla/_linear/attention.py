@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.xla._linear.chunk import Rows
 from ejkernel.kernels.xla._linear.core import chunked
-from ejkernel.kernels.xla._linear.inputs import Canonical, Gates, canonicalise
+from ejkernel.kernels.xla._linear.inputs import Gates, canonicalise
 from ejkernel.kernels.xla._linear.layout import Plain, packed
 from ejkernel.kernels.xla._linear.step import stepwise
 from ejkernel.kernels.xla._linear.tiles import STEP_LIMIT, chunk_length
 
 
-def _in_chunks(call: Canonical, chunk: int, reverse: bool) -> tuple[jax.Array, jax.Array]:
-    length = call.rows.q.shape[1]
-    if call.cu_seqlens is None:
+@partial(jax.jit, static_argnames=("chunk", "reverse"), inline=True)
+def _in_chunks(
+    rows: Rows, table: jax.Array, cu_seqlens: jax.Array | None, *, chunk: int, reverse: bool
+) -> tuple[jax.Array, jax.Array]:
+    length = rows.q.shape[1]
+    if cu_seqlens is None:
         layout = Plain(length, chunk, reverse)
     else:
-        layout = packed(call.cu_seqlens, length, chunk, reverse)
-    rows = jax.tree.map(layout.split, call.rows)
-    o, ends = chunked(rows, layout.initial(call.table), layout.links())
-    return layout.merge(o), layout.final(ends, call.table)
+        layout = packed(cu_seqlens, length, chunk, reverse)
+    rows = jax.tree.map(layout.split, rows)
+    o, ends = chunked(rows, layout.initial(table), layout.links())
+    return layout.merge(o), layout.final(ends, table)
+
+
+_in_steps = jax.jit(stepwise, static_argnames="reverse", inline=True)
 
 
 def linear_attention(
@@ -40,14 +48,15 @@ def linear_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The recurrence of this package's docstring; arguments as ``recurrent_attention``."""
     call = canonicalise(query, key, value, gates, initial_state, cu_seqlens, softmax_scale)
-    b, s, h, _ = call.rows.q.shape
-    sequences = call.table.shape[0]
-    if 0 in (b, s, h, sequences):
-        o, state = jnp.zeros((b, s, h, call.rows.v.shape[3]), call.dtype), call.table
+    (b, s, h, dk), dv = call.rows.q.shape, call.rows.v.shape[3]
+    arrays, sequences = (call.rows, call.table, call.cu_seqlens), call.table.shape[0]
+    if 0 in (b, s, h, dk, dv, sequences):
+        o, state = jnp.zeros((b, s, h, dv), call.dtype), call.table
     elif s < STEP_LIMIT:
-        o, state = stepwise(call.rows, call.table, call.cu_seqlens, reverse)
+        o, state = _in_steps(*arrays, reverse=reverse)
     else:
         per_batch = sequences if call.cu_seqlens is not None else 1
-        o, state = _in_chunks(call, chunk_length(s, per_batch, cfg), reverse)
+        chunk = chunk_length(s, per_batch, cfg)
+        o, state = _in_chunks(*arrays, chunk=chunk, reverse=reverse)
     o = o.astype(call.dtype)
     return (o, state) if return_state else o

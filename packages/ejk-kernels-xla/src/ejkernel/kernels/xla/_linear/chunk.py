@@ -72,7 +72,7 @@ def _halves(x: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _join(diagonal: jax.Array, lower: jax.Array, upper) -> jax.Array:
-    """Blocks ``[..., 2n, m, m]`` on the diagonal and ``[..., n, m, m]`` below -> ``[..., n, 2m, 2m]``."""
+    """Blocks of m rows to blocks of 2m: ``diagonal`` [..., 2n, m, m], ``lower`` [..., n, m, m]."""
     above = jnp.full_like(lower, upper)
     top = jnp.concatenate([diagonal[..., 0::2, :, :], above], axis=-1)
     bottom = jnp.concatenate([lower, diagonal[..., 1::2, :, :]], axis=-1)
@@ -124,9 +124,10 @@ def combine(weights: jax.Array, v: jax.Array, value: Decay | None) -> jax.Array:
 
 
 def _sums(rows: Rows) -> tuple[Decay | None, Decay | None, Decay | None]:
-    return tuple(
+    key, value, scalar = (
         None if g is None else partial_sums(g) for g in (rows.key, rows.value, rows.scalar)
     )
+    return key, value, scalar
 
 
 def _times_exp(x: jax.Array, *exponents: jax.Array | None) -> jax.Array:

@@ -1,0 +1,178 @@
+"""Mean pooling against float64 means, group by group."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.kernels.xla.mean_pooling import mean_pooling
+from ejkernel.types import InvalidArgument
+from ejktest.oracles import pooling as oracle
+from ejktest.tolerance import check_close
+
+# an empty sequence, one of a single row, rows of padding
+CU = np.array([0, 9, 9, 10, 21], np.int32)
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+
+
+@partial(jax.jit, static_argnames=("chunk", "block"))
+def run(x, cu, mask, chunk=None, block=4):
+    return mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, cfg={"token_tile": block})
+
+
+def check(x, cu=None, mask=None, chunk=None, block=4):
+    out, back = jax.vjp(lambda x: run(x, cu, mask, chunk, block), x)
+    dout = normal(*out.shape, seed=3, dtype=out.dtype)
+    (dx,) = back(dout)
+    want, dwant = oracle.mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, dout=dout)
+    assert out.dtype == dx.dtype == x.dtype
+    check_close(out, want, name="out")
+    check_close(dx, dwant, name="dx")
+    return out
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 6, 100])
+@pytest.mark.parametrize("masked", [False, True])
+def test_batched(chunk, masked):
+    mask = np.random.default_rng(0).integers(0, 2, (3, 23))
+    mask[1, :12] = 0
+    check(normal(3, 23, 2), None, mask if masked else None, chunk)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 6, 100])
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed(chunk, masked):
+    mask = np.random.default_rng(1).integers(0, 2, 23).astype(bool)
+    mask[:6] = False
+    out = check(normal(23, 2), CU, mask if masked else None, chunk)
+    assert out.shape == ((4, 2) if chunk is None else (4, -(-23 // chunk), 2))
+
+
+def test_channels_and_default_block():
+    x = normal(2, 300, 3, 2)
+    check_close(mean_pooling(x), oracle.mean_pooling(x))
+    check_close(mean_pooling(x[0], CU * 10), oracle.mean_pooling(x[0], CU * 10))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow(dtype):
+    check(normal(2, 40, 3, dtype=dtype), chunk=7)
+    check(normal(40, 3, dtype=dtype), CU)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        check(normal(23, 2, dtype=jnp.float64), CU, None, 5)
+        check(normal(1, 23, 2, dtype=jnp.float64))
+
+
+@pytest.mark.parametrize("chunk", [None, 50000])
+def test_long(chunk):
+    """64k rows with a mean: float32 sums lose nothing that matters."""
+    x = 1 + normal(65536, 2)
+    cu = np.array([0, 65000, 65536], np.int32)
+    check(x, cu, None, chunk, block=128)
+    check(x[None], None, None, chunk, block=128)
+
+
+def test_nothing_to_average():
+    x = normal(23, 2)
+    for empty in (np.zeros(3, np.int32), np.zeros(1, np.int32)):
+        out = check(x, empty)
+        np.testing.assert_array_equal(out, 0)
+    for shape, cu in (((2, 0, 3), None), ((0, 3), np.zeros(3, np.int32))):
+        for chunk in (None, 4):
+            want = oracle.mean_pooling(np.zeros(shape), cu, chunk_size=chunk)
+            out = mean_pooling(jnp.zeros(shape), cu, chunk_size=chunk)
+            np.testing.assert_array_equal(out, want)
+
+
+def test_excluded_rows_may_hold_anything():
+    x = normal(23, 2).at[jnp.array([3, 22])].set(jnp.nan)
+    mask = np.ones(23, bool)
+    mask[3] = False
+    for chunk in (None, 5):
+        out, back = jax.vjp(lambda x, chunk=chunk: run(x, CU, mask, chunk), x)
+        assert np.isfinite(out).all() and np.isfinite(back(jnp.ones_like(out))[0]).all()
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    rows=st.sampled_from([1, 8, 19]),
+    cuts=st.lists(st.integers(0, 19), min_size=2, max_size=2),
+    chunk=st.sampled_from([None, 4]),
+)
+def test_any_lengths(rows, cuts, chunk):
+    cu = np.array([0, *sorted(min(c, rows) for c in cuts)], np.int32)
+    check(normal(rows, 2), cu, None, chunk, block=3)
+
+
+def test_transformations():
+    x, cu = normal(2, 23, 2), jnp.stack([CU, CU // 2])
+
+    def loss(x, cu):
+        return jnp.sum(jnp.sin(run(x, cu, None, 5)))
+
+    single = [jax.grad(loss)(x[i], cu[i]) for i in range(2)]
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(x, cu)
+    remat = jax.grad(lambda x: jax.vmap(jax.checkpoint(loss))(x, cu).sum())(x)
+    scanned = jax.grad(
+        lambda x: jax.lax.scan(lambda c, xs: (c + loss(*xs), None), 0.0, (x, cu))[0]
+    )(x)
+    for got in (mapped, remat, scanned):
+        np.testing.assert_allclose(got, jnp.stack(single), atol=1e-6)
+    hessian = jax.hessian(lambda t: loss(t * x[0], cu[0]))(1.0)
+    reverse = jax.grad(jax.grad(lambda t: loss(t * x[0], cu[0])))(1.0)
+    np.testing.assert_allclose(hessian, reverse, rtol=1e-5)
+    out = jax.eval_shape(partial(mean_pooling, chunk_size=5), x[0], cu[0])
+    assert (out.shape, out.dtype) == ((4, 5, 2), jnp.float32)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("channels",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, whole = jax.sharding.PartitionSpec(None, "channels"), jax.sharding.PartitionSpec()
+    x = normal(23, 2)
+    sharded = jax.shard_map(mean_pooling, mesh=mesh, in_specs=(spec, whole), out_specs=spec)
+    got = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(sharded(x, jnp.asarray(CU))))))(x)
+    np.testing.assert_allclose(
+        got, jax.grad(lambda x: jnp.sum(jnp.sin(mean_pooling(x, CU))))(x), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "name"),
+    [
+        ((np.zeros((2, 3), np.float32),), {}, InvalidArgument, "x"),
+        ((np.zeros((2, 3, 4), np.int32),), {}, InvalidArgument, "x"),
+        ((np.zeros(5, np.float32), np.array([0, 5])), {}, InvalidArgument, "x"),
+        ((np.zeros((5, 2), np.float32), np.array([0.0, 5.0])), {}, InvalidArgument, "cu_seqlens"),
+        ((np.zeros((5, 2), np.float32), np.array([1, 5])), {}, ValueError, "cu_seqlens"),
+        ((np.zeros((5, 2), np.float32), np.array([0, 6])), {}, ValueError, "cu_seqlens"),
+        ((np.zeros((1, 5, 2), np.float32),), dict(chunk_size=0), ValueError, "chunk_size"),
+        ((np.zeros((1, 5, 2), np.float32),), dict(chunk_size=2.0), InvalidArgument, "chunk_size"),
+        (
+            (np.zeros((1, 5, 2), np.float32),),
+            dict(attention_mask=np.ones((1, 5), np.float32)),
+            InvalidArgument,
+            "attention_mask",
+        ),
+        (
+            (np.zeros((1, 5, 2), np.float32),),
+            dict(attention_mask=np.ones((1, 4), bool)),
+            InvalidArgument,
+            "attention_mask",
+        ),
+    ],
+)
+def test_wrong_arguments(args, options, error, name):
+    with pytest.raises(error, match=name):
+        mean_pooling(*args, **options)
