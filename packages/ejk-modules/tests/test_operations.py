@@ -27,15 +27,10 @@ def assert_same(a, b, tolerance=2e-5):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-def total(operation, static):
-    """Sum of squares of the finite outputs, as a function of the arrays."""
-    function = getattr(modules, operation)
-
-    def loss(arrays):
-        outputs = jax.tree_util.tree_leaves(function(**arrays, **static))
-        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in outputs)
-
-    return loss
+def loss_of(outputs):
+    """A smooth number that depends on every finite output."""
+    found = jax.tree_util.tree_leaves(outputs)
+    return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in found)
 
 
 @pytest.mark.parametrize("operation", ALL)
@@ -53,34 +48,33 @@ def test_forward_is_the_xla_function(operation):
 def test_transformations(operation):
     c = call(operation)
     function = getattr(modules, operation)
-    loss = total(operation, c.static)
-    plain = function(**c.arguments)
 
-    shapes = jax.eval_shape(lambda arrays: function(**arrays, **c.static), c.arrays)
+    def forward(arrays):
+        return function(**{**c.arrays, **arrays}, **c.static)
+
+    wanted = {name: c.arrays[name] for name in c.gradients}
+    plain = forward(wanted)
+    shapes = jax.eval_shape(forward, c.arrays)
     assert [s.shape for s in jax.tree_util.tree_leaves(shapes)] == [x.shape for x in leaves(plain)]
 
     @jax.jit
-    def gradients(wanted):
-        return jax.grad(lambda w: loss({**c.arrays, **w}))(wanted)
-
-    wanted = {name: c.arrays[name] for name in c.gradients}
-    single = gradients(wanted)
-    for name, g in single.items():
-        assert g.dtype == c.arrays[name].dtype
-        assert np.isfinite(g).all()
-        assert np.abs(g).max() > 0, f"{name} has a silent zero gradient"
+    @jax.vmap
+    def mapped(arrays):
+        gradients = jax.grad(jax.checkpoint(lambda w: loss_of(forward(w))))
+        return forward(arrays), gradients(arrays)
 
     two = {name: jnp.stack([x, 0.5 * x]) for name, x in wanted.items()}
+    outputs, gradients = jax.tree_util.tree_map(lambda x: x[0], mapped(two))
+    assert_same(outputs, plain)
 
-    @jax.jit
-    def mapped(two):
-        rest = {name: x for name, x in c.arrays.items() if name not in two}
-        forward = jax.vmap(lambda w: function(**rest, **w, **c.static))(two)
-        return forward, jax.vmap(jax.checkpoint(gradients))(two)
-
-    forward, grads = mapped(two)
-    assert_same(jax.tree_util.tree_map(lambda x: x[0], forward), plain)
-    assert_same(jax.tree_util.tree_map(lambda x: x[0], grads), single, 2e-4)
+    step, rng = 2e-3, np.random.default_rng(0)
+    for name, g in gradients.items():
+        assert g.dtype == wanted[name].dtype and np.isfinite(g).all()
+        assert np.abs(g).max() > 0, f"{name} has a silent zero gradient"
+        along = jnp.asarray(rng.standard_normal(g.shape), jnp.float32)
+        ends = [loss_of(forward({name: wanted[name] + s * along})) for s in (step, -step)]
+        slope = float(ends[0] - ends[1]) / (2 * step)
+        assert slope == pytest.approx(float(jnp.vdot(g, along)), rel=0.02, abs=0.05), name
 
 
 @pytest.mark.parametrize("operation", ALL)

@@ -35,7 +35,7 @@ def qkv(batch=2, length=16, heads=4, kv_heads=4, dim=8):
 BSHD = P("dp", None, "tp", None)
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (1, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 2)])
 def test_three_specs_with_mask_sinks_bias_and_dropout(shape):
     q, k, v = qkv()
     ids = jnp.asarray([[0] * 9 + [1] * 7, [3] * 16])
@@ -65,7 +65,7 @@ def test_three_specs_with_mask_sinks_bias_and_dropout(shape):
         assert_same(gradients(**where), gradients())
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
 def test_kv_heads_that_do_not_divide_are_picked_per_shard(kv_heads):
     q, k, v = qkv(heads=12, kv_heads=kv_heads)
     where = dict(mesh=mesh_of((2, 4)), in_specs=(BSHD,))

@@ -1,5 +1,6 @@
 """Attention with the sequence axis spread over devices, and the zigzag layout helpers."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -131,7 +132,8 @@ class RingAttention(Operation[RingAttentionConfig]):
 
 def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:
     """``x`` with its sequence axis split into ``2 * axis_size`` chunks."""
-    if not isinstance(axis_size, int) or axis_size < 1:
+    axis_size = operator.index(axis_size)
+    if axis_size < 1:
         raise ValueError(f"axis_size: given {axis_size!r}, expected an integer >= 1")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: given {axis}, expected within the {x.ndim} axes of x")
