@@ -194,10 +194,9 @@ def prepare(home, python, hatch, env):
         if not tool.is_file() or tool.read_text() != identity:
             say(f"[1/2] installing hatch into {home.relative_to(ROOT)}")
             make_tool_environment(home, python, env)
-            settings = index_settings(env)
-            (home / "index.json").write_text(json.dumps(settings))
             tool.write_text(identity)
-            env.update({k: v for k, v in settings.items() if k not in env})
+        (home / "index.json").write_text(json.dumps(index_settings(env)))
+        env = environment(home)
         say("[2/2] building the environment (JAX, Triton, test tools; about 2 GB on first use)")
         shutil.rmtree(str(home / "data" / "env"), ignore_errors=True)
         if run([str(hatch), "env", "create", "default"], env):
@@ -267,7 +266,7 @@ def main(argv):
     try:
         arguments = hatch_arguments(command, args)
         prepare(home, python, hatch, env)
-        return run([str(hatch), "run", *arguments], env)
+        return run([str(hatch), "run", *arguments], environment(home))
     except SetupError as error:
         say(f"error: {error}")
         return 1
