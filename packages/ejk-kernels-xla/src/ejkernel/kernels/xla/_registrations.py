@@ -32,7 +32,7 @@ class Registration:
         return {name: f"{PACKAGE}.{path}" for name, path in paths.items() if path}
 
 
-def _attention(name: str, heuristic: str | None = None) -> Registration:
+def _plain(name: str, heuristic: str | None = None) -> Registration:
     return Registration(name, name, f"{name}.interface", heuristic)
 
 
@@ -46,9 +46,9 @@ def _recurrent(algorithm: str, function: str) -> Registration:
 
 
 REGISTRATIONS = (
-    _attention("flash_attention", "flash_attention.tiles:heuristic"),
-    _attention("attention"),
-    _attention("scaled_dot_product_attention"),
+    _plain("flash_attention", "flash_attention.tiles:heuristic"),
+    _plain("attention"),
+    _plain("scaled_dot_product_attention"),
     _cached("page_attention"),
     _cached("ragged_page_attention"),
     _cached("ragged_page_attention_v3"),
@@ -59,4 +59,6 @@ REGISTRATIONS = (
     _recurrent("gla", "gla_attention"),
     _recurrent("recurrent", "recurrent_attention"),
     _recurrent("lightning_attn", "lightning_attention"),
+    _plain("mean_pooling", "mean_pooling.interface:heuristic"),
+    _plain("grouped_matmul", "grouped_matmul.tiles:heuristic"),
 )

@@ -29,8 +29,3 @@ def heuristic(inv: Any) -> dict[str, Any]:
     query, cu = inv.arguments["query"], inv.arguments.get("cu_seqlens")
     sequences = 1 if cu is None else cu.shape[0] - 1
     return {"time_tile": chunk_length(query.shape[1], sequences, None)}
-
-
-def candidates(inv: Any) -> list[dict[str, Any]]:
-    """One: chunk lengths differ little here."""
-    return [heuristic(inv)]

@@ -28,8 +28,3 @@ def row_tile(rows: int, groups: int, cfg: Any) -> int:
 def heuristic(inv: Any) -> dict[str, Any]:
     """The config fields that suit a call."""
     return {"block_m": row_tile(inv.arguments["lhs"].shape[0], inv.arguments["rhs"].shape[0], None)}
-
-
-def candidates(inv: Any) -> list[dict[str, Any]]:
-    """One: the tile follows from the sizes."""
-    return [heuristic(inv)]

@@ -25,11 +25,6 @@ def heuristic(inv: Any) -> dict[str, Any]:
     return {"token_tile": BLOCK}
 
 
-def candidates(inv: Any) -> list[dict[str, Any]]:
-    """One: the block hardly matters."""
-    return [heuristic(inv)]
-
-
 def _chunk(chunk_size: Any) -> int | None:
     if chunk_size is None:
         return None
