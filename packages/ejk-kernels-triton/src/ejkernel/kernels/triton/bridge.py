@@ -52,9 +52,10 @@ TRITON_TYPES = {
 
 @dataclass(frozen=True)
 class In:
-    """Operand ``index`` as a pointer."""
+    """Operand ``index`` as a pointer; to elements of dtype ``view`` (of the same size) if given."""
 
     index: int
+    view: str | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             signature[name], constants[name] = "constexpr", None
         elif isinstance(value, (In, Out)):
             aval = (avals if isinstance(value, In) else outs)[value.index]
-            signature[name] = "*" + TRITON_TYPES[np.dtype(aval.dtype).name]
+            view = value.view if isinstance(value, In) else None
+            signature[name] = "*" + TRITON_TYPES[view or np.dtype(aval.dtype).name]
             aligned.append(name)
         elif isinstance(value, TensorMap):
             element = TRITON_TYPES[np.dtype(avals[value.index].dtype).name]

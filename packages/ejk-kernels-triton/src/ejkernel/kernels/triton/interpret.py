@@ -244,7 +244,8 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
 
     def argument(value: Any) -> Any:
         if isinstance(value, In):
-            return _Tensor(inputs[value.index])
+            array = inputs[value.index]
+            return _Tensor(array.view(value.view) if value.view else array)
         if isinstance(value, Out):
             return _Tensor(outputs[value.index])
         if isinstance(value, TensorMap):

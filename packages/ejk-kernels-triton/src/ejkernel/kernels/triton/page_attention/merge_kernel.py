@@ -1,0 +1,137 @@
+"""Paged decoding, second of two kernels: partial results of a sequence become its output.
+
+Math, over the parts i of one row, in float32 (base 2 logits):
+
+    M = max(m_i, sinks);  L = sum_i l_i 2^(m_i - M) + sum_s 2^(sink_s - M)
+    o = v_scale / L * sum_i acc_i 2^(m_i - M)
+
+Work split: one program per (batch row, query head); parts in their fixed order, so that the same
+lengths and launch give the same bits. The sinks enter here, once.
+
+Bound: reading the parts, at most (shares + batch) * heads * dv floats: 3 MB against 2.15 GB of
+cache at the shape named in ``split_kernel``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.softmax import LOG2E
+
+
+@triton.jit
+def finish(
+    m,
+    l,  # noqa: E741
+    sink,
+    sink_row,
+    heads,
+    inside,
+    sinks,
+    v_scale,
+    scale_at,
+    SINKS: tl.constexpr,
+):
+    """float32 factor of the unnormalised outputs of rows with state (m, l); 0 for empty rows.
+
+    sink: float ``[rows, sinks]`` by query head from ``sink_row`` on, or None. SINKS: their
+    number as a power of two.
+    """
+    alive = l > 0.0
+    base = tl.where(alive, m, 0.0)
+    total = tl.where(alive, l, 1.0)
+    factor = total * 0.0 + 1.0
+    if sink is not None:
+        s = tl.arange(0, SINKS)
+        mask = inside[:, None] & (s < sinks)[None, :]
+        logits = tl.load(
+            sink + sink_row + heads[:, None] * sinks + s[None, :], mask=mask, other=float("-inf")
+        )
+        logits = logits.to(tl.float32) * LOG2E
+        top = tl.maximum(base, tl.max(logits, 1))
+        factor = tl.exp2(base - top)
+        total = total * factor + tl.sum(tl.exp2(logits - top[:, None]), 1)
+    factor = factor / total
+    if v_scale is not None:
+        factor = factor * tl.load(v_scale + scale_at).to(tl.float32)
+    return tl.where(alive, factor, 0.0)
+
+
+@triton.jit
+def _share_of(t, each, extra):
+    """The share that holds tile t when the first ``extra`` shares have ``each + 1`` tiles."""
+    cut = extra * (each + 1)
+    return tl.where(t < cut, t // (each + 1), extra + (t - cut) // tl.maximum(each, 1))
+
+
+@triton.jit
+def paged_merge(
+    acc_in,
+    m_in,
+    l_in,
+    starts,
+    v_scale,
+    sink,
+    o,
+    batch,
+    shares,
+    v_scale_row,
+    v_scale_head,
+    sink_row,
+    sinks,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    b = tl.program_id(0) // HEADS
+    h = tl.program_id(0) % HEADS
+    if SPLITS > 0:
+        slot = b * SPLITS
+        count = SPLITS
+    else:
+        start = tl.load(starts + b)
+        stop = tl.load(starts + b + 1)
+        total = tl.load(starts + batch)
+        each = total // shares
+        extra = total % shares
+        first = _share_of(start, each, extra)
+        slot = first + b
+        count = tl.where(stop > start, _share_of(stop - 1, each, extra) - first + 1, 0)
+
+    column = tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)  # noqa: E741
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for i in range(0, count, PARTS):
+        inside = i + part < count
+        rows = (slot + i + part).to(tl.int64) * HEADS + h
+        m_i = tl.load(m_in + rows, mask=inside, other=float("-inf"))
+        l_i = tl.load(l_in + rows, mask=inside, other=0.0)
+        acc_i = tl.load(
+            acc_in + rows[:, None] * DV + column[None, :],
+            mask=inside[:, None] & (column < DV)[None, :],
+            other=0.0,
+        )
+        top = tl.maximum(m, tl.max(m_i, 0))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp2(m_i - base)
+        alpha = tl.exp2(m - base)
+        m = top
+        l = l * alpha + tl.sum(l_i * weight, 0)  # noqa: E741
+        acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i * weight[:, None], 0)
+
+    one = tl.arange(0, 1)
+    factor = finish(
+        m, l, sink, b * sink_row, h + one, one < 1, sinks, v_scale,
+        b * v_scale_row + h // GROUP * v_scale_head, SINKS,
+    )  # fmt: skip
+    tl.store(
+        o + (b.to(tl.int64) * HEADS + h) * DV + column,
+        (acc * tl.sum(factor, 0)).to(o.dtype.element_ty),
+        mask=column < DV,
+    )

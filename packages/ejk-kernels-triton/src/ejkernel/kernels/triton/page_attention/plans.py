@@ -1,0 +1,220 @@
+"""The two launches of paged decoding: which operand goes to which kernel parameter, and the grid.
+
+Scales and sinks have a leading axis of 1 (shared by all rows) or of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import In, Launch, Out, Plan
+from ejkernel.kernels.triton.flash_attention.problem import LOG2E, split_dim
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, power_of_two, query_rows
+from ejkernel.kernels.triton.targets import Target
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+MAX_LANES = 1024  # sequences looked at together when a share finds its place
+
+
+def reads_e4m3(target: Target) -> bool:
+    """Whether the chip converts float8_e4m3fn itself (compute capability 8.9)."""
+    return target.platform == "cuda" and int(target.arch) >= 89
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """Common to both kernels.
+
+    Attributes:
+        problem, tiles: what is computed and how.
+        shares: equal parts of the cache (with ``tiles.splits``: of all sequences together).
+        shapes: name and shape of every operand, in order.
+    """
+
+    problem: Problem
+    tiles: Tiles
+    shares: int
+    shapes: Shapes
+
+    @property
+    def slots(self) -> int:
+        """Partial results kept: consecutive shares of a sequence are consecutive slots."""
+        p = self.problem
+        if self.tiles.splits is None:
+            return self.shares + p.batch - 1
+        return self.shares if self.tiles.splits > 1 else 0
+
+    def operand(self, name: str, view: str | None = None) -> In | None:
+        names = [n for n, _ in self.shapes]
+        return In(names.index(name), view) if name in names else None
+
+    def scale(self, name: str) -> dict[str, Any]:
+        """A scale ``[1 or batch, 1 or kv_heads]`` and its strides."""
+        rows, heads = dict(self.shapes).get(name, (1, 1))
+        return {
+            name: self.operand(name),
+            f"{name}_row": heads if rows > 1 else 0,
+            f"{name}_head": 1 if heads > 1 else 0,
+        }
+
+    def sinks(self) -> tuple[dict[str, Any], int]:
+        """The sinks ``[1 or batch, heads, n]``, and n as a power of two."""
+        rows, heads, n = dict(self.shapes).get("sink", (1, 1, 1))
+        arguments = {
+            "sink": self.operand("sink"),
+            "sink_row": heads * n if rows > 1 else 0,
+            "sinks": n,
+        }
+        return arguments, power_of_two(n)
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Plan, Sequence[jax.Array]]:
+        raise NotImplementedError("mapped axes join the batch before the kernels are planned")
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@dataclass(frozen=True)
+class SplitPlan(PagedPlan):
+    """q, k, v, lens, tables -> acc ``[slots, h, dv]``, m, l ``[slots, h]``, starts ``[b + 1]``.
+
+    With one split a sequence: -> o ``[b, h, dv]``.
+    """
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        if self.tiles.splits == 1:
+            return (_struct((p.batch, p.heads, p.value_dim), p.query),)
+        partial = (
+            _struct((self.slots, p.heads, p.value_dim), "float32"),
+            _struct((self.slots, p.heads), "float32"),
+            _struct((self.slots, p.heads), "float32"),
+        )
+        if self.tiles.splits is None:
+            return (*partial, _struct((p.batch + 1,), "int32"))
+        return partial
+
+    def launch(self, target: Target) -> Launch:
+        import triton.language as tl
+        from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
+
+        p, t = self.problem, self.tiles
+        direct, balanced = t.splits == 1, t.splits is None
+        rows, chunks = query_rows(p)
+        d_main, d_rest = split_dim(p.dim)
+        dv_main, dv_rest = split_dim(p.value_dim)
+        numbers = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+        bits = {
+            name: dtype == "float8_e4m3fn" and not reads_e4m3(target)
+            for name, dtype in (("k", p.key), ("v", p.value))
+        }
+        sinks, sinks_padded = self.sinks()
+        cap = p.soft_cap
+        # a soft cap needs natural logits inside tanh, everything else is in base 2
+        arguments = {
+            "q": self.operand("q"),
+            "k": self.operand("k", "uint8" if bits["k"] else None),
+            "v": self.operand("v", "uint8" if bits["v"] else None),
+            "lens": self.operand("lens"),
+            "tables": self.operand("tables"),
+            **self.scale("k_scale"),
+            **self.scale("v_scale"),
+            **sinks,
+            "acc_out": None if direct else Out(0),
+            "m_out": None if direct else Out(1),
+            "l_out": None if direct else Out(2),
+            "starts": Out(3) if balanced else None,
+            "o": Out(0) if direct else None,
+            "batch": p.batch,
+            "shares": self.shares,
+            "max_pages": p.max_pages,
+            "pages": p.pages,
+            "left": p.left or 0,
+            "scale": float(p.scale if cap else p.scale * LOG2E),
+            "cap_in": float(2 * LOG2E / cap) if cap else 0.0,
+            "cap_out": float(cap * LOG2E) if cap else 0.0,
+        }
+        constants = {
+            "HEADS": p.heads,
+            "KV_HEADS": p.kv_heads,
+            "CHUNKS": chunks,
+            "BLOCK_H": rows,
+            "D": p.dim,
+            "DV": p.value_dim,
+            "D_MAIN": d_main,
+            "D_REST": d_rest,
+            "DV_MAIN": dv_main,
+            "DV_REST": dv_rest,
+            "PAGE": p.page_size,
+            "BLOCK": t.block,
+            "LANES": min(MAX_LANES, power_of_two(p.batch)),
+            "SPLITS": t.splits or 0,
+            "SINKS": sinks_padded,
+            "WINDOW": p.left is not None,
+            "CAPPED": cap is not None,
+            "QK": numbers[p.number(p.key)],
+            "PV": numbers[p.number(p.value)],
+            "K_BITS": bits["k"],
+            "V_BITS": bits["v"],
+            "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
+            "PRECISION": self.precision(target),
+        }
+        grid = (self.shares * p.kv_heads * chunks,)
+        # left alone the assembler spills to fit more programs than are meant to run together
+        registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
+        options = {"maxnreg": registers} if target.platform == "cuda" else {}
+        return Launch(paged_split, arguments, constants, grid, t.num_warps, t.num_stages, options)
+
+    def precision(self, target: Target) -> str:
+        """Of float32 products. Three tf32 products cost nothing while memory is the limit, but
+        their operands must fit the registers."""
+        if target.platform != "cuda":
+            return "ieee"
+        return "tf32x3" if max(self.problem.dim, self.problem.value_dim) <= 128 else "tf32"
+
+
+@dataclass(frozen=True)
+class MergePlan(PagedPlan):
+    """acc, m, l, (starts,) -> o ``[b, h, dv]`` in the query's dtype."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        return (_struct((p.batch, p.heads, p.value_dim), p.query),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.page_attention.merge_kernel import paged_merge
+
+        p, t = self.problem, self.tiles
+        sinks, sinks_padded = self.sinks()
+        columns = max(16, power_of_two(p.value_dim))
+        arguments = {
+            "acc_in": self.operand("acc"),
+            "m_in": self.operand("m"),
+            "l_in": self.operand("l"),
+            "starts": self.operand("starts"),
+            **self.scale("v_scale"),
+            **sinks,
+            "o": Out(0),
+            "batch": p.batch,
+            "shares": self.shares,
+        }
+        constants = {
+            "HEADS": p.heads,
+            "GROUP": p.group,
+            "DV": p.value_dim,
+            "COLUMNS": columns,
+            # a few thousand floats a program: all of a long sequence's parts in one or two loads
+            "PARTS": min(4096 // columns, power_of_two(t.splits or self.shares)),
+            "SPLITS": t.splits or 0,
+            "SINKS": sinks_padded,
+        }
+        return Launch(paged_merge, arguments, constants, (p.batch * p.heads,), 4, 1)

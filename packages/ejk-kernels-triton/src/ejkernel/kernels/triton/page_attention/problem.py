@@ -1,0 +1,69 @@
+"""What one decoding step computes, as static facts: hashable, so that it can key programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, dtypes and options of one call.
+
+    Attributes:
+        batch, heads, kv_heads, dim, value_dim: sizes; one query token per batch row.
+        pages, page_size, max_pages: of the caches; ``max_pages`` columns of the block table.
+        query, key, value: dtypes of the query (and of the result) and of the caches.
+        scale: factor of the products.
+        soft_cap: cap of the logits or None.
+        left: keys seen besides the newest, or None for all.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    pages: int
+    page_size: int
+    max_pages: int
+    query: str
+    key: str
+    value: str
+    scale: float
+    soft_cap: float | None = None
+    left: int | None = None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def capacity(self) -> int:
+        """Tokens one sequence can hold."""
+        return self.max_pages * self.page_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value of one head."""
+        return self.dim * BYTES[self.key] + self.value_dim * BYTES[self.value]
+
+    @property
+    def wide(self) -> bool:
+        """Whether a product is in float32."""
+        return "float32" in (self.number(self.key), self.number(self.value))
+
+    def number(self, cache: str) -> str:
+        """The dtype of products with a cache of dtype ``cache``.
+
+        8-bit caches are exact in float16, where probabilities (at most 1) and queries (scaled
+        per row) are more exact than in bfloat16. What has no common 16-bit dtype uses float32.
+        """
+        if self.query != "float32" and BYTES[cache] == 1:
+            return "float16"
+        return cache if cache == self.query else "float32"
+
+    def folded(self, size: int, pages: int) -> Problem:
+        """The same problem ``size`` times along the batch axis, over caches of ``pages`` pages."""
+        return replace(self, batch=self.batch * size, pages=pages)

@@ -1,0 +1,206 @@
+"""How a decoding step is launched: arithmetic with a reason beside each line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.flash_attention.problem import split_dim
+from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
+from ejkernel.kernels.triton.targets import Target, current_target
+
+MAX_DIM = 256
+MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The launch of a step.
+
+    Attributes:
+        block: tokens read at a time, a power of two of at least 16.
+        num_warps, num_stages: of the program that reads them.
+        per_core: programs meant to run together on one multiprocessor.
+        splits: parts of every sequence; None cuts the cache as a whole into equal shares.
+    """
+
+    block: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    per_core: int = 2
+    splits: int | None = None
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two at or above n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def query_rows(problem: Problem) -> tuple[int, int]:
+    """(rows, chunks): query heads in one product, and the programs that share a kv head.
+
+    A matrix instruction has 16 rows; rows beyond the group cost nothing that limits. Float32
+    products are done in three, each with operands in registers: 16 rows only.
+    """
+    most = 16 if problem.wide else MAX_ROWS
+    rows = min(most, max(16, power_of_two(problem.group)))
+    return rows, -(-problem.group // rows)
+
+
+def held_bytes(problem: Problem, block: int, stages: int) -> int:
+    """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
+    rows, _ = query_rows(problem)
+    width = 4 if problem.wide else 2
+    return (
+        block * problem.token_bytes * max(1, stages - 1)
+        + rows * (problem.dim + block) * width
+        + 4096
+    )
+
+
+def choose(problem: Problem, target: Target) -> Tiles:
+    """The heuristic launch."""
+    rows, _ = query_rows(problem)
+    parts = (split_dim(problem.dim), split_dim(problem.value_dim))
+    columns = power_of_two(max(map(sum, parts)))
+    # operands of the products go through registers: 64 tokens of 128 columns fill a third of
+    # those of four warps, float32 ones twice that
+    block = 8192 // columns // (2 if problem.wide else 1)
+    if any(rest == 16 for _, rest in parts):
+        block //= 2  # a narrow second part takes as many pointers as a wide one
+    block = max(16, min(128, block))
+    # no step longer than the longest sequence
+    block = max(16, min(block, power_of_two(problem.capacity)))
+    warps = 8 if rows * columns > 64 * 64 or (problem.wide and columns > 128) else 4
+    if target.platform == "rocm":
+        # no asynchronous copies: loads go through registers, occupancy hides latency
+        return Tiles(min(block, 64), warps, 1, 2)
+    # the deepest pipeline that leaves room for a second program, whose loads fly while the first
+    # one computes: at least 64 KiB in flight a multiprocessor hide the latency of memory
+    stages = next(
+        (n for n in (5, 4, 3) if 2 * held_bytes(problem, block, n) <= target.shared_limit), 2
+    )
+    # two programs of four warps, or one of eight, may use every register they can name
+    room = target.shared_limit // held_bytes(problem, block, stages)
+    return Tiles(block, warps, stages, max(1, min(8 // warps, room)))
+
+
+def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
+    """Equal shares of the cache when it is cut as a whole: what fills the chip once.
+
+    A share per head and chunk runs as a program. With more than a quarter of the chip's programs
+    in one share a single round would leave the rest idle: then four rounds.
+    """
+    _, chunks = query_rows(problem)
+    heads = problem.kv_heads * chunks
+    room = target.cores * tiles.per_core
+    shares = room // heads if 4 * heads <= room else -(-4 * room // heads)
+    longest = -(-problem.capacity // tiles.block)
+    return max(1, min(shares, problem.batch * longest))
+
+
+def field(source: Any, name: str) -> Any:
+    """``source.name`` or ``source[name]``; None when absent."""
+    if source is None:
+        return None
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def configured(problem: Problem, target: Target, cfg: Any, num_splits: int | None) -> Tiles:
+    """``choose``, then what the config says instead, then ``num_splits``."""
+    tiles = choose(problem, target)
+    pages = field(cfg, "pages_per_block")
+    if pages is not None:
+        tiles = replace(tiles, block=max(16, power_of_two(int(pages) * problem.page_size)))
+    for name in ("num_warps", "num_stages"):
+        if field(cfg, name) is not None:
+            tiles = replace(tiles, **{name: int(field(cfg, name))})
+    splits = num_splits if num_splits is not None else field(cfg, "num_splits")
+    return tiles if splits is None else replace(tiles, splits=int(splits))
+
+
+def refusal(query: Any, key_cache: Any, value_cache: Any) -> str | None:
+    """Why sizes or dtypes are not supported, None when they are."""
+    name = jnp.dtype(query.dtype).name
+    if name not in ("float16", "bfloat16", "float32"):
+        return f"query: {name} is not supported, only float16, bfloat16, float32"
+    for argument, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        name, dim = jnp.dtype(cache.dtype).name, cache.shape[-1]
+        if name not in BYTES:
+            return f"{argument}: {name} is not supported, only {', '.join(BYTES)}"
+        if dim > MAX_DIM or dim % 8:
+            return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
+    return None
+
+
+def supports(inv: Any) -> str | None:
+    """Why a call cannot run here, None when it can."""
+    a = inv.arguments
+    return compat.problem() or refusal(a["query"], a["key_cache"], a["value_cache"])
+
+
+def problem_of(a: Mapping[str, Any]) -> Problem:
+    """The static facts of a call whose arguments are canonical."""
+    q, k, v = a["query"], a["key_cache"], a["value_cache"]
+    scale, window = a.get("softmax_scale"), a.get("sliding_window")
+    cap = a.get("logits_soft_cap")
+    return Problem(
+        batch=q.shape[0],
+        heads=q.shape[-2],
+        kv_heads=k.shape[2],
+        dim=q.shape[-1],
+        value_dim=v.shape[3],
+        pages=k.shape[0],
+        page_size=k.shape[1],
+        max_pages=a["block_tables"].shape[1],
+        query=jnp.dtype(q.dtype).name,
+        key=jnp.dtype(k.dtype).name,
+        value=jnp.dtype(v.dtype).name,
+        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
+        soft_cap=None if cap is None else float(cap),
+        left=None if window is None else int(window if isinstance(window, int) else window[0]),
+    )
+
+
+def heuristic(inv: Any) -> dict[str, int]:
+    """The config of ``choose``: equal shares of the whole cache (no ``num_splits``)."""
+    tiles = choose(problem_of(inv.arguments), current_target())
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
+def candidates(inv: Any) -> list[dict[str, int]]:
+    """Configs worth timing: steps of half to double the bytes, two to four stages, that fit."""
+    problem, target = problem_of(inv.arguments), current_target()
+    chosen, size = choose(problem, target), max(problem.page_size, 1)
+    found = [heuristic(inv)]
+    for block in (chosen.block // 2, chosen.block, chosen.block * 2):
+        for warps in (4, 8):
+            for stages in (2, 3, 4, 5):
+                fits = held_bytes(problem, block, stages) <= target.shared_limit
+                if block >= max(16, size) and fits:
+                    found.append(
+                        {
+                            "pages_per_block": block // size,
+                            "num_warps": warps,
+                            "num_stages": stages,
+                        }
+                    )
+    return found
+
+
+def sample_inputs(inv: Any, rng: Any) -> tuple[tuple, dict[str, Any]]:
+    """Random caches, full contexts, and tables that visit pages in random order."""
+    a = dict(inv.arguments)
+    pages, page_size = a["key_cache"].shape[:2]
+    rows, columns = a["block_tables"].shape
+    a["context_lens"] = jnp.full((rows,), columns * page_size, jnp.int32)
+    table = rng.permutation(max(pages, rows * columns))[: rows * columns] % max(pages, 1)
+    a["block_tables"] = jnp.asarray(table.reshape(rows, columns), jnp.int32)
+    for name in ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"):
+        if hasattr(a[name], "shape"):
+            a[name] = jnp.asarray(rng.standard_normal(a[name].shape), a[name].dtype)
+    return (), a
