@@ -130,3 +130,81 @@ OPTIONS = (
 )
 
 ATTENTION = CPU_ATTENTION + GPU_SWEEP + MODELS + SHORT + OPTIONS
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """One decoding step over a paged cache; ``context`` is the mean number of cached tokens."""
+
+    name: str
+    batch: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    uneven: bool = False
+    source: str = ""
+    device: str = "gpu"
+
+
+DECODE = (
+    DecodeShape("cpu-b4-2k", 4, 2048, 8, 2, 64, 16, "float32", "float32", device="cpu"),
+    DecodeShape("cpu-b1-16k", 1, 16384, 8, 2, 64, 16, "float32", "float32", device="cpu"),
+    *(
+        DecodeShape(f"decode-b64-8k-page{page}", 64, 8192, 32, 8, 128, page, source="Llama 3 8B")
+        for page in (16, 64)
+    ),
+    DecodeShape("decode-b1-128k", 1, 131072, 32, 8, 128, 64, source="Llama 3 8B, long"),
+    DecodeShape("decode-b64-4k-even", 64, 4096, 32, 8, 128, 16),
+    DecodeShape("decode-b64-4k-uneven", 64, 4096, 32, 8, 128, 16, uneven=True),
+    DecodeShape("decode-b64-8k-int8", 64, 8192, 32, 8, 128, 64, cache_dtype="int8"),
+    DecodeShape("decode-b64-8k-float8", 64, 8192, 32, 8, 128, 64, cache_dtype="float8_e4m3fn"),
+)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One linear-attention call with equal key and value head dims."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    source: str = ""
+    device: str = "gpu"
+
+
+LINEAR = (
+    LinearShape("cpu-b1-4k", 1, 4096, 4, 64, "float32", device="cpu"),
+    LinearShape("cpu-b1-64k", 1, 65536, 2, 32, "float32", device="cpu"),
+    LinearShape("gla-b2-8k", 2, 8192, 16, 128),
+    LinearShape("gla-b4-4k", 4, 4096, 64, 128),
+)
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """``m`` rows in ``groups`` runs, each times its own ``[k, n]``."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    groups: int
+    dtype: str = "bfloat16"
+    source: str = ""
+    device: str = "gpu"
+
+
+GROUPED = (
+    GroupedShape("cpu-g64", 4096, 512, 512, 64, "float32", device="cpu"),
+    GroupedShape("cpu-g8", 2048, 512, 1024, 8, "float32", device="cpu"),
+    GroupedShape("mixtral-8x7b", 8192, 4096, 14336, 8, source="Mixtral 8x7B"),
+    GroupedShape("qwen3-moe", 8192, 2048, 1536, 128, source="Qwen3 30B-A3B"),
+    GroupedShape("deepseek-v3", 65536, 7168, 2048, 256, source="DeepSeek V3"),
+)
