@@ -200,6 +200,18 @@ def test_force_a_platform(arrays):
         assert caught.value.platform == platform
 
 
+def test_an_interpreter_is_never_timed(arrays, monkeypatch):
+    pytest.importorskip("ejkernel.kernels.triton")
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("only where GPU kernels are interpreted")
+    monkeypatch.setenv("EJKERNEL_INTERPRET", "1")
+    q, k, v = (x[:1, :16, :2, :16] for x in arrays)
+    told = ejkernel.modules.explain("flash_attention", q, k, v, platform="triton")
+    assert told.platform == "triton" and told.tier == "heuristics"
+    out = ejkernel.modules.flash_attention(q, k, v, platform="triton", causal=True)
+    close(out, ejkernel.modules.flash_attention(q, k, v, platform="xla", causal=True))
+
+
 def test_environment_variables_act_on_the_next_call(arrays, monkeypatch):
     from ejkernel.modules import flash_attention
     from ejkernel.ops import clear_invocations, find_labels_in_lowered, get_invocations

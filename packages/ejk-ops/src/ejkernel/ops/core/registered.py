@@ -16,7 +16,8 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
-from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.platforms import Backend, Platform, parse_platform
+from ejkernel.ops.utils.device import target_device
 
 
 class RegisteredKernel(Kernel[Cfg, Out]):
@@ -119,7 +120,9 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return configs
 
     def _candidates(self, impl: Implementation, inv: Invocation) -> Sequence[Mapping[str, Any]]:
-        if impl.candidates is not None:
+        # an interpreted kernel's time says nothing about the hardware it is written for
+        at_home = impl.backend in (Backend.ANY, target_device().kind)
+        if impl.candidates is not None and at_home:
             return impl.candidates(inv)
         return [impl.heuristic(inv) if impl.heuristic else {}]
 
