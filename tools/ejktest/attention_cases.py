@@ -29,7 +29,7 @@ class Call:
     hk: int = 4
     d: int = 32
     dv: int | None = None
-    dtypes: tuple[str, str, str] = ("float32",) * 3
+    dtypes: tuple[str, str, str] = ("float32", "float32", "float32")
     mask: dict[str, Any] = field(default_factory=dict)
     bias: tuple[int, int] | None = None
     sinks: tuple[int, ...] | None = None

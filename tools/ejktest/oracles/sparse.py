@@ -24,7 +24,7 @@ def chosen_blocks(p_cmp, t, size, complete, count):
     return [own, *rest][:count]
 
 
-def sequence(q, k, v, gates, *, size, count, scale, indices=None, window=None, length=None):
+def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window=None):
     """One sequence of ``length`` tokens, padded: q ``[s, h, d]``, k/v ``[s, hk, .]``.
 
     gates ``(g_cmp, g_slc, g_swa)`` each ``[s, h]`` or None; indices: lists per (t, kv head).

@@ -154,6 +154,7 @@ def vary(tree: Any, axes: frozenset) -> Any:
 def result_aval(operands: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a kernel's result: that of its operands inside a shard_map, else plain."""
     import jax
+    from jax.core import ShapedArray
     from jax.sharding import NamedSharding, PartitionSpec
 
     for aval in operands:
@@ -161,4 +162,4 @@ def result_aval(operands: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         if kind is not None and not kind.empty:
             sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
             return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
-    return jax.core.ShapedArray(shape, dtype)
+    return ShapedArray(shape, dtype)

@@ -54,12 +54,12 @@ def measure(source: Source, target: Target) -> Resources:
 
 
 def _cubin(binary: bytes) -> tuple[int, int]:
-    import triton
+    from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
+        tool = knobs.nvidia.cuobjdump.path
         listing = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
