@@ -175,6 +175,31 @@ def merge_leading(
     return array.reshape(size * inner, *array.shape[2:])
 
 
+def input_order(launch: Launch, results: int) -> list[int]:
+    """The operand of every array parameter that is read, in the order of the parameters.
+
+    The launcher hands out one buffer per array parameter, in order: first the operands of the
+    custom call, then its results. So the operands must be given to it in this order, one that two
+    parameters read twice, one that none reads not at all.
+
+    Raises:
+        TypeError: results are not the last array parameters, each once and in order.
+    """
+    arrays = [
+        value
+        for name in launch.kernel.arg_names
+        if isinstance(value := launch.arguments.get(name), (In, Out, TensorMap))
+    ]
+    inputs = [value.index for value in arrays if not isinstance(value, Out)]
+    outputs = [value.index for value in arrays[len(inputs) :] if isinstance(value, Out)]
+    if outputs != list(range(results)):
+        raise TypeError(
+            f"{launch.kernel.__name__}: its {results} results must be the last array parameters, "
+            f"each once and in order; the parameters are {arrays}"
+        )
+    return inputs
+
+
 def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
     """The specialisation a launch needs: types, alignment, constants.
 
@@ -182,6 +207,7 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
     of 16 and on nothing else, so nearby shapes share code.
     """
     kernel = launch.kernel
+    input_order(launch, len(outs))
     names = list(kernel.arg_names)
     unknown = set(launch.arguments) | set(launch.constants)
     if unknown != set(names):
@@ -295,6 +321,9 @@ def _lower(platform: str, context, *operands, plan):
         _parameters(native, launch, source, code),
     )
     opaque = zlib.compress(launched.to_proto(code.name, b""))
+    order = input_order(launch, len(context.avals_out))
+    operands = [operands[i] for i in order]
+    context = context.replace(avals_in=[context.avals_in[i] for i in order])
     if tools.api_version == 4:
         rule = jax.ffi.ffi_lowering(tools.call_target, api_version=4)
         return rule(context, *operands, opaque=opaque)

@@ -23,7 +23,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ejkernel.kernels.triton.bridge import In, Launch, Out, Plan, TensorMap
+from ejkernel.kernels.triton.bridge import (
+    In,
+    Launch,
+    Out,
+    Plan,
+    TensorMap,
+    input_order,
+)
 from ejkernel.kernels.triton.compiled import TRITON_LOCK
 from ejkernel.kernels.triton.targets import current_target
 
@@ -241,6 +248,8 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
     import triton.experimental.gluon  # noqa: F401  (must not be imported under the twins)
     from triton.runtime.errors import InterpreterError
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+    input_order(launch, len(outputs))  # what a GPU would refuse is refused here
 
     def argument(value: Any) -> Any:
         if isinstance(value, In):
