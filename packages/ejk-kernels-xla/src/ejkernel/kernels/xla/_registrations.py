@@ -49,6 +49,7 @@ REGISTRATIONS = (
     _plain("flash_attention", "flash_attention.tiles:heuristic"),
     _plain("attention"),
     _plain("scaled_dot_product_attention"),
+    _plain("ring_attention", "flash_attention.tiles:heuristic"),
     _cached("page_attention"),
     _cached("ragged_page_attention"),
     _cached("ragged_page_attention_v3"),
