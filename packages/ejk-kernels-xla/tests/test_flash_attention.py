@@ -160,21 +160,30 @@ def test_checkpoint_and_scan() -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma: bool) -> None:
-    """Keys replicated over the mesh get the summed gradient."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    """Traced ranges of blocks; keys replicated over the mesh get the summed gradient."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: min(2, jax.device_count())]), ("x",))
     q, k, v = small_arrays()
+    ids = jnp.asarray(np.sort(np.random.default_rng(3).integers(-1, 3, (2, 24)), -1), jnp.int32)
     P = jax.sharding.PartitionSpec
 
-    def loss(q, k, v):
-        f = partial(flash_attention, sliding_window=5, cfg=CFG)
-        specs = (P("x"), P(), P("x"))
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check_vma)
-        return (mapped(q, k, v) ** 2).sum()
+    def attend(q, k, v, ids):
+        mask = MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)
+        k = jnp.broadcast_to(k, (q.shape[0], *k.shape[1:]))
+        options = {"softmax_aux": jnp.ones(1), "sliding_window": 5, "return_lse": True}
+        o, lse = flash_attention(q, k, v, mask_info=mask, cfg=CFG, **options)
+        return o, jnp.where(ids[..., None] < 0, 0.0, lse)
 
-    def plain(q, k, v):
-        return (flash_attention(q, k, v, sliding_window=5, cfg=CFG) ** 2).sum()
+    def loss(f, q, k, v):
+        o, lse = f(q, k, v, ids)
+        return (o**2).sum() + lse.sum()
 
-    close(jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v), jax.jit(jax.grad(plain, (0, 1, 2)))(q, k, v))
+    specs = (P("x"), P(), P("x"), P("x"))
+    out = (P("x"), P("x"))
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+    got, want = (
+        jax.jit(jax.grad(partial(loss, f), (0, 1, 2)))(q, k[:1], v) for f in (mapped, attend)
+    )
+    close(got, want)
 
 
 def test_traced_sequence_bounds() -> None:

@@ -163,7 +163,8 @@ def forward(
             o = o * tiles.keep_scale
         return None, (o, lse2)
 
-    _, (o, lse2) = blk.scan_blocks(query_block, None, q_blocks, layout.nq)
+    order = getattr(mask, "q_order", None)
+    _, (o, lse2) = blk.scan_blocks(query_block, None, q_blocks, layout.nq, order)
     return sm.add_sinks(layout.join_q(o), layout.join_rows(lse2), sinks)
 
 
@@ -241,7 +242,8 @@ def backward(
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)
     carry = (tiles.zeros(*q_blocks.shape), dbias)
     blocks = (layout.split_kv(k), layout.split_kv(v))
-    (dq, dbias), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk)
+    order = getattr(mask, "kv_order", None)
+    (dq, dbias), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk, order)
     if dbias is not None:
         dbias = dbias[:, :, : layout.q_len, : layout.kv_len]
     return Grads(

@@ -17,9 +17,9 @@ import numpy as np
 
 def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
     """float64 when any array or ``at_least`` is float64 (and JAX has it), else float32."""
-    widest = jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
-    floor = jax.dtypes.canonicalize_dtype(at_least)
-    return np.dtype(jnp.float64 if np.dtype(jnp.float64) in (widest, floor) else jnp.float32)
+    asked = jnp.dtype(at_least) == np.float64 and jax.config.jax_enable_x64
+    wide = asked or any(a.dtype == np.float64 for a in arrays)
+    return np.dtype(np.float64 if wide else np.float32)
 
 
 def is_highest(precision: Any) -> bool:
