@@ -50,6 +50,7 @@ REGISTRATIONS = (
     _plain("attention"),
     _plain("scaled_dot_product_attention"),
     _plain("ring_attention", "flash_attention.tiles:heuristic"),
+    _plain("blocksparse_attention"),
     _cached("page_attention"),
     _cached("ragged_page_attention"),
     _cached("ragged_page_attention_v3"),

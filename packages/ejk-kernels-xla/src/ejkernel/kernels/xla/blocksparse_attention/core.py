@@ -1,0 +1,199 @@
+"""The differentiable core: each head walks its own tiles with the blockwise passes.
+
+The work is that of flash attention on the tiles a head visits, 2 products forward and 5 backward
+a tile, so it follows the density of the pattern. Heads are walked several at a time, each by its
+own list; the outer tiles of every head are sorted by their number of visits, so that walking
+together costs little more than walking alone.
+
+Memory is O(q_len + kv_len) per head, the lists of tiles, and the caller's bias and its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common import blockwise
+from ejkernel.kernels.xla._common import softmax as sm
+from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._common.dropout import Dropout
+from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
+from ejkernel.kernels.xla.blocksparse_attention import tiles
+from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
+from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
+from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.types.prepare import Tiling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is static in one call: the passes' options and tiles, and the pattern's blocks."""
+
+    fwd: Spec
+    bwd: Spec
+    q_block: int
+    kv_block: int
+
+
+class _Call(NamedTuple):
+    """The arrays of a call."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    sinks: jax.Array | None
+    mask: Any
+    pattern: jax.Array | None
+    seed: jax.Array | None
+
+
+class _Walk:
+    """Arrays of a call as one head's walk needs them, ``[b, hk, ...]`` padded to whole tiles."""
+
+    def __init__(self, plan: Plan, spec: Spec, call: _Call, *, by_key: bool) -> None:
+        self.call, self.spec, self.by_key = call, spec, by_key
+        (self.batch, self.q_len, h, d), (_, self.kv_len, self.hk, dv) = call.q.shape, call.v.shape
+        self.groups = h // self.hk
+        tiling = Tiling(self.q_len, self.kv_len, spec.block_q, spec.block_kv)
+        grid = Grid(tiling, plan.q_block, plan.kv_block, self.hk, self.groups)
+        self.padded_q = cdiv(self.q_len, spec.block_q) * spec.block_q
+        self.padded_kv = cdiv(self.kv_len, spec.block_kv) * spec.block_kv
+        self.head: dict[str, Any] = {
+            "q": self.rows(call.q),
+            "k": self.keys(call.k),
+            "v": self.keys(call.v),
+            "mask": HeadMask.of(grid, call.mask, call.pattern, by_key=by_key),
+            "bias": None if call.bias is None else grid.per_head(call.bias)[:, :, None],
+            "drop": None,
+        }
+        self.drop = None
+        if spec.dropout_prob > 0.0:
+            self.drop = Dropout.make(call.seed, self.batch, h, self.q_len, self.kv_len)
+            base = self.drop.base.reshape(self.batch, self.hk, 1, self.groups)
+            self.head["drop"] = base
+        rows, every = self.groups * spec.block_q, self.batch * self.hk
+        at_once = tiles.heads_at_once(rows, spec.block_kv, max(d, dv), every)
+        if by_key and call.bias is not None and call.bias.shape[:2] != (self.batch, h):
+            at_once = 1  # heads share entries of the bias gradient
+        self.heads = Heads.of(self.batch, self.hk, at_once)
+
+    def rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
+        """``[b, q, h, ...]`` -> ``[b, hk, 1, q, g, ...]``."""
+        pad = [(0, 0)] * x.ndim
+        pad[1] = (0, self.padded_q - self.q_len)
+        x = jnp.pad(x, pad, constant_values=fill) if self.padded_q > self.q_len else x
+        x = x.reshape(self.batch, self.padded_q, self.hk, self.groups, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 1)[:, :, None]
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """``[b, k, hk, c]`` -> ``[b, hk, 1, k, 1, c]``."""
+        return jnp.moveaxis(pad_axis(x, 1, self.padded_kv), 2, 1)[:, :, None, :, None]
+
+    def from_rows(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``rows``."""
+        x = jnp.moveaxis(x[:, :, 0], 1, 2)
+        return x.reshape(*x.shape[:2], self.hk * self.groups, *x.shape[4:])[:, : self.q_len]
+
+    def from_keys(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``keys``."""
+        return jnp.moveaxis(x[:, :, 0, :, 0], 1, 2)[:, : self.kv_len]
+
+    def inputs(self, head: dict[str, Any]) -> dict[str, Any]:
+        """What one head gives to a blockwise pass, besides q, k, v and bias."""
+        drop = self.drop
+        if drop is not None:
+            drop = replace(drop, base=head["drop"])
+        return {"mask": head["mask"], "dropout": drop}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, *arrays):
+    return _attend_fwd(plan, *arrays)[0]
+
+
+def _attend_fwd(plan: Plan, *arrays):
+    call = _Call(*arrays)
+    walk = _Walk(plan, plan.fwd, call, by_key=False)
+
+    def one(head: dict[str, Any]) -> tuple:
+        x = (head[n] for n in ("q", "k", "v", "bias"))
+        return blockwise.forward(plan.fwd, *x, **walk.inputs(head)), None
+
+    (o, lse2), _ = walk.heads.map(one, walk.head)
+    o, lse2 = sm.add_sinks(walk.from_rows(o), walk.from_rows(lse2), call.sinks)
+    o = o.astype(call.q.dtype)
+    return (o, lse2 * sm.LN2), (*arrays, o, lse2)
+
+
+def _attend_bwd(plan: Plan, residuals, cotangents):
+    *arrays, o, lse2 = residuals
+    do, dlse = cotangents
+    call = _Call(*arrays)
+    delta = blockwise.row_delta(o, do, dlse, lse2.dtype)
+    walk = _Walk(plan, plan.bwd, call, by_key=True)
+    walk.head |= {
+        "lse2": walk.rows(lse2, -jnp.inf),
+        "delta": walk.rows(delta),
+        "do": walk.rows(do),
+    }
+
+    def one(head: dict[str, Any]) -> tuple:
+        x = (head[n] for n in ("q", "k", "v", "bias"))
+        rows = {n: head[n] for n in ("lse2", "delta", "do")}
+        grads = blockwise.backward(plan.bwd, *x, **walk.inputs(head), **rows)
+        return grads[:3], grads.dbias
+
+    dbias = walk.head["bias"]
+    if dbias is not None:
+        full = (*dbias.shape[:4], walk.padded_q, walk.padded_kv)
+        dbias = vary(jnp.zeros(full, lse2.dtype), varying_axes(call.q))
+    (dq, dk, dv), dbias = walk.heads.map(one, walk.head, dbias)
+    if dbias is not None:
+        dbias = dbias[..., : walk.q_len, : walk.kv_len].reshape(call.bias.shape)
+        dbias = dbias.astype(call.bias.dtype)
+    return (
+        walk.from_rows(dq).astype(call.q.dtype),
+        walk.from_keys(dk).astype(call.k.dtype),
+        walk.from_keys(dv).astype(call.v.dtype),
+        dbias,
+        sm.sink_gradient(call.sinks, lse2, delta),
+        None,
+        None,
+        None,
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend(
+    plan: Plan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Any,
+    pattern: jax.Array | None,
+    seed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """o ``[b, q, h, dv]`` in the query dtype and the natural lse ``[b, q, h]``, differentiable.
+
+    ``pattern`` is bool ``[#b, #h, blocks of queries, blocks of keys]`` or None.
+    """
+    if 0 in (*q.shape[:3], *k.shape[1:3]):
+        dtype = accumulation_dtype(q, k, v)
+        o = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
+        return o, jnp.full(q.shape[:3], -jnp.inf, dtype)
+    arrays: Any = _Call(q, k, v, bias, sinks, mask, pattern, seed)
+    # inside shard_map all arguments vary alike, so that JAX sums the gradients of replicated ones
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if axes:
+        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
+    return _attend(plan, *arrays)

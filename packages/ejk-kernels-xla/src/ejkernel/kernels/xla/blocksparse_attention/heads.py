@@ -1,0 +1,103 @@
+"""A function of one batch row and key/value head, for all of them, some at a time.
+
+Heads are mapped together so that a product of small tiles is large enough to be worth spreading
+over cores, and not more than that, so that the tiles of one step stay in the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def _divisor(n: int, limit: int) -> int:
+    return max(i for i in range(1, max(1, min(n, limit)) + 1) if n % i == 0)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """``batch`` rows and ``heads``, ``rows_at_once`` times ``heads_at_once`` in one call."""
+
+    batch: int
+    heads: int
+    rows_at_once: int
+    heads_at_once: int
+
+    @classmethod
+    def of(cls, batch: int, heads: int, at_once: int) -> Heads:
+        h = _divisor(heads, at_once)
+        return cls(batch, heads, _divisor(batch, at_once // h), h)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.rows_at_once, self.heads_at_once
+
+    @property
+    def calls(self) -> int:
+        return (self.batch // self.rows_at_once) * (self.heads // self.heads_at_once)
+
+    def _place(self, call: Any) -> tuple[Any, Any]:
+        """First batch row and head of a call."""
+        per_row = self.heads // self.heads_at_once
+        return (call // per_row) * self.rows_at_once, (call % per_row) * self.heads_at_once
+
+    def _cut(self, x: Any, call: Any) -> jax.Array:
+        """The part of ``x`` ``[#b, #hk, ...]`` for one call, without axes of size 1."""
+        x = jnp.asarray(x)
+        for axis, start in reversed(list(enumerate(self._place(call)))):
+            width = self.widths[axis]
+            if x.shape[axis] > width:
+                x = jax.lax.dynamic_slice_in_dim(x, start, width, axis)
+            if x.shape[axis] == 1:
+                x = x.squeeze(axis)
+        return x
+
+    def _mapped(self, function: Callable, leaves: list[Any]) -> Callable:
+        for axis in (1, 0):
+            if self.widths[axis] > 1:
+                axes = [0 if x.shape[axis] > 1 else None for x in leaves]
+                function = jax.vmap(function, axes)
+        return function
+
+    def map(self, function: Callable[[Any], tuple], tree: Any, total: Any = None) -> tuple:
+        """``function(tree of one head) -> (outputs, part)`` for all heads.
+
+        Leaves of ``tree`` are ``[#b, #hk, ...]``. Gives the outputs ``[b, hk, ...]`` and ``total``
+        ``[#b, #hk, ...]`` plus every ``part``; with heads that share an entry of ``total``, calls
+        must be of one head.
+        """
+        leaves, form = jax.tree.flatten(tree)
+        mapped = self._mapped(lambda *x: function(jax.tree.unflatten(form, x)), leaves)
+
+        def one(total: Any, call: Any) -> tuple:
+            out, part = mapped(*(self._cut(x, call) for x in leaves))
+            if total is not None:
+                total = self._add(total, part, call)
+            return total, out
+
+        if self.calls == 1:
+            total, out = one(total, 0)
+            out = jax.tree.map(lambda x: x[None], out)
+        else:
+            total, out = jax.lax.scan(one, total, jnp.arange(self.calls, dtype=jnp.int32))
+        return jax.tree.map(self._joined, out), total
+
+    def _joined(self, x: jax.Array) -> jax.Array:
+        """``[calls, rows if many, heads if many, ...]`` -> ``[b, hk, ...]``."""
+        rest = x.shape[1 + sum(w > 1 for w in self.widths) :]
+        nb, nh = self.batch // self.rows_at_once, self.heads // self.heads_at_once
+        x = x.reshape(nb, nh, *self.widths, *rest).swapaxes(1, 2)
+        return x.reshape(self.batch, self.heads, *rest)
+
+    def _add(self, total: jax.Array, part: jax.Array, call: Any) -> jax.Array:
+        zero = jnp.int32(0)
+        place = zip(self._place(call), total.shape, strict=False)
+        start = [jnp.asarray(i, jnp.int32) if n > 1 else zero for i, n in place]
+        start += [zero] * (total.ndim - 2)
+        part = part.reshape(*self.widths, *total.shape[2:])
+        old = jax.lax.dynamic_slice(total, start, part.shape)
+        return jax.lax.dynamic_update_slice(total, old + part, start)

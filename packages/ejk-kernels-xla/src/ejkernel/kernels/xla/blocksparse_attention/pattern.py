@@ -1,0 +1,174 @@
+"""Which tiles a head visits: the block pattern and every other mask, as lists of tiles.
+
+A tile is visited if the pattern allows any of its blocks and the other masks may show any of its
+pairs. Query heads of one key/value head share a walk, over the tiles that any of them needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.xla._common.blocks import take_block
+from ejkernel.kernels.xla._common.layout import cdiv
+from ejkernel.types import MaskInfo, PreparedMask, prepare_mask
+from ejkernel.types.blocks import BlockRange
+from ejkernel.types.classify import classify_blocks
+from ejkernel.types.fields import with_private
+from ejkernel.types.prepare import Tiling
+
+# only tiles are asked of the other masks; the walk is in the lists
+_NO_RANGES = (BlockRange(*(np.zeros(0, np.int32),) * 4),) * 2
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Lengths of tiles and of the pattern's blocks for a call of these lengths and heads."""
+
+    tiling: Tiling
+    q_block: int
+    kv_block: int
+    kv_heads: int
+    groups: int
+
+    @property
+    def aligned(self) -> bool:
+        """True if no tile holds pairs of two blocks of the pattern."""
+        t = self.tiling
+        axes = ((self.q_block, t.block_q, t.q_len), (self.kv_block, t.block_kv, t.kv_len))
+        return all(block % tile == 0 or block >= length for block, tile, length in axes)
+
+    def per_head(self, x: Any) -> Any:
+        """``[#b, #h, ...]`` -> ``[#b, #hk, 1|g, ...]``."""
+        split = (1, 1) if x.shape[1] == 1 else (self.kv_heads, self.groups)
+        return x.reshape(x.shape[0], *split, *x.shape[2:])
+
+
+def _any_in_tiles(pattern: jax.Array, axis: int, block: int, tile: int, length: int) -> jax.Array:
+    """``pattern`` along ``axis``: whether any block that a tile overlaps is set."""
+    starts = np.arange(cdiv(length, tile)) * tile
+    first, last = starts // block, (np.minimum(starts + tile, length) - 1) // block
+    counts = jnp.cumsum(pattern, axis, dtype=jnp.int32)
+    before = jnp.take(counts, np.maximum(first - 1, 0), axis)
+    before = before * np.expand_dims(first > 0, tuple(range(1, pattern.ndim - axis)))
+    return jnp.take(counts, last, axis) > before
+
+
+def visible_tiles(grid: Grid, mask: MaskInfo, pattern: jax.Array | None) -> jax.Array:
+    """bool ``[#b, #hk, nq, nk]``: the tiles to visit."""
+    t = grid.tiling
+    seen = jnp.asarray(classify_blocks(mask.conjuncts, *t)[0])
+    if pattern is not None:
+        tiles = _any_in_tiles(pattern, 2, grid.q_block, t.block_q, t.q_len)
+        seen = seen & _any_in_tiles(tiles, 3, grid.kv_block, t.block_kv, t.kv_len)
+    return grid.per_head(seen).any(2)
+
+
+def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskInfo, ...]:
+    """The masks cut into tiles, with every array ``[#b, #hk, 1, ...]`` as one head needs it."""
+
+    def tokens(x: Any) -> Any:
+        if x is None:
+            return None
+        return grid.per_head(x)[:, :, None] if x.ndim == 3 else x[:, None, None]
+
+    def dense(x: Any) -> Any:
+        return None if x is None else grid.per_head(x)[:, :, None]
+
+    return tuple(
+        with_private(
+            part,
+            attention_mask=dense(part.attention_mask),
+            q_segment_ids=tokens(part.q_segment_ids),
+            kv_segment_ids=tokens(part.kv_segment_ids),
+            q_positions=tokens(part.q_positions),
+            kv_positions=tokens(part.kv_positions),
+        )
+        for part in prepare_mask(mask, **grid.tiling._asdict()).parts
+    )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("seen", "inner", "count", "order", "pattern", "parts"),
+    meta_fields=("grid", "by_key"),
+)
+@dataclass(frozen=True)
+class HeadMask:
+    """A ``BlockMask`` of one batch row and key/value head; as made, of all, ``[#b, #hk, ...]``.
+
+    Outer tiles are those of queries, or of keys with ``by_key``; inner tiles the others.
+
+    seen: bool ``[nq, nk]``, the tiles to visit.
+    inner: int32 ``[outer, inner]``, for each outer tile first the tiles to visit, then the others.
+    count: int32 ``[outer]``, how many to visit.
+    order: int32 ``[outer]``, those with most visits first, so that heads that are walked together
+        have about equally many at any time.
+    pattern: bool ``[1|g, blocks of queries, blocks of keys]``; None if ``seen`` says it all.
+    parts: the other masks.
+    """
+
+    seen: jax.Array
+    inner: jax.Array
+    count: jax.Array
+    order: jax.Array
+    pattern: jax.Array | None
+    parts: tuple[MaskInfo, ...]
+    grid: Grid
+    by_key: bool
+
+    @classmethod
+    def of(cls, grid: Grid, mask: MaskInfo, pattern: jax.Array | None, *, by_key: bool) -> HeadMask:
+        """``mask`` with ``pattern`` ``[#b, #h, blocks of queries, blocks of keys]`` or None."""
+        seen = visible_tiles(grid, mask, pattern)
+        visits = seen.swapaxes(-1, -2) if by_key else seen
+        count = visits.sum(-1, dtype=jnp.int32)
+        inner = jnp.argsort(~visits, axis=-1, stable=True).astype(jnp.int32)
+        order = jnp.argsort(-count, axis=-1, stable=True).astype(jnp.int32)
+        if pattern is not None:
+            pattern = grid.per_head(pattern)
+            if grid.aligned and pattern.shape[2] == 1:
+                pattern = None
+        return cls(seen, inner, count, order, pattern, _parts(grid, mask), grid, by_key)
+
+    def _range(self, outer: Any) -> tuple[Any, Any]:
+        return 0, take_block(self.count, outer)
+
+    def _index(self, outer: Any, step: Any) -> jax.Array:
+        # a head that is through, walked with one that is not, visits hidden tiles
+        return self.inner[outer, step]
+
+    kv_range = q_range = _range
+    kv_index = q_index = _index
+
+    @property
+    def q_order(self) -> jax.Array | None:
+        return None if self.by_key else self.order
+
+    @property
+    def kv_order(self) -> jax.Array | None:
+        return self.order if self.by_key else None
+
+    def tile(self, qi: Any, ki: Any) -> jax.Array:
+        """bool ``[1, 1|g, block_q, block_kv]``."""
+        t = self.grid.tiling
+        shown = self.seen[qi, ki][None, None, None, None]
+        other = PreparedMask(t, self.parts, *_NO_RANGES).tile(qi, ki)
+        if other is not None:
+            shown = shown & other
+        if self.pattern is not None:
+            rows = self._blocks(qi, t.block_q, self.grid.q_block, self.pattern.shape[1])
+            cols = self._blocks(ki, t.block_kv, self.grid.kv_block, self.pattern.shape[2])
+            shown = shown & self.pattern[:, rows[:, None], cols][None]
+        return jnp.broadcast_to(shown, (*shown.shape[:2], t.block_q, t.block_kv))
+
+    def _blocks(self, number: Any, tile: int, block: int, count: int) -> jax.Array:
+        """The pattern's block of every index in a tile; one for all where tiles are aligned."""
+        width = 1 if self.grid.aligned else tile
+        index = number * tile + jnp.arange(width, dtype=jnp.int32)
+        return jnp.minimum(index // block, count - 1)

@@ -1,0 +1,52 @@
+"""Tile sizes, and how many heads to walk together.
+
+A tile should lie inside one block of the pattern, or hold whole blocks: then nothing is computed
+that the pattern leaves out. Blocks below 64 are joined, since smaller products are mostly
+overhead; blocks above 256 are cut where a divisor allows, so that a step's tiles stay in the
+caches.
+
+One product of 128 x 128 pairs at head_dim 64 is 2**20 multiply-adds, which XLA runs on one core;
+the products of several heads, taken together, use all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.kernels.xla._common.arguments import field
+from ejkernel.ops import Backend
+from ejkernel.ops.utils.device import target_device
+
+SMALLEST, LARGEST, PLAIN = 64, 256, 128
+DOT_MULTIPLY_ADDS = 2**23
+
+
+def tile_of(block: int, length: int) -> int:
+    """The tile for an axis of ``length`` whose pattern has blocks of ``block``."""
+    if block >= length:
+        return max(1, min(length, PLAIN))
+    if block <= SMALLEST:
+        return block * (SMALLEST // block)
+    if block <= LARGEST:
+        return block
+    divisors = (n for n in range(LARGEST, SMALLEST - 1, -1) if block % n == 0)
+    return next(divisors, PLAIN)
+
+
+def tile_sizes(cfg: Any, name: str, q: tuple[int, int], kv: tuple[int, int]) -> tuple[int, int]:
+    """(block_q, block_kv) of ``cfg.fwd_params`` or ``cfg.bwd_params``, else fitted to the pattern.
+
+    ``q`` and ``kv`` are (block of the pattern, length).
+    """
+    params = field(cfg, name)
+    return (
+        int(field(params, "q_blocksize", tile_of(*q))),
+        int(field(params, "kv_blocksize", tile_of(*kv))),
+    )
+
+
+def heads_at_once(rows: int, columns: int, dim: int, all_heads: int) -> int:
+    """How many heads' tiles of ``rows`` x ``columns`` make one product worth spreading."""
+    if target_device().kind is Backend.GPU:
+        return all_heads
+    return max(1, -(-DOT_MULTIPLY_ADDS // max(1, rows * columns * dim)))
