@@ -196,9 +196,24 @@ def _prepare() -> None:
 
 
 @functools.cache
+def _twin_class() -> type:
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterError
+
+    class Twin(InterpretedFunction):
+        """Called from a kernel: the language is patched already."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self.rewrite()(*args, **kwargs)
+            except Exception as error:
+                raise InterpreterError(repr(error)) from error
+
+    return Twin
+
+
+@functools.cache
 def interpreted(kernel: Any) -> Any:
     """The interpreted twin of a ``triton.jit`` function and of the functions it calls."""
-    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     fn = kernel.fn
@@ -210,14 +225,18 @@ def interpreted(kernel: Any) -> Any:
     twin.__annotations__ = fn.__annotations__
     twin.__kwdefaults__ = fn.__kwdefaults__
     twin.__module__, twin.__qualname__ = fn.__module__, fn.__qualname__
-    return InterpretedFunction(twin)
+    return _twin_class()(twin)
 
 
 @contextlib.contextmanager
 def _interpreted_library():
-    """Triton's own device functions (tl.max, tl.cdiv, ...) as interpreted twins, for a while."""
+    """Triton's own device functions (tl.max, tl.cdiv, ...) as interpreted twins, for a while.
+
+    The language is patched here once and put back at the end. A device function would patch it
+    again at every call and leave it so, and nothing could be compiled afterwards.
+    """
     import triton.language as tl
-    import triton.runtime.interpreter  # noqa: F401
+    from triton.runtime import interpreter as rt
     from triton.runtime.jit import JITFunction
 
     replaced = [
@@ -228,9 +247,11 @@ def _interpreted_library():
     ]
     for module, name, value in replaced:
         setattr(module, name, interpreted(value))
+    scope = rt._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         yield
     finally:
+        scope.restore()
         for module, name, value in replaced:
             setattr(module, name, value)
 

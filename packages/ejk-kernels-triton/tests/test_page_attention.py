@@ -1,0 +1,220 @@
+"""Paged decoding through Triton's interpreter, against a float64 oracle."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ejkernel.kernels.triton.page_attention import page_attention, tiles
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.ops import interpret_mode
+from ejkernel.types import InvalidArgument
+from ejktest.oracles import paged
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton")
+
+LENS = (37, 0, 5, 130, 64)
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """A chip of four multiprocessors: shares hold parts of several sequences."""
+    with interpret_mode(), compile_for(cuda_target(90, 4)):
+        yield
+
+
+def draw(lens=LENS, h=4, hk=2, d=16, dv=16, ps=16, dtype="float32", cache=None, seed=0):
+    """Arguments; tables point to distinct pages and past the contexts anywhere at all."""
+    rng = np.random.default_rng(seed)
+    kinds = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in (dtype, cache or dtype)}
+    columns = max(1, -(-max(lens) // ps))
+    pages = len(lens) * columns + 2
+    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
+    for row, n in zip(tables, lens, strict=True):
+        row[-(-n // ps) :] = rng.choice([-1, pages, 2**31 - 1, -(2**31)])
+    q = rng.standard_normal((len(lens), h, d)).astype(kinds[dtype])
+    k, v = (rng.standard_normal((pages, ps, hk, n)) for n in (d, dv))
+    if cache == "int8":
+        k, v = (np.clip(np.round(x * 40), -128, 127) for x in (k, v))
+    k, v = (x.astype(kinds[cache or dtype]) for x in (k, v))
+    return q, k, v, np.array(lens, np.int32), tables.astype(np.int32)
+
+
+def expected(q, k, v, lens, tables, scale=None, **options):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (q, k, v)]
+        options = {
+            n: x if n in ("left", "cap") else np.asarray(x, np.float64) for n, x in options.items()
+        }
+        return np.asarray(
+            paged.page_attention(*wide, lens, tables, scale=scale or q.shape[-1] ** -0.5, **options)
+        )
+
+
+SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
+CASES = {
+    "plain": ({}, {}),
+    "one split": ({}, dict(num_splits=1, softmax_aux=SINKS)),
+    "three splits": ({}, dict(num_splits=3, softmax_aux=SINKS)),
+    "page of one, window": (dict(ps=1), dict(sliding_window=(9, 0))),
+    "page of three": (dict(ps=3), {}),
+    "long page, cap, sinks": (dict(ps=256), dict(logits_soft_cap=2.0, softmax_aux=SINKS[0])),
+    "window cap sinks": (
+        dict(ps=64),
+        dict(sliding_window=40, logits_soft_cap=2.0, softmax_aux=SINKS),
+    ),
+    "dims 80 and 24": (dict(d=80, dv=24, dtype="bfloat16"), {}),
+    "group of 20": (dict(lens=(37, 0, 150), h=20, hk=1), dict(softmax_scale=-0.3)),
+    "group of 70": (dict(lens=(20,), h=70, hk=1, dtype="float16"), {}),
+    "int8": (
+        dict(dtype="bfloat16", cache="int8"),
+        dict(k_scale=0.02, v_scale=np.array([0.02, 0.01], np.float32)),
+    ),
+    "e4m3": (dict(dtype="bfloat16", cache="float8_e4m3fn"), dict(k_scale=np.float32(0.5))),
+    "float32 query, e5m2": (dict(cache="float8_e5m2"), dict(v_scale=3.0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_formula(name):
+    shape, options = CASES[name]
+    q, k, v, lens, tables = draw(**shape)
+    got = page_attention(q, k, v, lens, tables, **options)
+    names = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux"}
+    known = {names.get(n, n): x for n, x in options.items() if n != "num_splits"}
+    known["scale"] = known.pop("softmax_scale", None)
+    if isinstance(known.get("left"), tuple):
+        known["left"] = known["left"][0]
+    assert got.dtype == q.dtype and got.shape == (*q.shape[:2], v.shape[-1])
+    want = expected(q, k, v, lens, tables, **known)
+    check_close(np.asarray(got), want, name=name)
+    assert not np.asarray(got, np.float32)[lens == 0].any()
+
+
+def test_config_and_splits_change_rounding_only_and_runs_repeat():
+    args = draw(lens=(200, 16, 90))
+    base = np.asarray(page_attention(*args))
+    assert np.array_equal(base, page_attention(*args))
+    for options in (
+        dict(cfg=dict(num_splits=2, num_warps=2)),
+        dict(cfg=SimpleNamespace(pages_per_block=3), num_splits=7),
+    ):
+        np.testing.assert_allclose(page_attention(*args, **options), base, atol=1e-6)
+
+
+def test_unseen_memory_and_wild_entries_have_no_effect():
+    q, k, v, lens, tables = draw(ps=8)
+    base = page_attention(q, k, v, lens, tables, sliding_window=20)
+    seen = np.zeros(k.shape[:2], bool)
+    for n, row in zip(lens, tables, strict=True):
+        j = np.arange(max(0, n - 21), n)
+        seen[row[j // 8], j % 8] = True
+    for bad in (np.nan, np.inf):
+        spoiled = [np.where(seen[:, :, None, None], x, np.float32(bad)) for x in (k, v)]
+        again = page_attention(q, *spoiled, lens, tables, sliding_window=20)
+        assert np.array_equal(base, again)
+
+
+def test_lengths_beyond_the_table_and_ranks():
+    q, k, v, lens, tables = draw(lens=(32, 16))
+    long = page_attention(q[:, None], k, v, lens + np.array([1000, 0]), tables)
+    assert long.shape == (2, 1, 4, 16)
+    assert np.array_equal(long[:, 0], page_attention(q, k, v, lens, tables))
+    negative = page_attention(q, k, v, np.array([-5, 16]), tables)
+    assert not np.asarray(negative)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("cache", "capability"), [("int8", 90), ("float8_e4m3fn", 90), ("float8_e4m3fn", 80),
+                              ("float8_e5m2", 90)]
+)  # fmt: skip
+def test_every_8_bit_number_is_read_exactly(cache, capability):
+    kind = np.dtype(getattr(ml_dtypes, cache, cache))
+    codes = np.arange(256, dtype=np.uint8).view(kind)
+    wanted = codes.astype(np.float32)
+    codes = np.where(np.isfinite(wanted), codes, np.zeros_like(codes))
+    v = codes.reshape(16, 1, 1, 16)
+    q, lens = np.ones((16, 1, 16), np.float32), np.ones(16, np.int32)
+    with compile_for(cuda_target(capability, 4)):
+        got = page_attention(
+            q.astype(ml_dtypes.bfloat16), np.zeros_like(v), v, lens, np.arange(16)[:, None],
+            num_splits=1,
+        )  # fmt: skip
+    want = np.where(np.isfinite(wanted), wanted, 0.0)
+    assert np.array_equal(np.asarray(got, np.float32).ravel(), want)
+
+
+def test_queries_of_any_size_with_8_bit_caches():
+    q, k, v, lens, tables = draw(lens=(30, 9), dtype="bfloat16", cache="int8")
+    want = np.asarray(page_attention(q, k, v, lens, tables, k_scale=0.02), np.float32)
+    for power in (2.0**100, 2.0**-60):
+        big = (q.astype(np.float32) * power).astype(q.dtype)
+        got = page_attention(big, k, v, lens, tables, k_scale=0.02, softmax_scale=0.25 / power)
+        assert np.array_equal(np.asarray(got, np.float32), want)
+
+
+def test_vmap_joins_the_batch():
+    first, second = (draw(lens=(30, 0, 150), ps=8, seed=n) for n in (1, 2))
+    both = [np.stack(x) for x in zip(first, second, strict=True)]
+    aux = np.stack([SINKS, SINKS + 1])
+
+    def f(q, k, v, lens, tables, aux):
+        return page_attention(q, k, v, lens, tables, softmax_aux=aux, k_scale=0.5)
+
+    want = [f(*first, SINKS), f(*second, SINKS + 1)]
+    np.testing.assert_allclose(jax.vmap(f)(*both, aux), np.stack(want), atol=1e-6)
+    shared = jax.vmap(f, (0, None, None, None, None, None))(both[0], *first[1:], SINKS)
+    np.testing.assert_allclose(shared[0], want[0], atol=1e-6)
+    keys_only = jax.vmap(f, (None, 0, None, None, None, None))(first[0], both[1], *first[2:], SINKS)
+    np.testing.assert_allclose(keys_only[0], want[0], atol=1e-6)
+
+
+def test_gradients_are_those_of_xla():
+    xla = pytest.importorskip("ejkernel.kernels.xla")
+    q, k, v, lens, tables = draw(lens=(20, 0, 9), ps=8)
+
+    def total(fn):
+        def f(q, k, v, aux, scale):
+            o = fn(
+                q, k, v, lens, tables, softmax_aux=aux, v_scale=scale, logits_soft_cap=5.0,
+                sliding_window=(11, 0), cfg=None,
+            )  # fmt: skip
+            return jnp.sum(jnp.sin(o))
+
+        return jax.jit(jax.grad(f, (0, 1, 2, 3, 4)))(q, k, v, SINKS, jnp.float32(0.5))
+
+    for a, b in zip(total(page_attention), total(xla.page_attention), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_refusals_and_errors():
+    q, k, v, lens, tables = draw()
+    a = dict(query=q, key_cache=k, value_cache=v)
+    assert tiles.refusal(**a) is None
+    assert "float64" in tiles.refusal(**a | dict(query=q.astype(np.float64)))
+    assert "int16" in tiles.refusal(**a | dict(key_cache=k.astype(np.int16)))
+    assert "value_cache" in tiles.refusal(**a | dict(value_cache=np.zeros((9, 16, 2, 264))))
+    with pytest.raises(InvalidArgument, match="context_lens"):
+        page_attention(q, k, v, lens[:2], tables)
+    with pytest.raises(InvalidArgument, match="block_tables"):
+        page_attention(q, k, v, lens, tables.astype(np.float32))
+    with pytest.raises(ValueError, match="num_splits"):
+        page_attention(q, k, v, lens, tables, num_splits=0)
+
+
+def test_the_grid_depends_on_shapes_and_chip_only():
+    problem = Problem(64, 32, 8, 128, 128, 9, 16, 512, "bfloat16", "bfloat16", "bfloat16", 1.0)
+    target = cuda_target(90)
+    launch = tiles.choose(problem, target)
+    shares = tiles.share_count(problem, launch, target)
+    # two programs on every multiprocessor, all running at once
+    assert shares * 8 == 132 * launch.per_core == 264
+    held = tiles.held_bytes(problem, launch.block, launch.num_stages)
+    assert launch.per_core * held <= target.shared_limit

@@ -1,0 +1,84 @@
+"""The shipped launches of paged decoding compile for three chips, without spilling registers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels.triton.page_attention import tiles
+from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+
+pytest.importorskip("triton")
+
+TARGETS = {
+    "sm_80": cuda_target(80, 108),
+    "sm_90": cuda_target(90),
+    "gfx942": rocm_target("gfx942"),
+}
+# heads, kv heads, dim, page, cache, then window and cap
+CASES = {
+    "d128": (32, 8, 128, 16, "bfloat16", {}),
+    "d80 page 1": (32, 8, 80, 1, "bfloat16", dict(left=1000, soft_cap=30.0)),
+    "d256 page 64": (16, 8, 256, 64, "bfloat16", {}),
+    "e4m3": (32, 8, 128, 16, "float8_e4m3fn", {}),
+    "int8 group 64": (64, 1, 128, 64, "int8", {}),
+}
+
+
+def planned(name, target):
+    heads, kv_heads, dim, page, cache, options = CASES[name]
+    b, pages, columns = 64, 4096, 512
+    kind = "bfloat16"
+    p = Problem(
+        b, heads, kv_heads, dim, dim, pages, page, columns, kind, cache, cache, 0.1, **options
+    )
+    t = tiles.choose(p, target)
+    shares = tiles.share_count(p, t, target)
+    given = {
+        "q": ((b, heads, dim), kind),
+        "k": ((pages, page, kv_heads, dim), cache),
+        "v": ((pages, page, kv_heads, dim), cache),
+        "lens": ((b,), "int32"),
+        "tables": ((b, columns), "int32"),
+        "k_scale": ((1, 1), "float32"),
+    }
+    plan = SplitPlan(p, t, shares, tuple((n, shape) for n, (shape, _) in given.items()))
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in given.values()]
+    return plan, avals
+
+
+@pytest.mark.parametrize("chip", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_split_kernel(name, chip):
+    target = TARGETS[chip]
+    plan, avals = planned(name, target)
+    used = measure(plan_source(plan, avals, target), target)
+    print(f"{name} {chip}: {plan.tiles}: {used}")
+    assert used.spills == 0
+    assert used.products > 0
+    # the programs meant to run together fit
+    assert used.shared * plan.tiles.per_core <= target.shared_limit
+    if target.platform == "cuda":
+        assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
+    if chip == "sm_90":
+        # what the tiles were chosen by is what the compiler does
+        estimate = tiles.held_bytes(plan.problem, plan.tiles.block, plan.tiles.num_stages)
+        assert 0.8 * estimate <= used.shared <= 1.25 * estimate
+
+
+@pytest.mark.parametrize("chip", TARGETS)
+def test_merge_kernel(chip):
+    target = TARGETS[chip]
+    split, _ = planned("d128", target)
+    p = split.problem
+    operands = dict(zip(("acc", "m", "l", "starts"), split.outputs(), strict=True))
+    operands["sink"] = jax.ShapeDtypeStruct((1, p.heads, 2), jnp.float32)
+    shapes = tuple((n, x.shape) for n, x in operands.items())
+    plan = MergePlan(p, split.tiles, split.shares, shapes)
+    used = measure(plan_source(plan, list(operands.values()), target), target)
+    print(f"{chip}: {used}")
+    assert used.spills == 0
