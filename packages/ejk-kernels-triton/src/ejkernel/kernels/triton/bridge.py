@@ -313,6 +313,11 @@ def _lower(platform: str, context, *operands, plan):
         target.arch if isinstance(target.arch, int) else 0,
     ]
     if code.scratch:
+        if tools.api_version < 4:
+            raise compat.IncompatibleVersions(
+                f"{code.name} needs scratch memory, which jax-triton 0.3 cannot give it; "
+                f"{compat.WORKS}"
+            )
         facts += [code.scratch, code.scratch_align]
     grid = (*launch.grid, 1, 1)[:3]
     launched = native.TritonKernelCall(

@@ -24,7 +24,7 @@ from typing import Any
 # Triton 3.4.0 to 3.7.0 feed the transpose of a Hopper matrix-product accumulator to the next
 # product wrongly; gradients of chunked kernels come out wrong without any error.
 _OLDEST_TRITON = (3, 7, 1)
-_WORKS = (
+WORKS = (
     "combinations that work: Python 3.11 with jax 0.10.x, jax-triton 0.3.1, triton>=3.7.1; "
     "Python >=3.12 with jax 0.11 or newer, jax-triton>=0.4.1, triton>=3.7.1; "
     "in both cases with JAX's CUDA or ROCm plugin of the same version as jax"
@@ -73,14 +73,14 @@ def problem() -> str | None:
     triton, bridge = installed("triton"), installed("jax-triton")
     if triton is None or bridge is None:
         missing = "triton" if triton is None else "jax-triton"
-        return f"{missing} is not installed; {_WORKS}"
+        return f"{missing} is not installed; {WORKS}"
     if version_tuple(triton) < _OLDEST_TRITON:
         return (
             f"triton {triton} is older than 3.7.1 (3.4.0 to 3.7.0 compute wrong gradients on "
-            f"Hopper); {_WORKS}"
+            f"Hopper); {WORKS}"
         )
     if version_tuple(bridge) < (0, 3, 1):
-        return f"jax-triton {bridge} is too old; {_WORKS}"
+        return f"jax-triton {bridge} is too old; {WORKS}"
     return None
 
 
@@ -99,7 +99,7 @@ def toolchain() -> Toolchain:
     if native is None:
         raise IncompatibleVersions(
             "jaxlib has no GPU plugin here (jax-cuda12-plugin, jax-cuda13-plugin or the ROCm "
-            f"one), so Triton kernels cannot be launched; {_WORKS}"
+            f"one), so Triton kernels cannot be launched; {WORKS}"
         )
     modern = version >= (0, 4)
     return Toolchain(
@@ -123,7 +123,7 @@ def _native_module() -> Any:
     try:
         import jax_triton.triton_lib as library
     except ImportError as error:  # 0.3.1 without a GPU plugin
-        raise IncompatibleVersions(f"jax-triton cannot be imported: {error}; {_WORKS}") from error
+        raise IncompatibleVersions(f"jax-triton cannot be imported: {error}; {WORKS}") from error
     finally:
         if before is None:
             os.environ.pop("TRITON_CACHE_DIR", None)
@@ -153,7 +153,6 @@ def vary(tree: Any, axes: frozenset) -> Any:
 
 def result_aval(operands: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a kernel's result: that of its operands inside a shard_map, else plain."""
-    import jax
     from jax.core import ShapedArray
     from jax.sharding import NamedSharding, PartitionSpec
 

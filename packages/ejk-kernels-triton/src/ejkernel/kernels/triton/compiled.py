@@ -171,6 +171,7 @@ def _read(path: pathlib.Path) -> Code | None:
 
 
 def _write(path: pathlib.Path, code: Code) -> None:
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -178,7 +179,9 @@ def _write(path: pathlib.Path, code: Code) -> None:
             json.dump(asdict(code), file)
         os.replace(temporary, path)
     except OSError:
-        pass  # a read-only or full disk costs time, not correctness
+        # a read-only or full disk costs time, not correctness
+        if temporary is not None:
+            pathlib.Path(temporary).unlink(missing_ok=True)
 
 
 def compile_kernel(source: Source, target: Target) -> Code:
