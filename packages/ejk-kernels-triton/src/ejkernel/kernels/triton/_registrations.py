@@ -38,4 +38,11 @@ REGISTRATIONS = (
         "flash_attention.interface",
         "flash_attention.support",
     ),
+    Registration(
+        "page_attention",
+        "page_attention",
+        "page_attention.interface",
+        "page_attention.tiles",
+        ("supports", "heuristic", "candidates", "sample_inputs"),
+    ),
 )
