@@ -152,7 +152,7 @@ def test_strong_decay(kind, level):
         if name in args:
             t = jnp.arange(70).reshape(1, -1, *[1] * (args[name].ndim - 2))
             args[name] = jnp.where(t % 7 < 3, level, args[name])
-    check(args, tile=None)
+    check(args, tile=None if kind == "per key channel" else 16)
 
 
 def test_growth():
@@ -174,9 +174,18 @@ def test_minus_infinity_forgets():
 
 
 def test_long():
-    """64k tokens with gates that hardly decay: rounding does not accumulate."""
-    args = make(("g4", "gv"), b=1, s=65536, h=1, hk=1, dk=4, dv=4, size=1e-3)
-    check(args, tile=None)
+    """64k tokens that hardly decay: rounding does not accumulate."""
+    check(make(("g4",), b=1, s=65536, h=1, hk=1, dk=4, dv=4, size=1e-3), tile=None)
+
+
+def test_memory():
+    """The gradient keeps a state per chunk, none per token."""
+    s, d = 4096, 64
+    args = make(("g3",), b=1, s=s, h=1, hk=1, dk=d, dv=d)
+    grad = jax.jit(jax.grad(lambda a: recurrent_attention(**a).sum()))
+    used = grad.lower(args).compile().memory_analysis().temp_size_in_bytes / (4 * s * d)
+    print(f"temporaries of {used:.1f} row arrays; a state per token would be {d}")
+    assert used < 24
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -195,15 +204,15 @@ def test_float64():
 
 
 def test_chunk_lengths_agree():
-    args = make(("g4", "gv"), **{**DIMS, "s": 130})
-    outs = [recurrent_attention(**args, cfg={"time_tile": n}) for n in (1, 16, 256)]
+    args = make(("g4",), **{**DIMS, "s": 130})
+    outs = [recurrent_attention(**args, cfg={"time_tile": n}) for n in (1, 16, 128)]
     for o in outs[1:]:
         np.testing.assert_allclose(o, outs[0], atol=2e-5, rtol=1e-5)
     again = recurrent_attention(**args, cfg={"time_tile": 16})
     np.testing.assert_array_equal(outs[1], again)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     s=st.sampled_from([1, 15, 16, 33]),
     heads=st.sampled_from([(1, 1), (4, 1), (6, 3)]),
@@ -255,11 +264,12 @@ def loss(args, **options):
 
 
 def test_transformations():
-    args = make(("g4", "g_gamma"), **DIMS)
-    plain = jax.grad(loss)(args)
+    args = make(("g3", "gv"), **{**DIMS, "s": 18})
+    single = jax.jit(jax.grad(loss))
+    plain = single(args)
     batch = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), args)
     mapped = jax.jit(jax.vmap(jax.grad(loss)))(batch)
-    half = jax.grad(loss)(jax.tree.map(lambda x: 0.5 * x, args))
+    half = single(jax.tree.map(lambda x: 0.5 * x, args))
     summed = jax.jit(jax.grad(lambda a: jax.vmap(loss)(a).sum()))(batch)
     remat = jax.jit(jax.grad(jax.checkpoint(loss)))(args)
 
@@ -274,15 +284,13 @@ def test_transformations():
         np.testing.assert_allclose(remat[name], plain[name], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(scanned[0], plain["query"], atol=1e-5, rtol=1e-5)
     shape = jax.eval_shape(lambda a: recurrent_attention(**a), args)
-    assert (shape.shape, shape.dtype) == ((2, 50, 4, 6), jnp.float32)
+    assert (shape.shape, shape.dtype) == ((2, 18, 4, 6), jnp.float32)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_shard_map(packed):
-    """Heads sharded, the state given to some and the gate to others."""
-    dims = {**DIMS, "b": 1} if packed else DIMS
-    args = make(("g_gamma",), **dims, states=2)
-    cu = jnp.array([0, 20, 45]) if packed else None
+def test_shard_map():
+    """Some arguments sharded over the heads, others replicated."""
+    args = make(("g_gamma",), **{**DIMS, "b": 1}, states=2)
+    cu = jnp.array([0, 20, 45])
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     heads = jax.sharding.PartitionSpec(None, None, "heads")
     whole = jax.sharding.PartitionSpec()
@@ -293,21 +301,9 @@ def test_shard_map(packed):
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=heads)
     got = jax.jit(jax.grad(lambda a: jnp.sin(sharded(a)).sum()))(args)
-    want = jax.grad(lambda a: jnp.sin(local(a)).sum())(args)
+    want = jax.jit(jax.grad(lambda a: jnp.sin(local(a)).sum()))(args)
     for name in args:
         np.testing.assert_allclose(got[name], want[name], atol=1e-5, rtol=1e-5)
-
-
-def test_memory_is_linear_in_chunks():
-    """The gradient never holds a state per token."""
-    s, d = 4096, 32
-    args = make(("g4",), b=1, s=s, h=1, hk=1, dk=d, dv=d)
-    grad = jax.jit(jax.grad(lambda a: recurrent_attention(**a).sum()))
-    used = grad.lower(args).compile().memory_analysis().temp_size_in_bytes
-    rows, states = 4 * s * d, 4 * (s // 64) * d * d
-    print(f"temporaries {used / rows:.1f} row arrays; a state per token would be {d}")
-    assert used < 40 * rows + 8 * states
-    assert used < 4 * s * d * d
 
 
 @pytest.mark.parametrize(

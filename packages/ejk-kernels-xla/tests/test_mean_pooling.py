@@ -124,14 +124,14 @@ def test_transformations():
 
     single = [jax.grad(loss)(x[i], cu[i]) for i in range(2)]
     mapped = jax.jit(jax.vmap(jax.grad(loss)))(x, cu)
-    remat = jax.grad(lambda x: jax.vmap(jax.checkpoint(loss))(x, cu).sum())(x)
-    scanned = jax.grad(
-        lambda x: jax.lax.scan(lambda c, xs: (c + loss(*xs), None), 0.0, (x, cu))[0]
+    remat = jax.jit(jax.grad(lambda x: jax.vmap(jax.checkpoint(loss))(x, cu).sum()))(x)
+    scanned = jax.jit(
+        jax.grad(lambda x: jax.lax.scan(lambda c, xs: (c + loss(*xs), None), 0.0, (x, cu))[0])
     )(x)
     for got in (mapped, remat, scanned):
         np.testing.assert_allclose(got, jnp.stack(single), atol=1e-6)
-    hessian = jax.hessian(lambda t: loss(t * x[0], cu[0]))(1.0)
-    reverse = jax.grad(jax.grad(lambda t: loss(t * x[0], cu[0])))(1.0)
+    hessian = jax.jit(jax.hessian(lambda t: loss(t * x[0], cu[0])))(1.0)
+    reverse = jax.jit(jax.grad(jax.grad(lambda t: loss(t * x[0], cu[0]))))(1.0)
     np.testing.assert_allclose(hessian, reverse, rtol=1e-5)
     out = jax.eval_shape(partial(mean_pooling, chunk_size=5), x[0], cu[0])
     assert (out.shape, out.dtype) == ((4, 5, 2), jnp.float32)
