@@ -38,14 +38,13 @@ def assert_same(a, b):
 
 
 def test_the_three_ways_to_give_the_axis():
-    q, k, v = qkv()
+    q, k, v = qkv(batch=1, length=16, heads=2, kv_heads=1)
     mesh, options = ring(4), dict(axis_name="sp", causal=True)
     expected = modules.flash_attention(q, k, v, causal=True)
     assert_same(modules.ring_attention(q, k, v, mesh=mesh, **options), expected)
     with mesh:
         assert_same(modules.ring_attention(q, k, v, **options), expected)
     with jax.set_mesh(mesh):
-        assert_same(modules.ring_attention(q, k, v, **options), expected)
         jitted = jax.jit(lambda q: modules.ring_attention(q, k, v, **options))
         assert_same(jitted(q), expected)
     local = jax.shard_map(

@@ -115,6 +115,7 @@ def test_packed_sequence_batching(arrays):
 
 @eight_devices
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8), (2, 1)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_distributed_execution(arrays, shape):
     from ejkernel.modules import flash_attention
     from jax.sharding import Mesh, PartitionSpec as P  # isort: skip
