@@ -188,3 +188,35 @@ def test_packed_sequences_with_other_masks():
     assert (packed[:, 10:] == 0).all()
     traced = jax.jit(lambda cu: attend(q, k, v, padding, cum_seqlens_q=cu))(jnp.asarray(cu))
     np.testing.assert_allclose(traced, packed, atol=1e-6)
+
+
+def test_builders_are_called_only_when_they_are_needed():
+    c = call("blocksparse_attention")
+    asked = []
+
+    def build(q_len, kv_len, heads):
+        asked.append((q_len, kv_len, heads))
+        return c.arrays["block_mask"]
+
+    built = {**c.arguments, "block_mask": None, "mask_builder": build}
+    assert_same(
+        modules.blocksparse_attention(**built), modules.blocksparse_attention(**c.arguments)
+    )
+    assert asked == [(12, 12, 4)]
+
+    c = call("scaled_dot_product_attention")
+    bias = c.arrays["bias"]
+    expected = modules.scaled_dot_product_attention(**c.arguments)
+    without = {**c.arguments, "bias": None, "init_bias": lambda: bias}
+    assert_same(modules.scaled_dot_product_attention(**without), expected)
+    unused = {**c.arguments, "init_bias": lambda: pytest.fail("called")}
+    assert_same(modules.scaled_dot_product_attention(**unused), expected)
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+def test_xla_can_always(operation):
+    assert modules.supports(operation, platform="xla") and modules.supports(operation)
+    if operation in CALLS:
+        c = call(operation)
+        assert modules.supports(operation, **c.arguments)
+        assert modules.supports(operation, **c.arguments, platform="xla")
