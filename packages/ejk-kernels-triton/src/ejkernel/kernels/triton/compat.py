@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +49,8 @@ class Toolchain:
 
 def version_tuple(text: str) -> tuple[int, ...]:
     """Leading integers of a version, e.g. ``"3.9.0+git"`` -> ``(3, 9, 0)``."""
-    parts = []
-    for piece in text.split("+")[0].split("."):
-        digits = "".join(c for c in piece if c.isdigit())
-        if not digits or not piece[0].isdigit():
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+    leading = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(n) for n in leading[0].split(".")) if leading else ()
 
 
 def installed(distribution: str) -> str | None:

@@ -121,9 +121,13 @@ def candidates(inv: Any) -> list[dict[str, Any]]:
         f(problem, target) for f in (tiles.forward_tiles, tiles.dq_tiles, tiles.dkv_tiles)
     )
     first = _as_config(fwd, dq, dkv)
-    out = [first]
-    for near in tiles.neighbours(fwd, problem):
-        out.append({**first, "fwd_params": _as_config(near, dq, dkv)["fwd_params"]})
-    for near in tiles.neighbours(dkv, problem):
-        out.append({**first, "bwd_params": _as_config(fwd, dq, near)["bwd_params"]})
-    return out
+    near = [
+        first | {"fwd_params": _as_config(tile, dq, dkv)["fwd_params"]}
+        for tile in tiles.neighbours(fwd, problem)
+    ]
+    near += [
+        first | {"bwd_params": _as_config(fwd, dq, tile)["bwd_params"]}
+        for tile in tiles.neighbours(dkv, problem)
+    ]
+    # neighbours may differ in what a config does not say
+    return [first, *(c for i, c in enumerate(near) if c != first and c not in near[:i])]

@@ -1,0 +1,126 @@
+"""Which installed versions are accepted, and that nothing else is needed to say so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel.kernels.triton import compat
+
+GOOD = {"triton": "3.9.0", "jax-triton": "0.4.1"}
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    def pretend(**found):
+        found = {name.replace("_", "-"): version for name, version in found.items()}
+        monkeypatch.setattr(compat, "installed", lambda name: {**GOOD, **found}.get(name))
+        compat.toolchain.cache_clear()
+
+    yield pretend
+    compat.toolchain.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [("3.7.1", (3, 7, 1)), ("3.9.0+git1a2b", (3, 9, 0)), ("3.7.1rc12", (3, 7, 1)), ("", ())],
+)
+def test_version_tuple(text, parsed) -> None:
+    assert compat.version_tuple(text) == parsed
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"triton": None}, "triton is not installed"),
+        ({"jax_triton": None}, "jax-triton is not installed"),
+        ({"triton": "3.4.0"}, "triton 3.4.0 is older than 3.7.1"),
+        ({"triton": "3.6.0"}, "wrong gradients on Hopper"),
+        ({"triton": "3.7.0"}, "triton 3.7.0 is older than 3.7.1"),
+        ({"jax_triton": "0.3.0"}, "jax-triton 0.3.0 is too old"),
+    ],
+    ids=str,
+)
+def test_refused_versions(versions, found, message) -> None:
+    """The error says what is wrong and names combinations that work."""
+    versions(**found)
+    with pytest.raises(compat.IncompatibleVersions, match=message) as caught:
+        compat.toolchain()
+    for part in ("Python 3.11", "jax-triton 0.3.1", "jax-triton>=0.4.1", "triton>=3.7.1"):
+        assert part in str(caught.value)
+    assert compat.problem() == str(caught.value)
+
+
+@pytest.mark.parametrize("triton", ["3.7.1", "3.8.0", "3.9.0", "4.0.0"])
+def test_accepted_versions(versions, triton) -> None:
+    versions(triton=triton)
+    assert compat.problem() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "api", "maps"),
+    [("0.3.1", "triton_kernel_call", 2, False), ("0.4.1", "triton_kernel_call_ffi", 4, True)],
+)
+def test_forms_of_the_custom_call(versions, monkeypatch, version, target, api, maps) -> None:
+    native = type("Native", (), {"create_tma_descriptor_parameter": None})
+    versions(jax_triton=version)
+    monkeypatch.setattr(compat, "_native_module", lambda: native)
+    tools = compat.toolchain()
+    assert (tools.call_target, tools.api_version, tools.tensor_maps) == (target, api, maps)
+    assert compat.has_tensor_maps() == maps
+
+
+def test_no_plugin(versions, monkeypatch) -> None:
+    versions()
+    monkeypatch.setattr(compat, "_native_module", lambda: None)
+    with pytest.raises(compat.IncompatibleVersions, match=r"no GPU plugin.*combinations that work"):
+        compat.toolchain()
+
+
+def test_jax_triton_that_cannot_be_imported(versions, monkeypatch) -> None:
+    """As 0.3.1 without a plugin: an ImportError of its own; its variable is put back."""
+    versions()
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    with pytest.raises(compat.IncompatibleVersions, match="jax-triton cannot be imported"):
+        compat.toolchain()
+    assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules.update(dict.fromkeys(("triton", "jax_triton")))
+import jax, jax.numpy as jnp
+import ejkernel.kernels.triton as package
+from ejkernel.kernels.triton.flash_attention import support
+from ejkernel.kernels.triton import bridge, compat, targets
+compat.installed = lambda name: None
+x = jnp.ones((1, 16, 2, 16))
+print(support.supports(type("Call", (), {"arguments": dict(query=x, key=x, value=x)})))
+print(jax.eval_shape(lambda x: package.flash_attention(x, x, x, causal=True), x).shape)
+try:
+    with targets.compile_for(targets.cuda_target(90)):
+        jax.jit(lambda x: package.flash_attention(x, x, x)).trace(x).lower(
+            lowering_platforms=("cuda",))
+except compat.IncompatibleVersions as error:
+    print("refused:", error)
+"""
+
+
+def test_without_triton(tmp_path) -> None:
+    """Imports, answers and traces; says what is missing when a kernel has to be made."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    reason, shape, refusal = done.stdout.splitlines()
+    assert reason.startswith("triton is not installed; combinations that work")
+    assert shape == "(1, 16, 2, 16)"
+    assert refusal.startswith("refused: triton is not installed")
