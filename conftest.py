@@ -49,3 +49,17 @@ def pytest_collection_modifyitems(config, items):
         seen.add(key)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_runtest_setup(item):
+    """An example in a document builds on those above it, which another worker may have run."""
+    example = getattr(item, "example", None)
+    if example is None:
+        return
+    done = example.namespace.setdefault("__examples_done__", set())
+    for other in example.document.examples():
+        start = other.region.start
+        if start < example.region.start and start not in done:
+            done.add(start)
+            other.evaluate()
+    done.add(example.region.start)
