@@ -1,4 +1,4 @@
-"""Timing, float32 reference and compiling ahead for the scripts beside this file."""
+"""Timing and compiling ahead for the scripts beside this file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ def use_checkout() -> None:
     for source in sorted(ROOT.glob("packages/*/src")):
         sys.path.insert(0, str(source))
     sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "tools"))
 
 
 use_checkout()
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+import jax.numpy as jnp  # noqa: E402, F401
+
+from ejktest.attention_at_size import relative  # noqa: E402, F401
 
 
 def milliseconds(fn, *args, seconds: float = 0.15) -> float:
@@ -41,52 +44,6 @@ def milliseconds(fn, *args, seconds: float = 0.15) -> float:
         jax.block_until_ready(out)
         rounds.append((time.perf_counter() - start) / calls * 1e3)
     return statistics.median(rounds)
-
-
-def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None, keep=None):
-    """(o, lse) in float32 with full products; mask bool broadcastable to [b, h, q, k].
-
-    ``keep`` (bool [b, h, q, k], float drop probability) is the dropout mask.
-    """
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    high = dict(precision="highest")
-    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, **high) * (
-        q.shape[-1] ** -0.5 if scale is None else scale
-    )
-    if bias is not None:
-        x = x + bias.astype(jnp.float32)
-    if cap is not None:
-        x = cap * jnp.tanh(x / cap)
-    if mask is not None:
-        x = jnp.where(mask, x, -jnp.inf)
-    alive = jnp.any(x > -jnp.inf, -1, keepdims=True)
-    x = jnp.where(alive, x, 0.0)
-    if sinks is None:
-        total = jax.nn.logsumexp(x, -1, keepdims=True)
-    else:
-        s = jnp.broadcast_to(
-            jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None], (*x.shape[:3], 1)
-        )
-        total = jnp.logaddexp(jax.nn.logsumexp(x, -1, keepdims=True), s)
-    p = jnp.where(alive, jnp.exp(x - total), 0.0)
-    if keep is not None:
-        p = jnp.where(keep[0], p / (1 - keep[1]), 0.0)
-    o = jnp.einsum("bhqk,bkhd->bqhd", p, v, **high)
-    lse = jnp.where(alive, total, -jnp.inf)[..., 0]
-    return o, lse.swapaxes(1, 2)
-
-
-def relative(a, b) -> float:
-    """||a - b|| / ||b|| over entries that are finite in b; NaN in a never passes."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    finite = jnp.isfinite(b)
-    same = jnp.all(jnp.where(finite, True, a == b))
-    d = jnp.where(finite, a - b, 0.0)
-    size = jnp.sqrt(jnp.sum(jnp.where(finite, b, 0.0) ** 2))
-    error = jnp.sqrt(jnp.sum(d**2)) / jnp.maximum(size, 1e-20)
-    return float(jnp.where(same, error, jnp.inf))
 
 
 def _compile(job):

@@ -1,0 +1,109 @@
+"""Flash attention on a GPU at real sizes: values, gradients, repeatability, transformations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejktest import attention_at_size as cases
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ejkernel.kernels.triton import compat, flash_attention
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    compat.toolchain()
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_against_float32(name: str) -> None:
+    """o, lse and all gradients; the second run has the same bits."""
+    errors, same = cases.check(name, flash_attention)
+    print(name, {n: f"{e:.1e}" for n, e in errors.items()})
+    assert same
+    assert {n: e for n, e in errors.items() if not e <= cases.bound(name)} == {}
+
+
+def arrays(*lead: int):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+
+
+def loss(q, k, v):
+    o = flash_attention(q, k, v, causal=True, dropout_prob=0.1, dropout_seed=3)
+    return (o.astype(jnp.float32) ** 2).sum()
+
+
+grad = jax.grad(loss, (0, 1, 2))
+
+
+def test_vmap_of_grad_has_the_bits_of_single_calls() -> None:
+    x = arrays(3)
+    mapped = jax.jit(jax.vmap(grad))(*x)
+    for i in range(3):
+        for a, b in zip(mapped, jax.jit(grad)(*(a[i] for a in x)), strict=True):
+            np.testing.assert_array_equal(a[i], b)
+
+
+def test_checkpoint_and_scan_have_the_bits_of_single_calls() -> None:
+    q, k, v = arrays()
+
+    def layer(x, _):
+        return flash_attention(x, k, v, causal=True), None
+
+    def scanned(q):
+        return (jax.lax.scan(jax.checkpoint(layer), q, None, length=2)[0] ** 2).sum()
+
+    def unrolled(q):
+        return (layer(layer(q, None)[0], None)[0] ** 2).sum()
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(scanned))(q), jax.jit(jax.grad(unrolled))(q))
+
+
+def test_shard_map_on_one_device() -> None:
+    x = arrays()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    P = jax.sharding.PartitionSpec
+    mapped = jax.shard_map(
+        lambda q, k, v: flash_attention(q, k, v, causal=True),
+        mesh=mesh,
+        in_specs=(P("x"),) * 3,
+        out_specs=P("x"),
+    )
+    plain = jax.jit(lambda *x: flash_attention(*x, causal=True))
+    np.testing.assert_array_equal(jax.jit(mapped)(*x), plain(*x))
+
+
+def test_lengths_of_both_divisibilities_in_one_process() -> None:
+    """The same tiles on 256, 257, 272 rows: code made for one length is not used for another."""
+    for n in (256, 257, 272, 265):
+        q, k, v = (x[:, :n] for x in arrays())
+        o = flash_attention(q, k, v)
+        wide = [x.astype(jnp.float32) for x in (q, k, v)]
+        want, _ = cases.reference(*wide)
+        assert cases.relative(o, want) <= cases.BOUND["bfloat16"]
+
+
+def test_rows_without_keys() -> None:
+    """Zero, with lse -inf; no gradient passes through them, sinks included."""
+    q, k, v = arrays()
+    sinks = jnp.ones((4, 1))
+
+    def run(q, sinks):
+        o, lse = flash_attention(
+            q, k, v, softmax_aux=sinks, causal=True, causal_offset=-100, return_lse=True
+        )
+        return (o[:, :100].astype(jnp.float32) ** 2).sum(), (o, lse)
+
+    grads, (o, lse) = jax.grad(run, (0, 1), has_aux=True)(q, sinks)
+    assert not o[:, :100].any() and bool((lse[:, :100] == -jnp.inf).all())
+    assert bool(jnp.isfinite(lse[:, 100:]).all())
+    assert not any(bool(g.any()) for g in grads)

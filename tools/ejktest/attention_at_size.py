@@ -1,0 +1,248 @@
+"""Attention at the sizes a GPU is for: cases, and a float32 reference that runs on the GPU.
+
+The float64 oracles in ``oracles`` are for small arrays; here whole ``[q, k]`` matrices of a
+thousand rows are compared by the relative error of each array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types import MaskInfo
+
+
+def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None, keep=None):
+    """(o, lse) in float32 with full products; mask bool broadcastable to [b, h, q, k].
+
+    ``keep`` (bool [b, h, q, k], float drop probability) is the dropout mask.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    high = dict(precision="highest")
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, **high) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    if bias is not None:
+        x = x + bias.astype(jnp.float32)
+    if cap is not None:
+        x = cap * jnp.tanh(x / cap)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    alive = jnp.any(x > -jnp.inf, -1, keepdims=True)
+    x = jnp.where(alive, x, 0.0)
+    if sinks is None:
+        total = jax.nn.logsumexp(x, -1, keepdims=True)
+    else:
+        s = jnp.broadcast_to(
+            jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None], (*x.shape[:3], 1)
+        )
+        total = jnp.logaddexp(jax.nn.logsumexp(x, -1, keepdims=True), s)
+    p = jnp.where(alive, jnp.exp(x - total), 0.0)
+    if keep is not None:
+        p = jnp.where(keep[0], p / (1 - keep[1]), 0.0)
+    o = jnp.einsum("bhqk,bkhd->bqhd", p, v, **high)
+    lse = jnp.where(alive, total, -jnp.inf)[..., 0]
+    return o, lse.swapaxes(1, 2)
+
+
+def relative(a, b) -> float:
+    """||a - b|| / ||b|| over entries that are finite in b; NaN in a never passes."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    finite = jnp.isfinite(b)
+    same = jnp.all(jnp.where(finite, True, a == b))
+    d = jnp.where(finite, a - b, 0.0)
+    size = jnp.sqrt(jnp.sum(jnp.where(finite, b, 0.0) ** 2))
+    error = jnp.sqrt(jnp.sum(d**2)) / jnp.maximum(size, 1e-20)
+    return float(jnp.where(same, error, jnp.inf))
+
+
+def draw(seed, b, q, k, h, hk, d, dv, dtype):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = ((b, q, h, d), (b, k, hk, d), (b, k, hk, dv), (b, q, h, dv))
+    return [
+        jax.random.normal(x, s, jnp.float32).astype(dtype)
+        for x, s in zip(keys, shapes, strict=False)
+    ]
+
+
+def index(q, k):
+    return jnp.arange(q)[:, None], jnp.arange(k)[None, :]
+
+
+def segments(b, n, seed=0):
+    """Sorted document ids with a tail of padding."""
+    cuts = jax.random.randint(jax.random.key(seed), (b, 6), 0, n)
+    ids = jnp.sum(jnp.arange(n)[None, :, None] >= jnp.sort(cuts, 1)[:, None, :], -1)
+    return jnp.where(jnp.arange(n)[None] >= n - n // 10, -1, ids).astype(jnp.int32)
+
+
+def hash_keep(seed, b, h, q, k, p):
+    """The dropout mask of the contract, bool [b, h, q, k]."""
+    u = jnp.uint32
+    P1, P2, P3, P4, P5 = map(u, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1))
+    m1, m2 = u(0x85EBCA6B), u(0xC2B2AE35)
+
+    def fmix(x):
+        x = (x ^ (x >> 16)) * m1
+        x = (x ^ (x >> 13)) * m2
+        return x ^ (x >> 16)
+
+    bb, hh = jnp.arange(b, dtype=u)[:, None], jnp.arange(h, dtype=u)[None]
+    a = fmix(fmix(fmix(u(seed) + P1) + bb * P2) + hh * P3)
+    r = fmix(a[..., None] + jnp.arange(q, dtype=u) * P4)
+    s = fmix(r ^ P1)
+    x = r[..., None] + jnp.arange(k, dtype=u) * P5
+    x = (x ^ (x >> 16)) * m1
+    x = x ^ s[..., None]
+    x = (x ^ (x >> 13)) * m2
+    x = x ^ (x >> 16)
+    return (x >> 8) >= round(p * 2**24)
+
+
+# name: (b, q, k, h, hk, d, dv, dtype), options
+BF, HALF, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+CASES = {
+    "full d128": ((2, 1024, 1024, 4, 4, 128, 128, BF), {}),
+    "causal d128": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True)),
+    "full d64": ((2, 1024, 1024, 4, 4, 64, 64, BF), {}),
+    "causal d64": ((2, 1024, 1024, 4, 4, 64, 64, BF), dict(causal=True)),
+    "full d256": ((2, 1024, 1024, 4, 4, 256, 256, BF), {}),
+    "causal d256": ((2, 1024, 1024, 4, 4, 256, 256, BF), dict(causal=True)),
+    "odd causal": ((2, 1037, 1037, 4, 4, 128, 128, BF), dict(causal=True)),
+    "odd full d64": ((3, 1000, 777, 4, 2, 64, 64, BF), {}),
+    "offset q<k": ((2, 300, 1100, 4, 4, 64, 64, BF), dict(causal=True, causal_offset=800)),
+    "offset -200": ((2, 1024, 1024, 4, 4, 64, 64, BF), dict(causal=True, causal_offset=-200)),
+    "window": ((2, 2048, 2048, 4, 4, 128, 128, BF), dict(causal=True, sliding_window=300)),
+    "window both": ((2, 1500, 1500, 4, 4, 64, 64, BF), dict(sliding_window=(100, 257))),
+    "gqa 8:2": ((2, 1024, 1024, 8, 2, 128, 128, BF), dict(causal=True)),
+    "mqa": ((2, 1024, 1024, 8, 1, 64, 64, BF), {}),
+    "segments": ((2, 2048, 2048, 4, 4, 128, 128, BF), dict(causal=True, segments=True)),
+    "d80": ((2, 1024, 1024, 4, 4, 80, 80, BF), dict(causal=True)),
+    "d96": ((2, 1024, 1024, 4, 4, 96, 96, BF), {}),
+    "d112 odd": ((2, 999, 999, 4, 4, 112, 112, BF), dict(causal=True)),
+    "d192/128": ((2, 1024, 1024, 4, 4, 192, 128, BF), dict(causal=True)),
+    "d32": ((2, 1024, 1024, 4, 4, 32, 32, BF), {}),
+    "sinks": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, sinks=True)),
+    "cap": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, cap=30.0)),
+    "sinks cap window": (
+        (2, 1030, 1030, 4, 2, 64, 64, BF),
+        dict(causal=True, sliding_window=200, cap=20.0, sinks=True),
+    ),
+    "dropout": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, dropout=0.1)),
+    "bias": ((2, 1000, 1100, 4, 4, 64, 64, BF), dict(bias=(1, 4))),
+    "bias shared": ((2, 1024, 1024, 4, 2, 128, 128, BF), dict(causal=True, bias=(2, 1))),
+    "dense mask": ((2, 1024, 1024, 4, 4, 64, 64, BF), dict(dense=True)),
+    "negative scale": ((2, 512, 512, 4, 4, 64, 64, BF), dict(scale=-0.1)),
+    "float16": ((2, 1024, 1024, 4, 4, 128, 128, HALF), dict(causal=True)),
+    "float32": ((2, 1024, 1024, 4, 4, 64, 64, F32), dict(causal=True)),
+    "float32 highest": ((1, 512, 512, 2, 2, 64, 64, F32), dict(causal=True, precision="highest")),
+    "float32 d128": ((2, 1000, 1000, 4, 4, 128, 128, F32), dict(causal=True)),
+    # as many operands as a call can have: their order is the launcher's business
+    "everything d96": (
+        (2, 517, 517, 4, 2, 96, 96, BF),
+        dict(causal=True, segments=True, dense=True, bias=(1, 4), sinks=True, dropout=0.1, cap=9.0),
+    ),
+    "one query": ((4, 1, 2048, 8, 2, 128, 128, BF), {}),
+}
+# relative error of a whole array; float32 products at default precision are TF32
+BOUND = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 5e-3}
+
+
+def bound(name) -> float:
+    """The largest relative error of an array that is accepted."""
+    if CASES[name][1].get("precision") == "highest":
+        return 1e-5
+    return BOUND[jnp.dtype(CASES[name][0][-1]).name]
+
+
+def inputs(name):
+    """(differentiable arrays, other arrays) of a case."""
+    shape, o = CASES[name]
+    b, q_len, kv_len, h = shape[:4]
+    q, k, v, do = draw(len(name), *shape)
+    diff, fixed = {"q": q, "k": k, "v": v}, {"do": do}
+    if "bias" in o:
+        size = (*o["bias"], q_len, kv_len)
+        diff["bias"] = jax.random.normal(jax.random.key(7), size, jnp.float32)
+    if "sinks" in o:
+        diff["sinks"] = jax.random.normal(jax.random.key(8), (h, 2), jnp.float32)
+    if "segments" in o:
+        fixed["ids"] = segments(b, q_len)
+    if "dense" in o:
+        fixed["dense"] = jax.random.bernoulli(jax.random.key(5), 0.6, (b, 1, q_len, kv_len))
+    fixed["dlse"] = jax.random.normal(jax.random.key(9), (b, q_len, h), jnp.float32)
+    return diff, fixed
+
+
+def with_gradients(f):
+    """o, lse and the gradients of a function (diff, fixed) -> (o, lse), as one jitted function."""
+
+    def whole(x, fixed):
+        (out, lse), back = jax.vjp(lambda x: f(x, fixed), x)
+        dlse = jnp.where(jnp.isfinite(lse), fixed["dlse"], 0.0)
+        return {"o": out, "lse": lse, **back((fixed["do"].astype(out.dtype), dlse))[0]}
+
+    return jax.jit(whole)
+
+
+def kernel(name, flash_attention: Callable[..., Any]):
+    """This case through an implementation of flash attention."""
+    o = CASES[name][1]
+    names = ("causal", "causal_offset", "sliding_window", "precision")
+    kwargs = {n: o[n] for n in names if n in o}
+
+    def ours(x, fixed):
+        info = MaskInfo.from_segments(fixed["ids"]) if "ids" in fixed else None
+        return flash_attention(
+            x["q"], x["k"], x["v"], x.get("bias"), softmax_aux=x.get("sinks"), mask_info=info,
+            attention_mask=fixed.get("dense"), softmax_scale=o.get("scale"),
+            logits_soft_cap=o.get("cap"), dropout_prob=o.get("dropout", 0.0), dropout_seed=11,
+            return_lse=True, **kwargs,
+        )  # fmt: skip
+
+    return with_gradients(ours)
+
+
+def truth(name):
+    """This case in float32 on whole matrices."""
+    (b, q_len, kv_len, h, *_), o = CASES[name]
+
+    def theirs(x, fixed):
+        i, j = index(q_len, kv_len)
+        at = i + o.get("causal_offset", 0)
+        mask = jnp.ones((1, 1, q_len, kv_len), bool)
+        if o.get("causal"):
+            mask &= j <= at
+        if "sliding_window" in o:
+            w = o["sliding_window"]
+            left, right = w if isinstance(w, tuple) else (w, w)
+            mask &= (j >= at - left) & (j <= at + right)
+        if "ids" in fixed:
+            ids = fixed["ids"]
+            mask = mask & ((ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0))[:, None]
+        if "dense" in fixed:
+            mask = mask & fixed["dense"]
+        drop = o.get("dropout", 0.0)
+        keep = (hash_keep(11, b, h, q_len, kv_len, drop), drop) if drop else None
+        return reference(
+            x["q"], x["k"], x["v"], mask=mask, scale=o.get("scale"), bias=x.get("bias"),
+            sinks=x.get("sinks"), cap=o.get("cap"), keep=keep,
+        )  # fmt: skip
+
+    return with_gradients(theirs)
+
+
+def check(name, flash_attention: Callable[..., Any]):
+    """Relative errors of o, lse and every gradient; whether two runs agree bit for bit."""
+    diff, fixed = jax.jit(inputs, static_argnums=0)(name)
+    mine = kernel(name, flash_attention)
+    first, second = mine(diff, fixed), mine(diff, fixed)
+    exact = truth(name)({n: x.astype(jnp.float32) for n, x in diff.items()}, fixed)
+    errors = {n: relative(first[n], exact[n]) for n in first}
+    same = all(bool(jnp.array_equal(first[n], second[n], equal_nan=True)) for n in first)
+    return errors, same
