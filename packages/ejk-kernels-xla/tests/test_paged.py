@@ -336,3 +336,17 @@ def test_float64():
         bt = tables()
         out = page_attention(q, k, v, LENS, bt)
         check_close(out, oracle.page_attention(q, k, v, LENS, bt, scale=D**-0.5))
+
+
+def test_gradient_of_a_float_cache_beside_a_quantised_one():
+    bt = tables()
+    q, k = normal(B, H, D), normal(PAGES, PS, HK, D)
+    v8 = (normal(PAGES, PS, HK, D) * 9).astype(jnp.int8)
+
+    def loss(q, k, v):
+        return page_attention(q, k, v, LENS, bt, v_scale=0.1).sum()
+
+    with_float = jax.grad(loss, (0, 1))(q, k, v8.astype(jnp.float32))
+    mixed = jax.grad(loss, (0, 1))(q, k, v8)
+    for a, b in zip(mixed, with_float, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(x: Any) -> frozenset:
@@ -27,3 +28,17 @@ def vary(tree: Any, axes: frozenset) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+def vary_alike(tree: Any) -> Any:
+    """The arrays of ``tree``, all marked as varying over every axis that one of them varies over.
+
+    Inside shard_map JAX then sums the gradients of those that were replicated.
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return vary(jax.tree.map(jnp.asarray, tree), axes) if axes else tree
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:
+    """Zeros that vary over the mesh axes over which ``like`` does, to start a loop with."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(like))

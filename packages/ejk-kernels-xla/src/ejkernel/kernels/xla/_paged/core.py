@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
+from ejkernel.kernels.xla.compat import zeros
 
 NEG_INF = float("-inf")
 
@@ -122,8 +123,8 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
         o = o * keep[..., None] + _weighted(spec, p, v, "nkgrt,ntkd->nkgrd")
         return new, total * keep + jnp.sum(p, axis=-1), o
 
-    zero = jnp.zeros((n, hk, g, rows), spec.accumulate)
-    init = (zero + NEG_INF, zero, jnp.zeros((n, hk, g, rows, dv), spec.accumulate))
+    zero = zeros((n, hk, g, rows), spec.accumulate, q)
+    init = (zero + NEG_INF, zero, zeros((n, hk, g, rows, dv), spec.accumulate, q))
     top, total, o = jax.lax.fori_loop(*blocks, step, init)
     alive = total > 0
     lse = jnp.where(alive, top + jnp.log(jnp.where(alive, total, 1.0)), NEG_INF)
@@ -164,7 +165,7 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
         return dq, grads, dscale
 
     grads, dscale, dsinks = carry
-    dq = jnp.zeros(q.shape, spec.accumulate)
+    dq = zeros(q.shape, spec.accumulate, q)
     blocks = _walk(spec, tiles, layout.capacity)
     dq, grads, dscale = jax.lax.fori_loop(*blocks, step, (dq, grads, dscale))
     if sinks is not None:
@@ -208,13 +209,13 @@ def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
 
 def _backward(spec: Spec, layout: Layout, saved, cotangent):
     q, arrays, scale, sinks, tiles, o, lse = saved
-    caches = tuple(a for a in arrays if jnp.issubdtype(a.dtype, jnp.floating))
-    floats = bool(caches) and all(_wide(a) for a in caches)
-    grads = tuple(jnp.zeros(a.shape, spec.accumulate) for a in caches) if floats else None
+    caches = arrays[: layout.num_caches]
+    floats = any(_wide(a) for a in caches)
+    grads = tuple(zeros(a.shape, spec.accumulate, q) for a in caches) if floats else None
     init = (
         grads,
-        jnp.zeros(scale.shape, spec.accumulate),
-        None if sinks is None else jnp.zeros(sinks.shape, spec.accumulate),
+        zeros(scale.shape, spec.accumulate, q),
+        None if sinks is None else zeros(sinks.shape, spec.accumulate, q),
     )
 
     def group(carry, x):
@@ -223,14 +224,14 @@ def _backward(spec: Spec, layout: Layout, saved, cotangent):
 
     x = _grouped(spec, (q, tiles, o, lse, *cotangent))
     (grads, dscale, dsinks), dq = jax.lax.scan(group, init, x)
-    held = iter(grads or ())
-    darrays = tuple(
-        next(held).astype(a.dtype) if floats and jnp.issubdtype(a.dtype, jnp.floating) else None
-        for a in arrays
-    )
+    # 8-bit caches have no gradient
+    darrays = [None] * len(arrays)
+    for i, cache in enumerate(caches):
+        if grads is not None and _wide(cache):
+            darrays[i] = grads[i].astype(cache.dtype)
     return (
         _flat(dq).astype(q.dtype),
-        darrays,
+        tuple(darrays),
         dscale.astype(scale.dtype),
         None if sinks is None or dsinks is None else dsinks.astype(sinks.dtype),
         None,

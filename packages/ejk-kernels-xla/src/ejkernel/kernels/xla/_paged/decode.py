@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._paged.core import NEG_INF, Spec, Tiles, attend
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout, Tables
+from ejkernel.kernels.xla.compat import vary_alike
 
 # One step of the walk reads about this many bytes of keys and values: large enough to amortise
 # the loop, small enough for what was gathered to be still in the second-level cache when used.
@@ -102,6 +103,7 @@ def attend_rows(
     if splits > 1:
         q = jnp.broadcast_to(q, (splits, *q.shape)).reshape(-1, *q.shape[1:])
         tiles = split_tiles(tiles, splits)
+    q, arrays, scale, sinks, tiles = vary_alike((q, arrays, scale, sinks, tiles))
     pad = -q.shape[0] % spec.group
 
     def padded(x, value):

@@ -8,7 +8,7 @@ table entry of any value is safe; what was read in vain is masked by the caller.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,9 @@ class Tables:
 
 @dataclass(frozen=True)
 class Paged:
-    """A layout whose last array is the page table."""
+    """A layout whose last array, after ``num_caches`` caches, is the page table."""
 
+    num_caches: ClassVar[int] = 1
     table: Tables
 
     @property
@@ -58,6 +59,8 @@ class Paged:
 @dataclass(frozen=True)
 class SplitPages(Paged):
     """``(key_cache [P, ps, hk, d], value_cache [P, ps, hk, dv], tables)``."""
+
+    num_caches: ClassVar[int] = 2
 
     def value_dim(self, arrays: Arrays) -> int:
         return arrays[1].shape[-1]
@@ -143,6 +146,7 @@ class LatentPages(Paged):
 class Contiguous:
     """``(key [b, S, hk, d], value [b, S, hk, dv])``; tile ``n`` reads batch row ``n``."""
 
+    num_caches: ClassVar[int] = 2
     length: int
 
     @property

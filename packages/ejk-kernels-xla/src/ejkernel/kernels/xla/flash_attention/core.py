@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.softmax import LN2, sink_gradient
-from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.kernels.xla.compat import vary_alike
 from ejkernel.types import MaskInfo, prepare_mask
 
 
@@ -87,8 +86,4 @@ def attend(
     without dropout.
     """
     arrays: Any = (q, k, v, bias, sinks, mask, seed)
-    # inside shard_map all arguments vary alike, so that JAX sums the gradients of replicated ones
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if axes:
-        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
-    return _attend(fwd, bwd, *arrays)
+    return _attend(fwd, bwd, *vary_alike(arrays))

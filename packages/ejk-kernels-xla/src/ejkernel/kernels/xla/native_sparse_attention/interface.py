@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla.compat import vary_alike
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks, block_means, find_blocks
 from ejkernel.kernels.xla.native_sparse_attention.select import clean_indices, select_blocks
@@ -50,6 +51,7 @@ def _selected(q, k, v, chosen, blocks: Blocks, scale: float, cfg: Any):
     slots = max(1, min(count, STEP_ELEMENTS // max(1, rows * per_block)))
     chosen = jnp.pad(chosen, [(0, 0)] * 3 + [(0, -count % slots)], constant_values=-1)
     spec = Spec(scale, blocks.size, rows, slots, accumulation_dtype(q, k, v))
+    q, k, v, chosen, blocks = vary_alike((q, k, v, chosen, blocks))
     token = jnp.arange(s, dtype=jnp.int32)
 
     def one(q, k, v, chosen):

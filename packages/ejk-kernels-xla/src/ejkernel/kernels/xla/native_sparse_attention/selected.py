@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.xla.compat import zeros
+
 NEG_INF = float("-inf")
 
 
@@ -82,8 +84,8 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
         )  # fmt: skip
         return new, total * keep + jnp.sum(p, -1), o * keep[..., None] + add
 
-    zero = jnp.zeros(q.shape[:-1], spec.accumulate)
-    o = jnp.zeros((*q.shape[:-1], v.shape[-1]), spec.accumulate)
+    zero = zeros(q.shape[:-1], spec.accumulate, q)
+    o = zeros((*q.shape[:-1], v.shape[-1]), spec.accumulate, q)
     steps = rows.chosen.shape[2] // spec.slots
     top, total, o = lax.fori_loop(0, steps, step, (zero + NEG_INF, zero, o))
     alive = total > 0
@@ -112,7 +114,7 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
         return dq, dk, dv
 
     steps = rows.chosen.shape[2] // spec.slots
-    dq, dk, dv = lax.fori_loop(0, steps, step, (jnp.zeros(q.shape, spec.accumulate), dk, dv))
+    dq, dk, dv = lax.fori_loop(0, steps, step, (zeros(q.shape, spec.accumulate, q), dk, dv))
     return dk, dv, dq
 
 
@@ -158,8 +160,8 @@ def _backward(spec: Spec, saved, do):
         dk, dv, dq = _tile_backward(spec, *carry, q, k, v, rows, o, lse, do)
         return (dk, dv), dq
 
-    zeros = tuple(jnp.zeros(a.shape, spec.accumulate) for a in (k, v))
-    (dk, dv), dq = lax.scan(tile, zeros, _cut(spec, (q, rows, o, lse, do)))
+    start = tuple(zeros(a.shape, spec.accumulate, q) for a in (k, v))
+    (dk, dv), dq = lax.scan(tile, start, _cut(spec, (q, rows, o, lse, do)))
     dq = _join(dq, q.shape[0])
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
