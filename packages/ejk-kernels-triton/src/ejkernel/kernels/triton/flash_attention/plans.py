@@ -173,13 +173,14 @@ class AttentionPlan:
         for name, array, mapped in zip(self.names, arrays, batched, strict=True):
             mate = pairs.get(name) or {v: k for k, v in pairs.items()}.get(name)
             shared = not mapped and not (flags.get(mate))
-            if name in ("q", "k", "v", "do", "lse", "delta"):
+            whole = name in ("q", "k", "v", "do", "lse", "delta")  # never shared by batch rows
+            if whole:
                 inner = batch
             elif name == "seed":
                 inner = batch // self.problem.seed_batches
             else:
                 inner = batch if rows[name] == 1 and not shared else max(rows[name], 1)
-            keep = shared and rows[name] == 1
+            keep = shared and rows[name] == 1 and not whole
             new.append(merge_leading(size, array, mapped, inner, keep_one=keep))
         shapes = tuple((n, tuple(a.shape)) for n, a in zip(self.names, new, strict=True))
         folded = replace(self, problem=self.problem.folded(size), shapes=shapes)

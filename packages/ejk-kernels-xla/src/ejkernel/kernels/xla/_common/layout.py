@@ -35,6 +35,19 @@ def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
+def reorder(x: jax.Array, *axes: int) -> jax.Array:
+    """``x.transpose(axes)`` where axes of size 1 are moved by reshaping.
+
+    XLA gives a transposed axis of size 1 a layout of its own and then copies to undo it.
+    """
+    shape = [x.shape[a] for a in axes]
+    moved = [a for a in axes if x.shape[a] != 1]
+    kept = sorted(moved)
+    if moved != kept:
+        x = x.reshape([x.shape[a] for a in kept]).transpose([kept.index(a) for a in moved])
+    return x.reshape(shape)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of one attention call and its blocks."""
@@ -74,13 +87,13 @@ class Layout:
         """``[b, q, h, c]`` -> ``[nq, b, hk, rows, c]``."""
         x = pad_axis(x, 1, self.nq * self.block_q)
         shape = (self.batch, self.nq, self.block_q, self.kv_heads, self.groups, x.shape[-1])
-        x = x.reshape(shape).transpose(1, 0, 3, 4, 2, 5)
+        x = reorder(x.reshape(shape), 1, 0, 3, 4, 2, 5)
         return x.reshape(self.nq, self.batch, self.kv_heads, self.rows, x.shape[-1])
 
     def join_q(self, x: jax.Array) -> jax.Array:
         """The inverse of ``split_q``, without the padding."""
         shape = (self.nq, self.batch, self.kv_heads, self.groups, self.block_q, x.shape[-1])
-        x = x.reshape(shape).transpose(1, 0, 4, 2, 3, 5)
+        x = reorder(x.reshape(shape), 1, 0, 4, 2, 3, 5)
         h = self.kv_heads * self.groups
         return x.reshape(self.batch, self.nq * self.block_q, h, x.shape[-1])[:, : self.q_len]
 
@@ -97,11 +110,11 @@ class Layout:
         """``[b, k, hk, c]`` -> ``[nk, b, hk, block_kv, c]``."""
         x = pad_axis(x, 1, self.nk * self.block_kv)
         shape = (self.batch, self.nk, self.block_kv, self.kv_heads, x.shape[-1])
-        return x.reshape(shape).transpose(1, 0, 3, 2, 4)
+        return reorder(x.reshape(shape), 1, 0, 3, 2, 4)
 
     def join_kv(self, x: jax.Array) -> jax.Array:
         """The inverse of ``split_kv``, without the padding."""
-        x = x.transpose(1, 0, 3, 2, 4)
+        x = reorder(x, 1, 0, 3, 2, 4)
         shape = (self.batch, self.nk * self.block_kv, self.kv_heads, x.shape[-1])
         return x.reshape(shape)[:, : self.kv_len]
 

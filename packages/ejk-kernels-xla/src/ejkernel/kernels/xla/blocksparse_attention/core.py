@@ -93,7 +93,8 @@ class _Walk:
 
     def keys(self, x: jax.Array) -> jax.Array:
         """``[b, k, hk, c]`` -> ``[b, hk, 1, k, 1, c]``."""
-        return jnp.moveaxis(pad_axis(x, 1, self.padded_kv), 2, 1)[:, :, None, :, None]
+        x = jax.lax.optimization_barrier(jnp.moveaxis(pad_axis(x, 1, self.padded_kv), 2, 1))
+        return x[:, :, None, :, None]
 
     def from_rows(self, x: jax.Array) -> jax.Array:
         """The inverse of ``rows``."""
