@@ -126,6 +126,19 @@ def test_autotune_tier_stores_and_heuristics_do_not(x, tmp_path):
     assert executor.explain(kernel, x).tier == "memory"
 
 
+def test_a_listener_hears_of_every_eager_call(x):
+    executor, events = make_executor(autotune=False)
+    for _ in range(2):
+        executor(Scale(), x)
+        executor(Scale(), x, cfg=Config(2.0))
+    assert events == ["heuristics", "override"] * 2
+    key = executor.explain(Scale(), x).key
+    executor.selector.cache.put(key, Config(3.0))
+    executor(Scale(), x)
+    executor(Scale(), x)
+    assert events[4:] == ["memory"] * 2
+
+
 def test_explicit_config_never_leaks(x):
     executor, _ = make_executor()
     kernel = Scale()

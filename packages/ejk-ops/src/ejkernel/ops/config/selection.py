@@ -134,7 +134,12 @@ class ConfigSelectorChain:
 
     @property
     def state(self) -> Hashable:
-        """Equal states (and equal surroundings) give equal choices; None = cannot tell."""
+        """Equal states (and equal surroundings) give equal choices; None = ask every time.
+
+        A listener hears of every call, so nothing is remembered while there is one.
+        """
+        if self.on_event is not None:
+            return None
         memory = getattr(self.cache, "state", None)
         disk = 0 if self.persistent is None else getattr(self.persistent, "version", None)
         return None if memory is None or disk is None else (memory, disk, self.policy)
