@@ -34,8 +34,8 @@ class Reporter:
         self._draw()
 
     def finish(self, cfg: Any, ms: float | None, seconds: float) -> None:
-        """Report the outcome."""
-        if not self.enabled:
+        """Replace the bar by the outcome; a log has one line per candidate and no other."""
+        if not self.bar:
             return
         time = "" if ms is None else f"{ms:.4f} ms "
         self._line(f"ejkernel autotune {self.kernel} best {time}{cfg!r} in {seconds:.1f} s")
