@@ -1,12 +1,15 @@
 import warnings
 
+import numpy as np
 import pytest
 
 from ejkernel.ops import (
     AutotuneError,
     ConfigError,
     EjkernelWarning,
+    Executor,
     InvalidArgument,
+    Kernel,
     KernelNotFound,
     KernelNotSupported,
     KernelUnavailable,
@@ -112,6 +115,20 @@ def test_unknown_values_are_errors_naming_the_variable(monkeypatch, name):
     monkeypatch.setenv(name, "perhaps")
     with pytest.raises(ValueError, match=f"{name}='perhaps'"):
         READERS[name]()
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_an_unknown_value_stops_the_next_call_whether_it_needs_it_or_not(monkeypatch, name):
+    class Double(Kernel):
+        def run(self, x, *, cfg):
+            return x * 2
+
+    executor, x = Executor(), np.ones(3, np.float32)
+    executor(Double(), x)
+    monkeypatch.setenv(name, "perhaps")
+    for call in (executor, executor.explain):
+        with pytest.raises(ValueError, match=name):
+            call(Double(), x)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,25 @@ def cache_dir() -> Path:
     return Path(value if value and value.strip() else "~/.cache/ejkernel").expanduser()
 
 
+def check_values() -> None:
+    """Read every variable, also those that the call at hand does not need.
+
+    Raises:
+        ValueError: one of them has an unknown value; names it.
+    """
+    for read in (
+        autotune_policy,
+        autotune_budget_s,
+        log_autotune,
+        ops_stamp,
+        ops_record,
+        typecheck,
+        interpret,
+        triton_smem_limit,
+    ):
+        read()
+
+
 def env_state() -> tuple[object, ...]:
     """The raw values of all variables, hashable: equal states make equal choices."""
     environ: Any = os.environ

@@ -216,6 +216,7 @@ class Executor:
         out_specs: Any,
     ) -> tuple[Any, Route]:
         """The config as the kernel's class, and where the call runs."""
+        env.check_values()
         wanted = parse_platform(platform)
         cfg = kernel.convert_config(cfg)
         named = kernel.config_platform(cfg)
