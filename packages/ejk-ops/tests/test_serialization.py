@@ -65,6 +65,22 @@ def test_round_trip_of_nested_fields():
     assert from_json(to_json(MyConfig()), MyConfig) == MyConfig()
 
 
+def test_dtypes_come_back_whatever_their_hint():
+    @dataclass(frozen=True)
+    class Local:
+        anything: Any = jnp.bfloat16
+        thing: type = jnp.float32
+        like: jax.typing.DTypeLike = jnp.bfloat16
+        maybe: jax.typing.DTypeLike | None = None
+        numpy: object = np.float16
+        kept: np.dtype = field(default_factory=lambda: jnp.dtype("float8_e4m3fn"))
+
+    config = Local(maybe=jnp.bfloat16)
+    assert from_json(to_json(config), Local) == config
+    assert from_json(to_json(Local()), Local) == Local()
+    assert from_json('{"anything": "auto"}', Local).anything == "auto"
+
+
 def test_locally_defined_class():
     @dataclass(frozen=True)
     class Local:

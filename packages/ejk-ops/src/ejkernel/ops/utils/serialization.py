@@ -171,7 +171,8 @@ def _build_union(plain: Any, members: tuple[Any, ...], path: str) -> Any:
     if plain is None and type(None) in members:
         return None
     reasons = []
-    for member in members:
+    # a dtype is written by its name, which a member ``str`` would keep as text
+    for member in sorted(members, key=lambda m: not (isinstance(m, type) and m is np.dtype)):
         if member is type(None):
             continue
         try:
@@ -220,7 +221,7 @@ def _build_dataclass(plain: Any, cls: Any, path: str) -> Any:
     values = {}
     for name, value in plain.items():
         hint = hints.get(name, dataclasses.MISSING)
-        if hint is dataclasses.MISSING or hint is Any:
+        if hint in (dataclasses.MISSING, Any, object, type):
             hint = _hint_of_default(fields[name])
         values[name] = _build(value, hint, f"{path}.{name}")
     return cls(**values)
@@ -231,6 +232,8 @@ def _hint_of_default(field: dataclasses.Field) -> Any:
     default = field.default
     if isinstance(default, (enum.Enum, tuple, np.dtype)) or dataclasses.is_dataclass(default):
         return type(default)
+    if _is_dtype_class(default):
+        return np.dtype | str
     return Any
 
 
