@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import jax
@@ -135,6 +136,25 @@ def test_jit_cache_is_shared_and_vmap_maps_arrays():
     for i in range(3):
         want = dense_of(MaskInfo.from_segments(ids[i]), 6, 6)
         np.testing.assert_array_equal(mapped[i], want)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["segments", "attention_mask", "cu_seqlens", "lengths", "causal", "sliding_window", "random"],
+)
+def test_constructors_name_the_axis_keywords(name):
+    constructor = getattr(MaskInfo, f"from_{name}")
+    found = inspect.signature(constructor).parameters
+    known = inspect.signature(MaskInfo).parameters
+    for axis in ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name"):
+        assert found[axis].kind is inspect.Parameter.KEYWORD_ONLY
+        assert found[axis].default == known[axis].default
+    assert "axes" not in found and "cls" not in found
+
+
+def test_an_unknown_keyword_is_a_type_error():
+    with pytest.raises(TypeError, match="axis_nam"):
+        MaskInfo.from_causal(axis_nam="x")
 
 
 def test_from_segments():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypedDict, Unpack
+import inspect
+from collections.abc import Callable
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
 from ejkernel.types.arrays import int_array, is_array, mask_array, namespace, static_int
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import AxisName, MaskFields
+from ejkernel.types.fields import AXES, AxisName, MaskFields
 from ejkernel.types.segments import cu_seqlens_mask_fields
 
 
@@ -19,6 +21,19 @@ class AxisNames(TypedDict, total=False):
     qheads_axis_name: AxisName
     kvheads_axis_name: AxisName
     sequence_axis_name: AxisName
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def axis_keywords(function: F) -> F:
+    """``function(..., **axes)`` with the four names spelled out for ``help`` and ``inspect``."""
+    signature = inspect.signature(function)
+    known = inspect.signature(MaskFields.__init__).parameters
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [known[name] for name in AXES]
+    vars(function)["__signature__"] = signature.replace(parameters=parameters)
+    return function
 
 
 def padding_ids(mask: Any, argument: str, valid: bool = True) -> Any:
@@ -42,6 +57,7 @@ class Constructors(MaskFields):
     __slots__ = ()
 
     @classmethod
+    @axis_keywords
     def from_segments(
         cls,
         q_segment_ids: Any,
@@ -74,6 +90,7 @@ class Constructors(MaskFields):
         )
 
     @classmethod
+    @axis_keywords
     def from_attention_mask(
         cls,
         attention_mask: Any,
@@ -108,6 +125,7 @@ class Constructors(MaskFields):
         )
 
     @classmethod
+    @axis_keywords
     def from_cu_seqlens(
         cls,
         cu_seqlens_q: Any,
@@ -137,6 +155,7 @@ class Constructors(MaskFields):
         )
 
     @classmethod
+    @axis_keywords
     def from_lengths(
         cls,
         q_lengths: Any,
@@ -159,11 +178,13 @@ class Constructors(MaskFields):
         return cls(q_segment_ids=q_ids, kv_segment_ids=kv_ids, **axes)
 
     @classmethod
+    @axis_keywords
     def from_causal(cls, *, offset: int = 0, **axes: Unpack[AxisNames]) -> Self:
         """``j <= i + offset``; fits any shape. ``offset = kv_len - q_len`` aligns the ends."""
         return cls(causal=True, causal_offset=offset, **axes)
 
     @classmethod
+    @axis_keywords
     def from_sliding_window(
         cls,
         window: int | tuple[int, int],
@@ -181,6 +202,7 @@ class Constructors(MaskFields):
         return cls(sliding_window=window, causal=causal, causal_offset=offset, **axes)
 
     @classmethod
+    @axis_keywords
     def from_random(
         cls,
         batch_size: int,
