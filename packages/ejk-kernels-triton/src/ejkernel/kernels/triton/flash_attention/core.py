@@ -39,7 +39,7 @@ class Static:
     problem: Problem
     fwd: Tiles
     dq: Tiles
-    dkv: Tiles
+    dkv: tuple[tuple[tuple[str, ...], Tiles], ...]  # passes: gradients computed, tiles
     tensor_maps: bool | None = None
 
 
@@ -85,7 +85,10 @@ def _attend_bwd(static: Static, residuals, cotangents):
     delta = delta - dlse
     tensors = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=bias, seed=seed)
     (dq,) = _run(DqPlan, static, static.dq, mask, tensors)
-    dk, dv = _run(DkvPlan, static, static.dkv, mask, tensors)
+    grads = {}
+    for parts, part_tiles in static.dkv:
+        found = _run(DkvPlan, static, part_tiles, mask, tensors, parts=parts)
+        grads |= zip(parts, found, strict=True)
     dbias = dsink = None
     if bias is not None:
         p = static.problem
@@ -95,7 +98,7 @@ def _attend_bwd(static: Static, residuals, cotangents):
     if sink is not None:
         share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))
         dsink = -jnp.sum(share * delta, axis=(0, 2))[None]
-    return dq, dk, dv, dbias, dsink, None, None
+    return dq, grads["dk"], grads["dv"], dbias, dsink, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -8,7 +8,8 @@ it and the rows that see it:
 Work split: one program per (key block, batch row, key head). It walks the query blocks that see
 its keys, for each query head of the group in turn, on transposed tiles [keys, rows], so that p
 and ds are already laid out for the products that consume them. One program owns its keys: sums
-over rows and over the group have one order, without atomics.
+over rows and over the group have one order, without atomics. A launch computes both gradients, or
+one of them (the other given as None): wide heads do not have registers for both sums.
 
 Bound: 8 * q * k * d FLOPs per query head over the visible part (four products); bytes as forward
 plus q and do once per key block from L2. At B4 S4096 H16 D128: 1.1 TFLOP: arithmetic.
@@ -113,30 +114,39 @@ def flash_bwd_dkv(
             first, last, q_len, -hi, -lo, HAS_HI, HAS_LO, BLOCK_Q
         )
 
+    WANT_DK: tl.constexpr = dk is not None
+    WANT_DV: tl.constexpr = dv is not None
+    # dp before the exponentials overlaps products with them; after, it holds fewer registers
+    # while a bias or a dropout mask needs them, and lets narrow heads run three programs
+    DP_LATE: tl.constexpr = DROPOUT or (bias is not None) or D_MAIN + D_REST <= 64
     CHECK_D: tl.constexpr = D_MAIN + D_REST != D
     CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
     k_main = load_tile(
         k, kv_token, first, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, False, True,
         D_MAIN > D,
     )  # fmt: skip
-    v_main = load_tile(
-        v, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, False, True,
-        DV_MAIN > DV,
-    )  # fmt: skip
-    dk_main = tl.zeros([BLOCK_KV, D_MAIN], tl.float32)
-    dv_main = tl.zeros([BLOCK_KV, DV_MAIN], tl.float32)
+    if WANT_DK:
+        v_main = load_tile(
+            v, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, False,
+            True, DV_MAIN > DV,
+        )  # fmt: skip
+        dk_main = tl.zeros([BLOCK_KV, D_MAIN], tl.float32)
+        if DV_REST > 0:
+            v_more = load_tile(
+                v, kv_token, first, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
+                BLOCK_KV, DV_REST, False, True, CHECK_DV,
+            )  # fmt: skip
+        if D_REST > 0:
+            dk_more = tl.zeros([BLOCK_KV, D_REST], tl.float32)
+    if WANT_DV:
+        dv_main = tl.zeros([BLOCK_KV, DV_MAIN], tl.float32)
+        if DV_REST > 0:
+            dv_more = tl.zeros([BLOCK_KV, DV_REST], tl.float32)
     if D_REST > 0:
         k_more = load_tile(
             k, kv_token, first, kv_len, hk * D + D_MAIN, kv_heads * D, D - D_MAIN, BLOCK_KV,
             D_REST, False, True, CHECK_D,
         )  # fmt: skip
-        dk_more = tl.zeros([BLOCK_KV, D_REST], tl.float32)
-    if DV_REST > 0:
-        v_more = load_tile(
-            v, kv_token, first, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN, BLOCK_KV,
-            DV_REST, False, True, CHECK_DV,
-        )  # fmt: skip
-        dv_more = tl.zeros([BLOCK_KV, DV_REST], tl.float32)
 
     for member in tl.range(0, GROUP):
         h = hk * GROUP + member
@@ -191,7 +201,6 @@ def flash_bwd_dkv(
                 )  # fmt: skip
                 if (phase == 1) and TMA and not EVEN_Q:
                     do_main = tl.where((i < q_len)[:, None], do_main, 0.0)
-                dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
                 if DV_REST > 0:
                     do_more = load_tile(
                         do_rest, q_token, i0, q_len, h * DV + DV_MAIN, heads * DV, DV - DV_MAIN,
@@ -199,10 +208,12 @@ def flash_bwd_dkv(
                     )  # fmt: skip
                     if (phase == 1) and TMA and not EVEN_Q:
                         do_more = tl.where((i < q_len)[:, None], do_more, 0.0)
-                    dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
+                if WANT_DK and not DP_LATE:
+                    dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
+                    if DV_REST > 0:
+                        dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
 
                 row_lse = finite_lse(lse + rows, i, q_len)[None, :]
-                row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[None, :]
                 s, tanh = tile_logits(
                     s, i[None, :], j[:, None], b, h, q_len, kv_len, bias, bias_batch, bias_head,
                     scale, cap_in, cap_out, CAPPED, SCALED,
@@ -221,37 +232,50 @@ def flash_bwd_dkv(
                     p = tl.exp2(s * scale - row_lse)
                 if DROPOUT:
                     keep = kept(key, i[None, :], j[:, None], keep_threshold)
-                    dp = tl.where(keep, dp * keep_scale, 0.0)
-                    pd = tl.where(keep, p, 0.0).to(do_main.dtype)
-                else:
-                    pd = p.to(do_main.dtype)
-                dv_main = tl.dot(pd, do_main, dv_main, input_precision=PRECISION)
-                if DV_REST > 0:
-                    dv_more = tl.dot(pd, do_more, dv_more, input_precision=PRECISION)
-                ds = p * (dp - row_delta)
-                if CAPPED:
-                    ds = ds * (1.0 - tanh * tanh)
-                ds = ds.to(q_main.dtype)
-                dk_main = tl.dot(ds, q_main, dk_main, input_precision=PRECISION)
-                if D_REST > 0:
-                    dk_more = tl.dot(ds, q_more, dk_more, input_precision=PRECISION)
+                if WANT_DV:
+                    pd = p
+                    if DROPOUT:
+                        pd = tl.where(keep, p, 0.0)
+                    pd = pd.to(do_main.dtype)
+                    dv_main = tl.dot(pd, do_main, dv_main, input_precision=PRECISION)
+                    if DV_REST > 0:
+                        dv_more = tl.dot(pd, do_more, dv_more, input_precision=PRECISION)
+                if WANT_DK:
+                    if DP_LATE:
+                        dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
+                        if DV_REST > 0:
+                            dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
+                    if DROPOUT:
+                        dp = tl.where(keep, dp * keep_scale, 0.0)
+                    row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)
+                    ds = p * (dp - row_delta[None, :])
+                    if CAPPED:
+                        ds = ds * (1.0 - tanh * tanh)
+                    ds = ds.to(q_main.dtype)
+                    dk_main = tl.dot(ds, q_main, dk_main, input_precision=PRECISION)
+                    if D_REST > 0:
+                        dk_more = tl.dot(ds, q_more, dk_more, input_precision=PRECISION)
 
-    if DROPOUT:
-        dv_main = dv_main * keep_scale
-    store_tile(
-        dk, dk_main * grad_scale, kv_token, first, kv_len, hk * D, kv_heads * D, D, BLOCK_KV,
-        D_MAIN,
-    )  # fmt: skip
-    store_tile(dv, dv_main, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN)
-    if D_REST > 0:
+    if WANT_DK:
         store_tile(
-            dk, dk_more * grad_scale, kv_token, first, kv_len, hk * D + D_MAIN, kv_heads * D,
-            D - D_MAIN, BLOCK_KV, D_REST,
+            dk, dk_main * grad_scale, kv_token, first, kv_len, hk * D, kv_heads * D, D, BLOCK_KV,
+            D_MAIN,
         )  # fmt: skip
-    if DV_REST > 0:
+        if D_REST > 0:
+            store_tile(
+                dk, dk_more * grad_scale, kv_token, first, kv_len, hk * D + D_MAIN, kv_heads * D,
+                D - D_MAIN, BLOCK_KV, D_REST,
+            )  # fmt: skip
+    if WANT_DV:
         if DROPOUT:
-            dv_more = dv_more * keep_scale
+            dv_main = dv_main * keep_scale
         store_tile(
-            dv, dv_more, kv_token, first, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
-            BLOCK_KV, DV_REST,
-        )  # fmt: skip
+            dv, dv_main, kv_token, first, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN
+        )
+        if DV_REST > 0:
+            if DROPOUT:
+                dv_more = dv_more * keep_scale
+            store_tile(
+                dv, dv_more, kv_token, first, kv_len, hk * DV + DV_MAIN, kv_heads * DV,
+                DV - DV_MAIN, BLOCK_KV, DV_REST,
+            )  # fmt: skip

@@ -142,5 +142,7 @@ def choose_tiles(problem: Problem, cfg: Any) -> Static:
         problem,
         tiles.override(tiles.forward_tiles(problem, target), fwd_params),
         tiles.override(tiles.dq_tiles(problem, target), bwd_params, tiles.DQ_FIELDS),
-        tiles.override(tiles.dkv_tiles(problem, target), bwd_params),
+        tiles.key_passes(
+            problem, tiles.override(tiles.dkv_tiles(problem, target), bwd_params), target
+        ),
     )

@@ -156,7 +156,7 @@ class AttentionPlan:
             "POSITION_HI": placed and positions.hi is not None,
             "HAS_FULL": "mask" not in self.names,
             "CAPPED": cap is not None,
-            "DROPOUT": p.dropout > 0.0,
+            "DROPOUT": p.keep_threshold > 0,
             "SCALED": scaled,
             "PRECISION": p.precision,
         }
@@ -233,7 +233,7 @@ class ForwardPlan(AttentionPlan):
         }
         return Launch(
             flash_fwd, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
-            t.num_stages,
+            t.num_stages, t.options,
         )  # fmt: skip
 
 
@@ -270,19 +270,21 @@ class DqPlan(AttentionPlan):
         }
         return Launch(
             flash_bwd_dq, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
-            t.num_stages,
+            t.num_stages, t.options,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DkvPlan(AttentionPlan):
-    """q, k, v, do, lse, delta -> dk, dv."""
+    """q, k, v, do, lse, delta -> dk, dv, or the one of them that ``parts`` names."""
+
+    parts: tuple[str, ...] = ("dk", "dv")
 
     def outputs(self):
         p = self.problem
-        return (
-            _struct((p.batch, p.kv_len, p.kv_heads, p.dim), p.dtype),
-            _struct((p.batch, p.kv_len, p.kv_heads, p.value_dim), p.dtype),
+        width = {"dk": p.dim, "dv": p.value_dim}
+        return tuple(
+            _struct((p.batch, p.kv_len, p.kv_heads, width[part]), p.dtype) for part in self.parts
         )
 
     def launch(self, target):
@@ -295,12 +297,12 @@ class DkvPlan(AttentionPlan):
         arguments |= {
             **self.walked("q", ("q", "q_rest"), t.block_q, maps),
             "k": self.operand("k"),
-            "v": self.operand("v"),
+            "v": self.operand("v") if "dk" in self.parts else None,
             **self.walked("do", ("do", "do_rest"), t.block_q, maps),
             "lse": self.operand("lse"),
-            "delta": self.operand("delta"),
-            "dk": Out(0),
-            "dv": Out(1),
+            "delta": self.operand("delta") if "dk" in self.parts else None,
+            **dict.fromkeys(("dk", "dv")),
+            **{part: Out(n) for n, part in enumerate(self.parts)},
             "kv_blocks": blocks,
             "grad_scale": float(p.scale),
         }
@@ -313,7 +315,7 @@ class DkvPlan(AttentionPlan):
         }
         return Launch(
             flash_bwd_dkv, arguments, constants, (blocks * p.batch * p.kv_heads,), t.num_warps,
-            t.num_stages,
+            t.num_stages, t.options,
         )  # fmt: skip
 
 

@@ -38,9 +38,10 @@ def tile_logits(
     """
     if bias is not None:
         corner = bias + b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
-        at = i.to(tl.int64) * kv_len + j
+        # rows are reached in 64 bits once each; columns count within a row
+        at = corner + i.to(tl.int64) * kv_len
         inside = (i < q_len) & (j < kv_len)
-        s = s * scale + tl.load(corner + at, mask=inside, other=0.0).to(tl.float32)
+        s = s * scale + tl.load(at + j, mask=inside, other=0.0).to(tl.float32)
         if not CAPPED:
             s = s * LOG2E
     elif SCALED and not CAPPED:
