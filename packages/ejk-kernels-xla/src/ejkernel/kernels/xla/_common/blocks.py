@@ -80,7 +80,11 @@ def scan_blocks(
 
     if order is None:
         return jax.lax.scan(step, carry, (jnp.arange(count, dtype=jnp.int32), xs))
-    carry, y = jax.lax.scan(step, carry, (order, jax.tree.map(lambda x: x[order], xs)))
+
+    def ordered(carry: Any, number: Any) -> Any:
+        return body(number, carry, jax.tree.map(lambda x: take_block(x, number), xs))
+
+    carry, y = jax.lax.scan(ordered, carry, order)
     back = jnp.argsort(order)
     return carry, jax.tree.map(lambda x: x[back], y)
 

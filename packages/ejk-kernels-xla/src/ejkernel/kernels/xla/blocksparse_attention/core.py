@@ -22,7 +22,7 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
+from ejkernel.kernels.xla._common.layout import cdiv, pad_axis, reorder
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
@@ -89,21 +89,22 @@ class _Walk:
         pad[1] = (0, self.padded_q - self.q_len)
         x = jnp.pad(x, pad, constant_values=fill) if self.padded_q > self.q_len else x
         x = x.reshape(self.batch, self.padded_q, self.hk, self.groups, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 1)[:, :, None]
+        x = reorder(x, 0, 2, 1, *range(3, x.ndim))
+        return x.reshape(*x.shape[:2], 1, *x.shape[2:])
 
     def keys(self, x: jax.Array) -> jax.Array:
         """``[b, k, hk, c]`` -> ``[b, hk, 1, k, 1, c]``."""
-        x = jax.lax.optimization_barrier(jnp.moveaxis(pad_axis(x, 1, self.padded_kv), 2, 1))
-        return x[:, :, None, :, None]
+        x = reorder(pad_axis(x, 1, self.padded_kv), 0, 2, 1, 3)
+        return x.reshape(self.batch, self.hk, 1, self.padded_kv, 1, x.shape[-1])
 
     def from_rows(self, x: jax.Array) -> jax.Array:
         """The inverse of ``rows``."""
-        x = jnp.moveaxis(x[:, :, 0], 1, 2)
+        x = reorder(x.squeeze(2), 0, 2, 1, *range(3, x.ndim - 1))
         return x.reshape(*x.shape[:2], self.hk * self.groups, *x.shape[4:])[:, : self.q_len]
 
     def from_keys(self, x: jax.Array) -> jax.Array:
         """The inverse of ``keys``."""
-        return jnp.moveaxis(x[:, :, 0, :, 0], 1, 2)[:, : self.kv_len]
+        return reorder(x.squeeze((2, 4)), 0, 2, 1, 3)[:, : self.kv_len]
 
     def inputs(self, head: dict[str, Any]) -> dict[str, Any]:
         """What one head gives to a blockwise pass, besides q, k, v and bias."""

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.xla._common.layout import reorder
+
 
 def _divisor(n: int, limit: int) -> int:
     return max(i for i in range(1, max(1, min(n, limit)) + 1) if n % i == 0)
@@ -90,7 +92,8 @@ class Heads:
         """``[calls, rows if many, heads if many, ...]`` -> ``[b, hk, ...]``."""
         rest = x.shape[1 + sum(w > 1 for w in self.widths) :]
         nb, nh = self.batch // self.rows_at_once, self.heads // self.heads_at_once
-        x = x.reshape(nb, nh, *self.widths, *rest).swapaxes(1, 2)
+        x = x.reshape(nb, nh, *self.widths, *rest)
+        x = reorder(x, 0, 2, 1, *range(3, x.ndim))
         return x.reshape(self.batch, self.heads, *rest)
 
     def _add(self, total: jax.Array, part: jax.Array, call: Any) -> jax.Array:

@@ -1,0 +1,198 @@
+"""Ring attention on virtual devices against the float64 oracle of the whole sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.kernels.xla.flash_attention import flash_attention
+from ejkernel.kernels.xla.ring_attention import ring_attention
+from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
+from ejkernel.types import InvalidArgument, MaskInfo, Rule
+from ejktest.attention_cases import Call, arrays, check, run
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+TOKENS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+
+
+def order(length: int, n: int, layout: str) -> np.ndarray:
+    """Where every token of the arrays comes from."""
+    chunks = np.arange(length).reshape(2 * n, -1) if layout == "zigzag" else None
+    if chunks is None:
+        return np.arange(length)
+    return np.concatenate([chunks[c] for r in range(n) for c in (r, 2 * n - 1 - r)])
+
+
+def on_ring(n: int, layout: str, q, k, v, *, bias, softmax_aux, attention_mask=None, **options):
+    """The operation on whole arrays: permute, shard, run, and permute the rows back."""
+    mesh = Mesh(np.array(jax.devices()[:n]), ("sp",))
+    rows, cols = (order(x.shape[1], n, layout) for x in (q, k))
+    given = {"q": (q[:, rows], P(None, "sp")), "k": (k[:, cols], P(None, "sp"))}
+    given |= {"v": (v[:, cols], P(None, "sp"))}
+    for name, x in (("bias", bias), ("attention_mask", attention_mask)):
+        if x is not None:
+            given[name] = (jnp.asarray(x)[:, :, rows][..., cols], P(None, None, "sp"))
+    if softmax_aux is not None:
+        given["softmax_aux"] = (softmax_aux, P())
+    for name in TOKENS:
+        if options.get(name) is not None:
+            index = rows if name.startswith("q") else cols
+            given[name] = (jnp.asarray(options.pop(name))[:, index], P(None, "sp"))
+
+    def local(x):
+        fields = {m: x.pop(m) for m in ("attention_mask", "q_positions", "kv_positions") if m in x}
+        mask = MaskInfo(**fields) if fields else None
+        return ring_attention(
+            x.pop("q"), x.pop("k"), x.pop("v"), mask_info=mask, axis_name="sp", layout=layout,
+            **x, **options,
+        )  # fmt: skip
+
+    out = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=({name: spec for name, (_, spec) in given.items()},),
+        out_specs=(P(None, "sp"), P(None, "sp")),
+    )({name: x for name, (x, _) in given.items()})
+    back = np.argsort(rows)
+    return jax.tree.map(lambda x: x[:, back], out)
+
+
+IDS = np.array([[0] * 11 + [3] * 26 + [-1] * 4 + [1] * 23, [5] * 64], np.int32)
+DENSE = np.random.default_rng(1).random((1, 2, 32, 32)) < 0.5
+DENSE[..., 9, :] = False
+SMALL = {"b": 1, "q": 32, "k": 32, "h": 2, "hk": 1, "d": 8, "blocks": (16, 16)}
+CASES = [
+    (2, "contiguous", Call("causal", mask={"causal": True}, sinks=(2, 2), cap=2.0, **SMALL)),
+    (4, "zigzag", Call("zigzag", mask={"causal": True}, sinks=(2,), **SMALL)),
+    (8, "contiguous", Call("window", mask={"sliding_window": (3, 2)}, **SMALL)),
+    (
+        2,
+        "zigzag",
+        Call(
+            "segments",
+            q=64,
+            k=64,
+            h=4,
+            hk=2,
+            d=8,
+            sinks=(4, 1),
+            mask={"q_segment_ids": IDS, "causal": True, "sliding_window": (20, 0)},
+        ),
+    ),
+    (
+        4,
+        "zigzag",
+        Call("dense", mask={"attention_mask": DENSE}, bias=(1, 2), dropout=0.3, **SMALL),
+    ),
+    (
+        4,
+        "contiguous",
+        Call("lengths", mask={"causal": True, "causal_offset": -9}, **{**SMALL, "k": 16}),
+    ),
+    (
+        2,
+        "contiguous",
+        Call(
+            "positions",
+            dtypes=("bfloat16", "float32", "bfloat16"),
+            mask={
+                "q_positions": np.arange(32)[None] // 2,
+                "kv_positions": np.arange(32)[None] // 2,
+                "causal": True,
+            },
+            **SMALL,
+        ),
+    ),
+    (1, "zigzag", Call("alone", mask={"causal": True}, bias=(1, 1), **SMALL)),
+]
+
+
+@pytest.mark.parametrize(("n", "layout", "call"), CASES, ids=[str(c[2]) for c in CASES])
+def test_against_oracle(n: int, layout: str, call: Call) -> None:
+    x = arrays(call)
+    check(call, x, *run(partial(on_ring, n, layout), call, x))
+
+
+def test_vmap_inside_and_scan_over_steps() -> None:
+    """Under vmap, with replicated keys of a batch, and with a loop over the middle steps."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((3, 1, 16, 2, 8)), jnp.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, 1, 16, 1, 8)), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
+    many, one_spec = P(None, None, "sp"), P(None, "sp")
+
+    def loss(q, k, v):
+        one = partial(ring_attention, axis_name="sp", causal=True)
+        f = jax.shard_map(
+            jax.vmap(one, (0, None, None)), mesh=mesh, in_specs=(many, one_spec, one_spec),
+            out_specs=many,
+        )  # fmt: skip
+        return jnp.sin(f(q, k, v)).sum()
+
+    def single(q, k, v):
+        return sum(jnp.sin(flash_attention(x, k, v, causal=True)).sum() for x in q)
+
+    ours, theirs = (jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (loss, single))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("zigzag", "rule", "start", "count"),
+    [
+        (False, Rule(), 0, 8),
+        (False, Rule(causal=True), 0, 8),
+        (False, Rule(causal=True, window=(4, 0)), 0, 2),
+        (False, Rule(causal=True, window=(5, 0)), 0, 3),
+        (False, Rule(window=(1, 1)), 7, 3),
+        (False, Rule(causal=True, offset=-16, window=(2, 0)), 4, 2),
+        (True, Rule(causal=True, window=(1, 0)), 7, 3),
+        (False, Rule(causal=True, offset=-100), 0, 1),
+    ],
+)
+def test_only_needed_hops(zigzag: bool, rule: Rule, start: int, count: int) -> None:
+    """Four tokens a device on eight devices."""
+    ring = Ring("sp", 8, zigzag)
+    assert Schedule.of(ring, [rule], 4, 4) == Schedule(start, count)
+
+
+def test_next_keys_are_sent_for_before_the_current_ones_are_used() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("sp",))
+    x = jax.ShapeDtypeStruct((1, 16, 1, 8), jnp.float32)
+    f = jax.shard_map(
+        partial(ring_attention, axis_name="sp"),
+        mesh=mesh, in_specs=(P(None, "sp"),) * 3, out_specs=P(None, "sp"),
+    )  # fmt: skip
+    text = jax.jit(f).lower(x, x, x).as_text()
+    assert text.count("stablehlo.collective_permute") == 2  # k and v, once
+    assert text.index("stablehlo.collective_permute") < text.index("stablehlo.dot_general")
+
+
+def test_bad_calls() -> None:
+    x = jnp.zeros((1, 6, 2, 8))
+    with pytest.raises(ValueError, match="axis_name: 'sp' is not bound"):
+        ring_attention(x, x, x, axis_name="sp")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("sp",))
+
+    def call(**options):
+        return jax.shard_map(
+            lambda q: ring_attention(q, q, q, axis_name="sp", **options),
+            mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=False,
+        )(x)  # fmt: skip
+
+    with pytest.raises(InvalidArgument, match="query: expected an even length"):
+        call(layout="zigzag")
+    with pytest.raises(ValueError, match="layout: given 'spiral'"):
+        call(layout="spiral")
+    with pytest.raises(InvalidArgument, match="bias: expected"):
+        call(bias=jnp.zeros((1, 1, 3, 3)))
+    with pytest.raises(InvalidArgument, match=r"mask_info.attention_mask: expected all 6 keys"):
+        call(mask_info=MaskInfo(attention_mask=jnp.ones((1, 1, 3, 3), bool)))
+    with pytest.raises(ValueError, match="kv_segment_ids: given without"):
+        call(kv_segment_ids=jnp.zeros((1, 3), jnp.int32))
