@@ -258,6 +258,7 @@ def test_platform_choice_on_cpu(x):
     assert executor.explain(kernel, x, platform="pallas").tier == "error"
     # the kernel's generic method serves the platform at home here, and no other
     assert scale_of(executor(Scale(), x, platform="xla"), x) == 1
+    assert executor.explain(Scale(), x).platform == "xla"
     with pytest.raises(KernelNotSupported):
         executor(Scale(), x, platform="triton")
 

@@ -28,7 +28,7 @@ from ejkernel.ops.execution.program import (
     without_arrays,
 )
 from ejkernel.ops.platforms import Platform, parse_platform
-from ejkernel.ops.utils.device import ambient_device, device_fingerprint
+from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
@@ -185,7 +185,9 @@ class Executor:
             except (KernelNotSupported, KernelNotFound) as refusal:
                 choice, error = Choice(choice.cfg, "error", inv.key, choice.answers), str(refusal)
         skipped = _skipped(kernel, inv, resolved, choice)
-        chosen = None if resolved is None or resolved.platform is None else resolved.platform.value
+        chosen = None
+        if resolved is not None:  # a generic run is what the device's own platform runs
+            chosen = (resolved.platform or target_device().native_platform).value
         return Explanation(
             kernel=kernel.name,
             key=inv.key,
