@@ -143,6 +143,19 @@ def test_static_values_that_cannot_be_remembered(x):
     assert not executor._plans
 
 
+def test_outputs_that_are_no_arrays(x):
+    class Tagged(Kernel):
+        def run_xla(self, x, *, cfg):
+            return "xla", {"double": x * 2, "about": frozenset({1})}, None
+
+    executor = Executor()
+    for _ in range(2):
+        tag, rest, nothing = executor(Tagged(), x)
+        assert (tag, rest["about"], nothing) == ("xla", frozenset({1}), None)
+        assert scale_of(rest["double"], x) == 2
+    assert scale_of(jax.jit(lambda x: executor(Tagged(), x)[1]["double"])(x), x) == 2
+
+
 def test_memory_of_calls_is_bounded(x, monkeypatch):
     monkeypatch.setattr(executor_module, "PLANS_LIMIT", 4)
     monkeypatch.setattr(executor_module, "FUNCTIONS_LIMIT", 3)

@@ -21,6 +21,7 @@ from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
 from ejkernel.ops.execution.program import (
+    OtherOutputs,
     Program,
     Route,
     flatten,
@@ -133,7 +134,12 @@ class Executor:
             now = (call_key[0], kernel.state, *call_key[2:])
             if state is not None:
                 self._remember((now, flat.signature, self._state()), plan)
-        return plan(*flat.arrays)
+        try:
+            return plan(*flat.arrays)
+        except OtherOutputs:
+            return self._run_unremembered(
+                kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
+            )
 
     # ---- asking without running ------------------------------------------------------------
 
@@ -263,7 +269,7 @@ class Executor:
             return Choice(cfg, "override", inv.key)
         return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
 
-    def _program(self, settled: _Settled, flat: Any) -> Program:
+    def _program(self, settled: _Settled, flat: Any, compiled: bool = False) -> Program:
         info = {k: v for k, v in settled.inv.info.items() if k not in ("key", "payload")}
         return Program(
             settled.inv.kernel,
@@ -272,6 +278,7 @@ class Executor:
             settled.route,
             settled.choice.key,
             info,
+            compiled,
         )
 
     def _function(self, call_key: tuple, settled: _Settled, flat: Any) -> Callable[..., Any]:
@@ -281,7 +288,7 @@ class Executor:
         key = (call_key, freeze(settled.choice.cfg), flat.positions, stamp)
         function = self._functions.get(key)
         if function is None:
-            function = jax.jit(self._program(settled, flat), inline=INLINE)
+            function = jax.jit(self._program(settled, flat, True), inline=INLINE)
             with self._lock:
                 function = self._functions.setdefault(key, function)
                 _trim(self._functions, FUNCTIONS_LIMIT)
@@ -295,7 +302,7 @@ class Executor:
     def _run_unremembered(
         self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
     ) -> Any:
-        """A call with a static value that may change under our hands: traced afresh."""
+        """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
         settled = self._settle(kernel, args, kwargs, *rest)
         flat = flatten(args, kwargs, hashable=False)
         return self._program(settled, flat)(*flat.arrays)

@@ -147,9 +147,21 @@ class Route:
         return Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
 
 
+class OtherOutputs(Exception):
+    """A kernel returned something that is no array, which ``jax.jit`` cannot carry."""
+
+
+def _no_array(leaf: Any) -> bool:
+    known = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    return not (isinstance(leaf, known) or hasattr(leaf, "__jax_array__"))
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``."""
+    """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``.
+
+    ``compiled``: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
+    """
 
     kernel: Kernel[Any, Any]
     flat: Flat
@@ -157,12 +169,19 @@ class Program:
     route: Route
     key: str
     info: dict[str, Any]
+    compiled: bool = False
 
     @property
     def __name__(self) -> str:
         return self.kernel.name
 
     def __call__(self, *arrays: Any) -> Any:
+        out = self._outputs(*arrays)
+        if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
+            raise OtherOutputs
+        return out
+
+    def _outputs(self, *arrays: Any) -> Any:
         leaves = list(self.flat.leaves)
         for position, array in zip(self.flat.positions, arrays, strict=True):
             leaves[position] = array
