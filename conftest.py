@@ -6,6 +6,7 @@ because the first example compiles; the Python blocks of the READMEs and guides 
 """
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(config, items):
         seen.add(key)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def release_programs():
+    """Compiled programs of a finished file are of no use to the next: free their memory."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 def pytest_runtest_setup(item):
