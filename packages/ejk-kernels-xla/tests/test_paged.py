@@ -350,3 +350,16 @@ def test_gradient_of_a_float_cache_beside_a_quantised_one():
     mixed = jax.grad(loss, (0, 1))(q, k, v8)
     for a, b in zip(mixed, with_float, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_gradients_with_numpy_caches_and_tables():
+    q, k, v = np.ones((2, 2, 8), np.float32), *(np.ones((3, 4, 1, 8), np.float32) for _ in "kv")
+    lens, tables = np.array([3, 6]), np.array([[1, 0], [0, 2]])
+
+    def loss(x, *rest):
+        return (page_attention(x, *rest) ** 2).sum()
+
+    ours = jax.grad(loss, (0, 2))(q, k, v, lens, tables)
+    jaxs = jax.grad(loss, (0, 2))(*map(jnp.asarray, (q, k, v, lens, tables)))
+    np.testing.assert_array_equal(ours[0], jaxs[0])
+    np.testing.assert_array_equal(ours[1], jaxs[1])

@@ -208,7 +208,8 @@ def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
 
 
 def _backward(spec: Spec, layout: Layout, saved, cotangent):
-    q, arrays, scale, sinks, tiles, o, lse = saved
+    # a numpy argument is saved as it came, and numpy cannot be indexed by a traced number
+    q, arrays, scale, sinks, tiles, o, lse = jax.tree.map(jnp.asarray, saved)
     caches = arrays[: layout.num_caches]
     floats = any(_wide(a) for a in caches)
     grads = tuple(zeros(a.shape, spec.accumulate, q) for a in caches) if floats else None
