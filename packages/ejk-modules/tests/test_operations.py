@@ -96,6 +96,38 @@ def test_numpy_arrays_positionally(operation):
     )
 
 
+def test_lengths_past_the_table_are_clipped():
+    arguments = call("page_attention").arguments
+    capacity = arguments["block_tables"].shape[1] * arguments["key_cache"].shape[1]
+    inside = {"block_tables": np.clip(np.asarray(arguments["block_tables"]), 0, 6)}
+    full = np.full(2, capacity, np.int32)
+    assert_same(
+        modules.page_attention(**{**arguments, **inside, "context_lens": full + 5}),
+        modules.page_attention(**{**arguments, **inside, "context_lens": full}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "counts", "rows"),
+    [
+        ("ragged_page_attention", "num_seqs", "context_lens"),
+        ("ragged_page_attention_v3", "distribution", "kv_lens"),
+    ],
+)
+def test_nothing_is_said_about_rows_whose_number_is_not_known(operation, counts, rows):
+    c = call(operation)
+    known = {name: np.asarray(c.arguments[name]) for name in (rows, "query_start_loc")}
+    tables = np.array(c.arguments["block_tables"])
+    lengths = known[rows].copy()
+    arguments = {**c.arguments, **known, counts: jnp.asarray(c.arguments[counts])}
+    expected = getattr(modules, operation)(**arguments)
+    last = int(np.asarray(arguments[counts]).reshape(-1)[-1])
+    tables.reshape(lengths.shape[0], -1)[last:] = -1
+    lengths[last:] = 9
+    arguments |= {"block_tables": tables, rows: lengths}
+    assert_same(getattr(modules, operation)(**arguments), expected)
+
+
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_kernel_class(operation):
     cls = operation_class(operation)

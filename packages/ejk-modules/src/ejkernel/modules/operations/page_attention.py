@@ -63,8 +63,8 @@ def page_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; a length above ``max_blocks * page_size`` or a table
-            entry outside the cache where these are numpy arrays. Traced lengths are clipped.
+        ValueError: a value out of range; a negative length or a table entry in use outside the
+            cache where these are numpy arrays. Lengths past the table are clipped to it.
 
     Differentiable in query, softmax_aux, the scales and floating-point caches; int8 and 8-bit
     float caches get no gradient.

@@ -58,7 +58,7 @@ def ragged_page_attention(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Traced lengths are clipped to the table.
+            arrays. Lengths past the table are clipped to it.
 
     Differentiable in queries, softmax_aux, the scales and floating-point pages.
 
@@ -78,9 +78,9 @@ class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):
     @staticmethod
     def check_values(a: Arguments) -> None:
         canonical.check_sequences(a, lengths="context_lens", counts="num_seqs")
-        canonical.check_tables(
-            a, "context_lens", "block_tables", "kv_pages", rows=canonical.known(a["num_seqs"])
-        )
+        valid = canonical.known(a["num_seqs"])
+        if valid is not None:  # rows past the valid ones may hold anything
+            canonical.check_tables(a, "context_lens", "block_tables", "kv_pages", rows=valid)
         canonical.integers_to_arrays(a, "num_seqs")
         canonical.scalars_to_arrays(a, "k_scale", "v_scale")
 

@@ -70,7 +70,7 @@ def ragged_page_attention_v3(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Traced lengths are clipped to the table.
+            arrays. Lengths past the table are clipped to it.
 
     Differentiable in queries, keys, values, softmax_aux, the scales and floating-point caches.
 
@@ -90,8 +90,9 @@ class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
     @staticmethod
     def check_values(a: Arguments) -> None:
         valid = canonical.check_distribution(a)
-        canonical.check_sequences(a, lengths="kv_lens", rows=valid)
-        canonical.check_tables(a, "kv_lens", "block_tables", "kv_cache", rows=valid)
+        if valid is not None:  # rows past the valid ones may hold anything
+            canonical.check_sequences(a, lengths="kv_lens", rows=valid)
+            canonical.check_tables(a, "kv_lens", "block_tables", "kv_cache", rows=valid)
         canonical.scalars_to_arrays(a, "q_scale", "k_scale", "v_scale")
 
     @staticmethod
