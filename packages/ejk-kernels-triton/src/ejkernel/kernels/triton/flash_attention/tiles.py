@@ -55,9 +55,13 @@ def forward_tiles(problem: Problem, target: Target) -> Tiles:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     short = problem.q_len <= 64
     if problem.biased and problem.dtype != "float32":
-        # tiles of the bias are read beside keys and values: taller ones read fewer of the latter
-        rows, keys = 64 if short or dim > 128 else 128, 32 if dim > 128 else 64
-        return Tiles(rows, keys, 4 if short else 8, 3 if target.hopper else 2)
+        if target.hopper and dim <= 128:
+            # programs overlap as below; the tiles of the bias take the room of a third stage
+            return Tiles(64, 64, 4, 2)
+        # tiles of the bias are staged in shared memory beside keys and values
+        return Tiles(
+            64 if short or dim > 128 else 128, 32 if dim > 128 else 64, 4 if short else 8, 2
+        )
     if problem.dtype == "float32":
         # tf32 or full products from registers: a quarter of the tile keeps operands in them
         return Tiles(32 if problem.precision == "ieee" else 64, 32, 4, 2 if dim <= 64 else 1)
