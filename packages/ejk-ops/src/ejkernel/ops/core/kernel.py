@@ -73,7 +73,8 @@ class Kernel(Generic[Cfg, Out]):
     ``run_xla``, ``run_cuda`` for single platforms. ``heuristic_cfg`` gives a config from shapes,
     ``config_space`` the candidates of autotuning; a kernel that overrides neither runs with
     ``cfg=None``. The methods that run must be traceable by ``jax.jit``: Python bools, ints,
-    floats, strings and other objects are static, arrays are traced.
+    floats, strings and other objects are static, arrays are traced. They may return other things
+    than arrays, but such a call is traced afresh every time.
 
     Args:
         name: name in keys and messages; None = name of the class.
