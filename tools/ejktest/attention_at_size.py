@@ -23,8 +23,7 @@ def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    high = dict(precision="highest")
-    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, **high) * (
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * (
         q.shape[-1] ** -0.5 if scale is None else scale
     )
     if bias is not None:
@@ -45,7 +44,7 @@ def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None
     p = jnp.where(alive, jnp.exp(x - total), 0.0)
     if keep is not None:
         p = jnp.where(keep[0], p / (1 - keep[1]), 0.0)
-    o = jnp.einsum("bhqk,bkhd->bqhd", p, v, **high)
+    o = jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
     lse = jnp.where(alive, total, -jnp.inf)[..., 0]
     return o, lse.swapaxes(1, 2)
 
@@ -106,7 +105,7 @@ def hash_keep(seed, b, h, q, k, p):
 
 # name: (b, q, k, h, hk, d, dv, dtype), options
 BF, HALF, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-CASES = {
+CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "full d128": ((2, 1024, 1024, 4, 4, 128, 128, BF), {}),
     "causal d128": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True)),
     "full d64": ((2, 1024, 1024, 4, 4, 64, 64, BF), {}),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton import flash_attention
+from ejkernel.kernels.triton.flash_attention import flash_attention
 from ejkernel.kernels.triton.resources import Resources, measure, plan_source
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target, rocm_target
 from ejkernel.types import MaskInfo
@@ -110,7 +110,7 @@ def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any], Tar
 
     def loss(given: Any, fixed: Any) -> Any:
         ids = fixed.get("ids")
-        o = flash_attention(
+        o: Any = flash_attention(
             given["q"], given["k"], given["v"], given.get("bias"),
             softmax_aux=given.get("sinks"), attention_mask=fixed.get("mask"),
             mask_info=None if ids is None else MaskInfo(q_segment_ids=ids, kv_segment_ids=ids),
