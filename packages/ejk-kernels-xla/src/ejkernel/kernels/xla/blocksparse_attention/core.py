@@ -156,7 +156,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
         full = (*dbias.shape[:4], walk.padded_q, walk.padded_kv)
         dbias = vary(jnp.zeros(full, lse2.dtype), varying_axes(call.q))
     (dq, dk, dv), dbias = walk.heads.map(one, walk.head, dbias)
-    if dbias is not None:
+    if dbias is not None and call.bias is not None:
         dbias = dbias[..., : walk.q_len, : walk.kv_len].reshape(call.bias.shape)
         dbias = dbias.astype(call.bias.dtype)
     return (

@@ -120,7 +120,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
         given = inputs(t, visiting, bias)
         source = given.pop("source")
         part = blockwise.backward(plan.bwd, q, k, v, lse2=lse2, delta=delta, do=do, **given)
-        if dbias is not None:  # every step owns other columns
+        if dbias is not None and part.dbias is not None:  # every step owns other columns
             start = source * k.shape[1]
             dbias = jax.lax.dynamic_update_slice_in_dim(dbias, part.dbias, start, 3)
         return dq + part.dq, dbias, (dk + part.dk, dv + part.dv), coming

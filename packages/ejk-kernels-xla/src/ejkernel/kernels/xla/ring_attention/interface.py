@@ -126,7 +126,7 @@ def ring_attention(
     masks.check_keys(parts, ring.size * kv_len)
     schedule = Schedule.of(ring, masks.index_rules(parts), q_len, kv_len)
     plan = Plan(ring, schedule, fwd, replace(fwd, **spec("bwd_params")))
-    all_keys = jax.ShapeDtypeStruct((k.shape[0], ring.size * kv_len), k.dtype)
+    all_keys: Any = jax.ShapeDtypeStruct((k.shape[0], ring.size * kv_len), k.dtype)
     bias, sinks = arg.bias_array(bias, q, all_keys), arg.sink_array(softmax_aux, h)
     seed = seed_words(dropout_seed) if fwd.dropout_prob > 0.0 else None
     o, lse = attend(plan, q, k, v, bias, sinks, parts, seed)
