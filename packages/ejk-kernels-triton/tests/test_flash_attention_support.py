@@ -104,6 +104,11 @@ def test_missing_packages_are_the_first_reason(monkeypatch) -> None:
     assert reason(**with_dims(60)) == "triton is not installed"
 
 
+def test_old_devices() -> None:
+    with compile_for(cuda_target(75)):
+        assert reason() == "the device has compute capability 7.5; 8.0 or newer is needed"
+
+
 def test_called_with_what_is_refused() -> None:
     x = jnp.ones((1, 16, 2, 20))
     with pytest.raises(Unsupported, match="head dim 20"):

@@ -55,6 +55,17 @@ def rocm_target(arch: str, cores: int = 304) -> Target:
     return Target("rocm", arch, 163840 if arch == "gfx950" else 65536, cores)
 
 
+def too_old(target: Target) -> str | None:
+    """Why no kernel here runs on ``target``, None when they can.
+
+    Products of bfloat16 and asynchronous copies came with compute capability 8.0.
+    """
+    if target.platform == "cuda" and int(target.arch) < 80:
+        major, minor = divmod(int(target.arch), 10)
+        return f"the device has compute capability {major}.{minor}; 8.0 or newer is needed"
+    return None
+
+
 _override: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 
 

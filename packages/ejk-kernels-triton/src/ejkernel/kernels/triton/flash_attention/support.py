@@ -13,7 +13,7 @@ from ejkernel.kernels.triton.flash_attention import arguments as arg
 from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.problem import Problem
 from ejkernel.kernels.triton.flash_attention.structure import Unsupported, split_mask
-from ejkernel.kernels.triton.targets import current_target
+from ejkernel.kernels.triton.targets import current_target, too_old
 from ejkernel.types import combine_masks
 
 
@@ -62,7 +62,7 @@ def reason_against(a: Mapping[str, Any]) -> str | None:
 
 def supports(inv: Any) -> str | None:
     """None, or why these kernels cannot do the call."""
-    return compat.problem() or reason_against(inv.arguments)
+    return compat.problem() or too_old(current_target()) or reason_against(inv.arguments)
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:

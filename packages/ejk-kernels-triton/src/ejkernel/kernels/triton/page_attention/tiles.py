@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.flash_attention.problem import split_dim
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
-from ejkernel.kernels.triton.targets import Target, current_target
+from ejkernel.kernels.triton.targets import Target, current_target, too_old
 
 MAX_DIM = 256
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
@@ -140,7 +140,8 @@ def refusal(query: Any, key_cache: Any, value_cache: Any) -> str | None:
 def supports(inv: Any) -> str | None:
     """Why a call cannot run here, None when it can."""
     a = inv.arguments
-    return compat.problem() or refusal(a["query"], a["key_cache"], a["value_cache"])
+    reason = compat.problem() or too_old(current_target())
+    return reason or refusal(a["query"], a["key_cache"], a["value_cache"])
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
