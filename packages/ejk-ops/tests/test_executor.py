@@ -18,6 +18,7 @@ from ejkernel.ops import (
     ConfigError,
     ConfigSelectorChain,
     Executor,
+    InvalidArgument,
     Kernel,
     KernelNotSupported,
     OpConfig,
@@ -225,6 +226,8 @@ def test_mesh_of_a_plain_kernel(x):
     assert explained.cfg == Config(2.0)
     with pytest.raises(ValueError, match="without in_specs"):
         executor(Local(), x, mesh=mesh)
+    with pytest.raises(InvalidArgument, match=r"mesh: expected jax\.sharding\.Mesh, given 3"):
+        executor(Local(), x, mesh=3, in_specs=(P("d"),))
     with pytest.raises(ValueError, match="without mesh"):
         executor(Local(), x, in_specs=(P("d"),))
     with pytest.raises(ValueError, match=r"2 entries.*1 array"):

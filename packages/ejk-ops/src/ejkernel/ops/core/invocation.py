@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from ejkernel.ops.core.keys import key_payload, payload_key
+from ejkernel.ops.errors import InvalidArgument
 from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.serialization import abstractify
 
@@ -146,5 +149,7 @@ def distribution_info(mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any
         return {}
     info = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     if mesh is not None:
+        if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+            raise InvalidArgument(f"mesh: expected jax.sharding.Mesh, given {mesh!r}")
         info["mesh_axes"] = tuple(mesh.shape.items())
     return info
