@@ -149,6 +149,7 @@ BAD = [
     ("blocksparse_attention", dict(chunk_size=0), "chunk_size: given 0"),
     ("blocksparse_attention", dict(mask_builder=lambda *a: None), "mask_builder: given together"),
     ("native_sparse_attention", dict(block_counts=0), "block_counts: given 0"),
+    ("native_sparse_attention", dict(block_counts=np.zeros((1, 24, 2), np.int8)), r"block_counts\[0, 0, 0\]: given 0"),
     ("native_sparse_attention", dict(block_size=0), "block_size: given 0"),
     ("native_sparse_attention", dict(max_block_count=0), "max_block_count: given 0"),
     ("native_sparse_attention", dict(sliding_window=None), "g_swa: given without sliding_window"),

@@ -128,6 +128,14 @@ def test_nothing_is_said_about_rows_whose_number_is_not_known(operation, counts,
     assert_same(getattr(modules, operation)(**arguments), expected)
 
 
+def test_a_count_of_blocks_is_clipped_to_its_bound():
+    arguments = call("native_sparse_attention").arguments
+    assert_same(
+        modules.native_sparse_attention(**{**arguments, "block_counts": 3, "max_block_count": 1}),
+        modules.native_sparse_attention(**{**arguments, "block_counts": 1}),
+    )
+
+
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_kernel_class(operation):
     cls = operation_class(operation)

@@ -29,6 +29,7 @@ from ejkernel.modules._canonical.softmax import (
 from ejkernel.modules._canonical.values import (
     build_bias,
     build_block_mask,
+    check_block_counts,
     check_distribution,
     check_group_sizes,
     check_packed,
@@ -45,6 +46,7 @@ __all__ = [
     "build_bias",
     "build_block_mask",
     "cache_form",
+    "check_block_counts",
     "check_distribution",
     "check_group_sizes",
     "check_packed",

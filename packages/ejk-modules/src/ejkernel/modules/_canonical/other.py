@@ -51,6 +51,8 @@ def sparse_options(a: Arguments) -> None:
         raise out_of_range("max_block_count", "an integer >= 1, or None", a["max_block_count"])
     if isinstance(a["block_counts"], int) and a["block_counts"] < 1:
         raise out_of_range("block_counts", "an integer >= 1", a["block_counts"])
+    if isinstance(a["block_counts"], int) and a["max_block_count"] is not None:
+        a["block_counts"] = min(a["block_counts"], a["max_block_count"])
     if a["g_swa"] is not None and a["sliding_window"] is None:
         raise ValueError("g_swa: given without sliding_window, which switches that branch on")
 

@@ -152,6 +152,15 @@ def check_distribution(a: Arguments) -> Any:
     return np.asarray(m)
 
 
+def check_block_counts(a: Arguments) -> None:
+    """Every token reads at least one block."""
+    counts = known(a["block_counts"])
+    if counts is not None and counts.ndim and counts.dtype.kind in "iu" and (counts < 1).any():
+        at = tuple(map(int, np.argwhere(counts < 1)[0]))
+        where = ", ".join(map(str, at))
+        raise out_of_range(f"block_counts[{where}]", "a count >= 1", int(counts[at]))
+
+
 def check_group_sizes(a: Arguments) -> None:
     """Sizes and the first group are not negative; a sum above the rows is clipped later."""
     sizes = known(a["group_sizes"])

@@ -58,8 +58,8 @@ def native_sparse_attention(
         block_counts: how many blocks, >= 1, or per token and kv head.
         cu_seqlens: cumulative lengths of packed sequences; needs batch 1.
         block_size: tokens per block, >= 1.
-        max_block_count: static bound of ``block_counts`` when that is an array; larger counts
-            are clipped to it. None = all blocks.
+        max_block_count: static bound of ``block_counts``; larger counts are clipped to it.
+            None = all blocks.
         sliding_window: switches the sliding branch on.
         softmax_scale: default ``head_dim ** -0.5``.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
@@ -88,6 +88,7 @@ class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):
 
     @staticmethod
     def check_values(a: Arguments) -> None:
+        canonical.check_block_counts(a)
         canonical.check_packed(a, "cu_seqlens", "query", axis=1)
 
     @staticmethod

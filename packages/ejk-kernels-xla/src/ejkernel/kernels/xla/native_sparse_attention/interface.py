@@ -123,6 +123,8 @@ def native_sparse_attention(
     scale = arg.scale_of(softmax_scale, d)
     blocks = find_blocks(s, block_size, cu_seqlens)
     wide = accumulation_dtype(q, k, v)
+    if isinstance(block_counts, int) and max_block_count is not None:
+        block_counts = min(block_counts, max_block_count)
     slots = _slots(block_counts, max_block_count, blocks)
     out = jnp.zeros((b, s, h, dv), wide)
     if blocks.count and (g_cmp is not None or block_indices is None):
