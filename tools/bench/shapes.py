@@ -50,7 +50,7 @@ class AttentionShape:
             w = self.window
             pairs = w * (w + 1) / 2 + (rows - w) * (w + 1)
         else:
-            pairs = rows * (rows + 1) / 2 if rows <= keys else keys * (rows - keys / 2)
+            pairs = rows * (rows + 1) / 2 if rows <= keys else keys * (rows - (keys - 1) / 2)
         return pairs * self.documents
 
     def flops(self) -> float:
