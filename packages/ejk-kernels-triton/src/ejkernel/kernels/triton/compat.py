@@ -92,7 +92,7 @@ def toolchain() -> Toolchain:
         raise IncompatibleVersions(reason)
     version = version_tuple(installed("jax-triton") or "")
     native = _native_module()
-    if native is None:
+    if not hasattr(native, "TritonKernelCall"):  # no module, or jaxlib's shell without a plugin
         raise IncompatibleVersions(
             "jaxlib has no GPU plugin here (jax-cuda12-plugin, jax-cuda13-plugin or the ROCm "
             f"one), so Triton kernels cannot be launched; {WORKS}"
