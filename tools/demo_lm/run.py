@@ -26,7 +26,7 @@ def explain_all(size: Size, batch: int, segment_ids) -> None:
     q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), f32)
     kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), f32)
     mask = MaskInfo.from_segments(jnp.asarray(segment_ids))
-    explain = get_default_executor().explain
+    explain = get_default_executor().explanation
     training = explain(FlashAttention(), q, kv, kv, causal=True, mask_info=mask)
     cache, tables = empty_cache(size, SAMPLES, 0)
     one = jax.ShapeDtypeStruct((SAMPLES, 1, size.heads, size.head_dim), f32)

@@ -349,3 +349,11 @@ def test_configs_that_cannot_be_remembered(x):
     assert scale_of(Executor()(Loose(), x), x) == 2.0
     cfg = types.SimpleNamespace(scale=3.0)
     assert scale_of(Executor()(Loose(), x, cfg=cfg), x) == 3.0
+
+
+def test_explain_prints_what_it_returns(capsys):
+    x = jnp.ones(4)
+    told = Executor().explain(Scale(), x)
+    assert capsys.readouterr().out.strip() == str(told)
+    silent = Executor().explanation(Scale(), x)
+    assert capsys.readouterr().out == "" and silent.key == told.key

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules import explain
+from ejkernel.modules import get_default_executor
+from ejkernel.modules._table import operation_class
 from ejktest.tolerance import measure
 
 SHADES = " .:-=+*#%@"
@@ -31,7 +32,8 @@ def features(data: bytes, heads: int, dim: int, seed: int) -> jax.Array:
 
 def report(name: str, out, reference, *args, **options) -> None:
     """Which kernel ran and how far it is from the oracle."""
-    e = explain(name, *args, **options)
+    kernel = operation_class(name).shared()
+    e = get_default_executor().explanation(kernel, *args, **options)
     print(f"ran       {e.implementation}, config from {e.tier}")
     print(f"error     {measure(out, reference)} against float64")
 

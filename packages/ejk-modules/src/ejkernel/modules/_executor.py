@@ -62,6 +62,4 @@ def explain(operation: Any, *args: Any, **kwargs: Any) -> Any:
     Returns:
         The Explanation that was printed. Nothing is run or tuned.
     """
-    explanation = get_default_executor().explain(_kernel(operation), *args, **kwargs)
-    print(explanation)
-    return explanation
+    return get_default_executor().explain(_kernel(operation), *args, **kwargs)

@@ -160,7 +160,13 @@ class Executor:
             kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
         ).choice.cfg
 
-    def explain(
+    def explain(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
+        """Print what ``explanation`` finds out about a call, and return it."""
+        found = self.explanation(kernel, *args, **kwargs)
+        print(found)
+        return found
+
+    def explanation(
         self,
         kernel: Kernel[Any, Any],
         *args: Any,
