@@ -65,7 +65,8 @@ def test_accepted_versions(versions, triton) -> None:
     [("0.3.1", "triton_kernel_call", 2, False), ("0.4.1", "triton_kernel_call_ffi", 4, True)],
 )
 def test_forms_of_the_custom_call(versions, monkeypatch, version, target, api, maps) -> None:
-    native = type("Native", (), {"create_tma_descriptor_parameter": None})
+    has = {"TritonKernelCall": None, "create_tma_descriptor_parameter": None}
+    native = type("Native", (), has)
     versions(jax_triton=version)
     monkeypatch.setattr(compat, "_native_module", lambda: native)
     tools = compat.toolchain()
