@@ -17,7 +17,7 @@ import numpy as np
 
 def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
     """float64 when any array or ``at_least`` is float64 (and JAX has it), else float32."""
-    asked = jnp.dtype(at_least) == np.float64 and jax.config.jax_enable_x64
+    asked = jnp.dtype(at_least) == np.float64 and jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
     wide = asked or any(a.dtype == np.float64 for a in arrays)
     return np.dtype(np.float64 if wide else np.float32)
 
