@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
@@ -14,17 +12,6 @@ from ejkernel.kernels.xla.compat import vary_alike
 # One step of the walk reads about this many bytes of keys and values: large enough to amortise
 # the loop, small enough for what was gathered to be still in the second-level cache when used.
 STEP_BYTES = 1 << 20
-
-
-def accumulation_dtype(*arrays) -> jnp.dtype:
-    """float64 when any array is float64, else float32."""
-    wide = any(a is not None and a.dtype == jnp.float64 for a in arrays)
-    return jnp.dtype(jnp.float64 if wide else jnp.float32)
-
-
-def field(cfg, name: str):
-    """A config field of a dataclass, a mapping, or None."""
-    return cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
 
 
 def left_of(window) -> int | None:

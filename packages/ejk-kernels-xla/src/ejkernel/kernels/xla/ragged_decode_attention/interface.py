@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.xla._common.arguments import field
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._paged.core import Spec, Tiles
 from ejkernel.kernels.xla._paged.decode import (
-    accumulation_dtype,
     attend_rows,
-    field,
     head_scale,
     head_sinks,
     left_of,
