@@ -236,11 +236,11 @@ def hatch_arguments(command, args):
         if not args:
             raise SetupError("run needs a hatch script or a program: dev.py run python")
     elif command == "isolate":
-        names = [a[4:] if a.startswith("ejk-") else a for a in args[:1]]
-        chosen = [name for name in names if name in PACKAGES]
-        target = ["+package=" + chosen[0]] if chosen else []
-        target += ["isolate:test"]
-        args = args[len(chosen) :]
+        names = [a[4:] if a.startswith("ejk-") else a for a in args[:1] if not a.startswith("-")]
+        if names and names[0] not in PACKAGES:
+            raise SetupError(f"no package {args[0]!r}; there are: {', '.join(PACKAGES)}")
+        target = [*("+package=" + name for name in names), "isolate:test"]
+        args = args[len(names) :]
     else:
         target = [command]
     return target + [a.replace("{", "{{").replace("}", "}}") for a in args]

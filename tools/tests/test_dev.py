@@ -75,6 +75,11 @@ def test_arguments_for_hatch(given, expected):
     assert dev.hatch_arguments(given[0], given[1:]) == expected
 
 
+def test_unknown_package_is_named():
+    with pytest.raises(dev.SetupError, match="no package 'triton'; there are: types, ops, "):
+        dev.hatch_arguments("isolate", ["triton"])
+
+
 def test_exit_status_is_passed_on(clone):
     assert call(clone, "test", "fail").returncode == 7
 
