@@ -12,7 +12,7 @@ ROOT = Path(release.__file__).resolve().parent.parent
 @pytest.fixture
 def workspace(tmp_path):
     """A copy of what the checks read: the six packages without their code."""
-    for folder in ROOT.glob("packages/*"):
+    for folder in (p.parent for p in ROOT.glob("packages/*/pyproject.toml")):
         copy = tmp_path / "packages" / folder.name
         copy.mkdir(parents=True)
         for name in ("pyproject.toml", "CHANGELOG.md", "README.md", "LICENSE"):
