@@ -197,12 +197,15 @@ class GroupedShape:
     n: int
     groups: int
     dtype: str = "bfloat16"
+    even: bool = False
     source: str = ""
     device: str = "gpu"
 
 
 GROUPED = (
-    GroupedShape("cpu-g64", 4096, 512, 512, 64, "float32", device="cpu"),
+    GroupedShape("cpu-g64", 16384, 512, 512, 64, "float32", device="cpu"),
+    GroupedShape("cpu-g64-even", 16384, 512, 512, 64, "float32", even=True, device="cpu"),
+    GroupedShape("cpu-g64-small", 4096, 512, 512, 64, "float32", device="cpu"),
     GroupedShape("cpu-g8", 2048, 512, 1024, 8, "float32", device="cpu"),
     GroupedShape("mixtral-8x7b", 8192, 4096, 14336, 8, source="Mixtral 8x7B"),
     GroupedShape("qwen3-moe", 8192, 2048, 1536, 128, source="Qwen3 30B-A3B"),

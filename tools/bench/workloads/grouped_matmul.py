@@ -20,6 +20,8 @@ def _inputs(shape: GroupedShape) -> tuple:
     lhs = jax.random.normal(a, (shape.m, shape.k), shape.dtype)
     rhs = jax.random.normal(b, (shape.groups, shape.k, shape.n), shape.dtype)
     share = np.random.default_rng(0).dirichlet(np.full(shape.groups, 4.0))
+    if shape.even:
+        share = np.full(shape.groups, 1 / shape.groups)
     sizes = np.floor(share * shape.m).astype(np.int32)
     sizes[-1] += shape.m - sizes.sum()
     return lhs, rhs, jnp.asarray(sizes)
