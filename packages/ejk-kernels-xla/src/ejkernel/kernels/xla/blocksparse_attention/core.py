@@ -26,7 +26,7 @@ from ejkernel.kernels.xla._common.layout import cdiv, pad_axis, reorder
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
-from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.kernels.xla.compat import vary_alike, zeros
 from ejkernel.types.prepare import Tiling
 
 
@@ -154,7 +154,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
     dbias = walk.head["bias"]
     if dbias is not None:
         full = (*dbias.shape[:4], walk.padded_q, walk.padded_kv)
-        dbias = vary(jnp.zeros(full, lse2.dtype), varying_axes(call.q))
+        dbias = zeros(full, lse2.dtype, call.q)
     (dq, dk, dv), dbias = walk.heads.map(one, walk.head, dbias)
     if dbias is not None and call.bias is not None:
         dbias = dbias[..., : walk.q_len, : walk.kv_len].reshape(call.bias.shape)
@@ -194,8 +194,4 @@ def attend(
         o = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
         return o, jnp.full(q.shape[:3], -jnp.inf, dtype)
     arrays: Any = _Call(q, k, v, bias, sinks, mask, pattern, seed)
-    # inside shard_map all arguments vary alike, so that JAX sums the gradients of replicated ones
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if axes:
-        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
-    return _attend(plan, *arrays)
+    return _attend(plan, *vary_alike(arrays))
