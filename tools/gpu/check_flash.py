@@ -20,9 +20,9 @@ from tools.gpu.common import in_parallel, jax, jnp, milliseconds, precompile
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
-from ejkernel.kernels.triton.flash_attention.problem import Band, Problem
-from ejkernel.kernels.triton.flash_attention.structure import Rules
 from ejkernel.kernels.triton.targets import compile_for, current_target
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Band, Rules
 from ejktest.attention_at_size import BF, CASES, F32, bound, check, draw, inputs, kernel
 
 Tiles = tiles.Tiles

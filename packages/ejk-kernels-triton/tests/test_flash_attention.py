@@ -233,10 +233,10 @@ def test_empty(q_len: int, kv_len: int, b: int) -> None:
 def test_reading_past_an_operand_raises() -> None:
     """The interpreter refuses a launch that reads past an operand."""
     from ejkernel.kernels.triton.flash_attention.plans import ForwardPlan
-    from ejkernel.kernels.triton.flash_attention.problem import Problem
-    from ejkernel.kernels.triton.flash_attention.structure import Rules
     from ejkernel.kernels.triton.flash_attention.tiles import Tiles
     from ejkernel.kernels.triton.interpret import run_plan
+    from ejkernel.types.problem import Problem
+    from ejkernel.types.structure import Rules
 
     shapes = tuple((name, (1, 32, 1, 16)) for name in ("q", "k", "v"))
     problem = Problem(1, 32, 32, 1, 1, 16, 16, "float32", 0.25)

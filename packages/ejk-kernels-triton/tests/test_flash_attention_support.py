@@ -13,10 +13,10 @@ import pytest
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.flash_attention import flash_attention, support
-from ejkernel.kernels.triton.flash_attention.structure import Unsupported
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo
+from ejkernel.types.structure import Unsupported
 
 struct = jax.ShapeDtypeStruct
 

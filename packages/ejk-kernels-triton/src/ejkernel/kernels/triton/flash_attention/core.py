@@ -22,14 +22,14 @@ from ejkernel.kernels.triton.flash_attention.plans import (
     DqPlan,
     ForwardPlan,
 )
-from ejkernel.kernels.triton.flash_attention.problem import Problem
-from ejkernel.kernels.triton.flash_attention.structure import (
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles
+from ejkernel.types import MaskInfo
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import (
     block_ranges,
     operands,
     split_mask,
 )
-from ejkernel.kernels.triton.flash_attention.tiles import Tiles
-from ejkernel.types import MaskInfo
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.flash_attention import arguments as arg
 from ejkernel.kernels.triton.flash_attention import tiles
+from ejkernel.kernels.triton.flash_attention.arguments import check_supported, dot_precision
 from ejkernel.kernels.triton.flash_attention.core import Static, attend
-from ejkernel.kernels.triton.flash_attention.problem import Problem
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import attention as arg
+from ejkernel.types.problem import Problem
 
 
 def flash_attention(
@@ -83,7 +84,7 @@ def flash_attention(
     """
     q, k, v = arg.query_key_value(query, key, value)
     dtype = jnp.result_type(q, k, v)
-    arg.check_supported(q, v, dtype, logits_dtype)
+    check_supported(q, v, dtype, logits_dtype)
     b, q_len, h, d = q.shape
     kv_len, hk, dv = k.shape[1], k.shape[2], v.shape[3]
     problem = Problem(
@@ -98,7 +99,7 @@ def flash_attention(
         scale=arg.scale_of(softmax_scale, d),
         soft_cap=arg.soft_cap_of(logits_soft_cap),
         dropout=arg.probability(dropout_prob),
-        precision=arg.dot_precision(precision),
+        precision=dot_precision(precision),
         biased=bias is not None,
         seed_batches=max(b, 1),
     )

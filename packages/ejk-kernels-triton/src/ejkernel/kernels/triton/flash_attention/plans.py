@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import In, Launch, Out, TensorMap, merge_leading
-from ejkernel.kernels.triton.flash_attention.problem import LOG2E, Problem, split_dim
-from ejkernel.kernels.triton.flash_attention.structure import Rules
+from ejkernel.kernels.triton.flash_attention.dims import split_dim
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.structure import Rules
 
 FLOAT = jnp.float32
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.flash_attention import arguments as arg
 from ejkernel.kernels.triton.flash_attention import tiles
-from ejkernel.kernels.triton.flash_attention.problem import Problem
-from ejkernel.kernels.triton.flash_attention.structure import Unsupported, split_mask
+from ejkernel.kernels.triton.flash_attention.arguments import dot_precision, refusal
 from ejkernel.kernels.triton.targets import current_target, too_old
+from ejkernel.types import attention as arg
 from ejkernel.types import combine_masks
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Unsupported, split_mask
 
 
 def _mask_reason(a: Mapping[str, Any]) -> str | None:
@@ -51,7 +52,7 @@ def _mask_reason(a: Mapping[str, Any]) -> str | None:
 def reason_against(a: Mapping[str, Any]) -> str | None:
     """Why the kernels cannot do the call, from static facts; None if they can."""
     q, k, v = a["query"], a["key"], a["value"]
-    reason = arg.refusal(
+    reason = refusal(
         q.shape,
         v.shape,
         jnp.result_type(q.dtype, k.dtype, v.dtype),
@@ -81,7 +82,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         scale=arg.scale_of(scale, q.shape[3]),
         soft_cap=a.get("logits_soft_cap"),
         dropout=a.get("dropout_prob") or 0.0,
-        precision=arg.dot_precision(a.get("precision")),
+        precision=dot_precision(a.get("precision")),
         biased=a.get("bias") is not None,
         seed_batches=max(q.shape[0], 1),
     )

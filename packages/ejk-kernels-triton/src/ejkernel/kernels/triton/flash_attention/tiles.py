@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.flash_attention.problem import Problem, exact_dim, split_dim
+from ejkernel.kernels.triton.flash_attention.dims import exact_dim, split_dim
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.flash_attention import arguments as arg
-from ejkernel.kernels.triton.flash_attention.structure import Unsupported
 from ejkernel.kernels.triton.page_attention.core import Static, attend
 from ejkernel.kernels.triton.page_attention.tiles import configured, problem_of, refusal
 from ejkernel.kernels.triton.targets import current_target
+from ejkernel.types import attention as arg
+from ejkernel.types.structure import Unsupported
 
 
 def page_attention(

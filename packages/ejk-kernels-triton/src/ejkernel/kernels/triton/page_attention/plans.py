@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import In, Launch, Out, Plan
-from ejkernel.kernels.triton.flash_attention.problem import LOG2E, split_dim
+from ejkernel.kernels.triton.flash_attention.dims import split_dim
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, power_of_two, query_rows
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.problem import LOG2E
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 MAX_LANES = 1024  # sequences looked at together when a share finds its place

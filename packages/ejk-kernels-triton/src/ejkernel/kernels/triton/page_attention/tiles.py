@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.flash_attention.problem import split_dim
+from ejkernel.kernels.triton.flash_attention.dims import split_dim
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target, current_target, too_old
 

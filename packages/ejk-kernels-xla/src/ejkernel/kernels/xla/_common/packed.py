@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.xla._common.arguments import invalid
+from ejkernel.types.attention import invalid
 
 
 def cumulative_lengths(cu_seqlens: Any, argument: str, total: int) -> jax.Array:

@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.arguments import (
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._common.packed import cumulative_lengths
+from ejkernel.kernels.xla._linear.chunk import Rows
+from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.types.attention import (
     float_array,
     invalid,
     query_key_value,
     scale_of,
 )
-from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._common.packed import cumulative_lengths
-from ejkernel.kernels.xla._linear.chunk import Rows
-from ejkernel.kernels.xla.compat import vary, varying_axes
 
 
 @dataclass(frozen=True)

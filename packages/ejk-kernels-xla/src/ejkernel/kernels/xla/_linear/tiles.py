@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.kernels.xla._common.arguments import field
+from ejkernel.types.attention import field
 
 # below this many tokens the recurrence itself is cheaper than any chunk
 STEP_LIMIT = 16

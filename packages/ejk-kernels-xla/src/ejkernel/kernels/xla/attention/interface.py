@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.plain import probabilities, weighted_values
 from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import attention as arg
 
 
 def _seed(dropout_rng: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dropout import seed_words
 from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.core import Plan, attend
 from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import attention as arg
 
 
 def _pattern(

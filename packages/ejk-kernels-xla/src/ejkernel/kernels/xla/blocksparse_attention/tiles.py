@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.kernels.xla._common.arguments import field
 from ejkernel.ops import Backend
 from ejkernel.ops.utils.device import target_device
+from ejkernel.types.attention import field
 
 SMALLEST, LARGEST, PLAIN = 64, 256, 128
 DOT_MULTIPLY_ADDS = 2**23

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla.cudnn.core import attend
 from ejkernel.kernels.xla.cudnn.support import mask_of, pattern_of, reason_against
 from ejkernel.ops import KernelNotSupported
 from ejkernel.types import MaskInfo
+from ejkernel.types import attention as arg
 
 
 def _call(algorithm: str, arguments: Mapping[str, Any]) -> jax.Array:

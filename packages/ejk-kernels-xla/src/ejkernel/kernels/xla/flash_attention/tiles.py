@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.kernels.xla._common.arguments import field
 from ejkernel.ops import Backend, BwdParams, FwdParams
 from ejkernel.ops.utils.device import target_device
+from ejkernel.types.attention import field
 
 BLOCK_KV = 512
 DOT_MULTIPLY_ADDS = 2**23

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.xla._common.arguments import float_array, invalid
 from ejkernel.kernels.xla.grouped_matmul.primitives import grouped_product
 from ejkernel.kernels.xla.grouped_matmul.products import Plan
 from ejkernel.kernels.xla.grouped_matmul.tiles import row_tile
+from ejkernel.types.attention import float_array, invalid
 
 
 def _sizes(group_sizes: Any) -> Any:

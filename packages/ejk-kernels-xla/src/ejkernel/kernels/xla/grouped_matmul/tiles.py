@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.kernels.xla._common.arguments import field
+from ejkernel.types.attention import field
 
 # a product of fewer rows does not fill the vector units, of more gains nothing
 SMALLEST, LARGEST = 16, 256

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.xla._common.arguments import invalid
 from ejkernel.kernels.xla._linear.attention import linear_attention
 from ejkernel.kernels.xla._linear.inputs import Gates
+from ejkernel.types.attention import invalid
 
 
 def _static_int(x: Any, argument: str) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.arguments import field, invalid
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.kernels.xla._common.packed import cumulative_lengths
 from ejkernel.kernels.xla.mean_pooling.sums import chunk_sums, group_sums, groups_of_rows
+from ejkernel.types.attention import field, invalid
 
 # rows of the first level: few additions per level up to 64k rows, and one pass over them
 BLOCK = 128

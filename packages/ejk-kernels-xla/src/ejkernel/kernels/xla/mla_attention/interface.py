@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla.flash_attention import flash_attention
+from ejkernel.types import attention as arg
 
 
 def _expand(latent: jax.Array, weight: jax.Array, precision: Any = None) -> jax.Array:

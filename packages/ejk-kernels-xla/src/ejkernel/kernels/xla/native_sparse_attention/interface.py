@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla.compat import vary_alike
 from ejkernel.kernels.xla.flash_attention import flash_attention
@@ -15,6 +14,7 @@ from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks, block_me
 from ejkernel.kernels.xla.native_sparse_attention.select import clean_indices, select_blocks
 from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, attend_selected
 from ejkernel.types import MaskInfo
+from ejkernel.types import attention as arg
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18

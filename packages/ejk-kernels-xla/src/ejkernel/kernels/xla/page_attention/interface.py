@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.arguments import field
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._paged.core import Spec, Tiles
 from ejkernel.kernels.xla._paged.decode import (
@@ -19,6 +18,7 @@ from ejkernel.kernels.xla._paged.decode import (
     step_tokens,
 )  # fmt: skip
 from ejkernel.kernels.xla._paged.layouts import SplitPages, Tables
+from ejkernel.types.attention import field
 
 
 def page_attention(

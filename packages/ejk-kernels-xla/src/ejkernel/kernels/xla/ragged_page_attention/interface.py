@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.arguments import field
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._paged.core import Spec
 from ejkernel.kernels.xla._paged.decode import (
@@ -20,6 +19,7 @@ from ejkernel.kernels.xla._paged.decode import (
 )  # fmt: skip
 from ejkernel.kernels.xla._paged.layouts import CombinedPages, Tables
 from ejkernel.kernels.xla._paged.ragged import choose_shape, tile_queries
+from ejkernel.types.attention import field
 
 
 def attend_ragged(

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dropout import seed_words
 from ejkernel.kernels.xla._common.layout import cdiv
@@ -17,6 +16,7 @@ from ejkernel.kernels.xla.ring_attention import masks
 from ejkernel.kernels.xla.ring_attention.core import Plan, attend
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
 from ejkernel.types import MaskInfo
+from ejkernel.types import attention as arg
 
 LAYOUTS = ("contiguous", "zigzag")
 

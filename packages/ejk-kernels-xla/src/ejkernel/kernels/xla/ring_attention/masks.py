@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.xla._common.arguments import invalid
 from ejkernel.kernels.xla.ring_attention.ring import Ring
 from ejkernel.types import MaskInfo, PreparedMask, Rule, prepare_mask
+from ejkernel.types.attention import invalid
 from ejkernel.types.fields import with_private
 
 Parts = tuple[MaskInfo, ...]

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.xla._common import arguments as arg
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.plain import probabilities, weighted_values
 from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import attention as arg
 
 
 def scaled_dot_product_attention(

@@ -1,6 +1,6 @@
-"""Arguments as implementations receive them: canonical already, or straight from a user.
+"""Arguments of attention as kernels receive them: canonical already, or straight from a user.
 
-Every public function of this package may be called without the module layer; then the checks and
+Every kernel's public function may be called without the module layer; then the checks and
 defaults here are the only ones.
 """
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.types import InvalidArgument
+from ejkernel.types.errors import InvalidArgument
 
 
 def _form(x: Any) -> str:
@@ -100,6 +101,26 @@ def probability(dropout_prob: Any) -> float:
     if not 0.0 <= float(dropout_prob) < 1.0:
         raise ValueError(f"dropout_prob: must be in [0, 1), got {dropout_prob}")
     return float(dropout_prob)
+
+
+def sink_logit(sinks: jax.Array | None) -> jax.Array | None:
+    """All sinks of a head as one logit, float32 ``[1, h]``: their sum of exponentials is one."""
+    if sinks is None or sinks.shape[1] == 0:
+        return None
+    return jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None]
+
+
+def seed_words(seed: Any) -> jax.Array:
+    """int32 ``[1, 3]``: seed, global index of batch row 0, global index of head 0."""
+    if seed is None or isinstance(seed, (int, np.integer)):
+        word = int(seed or 0) & 0xFFFFFFFF
+        words = np.array([word, 0, 0], np.uint32).view(np.int32)
+        return jnp.asarray(words)[None]
+    words = jnp.asarray(seed)
+    if not jnp.issubdtype(words.dtype, jnp.integer) or words.shape not in ((), (3,)):
+        raise invalid("dropout_seed", "an int or integer[]", words)
+    words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
+    return (words if words.ndim else jnp.stack([words, words * 0, words * 0]))[None]
 
 
 def field(source: Any, name: str, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A MaskInfo as what the kernels read: bands, ids, positions, a dense mask, block ranges."""
+"""A MaskInfo as kernels read it: bands, ids, positions, a dense mask, block ranges."""
 
 from __future__ import annotations
 
@@ -9,16 +9,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.triton.flash_attention.problem import Band
-from ejkernel.types import MaskInfo
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.classify import classify_blocks
-
-MAX_BLOCK_PAIRS = 2**24  # entries of the block map kept while ranges are found
+from ejkernel.types.mask_info import MaskInfo
 
 
 class Unsupported(NotImplementedError):
-    """These kernels cannot express the mask; the message says why."""
+    """A kernel cannot do this call; the message says why."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """lo <= key - query <= hi; None is no bound."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.lo is None and self.hi is None
+
+    def narrowed(self, lo: int | None, hi: int | None) -> Band:
+        """The intersection with another band."""
+        los = [x for x in (self.lo, lo) if x is not None]
+        his = [x for x in (self.hi, hi) if x is not None]
+        return Band(max(los) if los else None, min(his) if his else None)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,19 @@
+"""Head dims as the powers of two that Triton's tiles need."""
+
+from __future__ import annotations
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """(main, rest): powers of two that hold ``dim`` columns; rest 0 when one is enough.
+
+    80 -> (64, 16), 96 -> (64, 32), 112 -> (64, 64), 192 -> (128, 64). Products need 16 columns.
+    """
+    main = max(16, 1 << (dim.bit_length() - 1))
+    if dim <= main:
+        return main, 0
+    return main, max(16, 1 << (dim - main - 1).bit_length())
+
+
+def exact_dim(dim: int) -> bool:
+    """Whether ``split_dim`` needs no padding."""
+    return sum(split_dim(dim)) == dim
