@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import jax
@@ -125,11 +124,9 @@ def test_all_fail():
 
 
 def test_budget_gives_the_best_so_far():
-    kernel = Work()
-    kernel.space = tuple(Config(n) for n in range(1, 60))
-    start = time.monotonic()
-    result = tune(kernel, policy=AutotunePolicy(num_warmup=1, num_iters=2, budget_s=0.0))
-    assert time.monotonic() - start < 20
+    space = tuple(Config(n) for n in range(1, 60))
+    policy = AutotunePolicy(num_warmup=1, num_iters=2, budget_s=0.0)
+    result = tune(Work(), space, policy)
     assert len(result.trials) == 60 and result.best == result.trials[0].cfg == SLOW
     assert sum(t.error == "the time budget was spent" for t in result.trials) == 59
 

@@ -8,7 +8,15 @@ import jax
 from jax._src import distributed, mesh
 from jax.core import Tracer
 
-__all__ = ["INLINE", "Coordination", "Tracer", "ambient_mesh", "coordination", "settings"]
+__all__ = [
+    "INLINE",
+    "Coordination",
+    "Tracer",
+    "ambient_mesh",
+    "coordination",
+    "kernel_times",
+    "settings",
+]
 
 # What ``jax.jit(inline=...)`` needs so that a surrounding trace sees the operations themselves:
 # since 0.12 plain True leaves the inlining to the compiler.
@@ -41,3 +49,19 @@ def coordination() -> Coordination | None:
 def ambient_mesh() -> tuple[Any, Any]:
     """The meshes in force here: of ``jax.set_mesh``, and of ``with mesh:``, which is older."""
     return mesh.get_abstract_mesh(), mesh.thread_resources.env.physical_mesh
+
+
+def kernel_times(compiled: Any, arguments: Any, calls: int) -> list[float]:
+    """Milliseconds that the GPU kernels of each of ``calls`` calls took together, by CUPTI.
+
+    JAX's profiler for its own Mosaic kernels counts the kernels of any compiled program.
+
+    Raises:
+        ImportError, RuntimeError, AttributeError: this JAX or this machine offers no CUPTI.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, times = profiler.measure(compiled, iterations=calls)(*arguments)
+    if times is None:
+        return []
+    return list(times) if isinstance(times, (list, tuple)) else [times]

@@ -75,6 +75,7 @@ class MLADecode(Operation[MLADecodeConfig]):
 
     function = staticmethod(mla_decode)
     config = MLADecodeConfig
+    trained = False
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:

@@ -79,6 +79,7 @@ class PageAttention(Operation[PageAttentionConfig]):
 
     function = staticmethod(page_attention)
     config = PageAttentionConfig
+    trained = False
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:

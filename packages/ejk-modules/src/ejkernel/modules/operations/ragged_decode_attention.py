@@ -64,6 +64,7 @@ class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):
 
     function = staticmethod(ragged_decode_attention)
     config = RaggedDecodeAttentionConfig
+    trained = False
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:

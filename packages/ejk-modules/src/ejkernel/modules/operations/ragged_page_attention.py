@@ -73,6 +73,7 @@ class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):
 
     function = staticmethod(ragged_page_attention)
     config = RaggedPageAttentionConfig
+    trained = False
     outputs = ("tokens heads head_dim",)
 
     @staticmethod

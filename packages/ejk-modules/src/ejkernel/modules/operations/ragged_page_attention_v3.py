@@ -84,6 +84,7 @@ class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
 
     function = staticmethod(ragged_page_attention_v3)
     config = RaggedPageAttentionv3Config
+    trained = False
     outputs = ("tokens heads head_dim", "=kv_cache")
     whole_groups = True  # every device writes the keys it holds
 

@@ -68,7 +68,7 @@ class PersistentCache:
         """Counts the changes made through this object."""
         return self._version
 
-    def put(self, key: Hashable, cfg: Any, *, facts: Any = None) -> None:
+    def put(self, key: Hashable, cfg: Any, *, facts: Any = None, measured: Any = None) -> None:
         """Store ``cfg`` under ``key``, on disk if possible.
 
         Args:
@@ -76,6 +76,7 @@ class PersistentCache:
             cfg: a dataclass instance, or plain JSON values.
             facts: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
                 entries be copied into a shipped table.
+            measured: JSON values that say how good it was, when and with which versions.
         """
         text = _key_text(key)
         remember_class(type(cfg))
@@ -96,7 +97,7 @@ class PersistentCache:
                 self._memory[text] = cfg
                 return
             try:
-                self._file(text).update({text: Entry(plain, facts)}, self._lock_timeout)
+                self._file(text).update({text: Entry(plain, facts, measured)}, self._lock_timeout)
             except NOT_WRITTEN as error:
                 self._writable = False
                 self._keep(text, cfg, f"{self.path} cannot be written: {error}")
@@ -128,10 +129,18 @@ class PersistentCache:
 
     def facts(self, key: Hashable) -> Any:
         """The ``facts`` that were put with ``key``, None when there are none."""
+        entry = self._entry(key)
+        return None if entry is None else entry.facts
+
+    def measured(self, key: Hashable) -> Any:
+        """What was ``measured`` when ``key`` was put, None when it is not known."""
+        entry = self._entry(key)
+        return None if entry is None else entry.measured
+
+    def _entry(self, key: Hashable) -> Entry | None:
         text = _key_text(key)
         with self._lock:
-            entry = self._file(text).entries().get(text)
-        return None if entry is None else entry.facts
+            return self._file(text).entries().get(text)
 
     def __contains__(self, key: Hashable) -> bool:
         return self.get(key, _ABSENT) is not _ABSENT

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ejkernel.ops import env
 from ejkernel.ops.config.cache import ConfigCache, autotune_override, find_overlay
+from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tables import nearest_configs
 from ejkernel.ops.core.abstract import bind_abstract
@@ -47,6 +48,7 @@ class AutotunePolicy:
         num_warmup, num_iters: calls before and during the timing of a candidate.
         validate_backward: whether gradients are compared too; None = for kernels that have some.
         budget_s: seconds per key; None = ``EJKERNEL_AUTOTUNE_BUDGET_S``.
+        max_candidates: most configs of a kernel's ``config_space`` that are tried.
     """
 
     autotune: bool | None = None
@@ -54,6 +56,7 @@ class AutotunePolicy:
     num_iters: int = 10
     validate_backward: bool | None = None
     budget_s: float | None = None
+    max_candidates: int = 12
 
     def enabled(self) -> bool:
         """The innermost ``policy_override``, else ``autotune``, else the variable."""
@@ -131,6 +134,9 @@ class ConfigSelectorChain:
         self.persistent = persistent
         self.policy = autotune if isinstance(autotune, AutotunePolicy) else AutotunePolicy(autotune)
         self.on_event = on_event
+        disk = persistent if isinstance(persistent, PersistentCache) else None
+        self.failures = FailureCache(disk)
+        """Candidates that failed, which are not tried again with the same versions."""
 
     @property
     def state(self) -> Hashable:
@@ -184,13 +190,19 @@ class ConfigSelectorChain:
         search = _Search(bind_abstract(inv), kernel, dry=True)
         return self._fast_tiers(search, cfg) or self._slow_tiers(search)
 
-    def store(self, key: str, cfg: Any, facts: Any = None) -> None:
-        """Put a tuned config into the memory and persistent tiers."""
+    def store(self, key: str, cfg: Any, facts: Any = None, measured: Any = None) -> None:
+        """Put a tuned config into the memory and persistent tiers.
+
+        Args:
+            key, cfg: what to store.
+            facts: payload of the key, so that the entry can serve a shipped table.
+            measured: what was measured, JSON values.
+        """
         self.cache.put(key, cfg)
         if self.persistent is None:
             return
         if isinstance(self.persistent, PersistentCache):
-            self.persistent.put(key, cfg, facts=facts)
+            self.persistent.put(key, cfg, facts=facts, measured=measured)
         else:
             self.persistent.put(key, cfg)
 
@@ -277,6 +289,7 @@ class ConfigSelectorChain:
             return None
         if search.dry:
             return search.hit("autotune", None, f"would time {len(configs)} candidates")
+        from ejkernel.ops.execution.shortlist import shortlist
         from ejkernel.ops.execution.tuning import Autotuner
 
         self._emit("autotune_start", search, candidates=len(configs))
@@ -291,9 +304,11 @@ class ConfigSelectorChain:
                 index=index,
                 total=total,
             ),
+            failures=self.failures,
         )
+        configs = shortlist(kernel, configs, self.policy.max_candidates)
         result = tuner.tune(inv, configs)
-        self.store(inv.key, result.best, inv.info.get("payload"))
+        self.store(inv.key, result.best, inv.info.get("payload"), result.measured())
         self._emit("autotune_finish", search, cfg=result.best, ms=result.best_ms, result=result)
         return search.hit("autotune", result.best, f"best of {len(result.trials)} candidates")
 

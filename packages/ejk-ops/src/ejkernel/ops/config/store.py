@@ -4,11 +4,12 @@ Format (schema 1), one entry per line so that differences read well::
 
     {"schema": 1, "device": "gpu:nvidia-h200:9.0", "kernel": "flash_attention",
      "entries": {
-      "<key>": {"class": "package.module:FlashAttentionConfig", "config": {...}, "facts": ...}
+      "<key>": {"class": "package.module:FlashAttentionConfig", "config": {...}, "facts": ...,
+                "measured": ...}
     }}
 
-``facts`` is optional. Tables shipped with kernel packages have the same format plus
-``"provenance"`` (device, versions, date, spread of the timings).
+``facts`` (what the key was made from) and ``measured`` (times, versions, date) are optional.
+Tables shipped with kernel packages have the same format plus ``"provenance"``.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Entry:
 
     plain: Mapping[str, Any]
     facts: Any = None
+    measured: Any = None
     _built: dict[type | None, Any] = field(default_factory=dict, repr=False)
 
     def config(self, cls: type | None = None, default: Any = None) -> Any:
@@ -107,6 +109,8 @@ class Entry:
         stored = {"class": self.plain.get("class"), "config": self.plain["config"]}
         if self.facts is not None:
             stored["facts"] = self.facts
+        if self.measured is not None:
+            stored["measured"] = self.measured
         return json.dumps(stored)
 
 
@@ -141,7 +145,7 @@ def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
     for key, value in stored.items():
         if not (isinstance(value, dict) and "config" in value):
             raise CorruptFile(f"entry {key!r} has no config")
-        entries[key] = Entry(value, value.get("facts"))
+        entries[key] = Entry(value, value.get("facts"), value.get("measured"))
     return content, entries
 
 

@@ -85,6 +85,9 @@ class Kernel(Generic[Cfg, Out]):
     distributes_always = False
     """Whether ``distribute`` is asked even when neither mesh nor specs were given."""
 
+    trained = True
+    """Whether calls are usually differentiated: tuning then ranks by both passes together."""
+
     def __init__(
         self, name: str | None = None, *, version: int = 1, config_cls: type | None = None
     ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -18,24 +20,73 @@ from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusabl
 from ejkernel.ops.platforms import parse_platform
 
 
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A compiled program with its arguments.
+
+    Attributes:
+        compiled: a ``jax.stages.Compiled``.
+        arguments: what it is called with.
+        cfg: the config it was compiled for.
+        phase: "fwd" or "fwd+bwd".
+    """
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+    cfg: Any
+    phase: str
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+
 @dataclasses.dataclass
 class Candidate:
     """One compiled config.
 
     Attributes:
         cfg: the config.
-        forward: runs the forward pass.
+        forward: runs the forward pass; shared by configs that differ in ``bwd_params`` alone.
         both: runs the forward and the backward pass, None without gradients.
         split: whether the config has separate ``fwd_params`` and ``bwd_params``.
-        fwd_ms, bwd_ms: time of the forward pass; what the backward pass adds to it.
+        fwd_ms: time of the forward pass.
+        total_ms: time of both passes; of the forward pass where there is no other.
+        spread: of the samples that ``total_ms`` is the median of.
     """
 
     cfg: Any
-    forward: Callable[[], Any]
-    both: Callable[[], Any] | None
+    forward: Ready
+    both: Ready | None
     split: bool
     fwd_ms: float = 0.0
-    bwd_ms: float | None = None
+    total_ms: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def bwd_ms(self) -> float | None:
+        """What the backward pass adds, None without one."""
+        return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
+
+
+class Once:
+    """Values by key, each made by the first thread that asks; the others wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[Any, Future[Any]] = {}
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            future = self._futures.get(key)
+            mine = future is None
+            if future is None:
+                future = self._futures[key] = Future()
+        if mine:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
 
 
 class Unsound(RuntimeError):
@@ -61,7 +112,8 @@ class Workbench:
     Args:
         inv: the bound call.
         configs: the candidates; the first one's implementation says whether there are gradients.
-        validate_backward: True, False, or None = when there are gradients.
+        validate_backward: True, False, or None = when there are gradients and the kernel is one
+            that is trained.
     """
 
     def __init__(self, inv: Invocation, configs: Sequence[Any], validate_backward: bool | None):
@@ -83,6 +135,8 @@ class Workbench:
             self.backward = bool(self.cotangents)
         self.reference: Any = None
         self.gradients: Any = None
+        self._forwards = Once()
+        self._checked: dict[int, str | None] = {}
         precision = str(inv.arguments.get("precision")).lower()
         everywhere = str(settings.jax_default_matmul_precision).lower()
         self.highest = "highest" in precision or everywhere in ("highest", "float32")
@@ -97,6 +151,8 @@ class Workbench:
     def _wants_backward(self, configs: Sequence[Any], wanted: bool | None) -> bool:
         if wanted is not None:
             return wanted
+        if not self.kernel.trained:
+            return False
         for cfg in configs:
             try:
                 return self._resolve(cfg).differentiable
@@ -134,16 +190,21 @@ class Workbench:
     def compile(self, cfg: Any) -> Candidate:
         """Compile one config. Safe to call from several threads. Raises what the compiler does."""
         run = self._function(cfg)
-        forward = jax.jit(run).lower(*self.arrays).compile()
+        forward = self._forwards.get(self._forward_key(cfg), lambda: self._compile_forward(cfg))
         both = None
         if self.backward:
-            both = jax.jit(self._with_gradients(run)).lower(self.arrays, self.cotangents).compile()
-        return Candidate(
-            cfg,
-            lambda: forward(*self.arrays),
-            None if both is None else lambda: both(self.arrays, self.cotangents),
-            _is_split(cfg),
-        )
+            arguments = (self.arrays, self.cotangents)
+            compiled = jax.jit(self._with_gradients(run)).lower(*arguments).compile()
+            both = Ready(compiled, arguments, cfg, "fwd+bwd")
+        return Candidate(cfg, forward, both, _is_split(cfg))
+
+    def _compile_forward(self, cfg: Any) -> Ready:
+        compiled = jax.jit(self._function(cfg)).lower(*self.arrays).compile()
+        return Ready(compiled, tuple(self.arrays), cfg, "fwd")
+
+    def _forward_key(self, cfg: Any) -> Any:
+        """Equal for configs whose forward pass is the same program."""
+        return dataclasses.replace(cfg, bwd_params=None) if _is_split(cfg) else _Same(cfg)
 
     def _with_gradients(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def both(arrays: list[Any], cotangents: list[Any]) -> Any:
@@ -165,18 +226,17 @@ class Workbench:
         Raises:
             Unsound: NaN, or values beyond rounding.
         """
-        value = jax.block_until_ready(candidate.forward())
-        gradients = None
-        if candidate.both is not None:
-            gradients = jax.block_until_ready(candidate.both())[1]
-        if self.reference is None:
-            wrong = unusable(value) or unusable(gradients)
-            if wrong is not None:
-                raise Unsound(wrong)
-            self.reference, self.gradients = value, gradients
+        wrong = self._check_forward(candidate.forward)
+        if wrong is not None:
+            raise Unsound(wrong)
+        if candidate.both is None:
             return
-        wrong = disagreement(value, self.reference, highest=self.highest)
-        if wrong is None and gradients is not None:
+        gradients = jax.block_until_ready(candidate.both())[1]
+        if self.gradients is None:
+            wrong = unusable(gradients)
+            if wrong is None:
+                self.gradients = gradients
+        else:
             wrong = disagreement(
                 gradients,
                 self.gradients,
@@ -186,3 +246,23 @@ class Workbench:
             )
         if wrong is not None:
             raise Unsound(wrong)
+
+    def _check_forward(self, forward: Ready) -> str | None:
+        """What is wrong with the values of a forward pass; each is run once."""
+        if id(forward) not in self._checked:
+            value = jax.block_until_ready(forward())
+            if self.reference is None:
+                wrong = unusable(value)
+                if wrong is None:
+                    self.reference = value
+            else:
+                wrong = disagreement(value, self.reference, highest=self.highest)
+            self._checked[id(forward)] = wrong
+        return self._checked[id(forward)]
+
+
+class _Same:
+    """A key equal to nothing but itself, for configs that may not be hashable."""
+
+    def __init__(self, cfg: Any):
+        self.cfg = cfg

@@ -52,8 +52,16 @@ class Surroundings:
         return self.context.copy().run(inside)
 
 
-def outside_trace(fn: Callable[[], T], surroundings: Surroundings) -> T:
-    """``fn()`` in a new thread, so that no surrounding trace sees its operations."""
+def outside_trace(
+    fn: Callable[[], T],
+    surroundings: Surroundings,
+    on_interrupt: Callable[[], None] | None = None,
+    grace_s: float = 0.0,
+) -> T:
+    """``fn()`` in a new thread, so that no surrounding trace sees its operations.
+
+    Ctrl-C calls ``on_interrupt``, waits ``grace_s`` for the thread to end, and is raised again.
+    """
     outcome: dict[str, Any] = {}
 
     def work() -> None:
@@ -64,7 +72,13 @@ def outside_trace(fn: Callable[[], T], surroundings: Surroundings) -> T:
 
     thread = threading.Thread(target=work, name="ejkernel-tune", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        if on_interrupt is not None:
+            on_interrupt()
+            thread.join(grace_s)
+        raise
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]

@@ -47,13 +47,15 @@ class PeerGroup:
         self._lock = threading.Lock()
         self._latches: dict[str, threading.Lock] = {}
 
-    def agree(self, inv: Invocation, tuning: bool, decide: Callable[[], Choice]) -> Choice:
+    def agree(self, inv: Invocation, about: Any, decide: Callable[[], Choice]) -> Choice:
         """The choice of process 0 for this call; only process 0 calls ``decide``.
+
+        ``about``: JSON values that tell questions about one call apart.
 
         Raises:
             AutotuneError: no answer in time, an answer that cannot be read, or process 0 failed.
         """
-        topic = PREFIX + short_hash([inv.key, tuning], 32)
+        topic = PREFIX + short_hash([inv.key, about], 32)
         with self._lock:
             latch = self._latches.setdefault(topic, threading.Lock())
         with latch:

@@ -1,17 +1,113 @@
-"""Timing that waits for the device."""
+"""Time on the device: clocks that keep the host out of it, and the race of compiled programs.
+
+A program that runs for a while is timed by queueing calls back to back and waiting once: the host
+runs ahead, and what is left of it is the latency of one launch in a sample of ``SAMPLE_S``. A GPU
+program shorter than ``SHORT_S`` would wait for the host at every launch; its kernels are timed by
+CUPTI through JAX's own profiler, which counts no gap between them.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 
+from ejkernel.ops import compat
+from ejkernel.ops.errors import warn_once
+
 # One sample lasts at least this long, so that dispatch and the clock do not dominate short kernels.
-SAMPLE_S = 2e-3
-MOST_REPEATS = 200
+SAMPLE_S = 5e-3
+MOST_CALLS = 200
+# Below this a launch from the host takes a noticeable part of the time.
+SHORT_S = 5e-4
+CUPTI_CALLS = 20
+# A racer this much slower than the best leaves at once, whatever its place.
+HOPELESS = 2.0
+
+
+class Racer(Protocol):
+    """A compiled program without arguments left to give."""
+
+    def __call__(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Milliseconds per call.
+
+    Attributes:
+        ms: median of the samples.
+        spread: half the distance between their quartiles, relative to the median.
+        samples: how many.
+    """
+
+    ms: float
+    spread: float = 0.0
+    samples: int = 1
+
+
+class Clock(Protocol):
+    """Measures one program."""
+
+    def seconds(self, racer: Callable[[], Any], calls: int) -> float:
+        """Seconds per call of ``calls`` calls in a row."""
+        ...
+
+
+class QueueClock:
+    """Queues the calls, waits once. For every device."""
+
+    def seconds(self, racer: Callable[[], Any], calls: int) -> float:
+        start = time.perf_counter()
+        result = None
+        for _ in range(calls):
+            result = racer()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / calls
+
+
+class KernelClock:
+    """The sum of the kernels' own times, by CUPTI; as QueueClock once CUPTI has refused.
+
+    CUPTI serves one customer at a time: under a profiler it refuses.
+    """
+
+    def __init__(self) -> None:
+        self.fallback: QueueClock | None = None
+
+    def seconds(self, racer: Callable[[], Any], calls: int) -> float:
+        if self.fallback is None:
+            try:
+                return self._kernels(racer, min(calls, CUPTI_CALLS))
+            except Exception as error:
+                self.fallback = QueueClock()
+                warn_once(
+                    ("cupti",),
+                    "kernels shorter than half a millisecond are timed from the host, which blurs "
+                    f"their differences: CUPTI does not answer ({type(error).__name__}: {error})",
+                )
+        return self.fallback.seconds(racer, calls)
+
+    def _kernels(self, racer: Any, calls: int) -> float:
+        times = compat.kernel_times(racer.compiled, racer.arguments, calls)
+        if not times:
+            raise RuntimeError("no kernel was seen")
+        return statistics.median(times) * 1e-3
+
+
+_kernel_clock = KernelClock()
+
+
+def clock_for(seconds: float, device: Any) -> Clock:
+    """The clock for programs of which the fastest takes about ``seconds`` seen from the host."""
+    if seconds < SHORT_S and getattr(device, "platform", None) in ("gpu", "cuda"):
+        return _kernel_clock
+    return QueueClock()
 
 
 def benchmark(fn: Callable[[], Any], num_iters: int = 100, *, num_warmup: int = 3) -> float:
@@ -44,47 +140,80 @@ def check_counts(num_warmup: int, num_iters: int) -> None:
         raise ValueError(f"num_warmup={num_warmup!r}: expected an integer >= 0")
 
 
-def _sample(fn: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call of ``repeats`` calls in a row, waited for once."""
-    start = time.perf_counter()
-    result = None
-    for _ in range(repeats):
-        result = fn()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / repeats
+@dataclass
+class _Lane:
+    """One program of a race."""
+
+    racer: Callable[[], Any]
+    calls: int = 1
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def timed(self) -> Timed:
+        middle = self.median
+        if len(self.samples) < 3 or middle <= 0:
+            return Timed(middle * 1e3, 0.0, len(self.samples))
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return Timed(middle * 1e3, (high - low) / 2 / middle, len(self.samples))
 
 
-def time_side_by_side(
-    fns: Sequence[Callable[[], Any]],
+def race(
+    racers: Sequence[Callable[[], Any]],
     *,
     num_warmup: int,
     num_iters: int,
     deadline: float | None = None,
-) -> list[float | None]:
-    """Median milliseconds of each function, measured in turns.
+    device: Any = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Timed | None]:
+    """Time of each program by successive halving: the slower half leaves after each heat.
 
-    Functions take turns, so that drift of clocks or of other load meets all alike; one that is
-    twice as slow as the best after two rounds is not called again. Calls of short functions are
-    queued and waited for together. A function not reached before ``deadline`` (of
-    ``time.monotonic``) gives None, the first one is always measured.
+    All take turns within a heat, so that drift of clocks or of other load meets all alike. Three
+    heats take a quarter, a half and all of ``num_iters`` samples; two finalists at least are
+    sampled ``num_iters`` times.
+
+    Args:
+        racers: compiled programs; the first one is always measured.
+        num_warmup: calls before the first sample.
+        num_iters: samples of a finalist.
+        deadline: on ``time.monotonic``; programs not reached before it give None.
+        device: a jax.Device, decides how short programs are timed.
+        stop: asked before every sample, True ends the race like the deadline.
     """
-    repeats: list[int] = []
-    samples: list[list[float]] = []
-    for index, fn in enumerate(fns):
-        if index and deadline is not None and time.monotonic() > deadline:
+
+    def over() -> bool:
+        return stop() or (deadline is not None and time.monotonic() > deadline)
+
+    lanes = [_Lane(racer) for racer in racers]
+    queue, ready = QueueClock(), []
+    for index, lane in enumerate(lanes):
+        if index and over():
             break
         for _ in range(num_warmup):
-            jax.block_until_ready(fn())
-        once = _sample(fn, 1)
-        repeats.append(max(1, min(MOST_REPEATS, int(SAMPLE_S / max(once, 1e-7)))))
-        samples.append([])
-    for turn in range(num_iters):
-        best = min((statistics.median(s) for s in samples if s), default=0.0)
-        for index, taken in enumerate(samples):
-            if taken and deadline is not None and time.monotonic() > deadline:
-                continue
-            if turn >= 2 and statistics.median(taken) > 2 * best:
-                continue
-            taken.append(_sample(fns[index], repeats[index]))
-    medians: list[float | None] = [statistics.median(s) * 1e3 for s in samples]
-    return medians + [None] * (len(fns) - len(medians))
+            jax.block_until_ready(lane.racer())
+        once = queue.seconds(lane.racer, 1)
+        lane.calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_S / max(once, 1e-7))))
+        ready.append((once, lane))
+    if not ready:
+        return []
+    fastest = min(once for once, _ in ready)
+    clock = clock_for(fastest, device)
+    running = [lane for _, lane in ready]
+    for part in (4, 2, 1):
+        for _ in range(math.ceil(num_iters / part) - max(len(running[0].samples), 0)):
+            for lane in running:
+                if not (lane is lanes[0] and not lane.samples) and over():
+                    break
+                lane.samples.append(clock.seconds(lane.racer, lane.calls))
+        running = _survivors(running)
+    return [lane.timed() if lane.samples else None for lane in lanes]
+
+
+def _survivors(running: list[_Lane]) -> list[_Lane]:
+    """The faster half, at least two, none far behind the best."""
+    order = sorted((x for x in running if x.samples), key=lambda lane: lane.median)
+    kept = order[: max(2, math.ceil(len(order) / 2))]
+    return [lane for lane in kept if lane.median <= HOPELESS * kept[0].median]

@@ -22,12 +22,12 @@ class Trial:
 
     Attributes:
         cfg: the config.
-        ms: milliseconds that rank it, None when it was not timed. Forward time; for configs
-            without separate ``fwd_params`` and ``bwd_params``, forward plus backward time when
-            gradients were validated.
+        ms: milliseconds that rank it, None when it was not timed: of the forward pass, and of the
+            backward pass too where gradients were timed.
         error: why it was skipped, None when it was not.
-        fwd_ms: forward time.
+        fwd_ms: the forward pass alone.
         bwd_ms: what the backward pass adds to it, None when not measured.
+        spread: half the distance between the quartiles of the samples, relative to the median.
     """
 
     cfg: Any
@@ -35,6 +35,7 @@ class Trial:
     error: str | None = None
     fwd_ms: float | None = None
     bwd_ms: float | None = None
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ class AutotuneResult:
         kernel: the kernel.
         key: cache key of the call.
         best: the winning config.
-        best_ms: its time, None when there was nothing to compare.
-        trials: every candidate, skipped ones included.
+        best_ms: its time, None when there was nothing to compare or another process measured.
+        trials: every candidate, skipped ones included; the first is the heuristic config.
         seconds: how long it took.
-        backward: whether gradients were validated.
+        backward: whether gradients were validated and timed.
+        interrupted: whether it was stopped before all candidates were measured.
     """
 
     kernel: Any
@@ -58,6 +60,30 @@ class AutotuneResult:
     trials: list[Trial] = field(default_factory=list)
     seconds: float = 0.0
     backward: bool = False
+    interrupted: bool = False
+
+    @property
+    def heuristic_ms(self) -> float | None:
+        """Time of the heuristic config, None when it could not be measured."""
+        return self.trials[0].ms if self.trials else None
+
+    @property
+    def spread(self) -> float | None:
+        """Spread of the winner's time."""
+        return next((t.spread for t in self.trials if t.cfg == self.best), None)
+
+    def measured(self) -> dict[str, Any]:
+        """What is kept beside the config: times in milliseconds, JSON values."""
+        timed = [t for t in self.trials if t.ms is not None]
+        return {
+            "ms": self.best_ms,
+            "heuristic_ms": self.heuristic_ms,
+            "spread": self.spread,
+            "pass": "fwd+bwd" if self.backward else "fwd",
+            "candidates": len(self.trials),
+            "timed": len(timed),
+            "seconds": round(self.seconds, 2),
+        }
 
 
 def bound_of(dtype: Any, highest: bool) -> float:
@@ -68,21 +94,32 @@ def bound_of(dtype: Any, highest: bool) -> float:
     return BOUNDS.get(name, BOUND_NARROW)
 
 
-def _difference(value: Any, reference: Any) -> tuple[float, float, bool]:
-    """``(largest |a - b|, largest |a| or |b|, whether infinities agree)`` of two float arrays."""
+@jax.jit
+def _differences(values: list[Any], references: list[Any]) -> list[tuple[Any, Any, Any]]:
+    """``(largest |a - b|, largest |a| or |b|, whether infinities agree)`` of pairs of arrays."""
+    return [_difference(a, b) for a, b in zip(values, references, strict=True)]
+
+
+def _difference(value: Any, reference: Any) -> tuple[Any, Any, Any]:
     wide = jnp.promote_types(value.dtype, jnp.float32)
     a, b = value.astype(wide), reference.astype(wide)
     infinite = jnp.isinf(b)
     same = jnp.all(jnp.where(infinite, a == b, jnp.isfinite(a)))
     a, b = jnp.where(infinite, 0, a), jnp.where(infinite, 0, b)
     scale = jnp.maximum(jnp.max(jnp.abs(a), initial=0), jnp.max(jnp.abs(b), initial=0))
-    return float(jnp.max(jnp.abs(a - b), initial=0)), float(scale), bool(same)
+    return jnp.max(jnp.abs(a - b), initial=0), scale, same
+
+
+@jax.jit
+def _any_nan(values: list[Any]) -> list[Any]:
+    return [jnp.any(jnp.isnan(x)) for x in values]
 
 
 def unusable(tree: Any) -> str | None:
     """Why values cannot serve as a reference: NaN somewhere."""
-    for index, leaf in enumerate(jax.tree_util.tree_leaves(tree)):
-        if _is_float(leaf) and bool(jnp.any(jnp.isnan(leaf))):
+    leaves = [(i, x) for i, x in enumerate(jax.tree_util.tree_leaves(tree)) if _is_float(x)]
+    for (index, _), found in zip(leaves, _any_nan([x for _, x in leaves]), strict=True):
+        if bool(found):
             return f"output {index} holds NaN"
     return None
 
@@ -99,23 +136,25 @@ def disagreement(
     expected, expected_treedef = jax.tree_util.tree_flatten(reference)
     if treedef != expected_treedef:
         return f"{what} has structure {treedef}, expected {expected_treedef}"
+    floats: list[tuple[str, Any, Any]] = []
     for index, (a, b) in enumerate(zip(leaves, expected, strict=True)):
         name = f"{what} {index}" if len(leaves) > 1 else what
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{name} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
         if a.dtype == jax.dtypes.float0:
             continue
-        if not _is_float(a):
-            if not bool(jnp.all(a == b)):
-                return f"{name} has other values than the reference config"
-            continue
-        error, scale, finite = _difference(a, b)
-        if not finite:
+        if _is_float(a):
+            floats.append((name, a, b))
+        elif not bool(jnp.all(a == b)):
+            return f"{name} has other values than the reference config"
+    found = _differences([a for _, a, _ in floats], [b for _, _, b in floats])
+    for (name, a, _), (error, scale, finite) in zip(floats, found, strict=True):
+        if not bool(finite):
             return f"{name} is not finite where the reference config is"
-        allowed = factor * bound_of(a.dtype, highest) * max(1.0, scale)
-        if not error <= allowed:
+        allowed = factor * bound_of(a.dtype, highest) * max(1.0, float(scale))
+        if not float(error) <= allowed:
             return (
                 f"{name} has other values than the reference config: "
-                f"largest difference {error:.3g}, allowed {allowed:.3g}"
+                f"largest difference {float(error):.3g}, allowed {allowed:.3g}"
             )
     return None

@@ -1,0 +1,128 @@
+"""Candidates that failed: remembered with the reason, so that no process compiles them again.
+
+A failure holds for one call, one config and the versions in use. It is kept beside the persistent
+cache (``failures/<device>/<kernel>.json`` in its folder), in the same file format.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config
+from ejkernel.ops.utils.serialization import short_hash
+
+if TYPE_CHECKING:
+    from ejkernel.ops.config.persistent import PersistentCache
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "triton",
+    "jax-triton",
+    "ejk-ops",
+    "ejk-kernels-xla",
+    "ejk-kernels-triton",
+    "ejk-kernels-pallas",
+)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what decides whether and how fast a kernel runs, by distribution."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class FailureCache:
+    """Reasons by call and config, in memory and, with a persistent cache, beside its files.
+
+    Thread safe. A file that cannot be read or written costs a second try, nothing else.
+
+    Args:
+        beside: the cache whose folder holds the files; None = memory only.
+    """
+
+    def __init__(self, beside: PersistentCache | None = None):
+        self._beside = beside
+        self._memory: dict[str, str] = {}
+        self._files: dict[Path, ConfigFile] = {}
+        self._lock = threading.Lock()
+
+    def reason(self, key: str, cfg: Any) -> str | None:
+        """Why ``cfg`` failed for ``key`` with these versions, None when not known."""
+        name = _name(key, cfg)
+        if name is None:
+            return None
+        with self._lock:
+            if name in self._memory:
+                return self._memory[name]
+            file = self._file(key)
+            entry = None if file is None else file.entries().get(name)
+        return None if entry is None or not entry.facts else entry.facts.get("reason")
+
+    def remember(self, key: str, cfg: Any, reason: str) -> None:
+        """Keep that ``cfg`` failed for ``key``."""
+        name = _name(key, cfg)
+        if name is None:
+            return
+        with self._lock:
+            self._memory[name] = reason
+            file = self._file(key)
+            if file is None:
+                return
+            facts = {"reason": reason, "versions": versions()}
+            try:
+                file.update({name: Entry(encode_config(cfg), facts)}, 1.0)
+            except NOT_WRITTEN:
+                self._beside = None
+
+    def clear(self) -> None:
+        """Forget everything, also on disk."""
+        with self._lock:
+            self._memory.clear()
+            root = self._root()
+            for path in () if root is None else sorted(root.glob("*/*.json")):
+                try:
+                    path.unlink()
+                except OSError:
+                    continue
+            self._files.clear()
+
+    def _root(self) -> Path | None:
+        if self._beside is None:
+            return None
+        path = self._beside.path
+        return path.with_suffix(".failures") if path.suffix == ".json" else path / "failures"
+
+    def _file(self, key: str) -> ConfigFile | None:
+        root = self._root()
+        if root is None:
+            return None
+        head, _, rest = key.partition("@")
+        device = rest.partition("#")[0]
+        path = root / _slug(device or "unnamed") / f"{_slug(head.rpartition('.v')[0] or head)}.json"
+        if path not in self._files:
+            self._files[path] = ConfigFile(path, device=device)
+        return self._files[path]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "unnamed"
+
+
+def _name(key: str, cfg: Any) -> str | None:
+    """The entry's name; None for configs without JSON form, which are not remembered."""
+    try:
+        return f"{key}!{short_hash([encode_config(cfg), versions()])}"
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,278 @@
+"""One search for the fastest config: compile side by side, check one by one, race the sound ones.
+
+The winner is the config whose forward and backward passes together take least, because that is
+what training runs; of kernels without gradients, or that are not trained, the forward pass alone.
+Configs with separate ``fwd_params`` and ``bwd_params`` are taken apart within their platform: the
+best forward tiles and the best backward tiles join, and win if together they are faster still.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, Protocol
+
+from ejkernel.ops.config.selection import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import AutotuneError, warn_once
+from ejkernel.ops.execution.candidates import Candidate, Workbench
+from ejkernel.ops.execution.isolation import Surroundings
+from ejkernel.ops.execution.progress import first_line
+from ejkernel.ops.execution.timing import Timed, race
+from ejkernel.ops.execution.trials import Trial
+
+BUDGET_SPENT = "the time budget was spent"
+STOPPED = "tuning was stopped"
+FAILED_BEFORE = "failed before: "
+
+# Compiling may take this part of the budget; what is not ready by then is left out.
+COMPILE_SHARE = 0.7
+# A later candidate must be this much faster than the heuristic config to replace it: less is noise.
+LEAST_GAIN = 0.01
+MOST_WORKERS = 16
+
+
+class Failures(Protocol):
+    """What is remembered about candidates that failed."""
+
+    def reason(self, key: str, cfg: Any) -> str | None:
+        """Why a config failed for a key with the versions in use; None when not known."""
+        ...
+
+    def remember(self, key: str, cfg: Any, reason: str) -> None:
+        """Keep a failure that another try would only repeat."""
+        ...
+
+
+@dataclasses.dataclass
+class Search:
+    """The search of one call, run in a thread of its own.
+
+    Attributes:
+        inv: the bound call.
+        configs: the candidates; the first is the numeric reference.
+        policy: counts and validation.
+        budget_s: seconds for everything; one config is measured even when they are spent.
+        surroundings: of the caller.
+        on_trial: told every finished trial with its index.
+        failures: what failed before, None = nothing is known or kept.
+        note: told what else is worth a line.
+    """
+
+    inv: Invocation
+    configs: Sequence[Any]
+    policy: AutotunePolicy
+    budget_s: float
+    surroundings: Surroundings
+    on_trial: Callable[[Trial, int], None] = lambda trial, index: None
+    failures: Failures | None = None
+    note: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic()
+        self.stopped = threading.Event()
+        self.trials: dict[int, Trial] = {}
+        self.backward = False
+        self.sound: list[Candidate] = []
+
+    def stop(self) -> None:
+        """Let the search end soon, with what was measured so far."""
+        self.stopped.set()
+
+    def go(self) -> tuple[Any, float]:
+        """The best config and its milliseconds.
+
+        Raises:
+            AutotuneError: no candidate runs; one line per candidate says why.
+        """
+        bench = Workbench(self.inv, self.configs, self.policy.validate_backward)
+        self.backward = bench.backward
+        ready = self._prepare(bench)
+        if ready:
+            self._time(bench, ready)
+        if not self.sound:
+            raise AutotuneError(self._all_failed())
+        self._warn_if_only_the_heuristic_ran()
+        return self._winner(bench)
+
+    # ---- compile and check -----------------------------------------------------------------
+
+    def _prepare(self, bench: Workbench) -> list[tuple[int, Candidate]]:
+        """The candidates that compile and compute the right values, in order."""
+        known = self._known_failures()
+        workers = max(1, min(len(self.configs), os.cpu_count() or 1, MOST_WORKERS))
+        pool = futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
+        ready: list[tuple[int, Candidate]] = []
+        try:
+            compiling = {
+                index: pool.submit(self.surroundings.run, bench.compile, cfg)
+                for index, cfg in enumerate(self.configs)
+                if index not in known
+            }
+            for index, cfg in enumerate(self.configs):
+                if index in known:
+                    self._trial(index, Trial(cfg, error=FAILED_BEFORE + known[index]))
+                    continue
+                found = self._checked(bench, compiling[index], index, wait=not ready)
+                if found is not None:
+                    ready.append((index, found))
+        finally:  # a compiler that takes longer than the budget is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+        return ready
+
+    def _known_failures(self) -> dict[int, str]:
+        if self.failures is None:
+            return {}
+        reasons = [self.failures.reason(self.inv.key, cfg) for cfg in self.configs]
+        known = {index: reason for index, reason in enumerate(reasons) if reason is not None}
+        return known if len(known) < len(self.configs) else {}
+
+    def _checked(
+        self, bench: Workbench, future: futures.Future[Candidate], index: int, *, wait: bool
+    ) -> Candidate | None:
+        cfg = self.configs[index]
+        try:
+            candidate = self._compiled(future, wait)
+            bench.check(candidate)
+        except TimeoutError:
+            self._trial(index, Trial(cfg, error=STOPPED if self.stopped.is_set() else BUDGET_SPENT))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._trial(index, Trial(cfg, error=reason))
+            if self.failures is not None and not _passing(error):
+                self.failures.remember(self.inv.key, cfg, first_line(reason))
+        else:
+            return candidate
+        return None
+
+    def _compiled(self, future: futures.Future[Candidate], wait: bool) -> Candidate:
+        """The compiled candidate; TimeoutError when stopped or, unless ``wait``, out of time."""
+        deadline = self.started + COMPILE_SHARE * self.budget_s
+        while not future.done():
+            left = deadline - time.monotonic()
+            if self.stopped.is_set() or not (wait or left > 0.0):
+                raise TimeoutError
+            futures.wait([future], timeout=0.2 if wait else min(left, 0.2))
+        return future.result()
+
+    # ---- time ------------------------------------------------------------------------------
+
+    def _time(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> None:
+        end = self.started + self.budget_s
+        forwards = list({id(c.forward): c.forward for _, c in ready}.values())
+        half = end if not bench.backward else (time.monotonic() + end) / 2
+        found = dict(zip(map(id, forwards), self._race(forwards, half), strict=True))
+        totals: list[Timed | None] = [found[id(c.forward)] for _, c in ready]
+        if bench.backward:
+            totals = self._race([c.both for _, c in ready], end)
+        for (index, candidate), total in zip(ready, totals, strict=True):
+            fwd = found[id(candidate.forward)]
+            if fwd is None or total is None:
+                why = STOPPED if self.stopped.is_set() else BUDGET_SPENT
+                self._trial(index, Trial(candidate.cfg, error=why))
+                continue
+            self._measured(candidate, fwd, total)
+            self.sound.append(candidate)
+            self._trial(index, self._trial_of(candidate))
+
+    def _race(self, racers: Sequence[Any], deadline: float) -> list[Timed | None]:
+        return race(
+            racers,
+            num_warmup=self.policy.num_warmup,
+            num_iters=self.policy.num_iters,
+            deadline=deadline,
+            device=self.surroundings.device,
+            stop=self.stopped.is_set,
+        )
+
+    @staticmethod
+    def _measured(candidate: Candidate, fwd: Timed, total: Timed) -> None:
+        candidate.fwd_ms = fwd.ms
+        candidate.total_ms = total.ms if candidate.both is None else max(total.ms, fwd.ms)
+        candidate.spread = total.spread
+
+    @staticmethod
+    def _trial_of(c: Candidate) -> Trial:
+        return Trial(c.cfg, c.total_ms, None, c.fwd_ms, c.bwd_ms, round(c.spread, 4))
+
+    # ---- choose ----------------------------------------------------------------------------
+
+    def _winner(self, bench: Workbench) -> tuple[Any, float]:
+        best = min(self.sound, key=lambda c: c.total_ms)
+        if bench.backward:
+            joined = self._joined(bench, best)
+            if joined is not None and joined.total_ms < best.total_ms:
+                best = joined
+        first = self.sound[0]
+        if first.cfg == self.configs[0] and first.total_ms <= best.total_ms * (1 + LEAST_GAIN):
+            best = first
+        return best.cfg, best.total_ms
+
+    def _joined(self, bench: Workbench, best: Candidate) -> Candidate | None:
+        """The best forward tiles with the best backward tiles of one platform, measured."""
+        kernel = self.inv.kernel
+        groups: dict[Any, list[Candidate]] = {}
+        for c in self.sound:
+            if c.split:
+                groups.setdefault(kernel.config_platform(c.cfg), []).append(c)
+
+        def least(group: list[Candidate]) -> float:
+            return min(c.fwd_ms for c in group) + min(c.bwd_ms or 0.0 for c in group)
+
+        if not groups or self.stopped.is_set():
+            return None
+        group = min(groups.values(), key=least)
+        fwd = min(group, key=lambda c: c.fwd_ms)
+        bwd = min(group, key=lambda c: c.bwd_ms or 0.0)
+        cfg = dataclasses.replace(fwd.cfg, bwd_params=bwd.cfg.bwd_params)
+        if least(group) >= best.total_ms or any(cfg == c.cfg for c in self.sound):
+            return None
+        try:
+            joined = bench.compile(cfg)
+            bench.check(joined)
+        except Exception as error:
+            self.note(f"best tiles do not go together: {first_line(str(error))}")
+            return None
+        timed = self._race([joined.both, best.both], time.monotonic() + self.budget_s)
+        if timed[0] is None or timed[1] is None:
+            return None
+        # the two met in one race: what counts is how they compare there
+        ratio = timed[0].ms / timed[1].ms
+        together = Timed(best.total_ms * ratio, timed[0].spread)
+        self._measured(joined, Timed(fwd.fwd_ms), together)
+        self._trial(len(self.configs), self._trial_of(joined))
+        return joined
+
+    # ---- report ----------------------------------------------------------------------------
+
+    def _trial(self, index: int, trial: Trial) -> None:
+        self.trials[index] = trial
+        self.on_trial(trial, index)
+
+    def _all_failed(self) -> str:
+        lines = [f"{t.cfg!r}: {first_line(t.error)}" for _, t in sorted(self.trials.items())]
+        return (
+            f"autotuning kernel {self.inv.kernel.name!r}, key {self.inv.key!r}: every candidate "
+            "failed:\n  " + "\n  ".join(lines)
+        )
+
+    def _warn_if_only_the_heuristic_ran(self) -> None:
+        unmeasured = (BUDGET_SPENT, STOPPED)
+        failed = [t for i, t in self.trials.items() if i and t.error and t.error not in unmeasured]
+        if failed and len(failed) == len(self.configs) - 1:
+            warn_once(
+                ("autotune", self.inv.key),
+                f"autotuning kernel {self.inv.kernel.name!r}: all {len(failed)} candidates "
+                f"failed, the heuristic config is used: {first_line(failed[0].error)}",
+            )
+
+
+def _passing(error: Exception) -> bool:
+    """Whether a failure says more about the moment than about the config: memory was full."""
+    text = str(error).lower()
+    full = "out of memory" in text and "shared" not in text
+    return isinstance(error, MemoryError) or full
