@@ -21,7 +21,8 @@ from ejkernel.kernels.triton.targets import Target
 
 SCHEMA = 1
 
-# Compiler and interpreter keep state in Triton's modules: one of them at a time.
+# Triton's frontend and its interpreter keep state in Python modules: one of them at a time. The
+# passes after the frontend, four fifths of the work, run side by side.
 TRITON_LOCK = threading.RLock()
 
 
@@ -72,6 +73,7 @@ class Code:
 
 _memory: dict[str, Code] = {}
 _lock = threading.Lock()
+_making: dict[str, threading.Lock] = {}  # by key: who compiles it, others wait
 
 
 def cache_directory() -> pathlib.Path:
@@ -120,23 +122,24 @@ def stages(source: Source, target: Target, last: str | None = None) -> tuple[dic
     import triton
     from triton._C.libtriton import ir
 
-    gpu = _gpu_target(target)
-    backend = triton.compiler.make_backend(gpu)
-    ast = source.ast()
-    options = backend.parse_options(_options(source, target))
-    metadata: dict[str, Any] = {"target": gpu, **options.__dict__}
-    plan: dict[str, Any] = {}
-    backend.add_stages(plan, options, ast.language)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    module = ast.make_ir(
-        gpu,
-        options,
-        backend.get_codegen_implementation(options),
-        backend.get_module_map(),
-        context,
-    )
+    with TRITON_LOCK:
+        gpu = _gpu_target(target)
+        backend = triton.compiler.make_backend(gpu)
+        ast = source.ast()
+        options = backend.parse_options(_options(source, target))
+        metadata: dict[str, Any] = {"target": gpu, **options.__dict__}
+        plan: dict[str, Any] = {}
+        backend.add_stages(plan, options, ast.language)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        module = ast.make_ir(
+            gpu,
+            options,
+            backend.get_codegen_implementation(options),
+            backend.get_module_map(),
+            context,
+        )
     outputs: dict[str, Any] = {}
     for name, step in plan.items():
         module = step(module, metadata)
@@ -184,6 +187,18 @@ def _write(path: pathlib.Path, code: Code) -> None:
             pathlib.Path(temporary).unlink(missing_ok=True)
 
 
+def _load_or_compile(key: str, source: Source, target: Target) -> Code:
+    path = cache_directory() / key[:2] / f"{key}.json"
+    code = _read(path)
+    if code is None:
+        code = _compile(source, target)
+        _write(path, code)
+    with _lock:
+        _memory[key] = code
+        _making.pop(key, None)
+    return code
+
+
 def compile_kernel(source: Source, target: Target) -> Code:
     """The code of ``source`` for ``target``: from memory, from disk, or compiled now.
 
@@ -193,14 +208,10 @@ def compile_kernel(source: Source, target: Target) -> Code:
     key = cache_key(source, target)
     code = _memory.get(key)
     if code is None:
-        path = cache_directory() / key[:2] / f"{key}.json"
-        code = _read(path)
-        if code is None:
-            with TRITON_LOCK:
-                code = _compile(source, target)
-            _write(path, code)
         with _lock:
-            _memory[key] = code
+            making = _making.setdefault(key, threading.Lock())
+        with making:
+            code = _memory.get(key) or _load_or_compile(key, source, target)
     if code.shared > target.shared_limit:
         raise OutOfSharedMemory(
             f"{code.name}: needs {code.shared} bytes of shared memory, {target.name} has "

@@ -18,8 +18,10 @@ from ejkernel.ops.config.store import (
     NOT_WRITTEN,
     ConfigFile,
     Entry,
+    OtherSchema,
     decode_config,
     encode_config,
+    parse_file,
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
@@ -156,6 +158,19 @@ class PersistentCache:
 
     def __len__(self) -> int:
         return len(self.keys())
+
+    def foreign(self) -> dict[Path, str]:
+        """Files that are left alone, with the reason: they are of another schema."""
+        root, found = self.path, {}
+        paths = [root] if root.suffix == ".json" else [*root.glob("*.json"), *root.glob("*/*.json")]
+        for path in sorted(paths):
+            try:
+                parse_file(path.read_text(encoding="utf-8"))
+            except OtherSchema as other:
+                found[path] = f"written by a newer version: {other}" if other.newer else str(other)
+            except (OSError, ValueError):
+                continue
+        return found
 
     def clear(self) -> None:
         """Remove all entries. Files of other schemas stay."""

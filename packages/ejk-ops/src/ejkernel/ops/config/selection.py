@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -10,7 +11,7 @@ from ejkernel.ops import env
 from ejkernel.ops.config.cache import ConfigCache, autotune_override, find_overlay
 from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.tables import nearest_configs
+from ejkernel.ops.config.tables import covers, nearest_configs
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.errors import (
     ConfigError,
@@ -67,6 +68,11 @@ class AutotunePolicy:
             return self.autotune
         return env.autotune_policy() == "autotune"
 
+    def asked_for(self) -> bool:
+        """Whether tuning is on because someone said so, not by default."""
+        said = autotune_override() is not None or self.autotune is not None
+        return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -110,6 +116,9 @@ class ConfigSelectorChain:
     persistent (``persistent``, then tables shipped with kernel packages; copied to memory),
     autotune (times ``config_space``; stored in memory and persistent), heuristics
     (``heuristic_cfg``; never stored), error.
+
+    On a device that shipped tables know for the kernel, tuning happens only when asked for: by
+    ``autotune=True``, ``policy_override(autotune=True)`` or the environment variable.
 
     Args:
         cache: configs in memory; None = a new one.
@@ -254,7 +263,7 @@ class ConfigSelectorChain:
         if cfg is None:
             for shipped, distance in self._shipped(search):
                 if _refusal(kernel, shipped, inv) is None:
-                    cfg, answer = shipped, f"shipped table, {distance:.2g} octaves away"
+                    cfg, answer = shipped, f"shipped table, {_near(distance)}"
                     break
         if cfg is None:
             search.miss("persistent", answer)
@@ -266,10 +275,15 @@ class ConfigSelectorChain:
 
     def _shipped(self, search: _Search) -> Any:
         tables = search.kernel.config_tables(search.inv)
-        if not tables:
-            return ()
         payload = search.inv.info.get("payload")
-        return nearest_configs(tables, payload, search.kernel.config_cls) if payload else ()
+        if not tables or not payload:
+            return ()
+        return nearest_configs(tables, payload, search.kernel.config_cls)
+
+    def _known_card(self, search: _Search) -> bool:
+        """Whether a shipped table covers the kernel on this device: then arithmetic is good too."""
+        payload = search.inv.info.get("payload")
+        return bool(payload) and covers(search.kernel.config_tables(search.inv), payload)
 
     def _tune(self, search: _Search) -> Choice | None:
         kernel, inv = search.kernel, search.inv
@@ -278,6 +292,9 @@ class ConfigSelectorChain:
             return None
         if not kernel.has_tunables:
             search.miss("autotune", "the kernel has no tunables")
+            return None
+        if not self.policy.asked_for() and self._known_card(search):
+            search.miss("autotune", "shipped tables know this device: tuned only when asked for")
             return None
         configs = [c for c in kernel.config_space(inv) if _refusal(kernel, c, inv) is None]
         if len(configs) < 2:
@@ -333,6 +350,10 @@ class ConfigSelectorChain:
     def _emit(self, event: str, search: _Search, **details: Any) -> None:
         if self.on_event is not None:
             self.on_event(event, {"kernel": search.kernel.name, "key": search.inv.key, **details})
+
+
+def _near(distance: float) -> str:
+    return "same bucket" if distance == 0 else f"nearest entry, {distance:.2g} octaves away"
 
 
 def _refusal(kernel: Kernel[Any, Any], cfg: Any, inv: Invocation) -> str | None:

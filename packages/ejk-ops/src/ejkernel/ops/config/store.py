@@ -121,7 +121,9 @@ class CorruptFile(ValueError):
 
 
 class OtherSchema(ValueError):
-    """JSON that is not of our schema."""
+    """JSON that is not of our schema. ``newer``: of a schema that a later version writes."""
+
+    newer = False
 
 
 def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
@@ -137,7 +139,9 @@ def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
         raise CorruptFile(f"not JSON: {error}") from error
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA or isinstance(schema, bool):
-        raise OtherSchema(f"schema {schema!r}, expected {SCHEMA}")
+        other = OtherSchema(f"schema {schema!r}, expected {SCHEMA}")
+        other.newer = type(schema) is int and schema > SCHEMA
+        raise other
     stored = content.pop("entries", None)
     if not isinstance(stored, dict):
         raise CorruptFile("it has no entries")
@@ -240,8 +244,10 @@ class ConfigFile:
             if stamp != self._stamp:
                 try:
                     header, self._entries = parse_file(_read(path))
-                except OtherSchema:
+                except OtherSchema as other:
                     self._foreign = _settled(stamp)
+                    if other.newer:
+                        self._tell_newer(path, other)
                     continue
                 except CorruptFile as error:
                     error.path = path
@@ -253,6 +259,14 @@ class ConfigFile:
                 self._stamp = _settled(stamp)
             return path
         return None
+
+    def _tell_newer(self, path: Path, other: OtherSchema) -> None:
+        warn_once(
+            ("schema", str(path)),
+            f"{path} was written by a newer version ({other}): it is left alone, configs of this "
+            f"version are kept in {self._beside.name} beside it",
+            stacklevel=7,
+        )
 
     def _set_corrupt_aside(self) -> None:
         """Under the lock, because the file may be someone's fresh replacement by now."""

@@ -211,7 +211,7 @@ def autotune(
 def _tuned_together(
     inv: Invocation, topic: Any, tune: Callable[[], AutotuneResult]
 ) -> AutotuneResult:
-    """``tune()``; in a job of several processes process 0 does it and the others take its config."""
+    """``tune()``; in a job of several processes process 0 does it for all."""
     from ejkernel.ops.execution.multihost import peers
 
     group = peers()
