@@ -79,6 +79,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(k_scale=0.02, v_scale=np.array([0.02, 0.01], np.float32)),
     ),
     "e4m3": (dict(dtype="bfloat16", cache="float8_e4m3fn"), dict(k_scale=np.float32(0.5))),
+    "e5m2, dims 80 and 40": (
+        dict(lens=(37, 0, 70), d=80, dv=40, dtype="float16", cache="float8_e5m2"),
+        dict(num_splits=1, v_scale=0.5),
+    ),
     "float32 query, e5m2": (dict(cache="float8_e5m2"), dict(v_scale=3.0)),
 }
 
@@ -150,6 +154,22 @@ def test_every_8_bit_number_is_read_exactly(cache, capability):
         )  # fmt: skip
     want = np.where(np.isfinite(wanted), wanted, 0.0)
     assert np.array_equal(np.asarray(got, np.float32).ravel(), want)
+
+
+@pytest.mark.parametrize(("keys", "values"), [("int8", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
+def test_caches_of_two_dtypes(keys, values):
+    q, k, _, lens, tables = draw(lens=(37, 0, 20), dtype="bfloat16", cache=keys)
+    v = draw(lens=(37, 0, 20), dtype="bfloat16", cache=values, seed=1)[2]
+    got = page_attention(q, k, v, lens, tables, k_scale=0.02)
+    check_close(np.asarray(got), expected(q, k, v, lens, tables, k_scale=0.02))
+
+
+def test_a_float8_nan_is_one():
+    q, k, v, lens, tables = draw(lens=(5, 3), dtype="bfloat16", cache="float8_e4m3fn")
+    v[tables[0, 0], 2, 1, 3] = np.nan
+    got = np.asarray(page_attention(q, k, v, lens, tables), np.float32)
+    assert np.isnan(got[0, 2:, 3]).all()
+    assert np.isnan(got).sum() == 2
 
 
 def test_queries_of_any_size_with_8_bit_caches():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.problem import Problem
@@ -24,7 +25,9 @@ CASES = {
     "d128": (32, 8, 128, 16, "bfloat16", {}),
     "d80 page 1": (32, 8, 80, 1, "bfloat16", dict(left=1000, soft_cap=30.0)),
     "d256 page 64": (16, 8, 256, 64, "bfloat16", {}),
+    "int8": (32, 8, 128, 16, "int8", {}),
     "e4m3": (32, 8, 128, 16, "float8_e4m3fn", {}),
+    "e5m2 d80": (32, 8, 80, 16, "float8_e5m2", {}),
     "int8 group 64": (64, 1, 128, 64, "int8", {}),
 }
 
@@ -68,6 +71,19 @@ def test_split_kernel(name, chip):
         # what the tiles were chosen by is what the compiler does
         estimate = tiles.held_bytes(plan.problem, plan.tiles.block, plan.tiles.num_stages)
         assert 0.8 * estimate <= used.shared <= 1.25 * estimate
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+def test_8_bit_numbers_move_and_convert_together(name):
+    target = TARGETS["sm_90"]
+    plan, avals = planned(name, target)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    # whole matrices from shared memory, never bytes; four numbers to a conversion of one register
+    assert "ldmatrix" in text
+    assert "ld.shared.b8" not in text and "cvt.rn.f32.s" not in text
+    p, t = plan.problem, plan.tiles
+    words = t.block * p.token_bytes // 4 // (32 * t.num_warps)
+    assert text.count("sub.rn.f16x2" if name == "int8" else "cvt.rn.f16x2.e4m3x2") == 2 * words
 
 
 @pytest.mark.parametrize("chip", TARGETS)

@@ -52,7 +52,10 @@ TRITON_TYPES = {
 
 @dataclass(frozen=True)
 class In:
-    """Operand ``index`` as a pointer; to elements of dtype ``view`` (of the same size) if given."""
+    """Operand ``index`` as a pointer; to elements of dtype ``view`` if given.
+
+    Elements of a wider ``view`` are neighbours along the last axis, which it must divide.
+    """
 
     index: int
     view: str | None = None
@@ -86,7 +89,8 @@ class Launch:
     """One launch: the kernel, its arguments by parameter name, its grid and its one config.
 
     ``arguments`` values: ``In``, ``Out``, ``TensorMap``, int (passed as i32 or i64), float
-    (passed as float32), or None (the parameter becomes a constant None).
+    (passed as float32), or None (the parameter becomes a constant None). ``interpreted``:
+    constants that take another value in the interpreter, which runs no assembly.
     """
 
     kernel: Any
@@ -96,6 +100,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
+    interpreted: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Plan(Protocol):

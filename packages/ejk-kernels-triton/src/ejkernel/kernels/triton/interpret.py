@@ -287,9 +287,10 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
         _prepare()
         _ranges[:] = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in (*inputs, *outputs)]
         arguments = {name: argument(value) for name, value in launch.arguments.items()}
+        constants = {**launch.constants, **launch.interpreted}
         grid = (*launch.grid, 1, 1)[:3]
         try:
-            interpreted(launch.kernel)[grid](**arguments, **launch.constants)
+            interpreted(launch.kernel)[grid](**arguments, **constants)
         except InterpreterError as error:
             root: BaseException = error
             while root.__cause__ is not None:

@@ -1,4 +1,4 @@
-"""Where tokens lie in a paged cache, and reading them as numbers.
+"""Where tokens lie in a paged cache, and reading them.
 
 Token j of a sequence lies in page ``table[j // PAGE]`` at place ``j % PAGE``. A block of tokens
 inside one page is contiguous and costs one look-up; a block over several pages is gathered by
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton.common.eight_bit import pair_numbers
 
 
 @triton.jit
@@ -51,41 +52,35 @@ def load_places(
     DIM: tl.constexpr,
     COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
-    NUMBER: tl.constexpr,
-    E4M3_BITS: tl.constexpr,
 ):
-    """Columns COLUMN .. COLUMN + COLUMNS of one head at ``places``, as dtype NUMBER.
+    """Columns COLUMN .. COLUMN + COLUMNS of one head at ``places``.
 
     cache ``[pages, PAGE, HEADS, DIM]``. Tokens not ``seen`` are not read: they are 0, whatever
-    memory holds. int8 becomes float16 exactly; with E4M3_BITS, bytes are float8_e4m3fn.
+    memory holds.
     """
     column = COLUMN + tl.arange(0, COLUMNS)
     pointers = cache + ((places * HEADS + head) * DIM)[:, None] + column[None, :]
     mask = seen[:, None]
     if COLUMN + COLUMNS > DIM:
         mask = mask & (column < DIM)[None, :]
-    tile = tl.load(pointers, mask=mask, other=0.0)
-    if E4M3_BITS:
-        tile = e4m3_bits(tile)
-    elif tile.dtype == tl.int8 and NUMBER == tl.float16:
-        tile = int8_half(tile)
-    return tile.to(NUMBER)
+    return tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit
-def int8_half(x):
-    """int8 to float16 without the conversion unit: 0x6480 + x are the bits of 1152 + x."""
-    bits = x.to(tl.int16) + 0x6480
-    return bits.to(tl.float16, bitcast=True) - 1152.0
-
-
-@triton.jit
-def e4m3_bits(x):
-    """uint8 holding float8_e4m3fn to float16, exactly, for chips that do not know the type.
-
-    Exponent and mantissa moved to float16's places are the number times 2**-8, subnormals too.
-    """
-    bits = x.to(tl.int16)
-    low = bits & 0x7F
-    half = (((bits & 0x80) << 8) | (low << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-    return tl.where(low == 0x7F, float("nan"), half).to(tl.float16)
+def load_pairs(
+    cache,
+    places,
+    seen,
+    head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """float16 (even, odd) columns of an 8-bit cache seen as int16; sizes count 8-bit columns."""
+    pairs = load_places(
+        cache, places, seen, head, HEADS, DIM // 2, COLUMN // 2, COLUMNS // 2
+    )  # fmt: skip
+    return pair_numbers(pairs, KIND, PTX)

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import In, Launch, Out, Plan
-from ejkernel.kernels.triton.flash_attention.dims import split_dim
-from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, power_of_two, query_rows
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E
@@ -23,9 +22,11 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 MAX_LANES = 1024  # sequences looked at together when a share finds its place
 
 
-def reads_e4m3(target: Target) -> bool:
-    """Whether the chip converts float8_e4m3fn itself (compute capability 8.9)."""
-    return target.platform == "cuda" and int(target.arch) >= 89
+def instructions(target: Target) -> int:
+    """Compute capability times ten whose PTX conversions use (80 or 89), 0 for none."""
+    if target.platform != "cuda":
+        return 0
+    return 89 if int(target.arch) >= 89 else 80
 
 
 @dataclass(frozen=True)
@@ -111,20 +112,16 @@ class SplitPlan(PagedPlan):
         p, t = self.problem, self.tiles
         direct, balanced = t.splits == 1, t.splits is None
         rows, chunks = query_rows(p)
-        d_main, d_rest = split_dim(p.dim)
-        dv_main, dv_rest = split_dim(p.value_dim)
+        (d_main, d_rest), (dv_main, dv_rest) = p.parts
         numbers = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
-        bits = {
-            name: dtype == "float8_e4m3fn" and not reads_e4m3(target)
-            for name, dtype in (("k", p.key), ("v", p.value))
-        }
+        k_kind, v_kind = (cache if BYTES[cache] == 1 else "" for cache in (p.key, p.value))
         sinks, sinks_padded = self.sinks()
         cap = p.soft_cap
         # a soft cap needs natural logits inside tanh, everything else is in base 2
         arguments = {
             "q": self.operand("q"),
-            "k": self.operand("k", "uint8" if bits["k"] else None),
-            "v": self.operand("v", "uint8" if bits["v"] else None),
+            "k": self.operand("k", "int16" if k_kind else None),
+            "v": self.operand("v", "int16" if v_kind else None),
             "lens": self.operand("lens"),
             "tables": self.operand("tables"),
             **self.scale("k_scale"),
@@ -164,8 +161,9 @@ class SplitPlan(PagedPlan):
             "CAPPED": cap is not None,
             "QK": numbers[p.number(p.key)],
             "PV": numbers[p.number(p.value)],
-            "K_BITS": bits["k"],
-            "V_BITS": bits["v"],
+            "K_KIND": k_kind,
+            "V_KIND": v_kind,
+            "PTX": instructions(target),
             "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
             "PRECISION": self.precision(target),
         }
@@ -173,7 +171,10 @@ class SplitPlan(PagedPlan):
         # left alone the assembler spills to fit more programs than are meant to run together
         registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
         options = {"maxnreg": registers} if target.platform == "cuda" else {}
-        return Launch(paged_split, arguments, constants, grid, t.num_warps, t.num_stages, options)
+        return Launch(
+            paged_split, arguments, constants, grid, t.num_warps, t.num_stages, options,
+            interpreted={"PTX": 0},
+        )  # fmt: skip
 
     def precision(self, target: Target) -> str:
         """Of float32 products. Three tf32 products cost nothing while memory is the limit, but

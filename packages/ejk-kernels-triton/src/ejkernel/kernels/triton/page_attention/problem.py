@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ejkernel.kernels.triton.flash_attention.dims import split_dim
+
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -54,6 +56,11 @@ class Problem:
         """Whether a product is in float32."""
         return "float32" in (self.number(self.key), self.number(self.value))
 
+    @property
+    def eight_bit(self) -> bool:
+        """Whether both caches are of 8-bit numbers."""
+        return BYTES[self.key] == BYTES[self.value] == 1
+
     def number(self, cache: str) -> str:
         """The dtype of products with a cache of dtype ``cache``.
 
@@ -64,6 +71,27 @@ class Problem:
             return "float16"
         return cache if cache == self.query else "float32"
 
+    @property
+    def parts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(main, rest) of the columns of keys and of values, as ``split_dim`` has them."""
+        return _split(self.dim, _least(self.key)), _split(self.value_dim, _least(self.value))
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a second part is no wider than a product must be."""
+        (_, k), (_, v) = self.parts
+        return k == _least(self.key) or v == _least(self.value)
+
     def folded(self, size: int, pages: int) -> Problem:
         """The same problem ``size`` times along the batch axis, over caches of ``pages`` pages."""
         return replace(self, batch=self.batch * size, pages=pages)
+
+
+def _least(cache: str) -> int:
+    """Columns that a product needs; even and odd ones of 8-bit caches are multiplied apart."""
+    return 32 if BYTES[cache] == 1 else 16
+
+
+def _split(dim: int, least: int) -> tuple[int, int]:
+    main, rest = split_dim(dim)
+    return max(main, least), rest and max(rest, least)

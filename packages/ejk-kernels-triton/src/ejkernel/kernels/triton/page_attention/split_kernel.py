@@ -26,7 +26,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.pages import block_pages, load_places, token_places
+from ejkernel.kernels.triton.common.pages import (
+    block_pages,
+    load_pairs,
+    load_places,
+    token_places,
+)
 from ejkernel.kernels.triton.common.softmax import online_softmax, tanh_from_exp2
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 
@@ -47,6 +52,50 @@ def _query_rows(q, row, heads, inside, D: tl.constexpr, COLUMN: tl.constexpr, CO
     column = COLUMN + tl.arange(0, COLS)
     mask = inside[:, None] & (column < D)[None, :]
     return tl.load(q + (row + heads)[:, None] * D + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _even_odd(q, KIND: tl.constexpr):
+    """What meets the cache: all columns (twice), or the even and the odd ones of an 8-bit cache."""
+    if KIND == "":
+        even, odd = q, q
+    else:
+        even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
+    return even, odd
+
+
+@triton.jit
+def _add_scores(
+    s, q, q_odd, cache, places, seen, head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """s ``[rows, BLOCK]`` plus products of queries and keys over columns from COLUMN on."""
+    if KIND == "":
+        keys = load_places(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS)
+        s = tl.dot(q, tl.trans(keys.to(NUMBER)), s, input_precision=PRECISION)
+    else:
+        even, odd = load_pairs(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS, KIND, PTX)
+        s = tl.dot(q, tl.trans(even.to(NUMBER)), s, input_precision=PRECISION)
+        s = tl.dot(q_odd, tl.trans(odd.to(NUMBER)), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _add_values(
+    acc, acc_odd, alpha, p, cache, places, seen, head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``_even_odd`` says."""
+    if KIND == "":
+        values = load_places(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS)
+        acc = tl.dot(p, values.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+    else:
+        even, odd = load_pairs(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS, KIND, PTX)
+        acc = tl.dot(p, even.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+        acc_odd = tl.dot(p, odd.to(NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_odd
 
 
 @triton.jit
@@ -105,12 +154,15 @@ def paged_split(
     CAPPED: tl.constexpr,
     QK: tl.constexpr,
     PV: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    PTX: tl.constexpr,
     NORMALISE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    # an 8-bit cache has its even and odd columns in accumulators of their own
+    HALVES: tl.constexpr = 1 if V_KIND == "" else 2
     pid = tl.program_id(0)
     chunk = pid % CHUNKS
     hk = (pid // CHUNKS) % KV_HEADS
@@ -179,15 +231,17 @@ def paged_split(
             if D_REST > 0:
                 q_more = q_more.to(tl.float32) * inverse[:, None]
             factors = factors * power
-        q_main = q_main.to(QK)
+        q_main, q_main_odd = _even_odd(q_main.to(QK), K_KIND)
         if D_REST > 0:
-            q_more = q_more.to(QK)
+            q_more, q_more_odd = _even_odd(q_more.to(QK), K_KIND)
 
         m = tl.full([BLOCK_H], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
-        acc = tl.zeros([BLOCK_H, DV_MAIN], tl.float32)
+        acc = tl.zeros([BLOCK_H, DV_MAIN // HALVES], tl.float32)
+        acc_odd = acc
         if DV_REST > 0:
-            acc_more = tl.zeros([BLOCK_H, DV_REST], tl.float32)
+            acc_more = tl.zeros([BLOCK_H, DV_REST // HALVES], tl.float32)
+            acc_more_odd = acc_more
         table = tables + b.to(tl.int64) * max_pages
 
         tile0 = first_tile + t - before
@@ -200,11 +254,16 @@ def paged_split(
             seen = j < length
             if WINDOW:
                 seen = seen & (j >= begin)
-            keys = load_places(k, places, seen, hk, KV_HEADS, D, 0, D_MAIN, QK, K_BITS)
-            s = tl.dot(q_main, tl.trans(keys), input_precision=PRECISION)
+            s = tl.zeros([BLOCK_H, BLOCK], tl.float32)
+            s = _add_scores(
+                s, q_main, q_main_odd, k, places, seen, hk,
+                KV_HEADS, D, 0, D_MAIN, QK, K_KIND, PTX, PRECISION,
+            )  # fmt: skip
             if D_REST > 0:
-                keys = load_places(k, places, seen, hk, KV_HEADS, D, D_MAIN, D_REST, QK, K_BITS)
-                s = tl.dot(q_more, tl.trans(keys), s, input_precision=PRECISION)
+                s = _add_scores(
+                    s, q_more, q_more_odd, k, places, seen, hk,
+                    KV_HEADS, D, D_MAIN, D_REST, QK, K_KIND, PTX, PRECISION,
+                )  # fmt: skip
             if CAPPED:
                 s = tanh_from_exp2(s * factors[:, None] * cap_in) * cap_out
             else:
@@ -212,14 +271,20 @@ def paged_split(
             s = tl.where(seen[None, :], s, float("-inf"))
             p, m, l, alpha = online_softmax(s, m, l, 1.0, True, True)  # noqa: E741
             p = p.to(PV)
-            values = load_places(v, places, seen, hk, KV_HEADS, DV, 0, DV_MAIN, PV, V_BITS)
-            acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
+            acc, acc_odd = _add_values(
+                acc, acc_odd, alpha, p, v, places, seen, hk,
+                KV_HEADS, DV, 0, DV_MAIN, PV, V_KIND, PTX, PRECISION,
+            )  # fmt: skip
             if DV_REST > 0:
-                values = load_places(
-                    v, places, seen, hk, KV_HEADS, DV, DV_MAIN, DV_REST, PV, V_BITS
-                )
-                acc_more = tl.dot(p, values, acc_more * alpha[:, None], input_precision=PRECISION)
+                acc_more, acc_more_odd = _add_values(
+                    acc_more, acc_more_odd, alpha, p, v, places, seen, hk,
+                    KV_HEADS, DV, DV_MAIN, DV_REST, PV, V_KIND, PTX, PRECISION,
+                )  # fmt: skip
 
+        if V_KIND != "":
+            acc = tl.interleave(acc, acc_odd)
+            if DV_REST > 0:
+                acc_more = tl.interleave(acc_more, acc_more_odd)
         if SPLITS == 1:
             factor = finish(
                 m, l, sink, b * sink_row, heads, inside, sinks, v_scale,

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.flash_attention.dims import split_dim
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target, current_target, too_old
 
@@ -65,20 +64,22 @@ def held_bytes(problem: Problem, block: int, stages: int) -> int:
 def choose(problem: Problem, target: Target) -> Tiles:
     """The heuristic launch."""
     rows, _ = query_rows(problem)
-    parts = (split_dim(problem.dim), split_dim(problem.value_dim))
-    columns = power_of_two(max(map(sum, parts)))
+    columns = power_of_two(max(map(sum, problem.parts)))
     # operands of the products go through registers: 64 tokens of 128 columns fill a third of
     # those of four warps, float32 ones twice that
     block = 8192 // columns // (2 if problem.wide else 1)
-    if any(rest == 16 for _, rest in parts):
+    warps = 8 if rows * columns > 64 * 64 or (problem.wide and columns > 128) else 4
+    if problem.narrow:
         block //= 2  # a narrow second part takes as many pointers as a wide one
+    elif problem.eight_bit and not problem.wide and warps == 4:
+        block *= 2  # numbers take half the registers until they are used: as many bytes a step
     block = max(16, min(128, block))
     # no step longer than the longest sequence
     block = max(16, min(block, power_of_two(problem.capacity)))
-    warps = 8 if rows * columns > 64 * 64 or (problem.wide and columns > 128) else 4
     if target.platform == "rocm":
         # no asynchronous copies: loads go through registers, occupancy hides latency
-        return Tiles(min(block, 64), warps, 1, 2)
+        most = 32 if problem.eight_bit and warps == 8 else 64
+        return Tiles(min(block, most), warps, 1, 2)
     # the deepest pipeline that leaves room for a second program, whose loads fly while the first
     # one computes: at least 64 KiB in flight a multiprocessor hide the latency of memory
     stages = next(

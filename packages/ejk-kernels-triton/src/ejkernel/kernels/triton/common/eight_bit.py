@@ -1,0 +1,105 @@
+"""8-bit numbers to float16, two columns at a time.
+
+A cache of 8-bit numbers is read as int16: the number of an even column in the low byte, that of
+the next column in the high byte. Such a tile moves like one of 16-bit numbers with half the
+columns, so the matrix instructions get it from shared memory by the wide loads they have for
+those; its even and its odd columns then are operands of two products. Everything int8 and float8
+can say is exact in float16.
+
+The PTX forms turn one register of four numbers into two registers of two:
+
+* int8: ``0x6400 | (byte ^ 0x80)`` are the bits of 1152 + x.
+* float8_e5m2: the number is the high byte of its float16.
+* float8_e4m3fn: an instruction from compute capability 8.9 on. Before, exponent and mantissa in
+  float16's places are the number times 2**-8, subnormals too, and NaN becomes 480 * 2**-8, the
+  only magnitude that times 36000 leaves float16: infinity times 0 makes it NaN again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INT8 = tl.constexpr("""{
+.reg .b32 high, bias;
+mov.b32 bias, 0x64806480;
+shr.u32 high, $2, 8;
+lop3.b32 $0, $2, 0x00ff00ff, bias, 0x6a;
+lop3.b32 $1, high, 0x00ff00ff, bias, 0x6a;
+sub.rn.f16x2 $0, $0, bias;
+sub.rn.f16x2 $1, $1, bias;
+}""")
+E5M2 = tl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x2404;
+and.b32 $1, $2, 0xff00ff00;
+}""")
+E4M3 = tl.constexpr("""{
+.reg .b32 sorted;
+.reg .b16 even, odd;
+prmt.b32 sorted, $2, 0, 0x3120;
+mov.b32 {even, odd}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, even;
+cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+E4M3_BITS = tl.constexpr("""{
+.reg .b32 low, high, huge, zero, scale;
+mov.b32 zero, 0x00000000;
+mov.b32 scale, 0x5c005c00;
+shl.b32 low, $2, 8;
+shl.b32 high, $2, 7;
+and.b32 high, high, 0x3f803f80;
+lop3.b32 low, low, 0x80008000, high, 0xea;
+shr.u32 high, $2, 1;
+and.b32 high, high, 0x3f803f80;
+lop3.b32 high, $2, 0x80008000, high, 0xea;
+mul.rn.f16x2 $0, low, scale;
+mul.rn.f16x2 $1, high, scale;
+mov.b32 huge, 0x78657865;
+mul.rn.f16x2 low, low, huge;
+mul.rn.f16x2 high, high, huge;
+fma.rn.f16x2 $0, low, zero, $0;
+fma.rn.f16x2 $1, high, zero, $1;
+}""")
+
+
+@triton.jit
+def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
+    """float16 (even, odd) of int16 ``pairs``: the numbers in their low and in their high bytes.
+
+    KIND: int8, float8_e4m3fn or float8_e5m2. PTX: compute capability times ten whose instructions
+    may be used (80 or 89), 0 for none.
+    """
+    if PTX == 0:
+        return _plain(pairs & 0xFF, KIND), _plain((pairs >> 8) & 0xFF, KIND)
+    elif KIND == "int8":
+        return _assembled(pairs, INT8)
+    elif KIND == "float8_e5m2":
+        return _assembled(pairs, E5M2)
+    elif PTX >= 89:
+        return _assembled(pairs, E4M3)
+    else:
+        return _assembled(pairs, E4M3_BITS)
+
+
+@triton.jit
+def _assembled(pairs, TEXT: tl.constexpr):
+    # results are written before the operand is last read
+    return tl.inline_asm_elementwise(
+        TEXT, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _plain(byte, KIND: tl.constexpr):
+    """The float16 that int16 ``byte`` (0 to 255) stands for, in portable operations."""
+    if KIND == "int8":
+        bits = (byte ^ 0x6480).to(tl.int16)
+        number = bits.to(tl.float16, bitcast=True) - 1152.0
+    elif KIND == "float8_e5m2":
+        number = (byte << 8).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        low = byte & 0x7F
+        bits = (((byte & 0x80) << 8) | (low << 7)).to(tl.int16)
+        number = bits.to(tl.float16, bitcast=True) * 256.0
+        number = tl.where(low == 0x7F, float("nan"), number)
+    return number.to(tl.float16)

@@ -1,0 +1,112 @@
+"""The assembly that turns 8-bit numbers to float16, run in numpy on every pair of bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from ejkernel.kernels.triton.common import eight_bit
+
+U32 = np.uint32
+
+
+def halves(x):
+    return np.stack([x & 0xFFFF, x >> 16]).astype(np.uint16).view(np.float16)
+
+
+def joined(parts):
+    low, high = parts.astype(np.float16).view(np.uint16).astype(U32)
+    return low | (high << U32(16))
+
+
+def permute(a, b, selector):
+    both = a.astype(np.uint64) | (np.uint64(b) << np.uint64(32))
+    out = np.zeros_like(a)
+    for i in range(4):
+        place = np.uint64((selector >> (4 * i)) & 0x7) * np.uint64(8)
+        out |= ((both >> place) & np.uint64(0xFF)).astype(U32) << U32(8 * i)
+    return out
+
+
+def three_inputs(a, b, c, table):
+    out = np.zeros(np.broadcast_shapes(*(np.shape(x) for x in (a, b, c))), U32)
+    for i in range(8):
+        if (table >> i) & 1:
+            terms = [x if (i >> bit) & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0))]
+            out |= terms[0] & terms[1] & terms[2]
+    return out
+
+
+def from_e4m3(x):
+    both = np.stack([x & 0xFF, (x >> 8) & 0xFF]).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return joined(both.astype(np.float16))
+
+
+OPERATIONS: dict[str, Callable] = {
+    "mov.b32": lambda a: a,
+    "shr.u32": lambda a, n: a >> n,
+    "shl.b32": lambda a, n: a << n,
+    "and.b32": lambda a, b: a & b,
+    "prmt.b32": permute,
+    "lop3.b32": three_inputs,
+    "sub.rn.f16x2": lambda a, b: joined(halves(a) - halves(b)),
+    "mul.rn.f16x2": lambda a, b: joined(halves(a) * halves(b)),
+    # the product is 0 or NaN, so a rounding in between changes nothing
+    "fma.rn.f16x2": lambda a, b, c: joined(halves(a) * halves(b) + halves(c)),
+    "cvt.rn.f16x2.e4m3x2": from_e4m3,
+}
+
+
+def run(text, word):
+    """($0, $1) of the assembly for 32-bit words in $2."""
+    names = {"$2": word}
+
+    def value(name):
+        return names[name] if name in names else np.full_like(word, int(name, 16))
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        for line in (x.strip() for x in text.strip("{}\n").splitlines()):
+            if line.startswith(".reg"):
+                continue
+            if found := re.fullmatch(r"mov\.b32 \{(\w+), (\w+)\}, (\w+);", line):
+                low, high, source = found.groups()
+                names[low], names[high] = names[source] & 0xFFFF, names[source] >> 16
+                continue
+            operation, rest = line.rstrip(";").split(" ", 1)
+            target, *operands = (x.strip() for x in rest.split(","))
+            immediate = {"prmt.b32": 2, "lop3.b32": 1, "shr.u32": 1, "shl.b32": 1}.get(operation, 0)
+            count = len(operands)
+            given = []
+            for i, name in enumerate(operands):
+                constant = name not in names and i >= count - immediate
+                given.append(int(name, 0) if constant else value(name))
+            names[target] = OPERATIONS[operation](*given)
+    return names["$0"], names["$1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (eight_bit.INT8, np.int8),
+        (eight_bit.E5M2, ml_dtypes.float8_e5m2),
+        (eight_bit.E4M3, ml_dtypes.float8_e4m3fn),
+        (eight_bit.E4M3_BITS, ml_dtypes.float8_e4m3fn),
+    ],
+)
+def test_every_pair_of_numbers_is_exact(text, kind):
+    pair = np.arange(2**16, dtype=U32)
+    word = pair | (np.roll(pair, 12345) << U32(16))
+    even, odd = (halves(x) for x in run(text.value, word))
+    numbers = np.stack([(word >> U32(8 * i)) & 0xFF for i in range(4)]).astype(np.uint8).view(kind)
+    want = numbers.astype(np.float16)
+    np.testing.assert_array_equal(even, want[0::2])
+    np.testing.assert_array_equal(odd, want[1::2])
+    for got, wanted in ((even, want[0::2]), (odd, want[1::2])):
+        there = ~np.isnan(wanted)
+        assert np.array_equal(np.signbit(got[there]), np.signbit(wanted[there]))
