@@ -1,0 +1,44 @@
+"""What this package registers: one line per algorithm and device, as text: nothing is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKAGE = "ejkernel.kernels.pallas"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """An algorithm's name in the registry, its public function and the modules that know it.
+
+    ``backend`` is "tpu" or "gpu". ``module`` holds the function; ``support`` holds ``supports``,
+    ``heuristic`` and ``candidates`` (those named in ``hooks``). Paths are inside this package.
+    """
+
+    algorithm: str
+    function: str
+    backend: str
+    module: str
+    support: str
+    priority: int = 100
+    hooks: tuple[str, ...] = ("supports", "heuristic", "candidates")
+
+    @property
+    def target(self) -> str:
+        return f"{PACKAGE}.{self.module}:{self.function}"
+
+    @property
+    def hook_targets(self) -> dict[str, str]:
+        """Keyword arguments of ``register_lazy``."""
+        return {hook: f"{PACKAGE}.{self.support}:{hook}" for hook in self.hooks}
+
+
+REGISTRATIONS = (
+    Registration(
+        "flash_attention",
+        "flash_attention",
+        "tpu",
+        "tpu.flash_attention.interface",
+        "tpu.flash_attention.support",
+    ),
+)

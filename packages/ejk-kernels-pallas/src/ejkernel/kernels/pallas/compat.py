@@ -1,0 +1,32 @@
+"""What differs between the versions of JAX these kernels run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def varying_axes(x: Any) -> frozenset:
+    """Mesh axes over which ``x`` varies inside a shard_map that tracks it; else empty."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
+
+
+def vary(tree: Any, axes: frozenset) -> Any:
+    """Every array of ``tree`` marked as varying over ``axes`` too; the values are unchanged."""
+
+    def mark(x: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree) if axes else tree
+
+
+def result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result: inside a shard_map it varies as its operands do."""
+    for x in operands:
+        kind = getattr(jax.typeof(x), "manual_axis_type", None)
+        if kind is not None and not kind.empty:
+            return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,0 +1,106 @@
+"""The TPU a kernel is made for: facts tiles are computed from, and whether it is interpreted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from ejkernel.ops.interpret import interpreting
+from ejkernel.ops.platforms import Backend
+from ejkernel.ops.utils.device import target_device
+from ejkernel.types.structure import Unsupported
+
+MIB = 2**20
+# The chip whose tiles the interpreter runs: the smallest on-chip memories of any in service.
+_INTERPRETED = "TPU v4"
+_interpreter: ContextVar[Any] = ContextVar("ejkernel_tpu_interpreter", default=True)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What tiles depend on.
+
+    Attributes:
+        vmem: bytes of vector memory of a core.
+        lanes, sublanes: shape of a vector register of 32-bit elements.
+        mxu: columns (and rows) of a matrix unit.
+        flops: bfloat16 FLOP/s. bandwidth: bytes/s of HBM.
+        interpret: argument of ``pallas_call``: False on a TPU.
+    """
+
+    name: str
+    vmem: int
+    lanes: int
+    sublanes: int
+    mxu: int
+    flops: float
+    bandwidth: float
+    interpret: Any = False
+
+
+@functools.cache
+def facts_of(kind: str | None, cores: int | None = 1) -> Chip:
+    """Facts of a chip by JAX's ``device_kind``; None: of the device JAX targets here.
+
+    Raises:
+        Unsupported: JAX does not know the chip.
+    """
+    try:
+        if kind is None:
+            info = pltpu.get_tpu_info()
+        else:
+            with on_chip(kind, cores):
+                info = pltpu.get_tpu_info()
+    except (ValueError, RuntimeError) as error:
+        raise Unsupported(f"query: no facts about the device: {error}") from error
+    return Chip(
+        name=kind or str(info.chip_version),
+        vmem=info.vmem_capacity_bytes,
+        lanes=info.num_lanes,
+        sublanes=info.num_sublanes,
+        mxu=info.mxu_column_size,
+        flops=float(info.bf16_ops_per_second),
+        bandwidth=float(info.mem_bw_bytes_per_second),
+    )
+
+
+def on_chip(kind: str, cores: int | None = 1) -> Any:
+    """Context in which ``kind``, e.g. "TPU v5 lite", is the target device, present or not."""
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+@contextlib.contextmanager
+def interpreter(params: Any) -> Generator[None]:
+    """Within the block, interpreted kernels run with these ``pltpu.InterpretParams``."""
+    token = _interpreter.set(params)
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
+def current_chip() -> Chip:
+    """The target TPU, or one to interpret where there is none.
+
+    Raises:
+        Unsupported: the target is no TPU and interpretation is off.
+    """
+    target = target_device()
+    if target.kind is Backend.TPU:
+        return facts_of(target.name, target.cores)
+    if not interpreting():
+        raise Unsupported(
+            f"query: these kernels need a TPU, the target device is {target.name!r}; "
+            "EJKERNEL_INTERPRET=1 runs them in an interpreter"
+        )
+    chip = facts_of(_INTERPRETED)
+    return Chip(**{**vars(chip), "interpret": _interpreter.get()})

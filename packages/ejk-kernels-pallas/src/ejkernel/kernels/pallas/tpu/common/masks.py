@@ -1,0 +1,205 @@
+"""Which keys a row sees, on a TPU: scalar arithmetic on blocks, vector masks of tiles.
+
+A tile has *held* rows along sublanes and *walked* columns along lanes: queries and keys in the
+forward pass and for dq, keys and queries for dk and dv. Values given per token (segment ids, chunk
+numbers, positions) come as pairs of rows ``[1, tokens]``; those of the held side are spread once
+to columns, so that a comparison broadcasts along lanes without moving data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.types.blocks import matrix_range
+from ejkernel.types.classify import classify_blocks
+from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.structure import Band, Unsupported, block_ranges, operands, split_mask
+
+LANES = 128
+# Padding of the two sides of an equality: never equal to an id, nor to each other.
+_NO_QUERY, _NO_KEY = -1, -2
+
+
+@dataclass(frozen=True)
+class TileRules:
+    """The static part of a mask as kernels read it.
+
+    Attributes:
+        band: bounds of key - query by index. position_band: by given positions.
+        pairs: names of the value pairs, in operand order: "ids", "padding", "chunks",
+            "positions"; all but positions are compared for equality.
+        q_len, kv_len: lengths; tokens past them are padding.
+    """
+
+    band: Band
+    position_band: Band
+    pairs: tuple[str, ...]
+    q_len: int
+    kv_len: int
+
+
+def _chunk_numbers(arrays: dict[str, Any], chunk: tuple[int, int], q_len: int, kv_len: int) -> Any:
+    size, offset = chunk
+    q = arrays.get("q_positions", jnp.arange(q_len, dtype=jnp.int32)[None])
+    kv = arrays.get("kv_positions", jnp.arange(kv_len, dtype=jnp.int32)[None])
+    # numbers may be negative; equality is all that counts, so they are moved above the padding
+    q, kv = jnp.floor_divide(q + offset, size), jnp.floor_divide(kv, size)
+    least = jnp.minimum(q.min(), kv.min())
+    return q - least, kv - least
+
+
+def tile_rules(
+    mask: MaskInfo, q_len: int, kv_len: int
+) -> tuple[TileRules, dict[str, tuple[jax.Array, jax.Array]]]:
+    """A canonical mask as rules and pairs of int32 ``[#b, q]``, ``[#b, k]``.
+
+    Raises:
+        Unsupported: what ``split_mask`` refuses, and a dense mask.
+    """
+    rules, arrays = split_mask(mask)
+    padding = arrays.pop("mask", None)
+    if padding is not None and padding.shape[1:3] != (1, 1):
+        raise Unsupported(
+            "attention_mask: a dense [q, k] mask is not supported; give its structure (causal, "
+            "window, segment ids) in mask_info"
+        )
+    given = operands(mask, arrays, q_len, kv_len)
+    pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
+    if "q_ids" in given:
+        q, kv = given["q_ids"], given["kv_ids"]
+        pairs["ids"] = jnp.where(q < 0, _NO_QUERY, q), jnp.where(kv < 0, _NO_KEY, kv)
+    if padding is not None:
+        kv = jnp.where(jnp.asarray(padding)[:, 0, 0] != 0, 0, _NO_KEY)
+        kv = jnp.broadcast_to(kv, (kv.shape[0], kv_len)).astype(jnp.int32)
+        pairs["padding"] = jnp.zeros((kv.shape[0], q_len), jnp.int32), kv
+    if rules.chunk is not None:
+        pairs["chunks"] = _chunk_numbers(given, rules.chunk, q_len, kv_len)
+    if "q_positions" in given and not rules.position_band.empty:
+        pairs["positions"] = given["q_positions"], given["kv_positions"]
+    return TileRules(rules.band, rules.position_band, tuple(pairs), q_len, kv_len), pairs
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Blocks a kernel visits for each held block.
+
+    Attributes:
+        table: int32 ``[#b * held_blocks * 4]``: start, full_start, full_stop, stop of each.
+        rows: batch rows of the table, 1 or all.
+        steps: most blocks visited for one held block.
+        some_full, some_partial: whether tiles without and with an element mask may occur.
+    """
+
+    table: jax.Array | np.ndarray
+    rows: int
+    steps: int
+    some_full: bool = True
+    some_partial: bool = True
+
+
+def visits(
+    mask: MaskInfo, rules: TileRules, block_q: int, block_kv: int, transposed: bool
+) -> Visits:
+    """The block ranges of a mask; counts are exact where the mask has no traced arrays."""
+    q_len, kv_len = rules.q_len, rules.kv_len
+    any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, block_q, block_kv)
+    if isinstance(any_, jax.Array) or isinstance(all_, jax.Array):
+        walked = -(-q_len // block_q) if transposed else -(-kv_len // block_kv)
+        ranges = block_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed)
+        return Visits(ranges[:, 0].reshape(-1), ranges.shape[0], walked)
+    known = _known_ranges(
+        any_, all_, (q_len, block_q) if transposed else (kv_len, block_kv), transposed
+    )
+    start, full_start, full_stop, stop = known
+    full = np.maximum(full_stop - full_start, 0)
+    return Visits(
+        np.stack(known, axis=-1).astype(np.int32).reshape(-1),
+        start.shape[0],
+        max(int((stop - start).max()), 1),
+        bool(full.any()),
+        bool((stop - start > full).any()),
+    )
+
+
+def _known_ranges(
+    any_: np.ndarray, all_: np.ndarray, walked: tuple[int, int], transposed: bool
+) -> tuple[np.ndarray, ...]:
+    """``block_ranges`` in numpy, so that counts are known while tracing; each ``[#b, blocks]``."""
+    if transposed:
+        any_, all_ = np.swapaxes(any_, -1, -2), np.swapaxes(all_, -1, -2)
+    length, block = walked
+    any_, all_ = np.broadcast_arrays(any_, all_ & (np.arange(any_.shape[-1]) < length // block))
+    r = matrix_range(np, any_[:, 0], (all_ & any_)[:, 0])
+    return r.start, r.full_start, r.full_stop, r.stop
+
+
+def column(row: jax.Array) -> jax.Array:
+    """A row ``[1, n]`` as ``[n, 128]``, each value along all lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def fit(x: jax.Array, width: int) -> jax.Array:
+    """``[n, 128]`` of equal lanes as ``[n, width]``: registers are reused, nothing moves."""
+    if width < LANES:
+        return x[:, :width]
+    return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def touches(rules: TileRules, first_q: Any, first_kv: Any, q: int, kv: int) -> Any:
+    """Whether a tile of ``q`` queries by ``kv`` keys meets the band and the lengths; scalar."""
+    near = (first_q < rules.q_len) & (first_kv < rules.kv_len)
+    distance = first_kv - first_q
+    if rules.band.lo is not None:
+        near &= distance + kv - 1 >= rules.band.lo
+    if rules.band.hi is not None:
+        near &= distance - q + 1 <= rules.band.hi
+    return near
+
+
+def visible(
+    rules: TileRules,
+    shape: tuple[int, int],
+    first_q: Any,
+    first_kv: Any,
+    held: tuple[jax.Array, ...],
+    walked: tuple[jax.Array, ...],
+    queries_walked: bool,
+) -> jax.Array | None:
+    """Element mask of a tile ``[held, walked]``, None when all of it is visible.
+
+    ``held`` are columns ``[rows, 128]`` of the pairs' values, ``walked`` rows ``[1, columns]``.
+    """
+    row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    i, j = (lane, row) if queries_walked else (row, lane)
+    seen: list[jax.Array] = []
+    if rules.band.lo is not None or rules.band.hi is not None:
+        distance = j - i
+        shift = first_kv - first_q
+        if rules.band.lo is not None:
+            seen.append(distance >= rules.band.lo - shift)
+        if rules.band.hi is not None:
+            seen.append(distance <= rules.band.hi - shift)
+    if queries_walked:
+        seen.append(i < rules.q_len - first_q)
+    else:
+        seen.append(j < rules.kv_len - first_kv)
+    for name, at_held, at_walked in zip(rules.pairs, held, walked, strict=True):
+        at_held = fit(at_held, shape[1])
+        if name != "positions":
+            seen.append(at_held == at_walked)
+            continue
+        distance = at_held - at_walked if queries_walked else at_walked - at_held
+        if rules.position_band.lo is not None:
+            seen.append(distance >= rules.position_band.lo)
+        if rules.position_band.hi is not None:
+            seen.append(distance <= rules.position_band.hi)
+    result = seen[0]
+    for one in seen[1:]:
+        result &= one
+    return result

@@ -1,0 +1,145 @@
+"""The differentiable core: three kernels joined by one custom_vjp.
+
+Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+recomputed tile by tile. The kernels read head-major arrays padded to whole tiles: one transpose
+and pad that XLA fuses into what produced the array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.pallas.compat import vary, varying_axes
+from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.masks import tile_rules, visits
+from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
+from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
+from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
+from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
+from ejkernel.types import MaskInfo
+from ejkernel.types.problem import LOG2E, Problem
+
+# The lse of a row that sees nothing, as the gradients read it: exp2(x - NEVER) is 0.
+NEVER = 1e30
+
+
+@dataclass(frozen=True)
+class Static:
+    """Everything about a call that is known while tracing."""
+
+    problem: Problem
+    chip: Chip
+    fwd: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+
+def _prepare(
+    static: Static, tiles: Tiles, mask: MaskInfo, transposed: bool = False
+) -> tuple[Layout, Any, list[tuple[jax.Array, jax.Array]]]:
+    """Layout, table of visited blocks and padded value pairs ``[#b, 1, tokens]`` of a kernel."""
+    p = static.problem
+    rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
+    found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
+    layout = layout_of(p, tiles, rules, static.chip, found)
+    rows = [
+        (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
+        for q, kv in pairs.values()
+    ]
+    return layout, found.table, rows
+
+
+def _head_major(x: jax.Array, length: int, dim: int) -> jax.Array:
+    return padded(x.swapaxes(1, 2), length, dim)
+
+
+def _natural(x: jax.Array, length: int, dim: int) -> jax.Array:
+    return x[:, :, :length, :dim].swapaxes(1, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, q, k, v, sink, mask):
+    return _attend_fwd(static, q, k, v, sink, mask)[0]
+
+
+def _attend_fwd(static: Static, q, k, v, sink, mask):
+    p = static.problem
+    layout, table, pairs = _prepare(static, static.fwd, mask)
+    o, lse = forward(
+        layout,
+        table,
+        _head_major(q, layout.q_padded, layout.dim),
+        _head_major(k, layout.kv_padded, layout.dim),
+        _head_major(v, layout.kv_padded, layout.value_dim),
+        sink,
+        pairs,
+    )
+    o, lse = _natural(o, p.q_len, p.value_dim), lse[:, :, 0, : p.q_len]
+    return (o, lse), (q, k, v, sink, mask, o, lse)
+
+
+def _attend_bwd(static: Static, residuals, cotangents):
+    q, k, v, sink, mask, o, lse = residuals
+    do, dlse = cotangents
+    p = static.problem
+    # softmax gradient: ds = p * (dp - delta); a gradient of lse enters as p * dlse
+    delta = jnp.einsum(
+        "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
+    )
+    delta = delta - dlse
+    base2 = jnp.where(lse == -jnp.inf, NEVER, lse * LOG2E)
+
+    def operands(layout: Layout) -> tuple[jax.Array, ...]:
+        return (
+            _head_major(q, layout.q_padded, layout.dim),
+            _head_major(k, layout.kv_padded, layout.dim),
+            _head_major(v, layout.kv_padded, layout.value_dim),
+            _head_major(do, layout.q_padded, layout.value_dim),
+            padded(base2[:, :, None], layout.q_padded),
+            padded(delta[:, :, None], layout.q_padded),
+        )
+
+    layout, table, pairs = _prepare(static, static.dq, mask)
+    dq = query_gradient(layout, table, *operands(layout), pairs)
+    layout, table, pairs = _prepare(static, static.dkv, mask, transposed=True)
+    dk, dv = key_gradients(layout, table, *operands(layout), pairs)
+    dsink = None
+    if sink is not None:
+        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))
+        dsink = -jnp.sum(share * delta, axis=(0, 2))[None]
+    return (
+        _natural(dq, p.q_len, p.dim),
+        _natural(dk, p.kv_len, p.dim),
+        _natural(dv, p.kv_len, p.value_dim),
+        dsink,
+        None,
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend(
+    static: Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sink: jax.Array | None,
+    mask: MaskInfo,
+) -> tuple[jax.Array, jax.Array]:
+    """o ``[b, q, h, dv]`` and the natural lse float32 ``[b, h, q]``, differentiable.
+
+    q, k, v have the dtype of ``static.problem``; sink is float32 ``[1, h]`` (one logit per head).
+    """
+    arrays: Any = (q, k, v, sink, mask)
+    # inside shard_map all operands vary alike, so that JAX sums the gradients of replicated ones
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    if axes:
+        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
+    return _attend(static, *arrays)

@@ -1,0 +1,212 @@
+"""Flash attention forward on a TPU.
+
+    x = scale * q k^T;  x = cap * tanh(x / cap);  o = exp(x - lse) v
+
+Grid (batch, head, query block, step): a step multiplies one block of queries with one block of
+keys that the mask lets it see; the block numbers come from a table in scalar memory, so blocks
+outside the mask are neither fetched nor computed. Within a step the queries are cut into strips of
+``rows``: the products q k^T of a strip are issued before the exponentials of the strip above it,
+so that the matrix units never wait for a maximum.
+
+Bound: 4 q k d FLOPs a head against 2 (q + k) d elements of memory: at 4096 x 4096 x 128 that is
+2048 FLOPs a byte, far above what any TPU can load (240 on v5e, 560 on v6e), so the matrix units
+are the limit; on 256-column units head dim 128 half fills them in both products.
+
+Sources: Milakov and Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-2, section 3.1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.compat import result
+from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit, touches, visible
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import FLOOR, HIDDEN, Layout
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
+from ejkernel.types.problem import LOG2E
+
+
+def _softmax_strip(
+    layout: Layout,
+    products: jax.Array,
+    mask: jax.Array | None,
+    v: jax.Array,
+    strip: Any,
+    m_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+) -> None:
+    """Adds a tile ``[rows, keys]`` of q k^T to the running maximum, sum and output of a strip.
+
+    Maximum and sum are ``[rows, 128]``: the maximum is equal in all lanes; the sum is of the
+    keys congruent to the lane, so that lanes are summed once per row, at the end.
+    """
+    factor = 1.0
+    if mask is not None:
+        x = jnp.where(mask, layout.logits(products)[0], HIDDEN)
+    elif layout.scaled_first:
+        x = layout.logits(products)[0]
+    else:  # a positive factor commutes with the maximum
+        x, factor = products, layout.log2_scale
+    m_old = m_ref[strip]
+    m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True) * factor)
+    alpha = jnp.exp2(m_old - m)
+    parts, total = [], None
+    for n in range(x.shape[1] // LANES):
+        chunk = x[:, n * LANES : (n + 1) * LANES]
+        part = jnp.exp2((chunk if factor == 1.0 else chunk * factor) - m)
+        total = part if total is None else total + part
+        parts.append(part if layout.tiles.unpacked else part.astype(v.dtype))
+    if layout.tiles.unpacked:
+        v = v.astype(jnp.float32)
+    p = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    assert total is not None
+    l_ref[strip] = l_ref[strip] * alpha + total
+    m_ref[strip] = m
+    acc_ref[strip] = acc_ref[strip] * fit(alpha, acc_ref.shape[1]) + layout.dot(p, v, (1, 0))
+
+
+def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
+    table, *refs = refs
+    sink = refs.pop(0) if with_sink else None
+    q_ref, k_ref, v_ref, *refs = refs
+    n = len(layout.pair_names)
+    q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
+    o_ref, lse_ref, m_ref, l_ref, acc_ref, *columns = refs
+    b, h, qi, t = (pl.program_id(axis) for axis in range(4))
+    first = entry(layout, layout.q_blocks, b, qi)
+    start, full_start, full_stop, stop = (table[first + i] for i in range(4))
+    ki = start + t
+    block_q, block_kv = layout.tiles.block_q, layout.tiles.block_kv
+    rows = layout.tiles.rows
+
+    @pl.when(t == 0)
+    def _begin() -> None:
+        m_ref[...] = jnp.full(m_ref.shape, FLOOR, jnp.float32)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+        for row, spread in zip(q_rows, columns, strict=True):
+            spread[...] = column(row[0])
+
+    def products(i: int) -> jax.Array:
+        return layout.dot(q_ref[0, 0, pl.ds(i * rows, rows)], k_ref[0, 0], (1, 1))
+
+    full = (ki >= full_start) & (ki < full_stop)
+
+    if layout.some_full:
+
+        @pl.when(full)
+        def _full_tile() -> None:
+            strips = block_q // rows
+            ready = products(0)
+            for i in range(strips):
+                following = products(i + 1) if i + 1 < strips else None
+                strip = pl.ds(i * rows, rows)
+                _softmax_strip(layout, ready, None, v_ref[0, 0], strip, m_ref, l_ref, acc_ref)
+                ready = following
+
+    if layout.some_partial:
+
+        @pl.when((ki < stop) & ~full)
+        def _masked_tile() -> None:
+            edge_q, edge_kv = layout.tiles.edge(block_q), layout.tiles.edge(block_kv)
+            across = block_kv // edge_kv
+
+            def edge_tile(index: Any, carry: None) -> None:
+                i = pl.multiple_of(index // across * edge_q, edge_q)
+                j = pl.multiple_of(index % across * edge_kv, edge_kv)
+                first_q, first_kv = qi * block_q + i, ki * block_kv + j
+
+                @pl.when(touches(layout.rules, first_q, first_kv, edge_q, edge_kv))
+                def _() -> None:
+                    strip, keys = pl.ds(i, edge_q), pl.ds(j, edge_kv)
+                    mask = visible(
+                        layout.rules,
+                        (edge_q, edge_kv),
+                        first_q,
+                        first_kv,
+                        tuple(c[strip] for c in columns),
+                        tuple(r[0, :, keys] for r in kv_rows),
+                        queries_walked=False,
+                    )
+                    product = layout.dot(q_ref[0, 0, strip], k_ref[0, 0, keys], (1, 1))
+                    v = v_ref[0, 0, keys]
+                    _softmax_strip(layout, product, mask, v, strip, m_ref, l_ref, acc_ref)
+
+            lax.fori_loop(0, block_q // edge_q * across, edge_tile, None)
+
+    @pl.when(t == layout.steps - 1)
+    def _end() -> None:
+        m = m_ref[:, :1]
+        total = jnp.sum(l_ref[...], axis=1, keepdims=True)
+        seen = total > 0.0
+        shrink = 1.0
+        if sink is not None:
+            s = sink[0, h] * LOG2E
+            m_all = jnp.maximum(m, s)
+            shrink = jnp.exp2(m - m_all)
+            total = total * shrink + jnp.exp2(s - m_all)
+            m = m_all
+        total = jnp.where(seen, total, 1.0)
+        o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
+        lse = jnp.where(seen, (m + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
+        lse_ref[0, 0] = jnp.broadcast_to(lse, (block_q, LANES)).T[:1]
+
+
+def forward(
+    layout: Layout,
+    table: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sink: jax.Array | None,
+    pairs: list[tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
+    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major arrays."""
+    p, tiles = layout.problem, layout.tiles
+    d, dv = layout.dim, layout.value_dim
+    specs = QueriesHeld(layout)
+    row_q, row_kv = [x for x, _ in pairs], [x for _, x in pairs]
+    scalars = [] if sink is None else [sink]
+    visited = p.batch * p.heads * layout.q_padded * layout.steps * tiles.block_kv
+    return pl.pallas_call(
+        functools.partial(_kernel, layout, sink is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=specs.grid,
+            in_specs=[
+                *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
+                specs.query(d),
+                specs.key(d),
+                specs.key(dv),
+                *map(specs.query_values, row_q),
+                *map(specs.key_values, row_kv),
+            ],
+            out_specs=[specs.query(dv), specs.statistic()],
+            scratch_shapes=[
+                pltpu.VMEM((tiles.block_q, LANES), jnp.float32),
+                pltpu.VMEM((tiles.block_q, LANES), jnp.float32),
+                pltpu.VMEM((tiles.block_q, dv), jnp.float32),
+                *[pltpu.VMEM((tiles.block_q, LANES), jnp.int32) for _ in pairs],
+            ],
+        ),
+        out_shape=[
+            result((p.batch, p.heads, layout.q_padded, dv), p.dtype, q, k, v),
+            result((p.batch, p.heads, 1, layout.q_padded), "float32", q, k, v),
+        ],
+        compiler_params=layout.compiler_params(specs.semantics, tiles.vmem(p, tiles.block_q, 1)),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * visited * (d + dv),
+            transcendentals=visited,
+            bytes_accessed=2 * q.nbytes + visited // tiles.block_q * (d + dv) * p.itemsize,
+        ),
+        interpret=layout.chip.interpret,
+        name="ejkernel_flash_fwd",
+    )(table, *scalars, q, k, v, *row_q, *row_kv)
