@@ -2,7 +2,7 @@
 
     python tools/gpu/check_page.py             # correctness, times, launch variants: < 3 minutes
     python tools/gpu/check_page.py --quick     # a few of each, under a minute
-    python tools/gpu/check_page.py --only int8,e4m3  # names that contain one of these words
+    python tools/gpu/check_page.py --only int8,e4m3  # what contains one of these words in its name
 
 A time is that of one step in a chain of steps inside one program: the output of one step is the
 query of the next, so neither dispatch from Python nor a merge of equal calls enters. The bound is
@@ -307,7 +307,7 @@ def verdict(ms, rate):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="", help="words, one in every name timed and swept")
+    parser.add_argument("--only", default="", help="words; names hold one of them")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--no-sweep", action="store_true")
@@ -316,17 +316,18 @@ def main():
     start = time.time()
     print(jax.devices()[0], current_target(), jax.__version__, flush=True)
     rows, table, best, failed, ms = [], [], [], 0, {}
+    words = options.only.split(",")
+
+    def asked(names):
+        return [n for n in names if any(w in n for w in words)]
+
     if not options.no_check:
-        rows, failed = correctness(QUICK if options.quick else CASES)
+        rows, failed = correctness(asked(QUICK if options.quick else CASES))
     if not options.no_time:
         rate = copy_rate()
         print(f"copy {rate / 1e12:.2f} TB/s", flush=True)
-        words = options.only.split(",")
-        names = [n for n in TIMED if any(w in n for w in words)]
-        if options.quick:
-            names = [n for n in names if n in QUICK_TIMED]
-        wanted = names
-        names = [n for n in TIMED if n in {*names, *(AGAINST.get(n) for n in names)}]
+        wanted = asked(QUICK_TIMED if options.quick else TIMED)
+        names = [n for n in TIMED if n in {*wanted, *map(AGAINST.get, wanted)}]
         heuristic = [
             (TIMED[n], tiles.choose(tile_problem(TIMED[n]), current_target())) for n in names
         ]

@@ -13,6 +13,8 @@ results: both only grow along the shares, so no two pieces meet in a slot. Progr
 share and different heads are neighbours: together they read whole cache rows. All query heads of
 a kv head are rows of one product, padded to 16.
 With SPLITS > 0 every sequence is cut into SPLITS equal parts instead.
+An 8-bit cache is read two columns at a time (``common.eight_bit``): even and odd columns meet even
+and odd columns of the query, and have accumulators of their own.
 
 Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,
 context 8192, 8 kv heads, D128 in bfloat16: 2.15 GB, 0.5 ms at 4.3 TB/s.
