@@ -1,0 +1,120 @@
+"""Gradients of flash attention on Hopper: what surrounds the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import build
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
+    BackwardTiles,
+    Plan,
+    band_ranges,
+    walk_tables,
+)
+from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.structure import Band
+
+
+def backward_tiles(problem: Problem) -> BackwardTiles:
+    """Tile sizes for a problem.
+
+    The dk and dv sums of 64 key rows take ``dim`` registers of a thread. At 64 that leaves room
+    for logits of 128 queries, which halves the reads of keys and the steps; at 128 it does not.
+    """
+    return BackwardTiles(block_q=128 if max(problem.dim, problem.value_dim) <= 64 else 64)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Lengths that TMA can tile: whole groups of eight rows."""
+    missing = -x.shape[1] % 8
+    return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
+
+
+def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:
+    width = [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])]
+    return jnp.pad(x, width, constant_values=fill)
+
+
+def backward(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    *,
+    band: Band = Band(),  # noqa: B008
+    ranges: Any = None,
+    q_ids: jax.Array | None = None,
+    kv_ids: jax.Array | None = None,
+    tiles: BackwardTiles | None = None,
+    cores: int = 132,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dv of ``o = softmax(scale * q k^T under the mask) v``.
+
+    With p = exp(s - lse): dv = p^T do, ds = p * (do v^T - delta), dq = scale ds k,
+    dk = scale ds^T q; under a soft cap ds also takes the slope of the cap. The same inputs give
+    the same bits.
+
+    Args:
+        problem: sizes, scale and soft cap.
+        q, k, v, do: ``[batch, q, heads, dim]``, ``[batch, kv, kv_heads, dim]``,
+            ``[batch, kv, kv_heads, value_dim]``, ``[batch, q, heads, value_dim]``, bfloat16 or
+            float16.
+        lse: natural logarithm of the sums, float32 ``[batch, heads, q]``; rows that are -inf
+            take no part.
+        delta: ``rowsum(do * o) - dlse``, float32 ``[batch, heads, q]``.
+        band: ``lo <= key - query <= hi`` by index.
+        ranges: query blocks of each key block, as ``block_ranges(..., transposed=True)`` gives
+            for these tiles; None: those of the band.
+        q_ids, kv_ids: segment ids int32 ``[#batch, length]``; pairs of equal ids are visible.
+        tiles: tile sizes; None: ``backward_tiles(problem)``.
+        cores: multiprocessors of the device.
+
+    Returns:
+        dq, dk, dv like q, k, v.
+    """
+    tiles = tiles or backward_tiles(problem)
+    circular = band.empty and ranges is None and q_ids is None
+    if ranges is None:
+        ranges = band_ranges(band, (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv))
+        if q_ids is not None:  # any block may hold other segments
+            ranges[..., 1:3] = 0
+    plan = Plan(
+        problem=problem,
+        tiles=tiles,
+        band=band,
+        circular=circular,
+        ids=q_ids is not None,
+        ids_batch=q_ids is not None and q_ids.shape[0] > 1,
+        range_batch=ranges.shape[0] > 1,
+        range_head=ranges.shape[1] > 1,
+        cores=cores,
+    )
+    rows, keys = plan.n_q * tiles.block_q, plan.n_kv * tiles.block_kv
+    unit = 1 / problem.scale if plan.lse_in_sum else LOG2E
+    never = -np.inf * np.sign(unit)
+    start = jnp.where(lse == -jnp.inf, never, -lse * unit)
+    operands = [
+        *map(_whole, (q, k, v, do)),
+        _padded(start, rows, never),
+        _padded(-delta, rows, 0.0),
+    ]
+    visited = None
+    if not circular:
+        walked, last, visited = walk_tables(ranges, plan.n_q)
+        operands += [walked, last]
+    if q_ids is not None and kv_ids is not None:
+        operands += [_padded(q_ids, rows, -1), _padded(kv_ids, keys, -2)]
+    dq, dk, dv = build(plan)(*operands)
+    dq = dq[:, : problem.q_len]
+    if visited is not None:
+        seen = jnp.repeat(jnp.swapaxes(visited, 1, 2), tiles.block_q, axis=1)
+        dq = jnp.where(seen[:, : problem.q_len, :, None], dq, 0.0)
+    dk, dv = (x[:, : problem.kv_len] for x in (dk, dv))
+    return (dq * problem.scale).astype(q.dtype), dk, dv

@@ -1,0 +1,362 @@
+"""The fused backward kernel: dq, dk and dv in one walk over the tiles, five products a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
+    ALONG_Q,
+    hide_other_segments,
+    hide_outside,
+)
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
+from ejkernel.types.problem import LOG2E
+
+CONSUMERS = 2
+ROWS = 64  # of a warpgroup's product
+CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the 128-byte swizzle that wgmma and TMA read."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _for_each_warp(body: Callable[[Any], None]) -> None:
+    if hasattr(plgpu, "warp_map"):
+        plgpu.warp_map(body)
+    else:
+        pl.core_map(plgpu.WarpMesh(axis_name="warp"))(lambda: body(lax.axis_index("warp")))
+
+
+def _spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+class _Program:
+    """What one program works on, and how its roles walk the tiles in step."""
+
+    def __init__(self, plan: Plan, ranges: Any, last: Any) -> None:
+        problem = plan.problem
+        self.plan, self.ranges, self.last = plan, ranges, last
+        item = lax.axis_index("item")
+        self.position = lax.rem(item, plan.n_kv)
+        heads = lax.div(item, plan.n_kv)
+        self.kv_head = lax.rem(heads, problem.kv_heads)
+        self.batch = lax.div(heads, problem.kv_heads)
+        if plan.circular:
+            self.team = lax.div(self.position, plan.team)
+            self.member = lax.rem(self.position, plan.team)
+            self.block = self.position
+        else:
+            self.block = plan.n_kv - 1 - self.position
+
+    def walk(self, step: Callable[..., None]) -> None:
+        """``step(head, query block, count of steps before, whether a mask is needed)``."""
+        plan = self.plan
+
+        def one_head(g: Any, count: Any) -> Any:
+            h = self.kv_head * plan.problem.group + g
+            if plan.circular:
+
+                def round_trip(t: Any, carry: None) -> None:
+                    i = self.member + t
+                    step(h, lax.select(i >= plan.n_q, i - plan.n_q, i), count + t, False)
+                    return carry
+
+                lax.fori_loop(0, plan.n_q, round_trip, None)
+                return count + plan.n_q
+            rb, rh = self._table_row(h)
+            start, whole, whole_end, stop = (self.ranges[rb, rh, self.block, c] for c in range(4))
+
+            def upwards(i: Any, carry: None) -> None:
+                step(h, i, count + i - start, (i < whole) | (i >= whole_end))
+                return carry
+
+            length = lax.max(stop - start, 0)
+            lax.fori_loop(start, start + length, upwards, None)
+            return count + length
+
+        if plan.problem.group == 1:
+            one_head(0, jnp.int32(0))
+        else:
+            lax.fori_loop(0, plan.problem.group, one_head, jnp.int32(0))
+
+    def _table_row(self, h: Any) -> tuple[Any, Any]:
+        return (self.batch if self.plan.range_batch else 0, h if self.plan.range_head else 0)
+
+    def turn(self, h: Any, i: Any) -> Any:
+        """How many key blocks add to query block i before this one."""
+        plan = self.plan
+        if not plan.circular:
+            rb, rh = self._table_row(h)
+            return self.last[rb, rh, i] - self.block
+        size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
+        first_round = lax.min(i, size - 1) - self.member
+        rank = lax.select(self.member <= i, first_round, size + i - self.member)
+        return self.team * plan.team + rank
+
+
+def _mask(plan: Plan, program: _Program, ids: Any, row: Any, i: Any) -> Callable:
+    """Logits of one warpgroup's tile, -inf where the pair is invisible."""
+    first_q = i * plan.tiles.block_q
+
+    def apply(x: jax.Array) -> jax.Array:
+        tail = plan.problem.kv_len % plan.tiles.block_kv != 0
+        if tail or not plan.band.empty:
+            left = plan.problem.kv_len - row if tail else None
+            x = hide_outside(x, plan.band, row - first_q, left)
+        if ids:
+            b = program.batch if plan.ids_batch else 0
+            q_at, kv_at = pl.ds(first_q, plan.tiles.block_q), pl.ds(row, ROWS)
+            x = hide_other_segments(x, ids[0].at[b, q_at], ids[1].at[b, kv_at])
+        return x
+
+    return apply
+
+
+def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """The kernel call: (q, k, v, do, lse, delta, *tables, *ids) -> (dq, dk, dv).
+
+    ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
+    sums can start from them: -delta, and -lse over the scale (``plan.lse_in_sum``) or in base 2;
+    such that the logit is -inf in rows that see nothing and rows past the end. ids padded to whole blocks; other lengths are
+    padded to eight rows, dk and dv too. dq is float32 ``[batch, whole q blocks, heads, dim]``, not
+    scaled, unwritten where no key block visits.
+    """
+    problem, tiles = plan.problem, plan.tiles
+    dtype = jnp.dtype(problem.dtype)
+    block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
+    dim, value_dim = problem.dim, problem.value_dim
+    shape = (ROWS, block_q)
+    # a warpgroup computes half of dq: half of the rows of a tall tile, else of the columns
+    by_rows = block_q == CONSUMERS * ROWS
+    dq_columns = dim if by_rows else dim // CONSUMERS
+    kv_tail = problem.kv_len % block_kv != 0
+
+    def body(*refs: Any) -> None:
+        q, k, v, do, lse, delta, *rest = refs
+        ranges = last = None
+        if not plan.circular:
+            ranges, last, *rest = rest
+        ids = ()
+        if plan.ids:
+            *ids, rest = rest[0], rest[1], rest[2:]
+        dq, dk, dv, k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, *barriers = rest
+        kv_full, q_full, do_full, q_empty, do_empty, ds_full, dq_full, dq_empty, done = barriers
+        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, plan.n_q)))
+        wg = lax.axis_index("wg")
+        program = _Program(plan, ranges, last)
+        b, j = program.batch, program.block
+
+        @pl.when(wg < CONSUMERS)
+        def _consume() -> None:
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            plgpu.barrier_wait(kv_full)
+            rows = pl.ds(wg * ROWS, ROWS)
+            first_row = j * block_kv + wg * ROWS
+
+            def logits(s: jax.Array, i: Any, masked: Any) -> tuple[jax.Array, jax.Array | None]:
+                tanh = None
+                if problem.soft_cap is None:
+                    x = s * (problem.scale * LOG2E)
+                else:
+                    tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+                    x = tanh * (problem.soft_cap * LOG2E)
+                if kv_tail:
+                    masked = (j == plan.n_kv - 1) | masked
+                if masked is not False:
+                    x = lax.cond(masked, _mask(plan, program, ids, first_row, i), lambda x: x, x)
+                return x, tanh
+
+            def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
+                def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+                    slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
+
+                    def key_side(s_acc: Any, dp_acc: Any) -> None:
+                        plgpu.barrier_wait(q_full.at[slot])
+                        plgpu.barrier_wait(do_full.at[slot])
+                        if plan.lse_in_sum:
+                            row_lse = plgpu.load(lse_s.at[slot], layout=ALONG_Q)
+                            s_acc[...] = _spread(row_lse, shape, 1)
+                        row_delta = plgpu.load(delta_s.at[slot], layout=ALONG_Q)
+                        dp_acc[...] = _spread(row_delta, shape, 1)
+                        plgpu.wgmma(s_acc, k_s.at[rows], q_s.at[slot].T)
+                        plgpu.wgmma(dp_acc, v_s.at[rows], do_s.at[slot].T)
+                        x, tanh = logits(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), i, masked)
+                        if not plan.lse_in_sum:
+                            row_lse = plgpu.load(lse_s.at[slot], layout=ALONG_Q)
+                            x = x + _spread(row_lse, shape, 1)
+                        p = jnp.exp2(x)
+                        plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])
+                        ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                        if tanh is not None:
+                            ds = ds * (1.0 - tanh * tanh)
+                        ds = ds.astype(dtype)
+                        # the other slot may still be read for the dq of the step before
+                        ds_s.at[ds_slot, rows][...] = ds
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(ds_full)
+                        plgpu.wgmma(dk_acc, ds, q_s.at[slot])
+                        plgpu.barrier_wait(ds_full)
+
+                    pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
+
+                    def query_side(dq_acc: Any) -> None:
+                        if by_rows:
+                            ds, keys = ds_s.at[ds_slot, :, rows], k_s
+                        else:
+                            columns = pl.ds(wg * dq_columns, dq_columns)
+                            ds, keys = ds_s.at[ds_slot], k_s.at[:, columns]
+                        plgpu.wgmma(dq_acc, ds.T, keys)
+                        part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                        plgpu.barrier_arrive(q_empty.at[slot])
+                        plgpu.barrier_arrive(do_empty.at[slot])
+
+                        @pl.when(n > 0)
+                        def _() -> None:
+                            plgpu.barrier_wait(dq_empty)
+
+                        dq_s.at[wg][...] = part
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(dq_full)
+
+                    pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
+
+                program.walk(step)
+                plgpu.wgmma_wait(0)
+                return dk_acc[...], dv_acc[...]
+
+            dk_sum, dv_sum = pl.run_scoped(
+                accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
+            )
+            # both warpgroups read all of k for dq: its place is free when both are through
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+            k_s.at[rows][...] = (dk_sum * problem.scale).astype(dtype)
+            v_s.at[rows][...] = dv_sum.astype(dtype)
+            plgpu.commit_smem()
+            out = (b, pl.ds(first_row, ROWS), program.kv_head)
+            plgpu.copy_smem_to_gmem(k_s.at[rows], dk.at[out])
+            plgpu.copy_smem_to_gmem(v_s.at[rows], dv.at[out])
+            plgpu.wait_smem_to_gmem(0)
+
+        def produce() -> None:
+            at = (b, pl.ds(j * block_kv, block_kv), program.kv_head)
+            plgpu.copy_gmem_to_smem(k.at[at], k_s, kv_full)
+            plgpu.copy_gmem_to_smem(v.at[at], v_s, kv_full)
+
+            def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+                del masked
+                slot = lax.rem(n, stages)
+                at = pl.ds(i * block_q, block_q)
+
+                @pl.when(n >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(q_empty.at[slot])
+
+                plgpu.copy_gmem_to_smem(q.at[b, at, h], q_s.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(lse.at[b, h, at], lse_s.at[slot], q_full.at[slot])
+
+                @pl.when(n >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(do_empty.at[slot])
+
+                plgpu.copy_gmem_to_smem(do.at[b, at, h], do_s.at[slot], do_full.at[slot])
+                plgpu.copy_gmem_to_smem(delta.at[b, h, at], delta_s.at[slot], do_full.at[slot])
+
+            program.walk(step)
+
+        def write() -> None:
+            def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+                del n, masked
+                turn = program.turn(h, i)
+
+                def part(c: int) -> Any:
+                    if by_rows:
+                        return dq.at[b, pl.ds(i * block_q + c * ROWS, ROWS), h]
+                    return dq.at[b, pl.ds(i * block_q, ROWS), h, pl.ds(c * dq_columns, dq_columns)]
+
+                def send(**how: Any) -> None:
+                    for c in range(CONSUMERS):
+                        commit = c == CONSUMERS - 1
+                        plgpu.copy_smem_to_gmem(dq_s.at[c], part(c), commit_group=commit, **how)
+
+                plgpu.barrier_wait(dq_full)
+                plgpu.semaphore_wait(turns.at[b, h, i], turn, decrement=False, memory_scope="gpu")
+
+                @pl.when(turn == 0)
+                def _() -> None:
+                    send()
+
+                @pl.when(turn > 0)
+                def _() -> None:
+                    send(reduction_op="add")
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(dq_empty)
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.semaphore_signal(turns.at[b, h, i], 1, memory_scope="gpu")
+
+            program.walk(step)
+
+        @pl.when(wg == CONSUMERS)
+        def _move() -> None:
+            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+
+            def warp(index: Any) -> None:
+                pl.when(index == 0)(produce)
+                pl.when(index == 1)(write)
+
+            _for_each_warp(warp)
+
+    barrier = plgpu.Barrier
+    scratch = [
+        _tiled((block_kv, dim), dtype),
+        _tiled((block_kv, value_dim), dtype),
+        _tiled((stages, block_q, dim), dtype),
+        _tiled((stages, block_q, value_dim), dtype),
+        plgpu.SMEM((stages, block_q), jnp.float32),
+        plgpu.SMEM((stages, block_q), jnp.float32),
+        _tiled((2, block_kv, block_q), dtype),
+        _tiled((CONSUMERS, ROWS, dq_columns), jnp.float32),
+        barrier(num_arrivals=2),  # k and v
+        barrier(num_arrivals=2, num_barriers=stages),  # q and lse
+        barrier(num_arrivals=2, num_barriers=stages),  # do and delta
+        barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        barrier(num_arrivals=CONSUMERS),
+        barrier(num_arrivals=CONSUMERS),
+        barrier(num_arrivals=1),
+        barrier(num_arrivals=CONSUMERS),
+    ]
+    kv_shape = (problem.batch, -(-problem.kv_len // 8) * 8, problem.kv_heads)
+    out = (
+        jax.ShapeDtypeStruct((problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32),
+        jax.ShapeDtypeStruct((*kv_shape, dim), dtype),
+        jax.ShapeDtypeStruct((*kv_shape, value_dim), dtype),
+    )
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(problem.batch * problem.kv_heads * plan.n_kv,),
+        grid_names=("item",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        kernel_name="flash_attention_backward",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )

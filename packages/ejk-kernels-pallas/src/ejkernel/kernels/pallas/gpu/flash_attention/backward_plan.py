@@ -1,0 +1,131 @@
+"""Sizes, order of work and tables of the backward kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Band
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """Tile sizes of the backward kernel.
+
+    Attributes:
+        block_q: query rows of a step, 64 or 128.
+        block_kv: key rows of a program: 64 for each consumer warpgroup.
+        stages: query tiles in flight.
+    """
+
+    block_q: int = 64
+    block_kv: int = 128
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about one backward call.
+
+    A program owns one key block of one key head and walks the query blocks that see it. The
+    partial dq of a step is added to global memory in a fixed order of key blocks (``turn``), so
+    that the sum is the same in every run. A program must rarely wait for its turn:
+
+    * ``circular``: every block is visited. Programs launched together start at different query
+      blocks and walk round, so that no two are at the same block at the same time.
+    * otherwise key blocks run from the last to the first, query blocks upwards. Causal programs
+      start at their own diagonal, again all at different query blocks.
+    """
+
+    problem: Problem
+    tiles: BackwardTiles
+    band: Band
+    circular: bool
+    ids: bool
+    ids_batch: bool
+    range_batch: bool
+    range_head: bool
+    cores: int
+
+    @property
+    def n_q(self) -> int:
+        return -(-self.problem.q_len // self.tiles.block_q)
+
+    @property
+    def n_kv(self) -> int:
+        return -(-self.problem.kv_len // self.tiles.block_kv)
+
+    @property
+    def lse_in_sum(self) -> bool:
+        """Whether the sum of a logit can start from its row's lse, which saves registers."""
+        return self.problem.soft_cap is None and self.problem.scale != 0
+
+    @property
+    def team(self) -> int:
+        """Key blocks that walk round together; all of them must be resident at once."""
+        return min(self.n_q, self.n_kv, self.cores)
+
+
+def band_ranges(band: Band, plan_q: tuple[int, int], plan_kv: tuple[int, int]) -> np.ndarray:
+    """Query blocks seen by each key block under a band, int32 ``[1, 1, n_kv, 4]``.
+
+    ``plan_q`` and ``plan_kv`` are (length, block).
+    """
+    (q_len, block_q), (kv_len, block_kv) = plan_q, plan_kv
+    q0 = np.arange(0, q_len, block_q)[None, :]
+    k0 = np.arange(0, kv_len, block_kv)[:, None]
+    q1, k1 = np.minimum(q0 + block_q, q_len) - 1, np.minimum(k0 + block_kv, kv_len) - 1
+    visible = np.ones((k0.size, q0.size), bool)
+    whole = np.broadcast_to(q0 + block_q <= q_len, visible.shape).copy()
+    if band.lo is not None:
+        visible &= k1 - q0 >= band.lo
+        whole &= k0 - q1 >= band.lo
+    if band.hi is not None:
+        visible &= k0 - q1 <= band.hi
+        whole &= k1 - q0 <= band.hi
+    out = np.zeros((1, 1, k0.size, 4), np.int32)
+    for i in range(k0.size):
+        seen, full = np.flatnonzero(visible[i]), np.flatnonzero(visible[i] & whole[i])
+        if seen.size:
+            out[0, 0, i] = seen[0], seen[0], seen[0], seen[-1] + 1
+        if full.size:
+            out[0, 0, i, 1:3] = full[0], full[-1] + 1
+    return out
+
+
+def walk_tables(ranges: Any, n_q: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The order of work for block ranges ``[#b, #h, n_kv, 4]``.
+
+    The hull of every key block is widened until starts and stops both rise with the key block:
+    the key blocks that visit a query block are then consecutive, and the turn of a visit is its
+    distance from the last of them.
+
+    Returns:
+        ranges as walked int32 ``[#b, #h, n_kv, 4]``; the last key block that visits each query
+        block, int32 ``[#b, #h, n_q]``; whether any visits it, bool ``[#b, #h, n_q]``.
+    """
+    xp = np if isinstance(ranges, np.ndarray) else jnp
+    start, full_start, full_stop, stop = (ranges[..., c] for c in range(4))
+    empty = start >= stop
+    start = xp.where(empty, n_q, start)
+    stop = xp.where(empty, 0, stop)
+    if xp is np:
+        start = np.flip(np.minimum.accumulate(np.flip(start, -1), axis=-1), -1)
+        stop = np.maximum.accumulate(stop, axis=-1)
+    else:
+        axis = start.ndim - 1
+        start = jax.lax.cummin(start, axis=axis, reverse=True)
+        stop = jax.lax.cummax(stop, axis=axis)
+    full_start = xp.where(empty, 0, full_start)
+    full_stop = xp.where(empty, 0, full_stop)
+    walked = xp.stack([start, full_start, full_stop, stop], axis=-1)
+    index = np.arange(n_q)
+    last = xp.sum(start[..., None] <= index, axis=-2) - 1
+    first = xp.sum(stop[..., None] <= index, axis=-2)
+    as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    return as_int(walked), as_int(last), jnp.asarray(last >= first)
