@@ -37,6 +37,7 @@ from ejkernel.ops.execution.tuning import (
     AutotuneResult,
     Trial,
     Tuner,
+    TuningInterrupted,
     autotune,
     autotune_recorded,
     benchmark,
@@ -46,6 +47,7 @@ from ejkernel.ops.interpret import interpret_mode
 from ejkernel.ops.kernel_registry import KernelRegistry, kernel_registry
 from ejkernel.ops.params import BwdParams, FwdParams, OpConfig
 from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.recording import invocations_in_lowered, load_invocations, save_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation
 from ejkernel.ops.utils.device import (
     device_fingerprint,
@@ -104,6 +106,7 @@ __all__ = [
     "Support",
     "Trial",
     "Tuner",
+    "TuningInterrupted",
     "__version__",
     "abstractify",
     "autotune",
@@ -121,13 +124,16 @@ __all__ = [
     "get_device_platform",
     "get_invocations",
     "interpret_mode",
+    "invocations_in_lowered",
     "kernel_registry",
     "label",
     "labels_to_configs",
+    "load_invocations",
     "overlay_cache",
     "pmap_with_config",
     "policy_override",
     "record_invocation",
+    "save_invocations",
     "sharding_fingerprint",
     "short_hash",
     "stable_json",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +20,14 @@ __all__ = ["__version__", "register", *(r.function for r in REGISTRATIONS)]
 
 
 def register(registry: Any) -> None:
-    """Register every implementation for GPUs at native priority; imports none."""
+    """Register every implementation for GPUs at native priority, and the tuned tables.
+
+    Imports no kernel.
+    """
     for r in REGISTRATIONS:
         registry.register_lazy(r.algorithm, "triton", "gpu", 100, target=r.target, **r.hook_targets)
+    for table in sorted((Path(__file__).parent / "tables").glob("*.json")):
+        registry.add_config_table(table)
 
 
 def _exported(target: str) -> property:

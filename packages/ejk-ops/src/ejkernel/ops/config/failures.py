@@ -6,41 +6,17 @@ cache (``failures/<device>/<kernel>.json`` in its folder), in the same file form
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config
+from ejkernel.ops.config.versions import versions
 from ejkernel.ops.utils.serialization import short_hash
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.persistent import PersistentCache
-
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "triton",
-    "jax-triton",
-    "ejk-ops",
-    "ejk-kernels-xla",
-    "ejk-kernels-triton",
-    "ejk-kernels-pallas",
-)
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Versions of what decides whether and how fast a kernel runs, by distribution."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 class FailureCache:

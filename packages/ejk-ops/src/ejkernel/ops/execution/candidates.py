@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +19,9 @@ from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.samples import random_array
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable
 from ejkernel.ops.platforms import parse_platform
+
+# A first run shorter than this says nothing: it loads code.
+LEAST_SLOW_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Candidate:
         return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
 
 
+class TooSlow(RuntimeError):
+    """A candidate not worth timing."""
+
+
 class Once:
     """Values by key, each made by the first thread that asks; the others wait for it."""
 
@@ -114,13 +122,20 @@ class Workbench:
         configs: the candidates; the first one's implementation says whether there are gradients.
         validate_backward: True, False, or None = when there are gradients and the kernel is one
             that is trained.
+        inputs: bound ``(args, kwargs)`` with concrete arrays; None = ``kernel.sample_inputs``.
     """
 
-    def __init__(self, inv: Invocation, configs: Sequence[Any], validate_backward: bool | None):
+    def __init__(
+        self,
+        inv: Invocation,
+        configs: Sequence[Any],
+        validate_backward: bool | None,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ):
         self.inv = inv
         self.kernel = inv.kernel
         rng = np.random.default_rng(0)
-        args, kwargs = self.kernel.sample_inputs(inv, rng)
+        args, kwargs = self.kernel.sample_inputs(inv, rng) if inputs is None else inputs
         leaves, self.treedef = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
         self.leaves = [jnp.asarray(x) if is_array(x) else x for x in leaves]
         self.positions = [i for i, x in enumerate(self.leaves) if is_array(x)]
@@ -137,6 +152,7 @@ class Workbench:
         self.gradients: Any = None
         self._forwards = Once()
         self._checked: dict[int, str | None] = {}
+        self._reference_s: float | None = None
         precision = str(inv.arguments.get("precision")).lower()
         everywhere = str(settings.jax_default_matmul_precision).lower()
         self.highest = "highest" in precision or everywhere in ("highest", "float32")
@@ -225,10 +241,20 @@ class Workbench:
 
         Raises:
             Unsound: NaN, or values beyond rounding.
+            TooSlow: its first run was so much slower that timing it would tell nothing.
         """
+        started = time.monotonic()
         wrong = self._check_forward(candidate.forward)
         if wrong is not None:
             raise Unsound(wrong)
+        if self._reference_s is None:
+            jax.block_until_ready((candidate.both or candidate.forward)())
+            self._reference_s = time.monotonic() - started
+        elif (seconds := time.monotonic() - started) > max(LEAST_SLOW_S, 4 * self._reference_s):
+            raise TooSlow(
+                f"not timed: one forward pass took {seconds:.1f} s, both passes of the reference "
+                f"config {self._reference_s:.2f} s"
+            )
         if candidate.both is None:
             return
         gradients = jax.block_until_ready(candidate.both())[1]

@@ -276,7 +276,9 @@ class Executor:
         return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
 
     def _program(self, settled: _Settled, flat: Any, compiled: bool = False) -> Program:
-        info = {k: v for k, v in settled.inv.info.items() if k not in ("key", "payload")}
+        # the payload differs between buckets, as the key does, which a stamp carries
+        dropped = ("key", "payload") if env.ops_stamp() == "none" else ("key",)
+        info = {k: v for k, v in settled.inv.info.items() if k not in dropped}
         return Program(
             settled.inv.kernel,
             flat,

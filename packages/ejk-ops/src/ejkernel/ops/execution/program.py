@@ -204,7 +204,7 @@ class Program:
             info={**self.info, "key": self.key, "bound": True},
         )
         resolved = resolve(kernel, inv, self.cfg)
-        with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp()):
+        with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp(), inv):
             return kernel.call(resolved, args, kwargs, self.cfg)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ejkernel.ops.config.selection import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import AutotuneError, warn_once
-from ejkernel.ops.execution.candidates import Candidate, Workbench
+from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench
 from ejkernel.ops.execution.isolation import Surroundings
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.execution.timing import Timed, race
@@ -61,6 +61,7 @@ class Search:
         on_trial: told every finished trial with its index.
         failures: what failed before, None = nothing is known or kept.
         note: told what else is worth a line.
+        inputs: bound arguments to run on; None = made-up ones.
     """
 
     inv: Invocation
@@ -71,6 +72,7 @@ class Search:
     on_trial: Callable[[Trial, int], None] = lambda trial, index: None
     failures: Failures | None = None
     note: Callable[[str], None] = lambda text: None
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
@@ -89,7 +91,7 @@ class Search:
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
         """
-        bench = Workbench(self.inv, self.configs, self.policy.validate_backward)
+        bench = Workbench(self.inv, self.configs, self.policy.validate_backward, self.inputs)
         self.backward = bench.backward
         ready = self._prepare(bench)
         if ready:
@@ -275,4 +277,4 @@ def _passing(error: Exception) -> bool:
     """Whether a failure says more about the moment than about the config: memory was full."""
     text = str(error).lower()
     full = "out of memory" in text and "shared" not in text
-    return isinstance(error, MemoryError) or full
+    return isinstance(error, (MemoryError, TooSlow)) or full

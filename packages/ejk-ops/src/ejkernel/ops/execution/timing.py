@@ -23,6 +23,8 @@ from ejkernel.ops.errors import warn_once
 # One sample lasts at least this long, so that dispatch and the clock do not dominate short kernels.
 SAMPLE_S = 5e-3
 MOST_CALLS = 200
+# Programs that take longer than this are warm after one call.
+WARMUP_S = 0.5
 # Below this a launch from the host takes a noticeable part of the time.
 SHORT_S = 5e-4
 CUPTI_CALLS = 20
@@ -173,11 +175,11 @@ def race(
 
     All take turns within a heat, so that drift of clocks or of other load meets all alike. Three
     heats take a quarter, a half and all of ``num_iters`` samples; two finalists at least are
-    sampled ``num_iters`` times.
+    sampled ``num_iters`` times. A program far behind is called once and no more.
 
     Args:
         racers: compiled programs; the first one is always measured.
-        num_warmup: calls before the first sample.
+        num_warmup: calls before the first sample, fewer of programs that take long.
         num_iters: samples of a finalist.
         deadline: on ``time.monotonic``; programs not reached before it give None.
         device: a jax.Device, decides how short programs are timed.
@@ -188,28 +190,44 @@ def race(
         return stop() or (deadline is not None and time.monotonic() > deadline)
 
     lanes = [_Lane(racer) for racer in racers]
-    queue, ready = QueueClock(), []
+    first: list[tuple[float, _Lane]] = []
     for index, lane in enumerate(lanes):
         if index and over():
             break
-        for _ in range(num_warmup):
-            jax.block_until_ready(lane.racer())
-        once = queue.seconds(lane.racer, 1)
-        lane.calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_S / max(once, 1e-7))))
-        ready.append((once, lane))
-    if not ready:
+        first.append((_first_call(lane, num_warmup), lane))
+    if not first:
         return []
-    fastest = min(once for once, _ in ready)
+    fastest = min(once for once, _ in first)
     clock = clock_for(fastest, device)
-    running = [lane for _, lane in ready]
+    running = []
+    for once, lane in first:
+        if once > 2 * HOPELESS * fastest and once > SAMPLE_S:
+            lane.samples.append(once)
+        else:
+            running.append(lane)
+    taken = 0
     for part in (4, 2, 1):
-        for _ in range(math.ceil(num_iters / part) - max(len(running[0].samples), 0)):
+        for _ in range(math.ceil(num_iters / part) - taken):
             for lane in running:
-                if not (lane is lanes[0] and not lane.samples) and over():
+                if (lane is not lanes[0] or lane.samples) and over():
                     break
                 lane.samples.append(clock.seconds(lane.racer, lane.calls))
+        taken = math.ceil(num_iters / part)
         running = _survivors(running)
     return [lane.timed() if lane.samples else None for lane in lanes]
+
+
+def _first_call(lane: _Lane, num_warmup: int) -> float:
+    """Seconds of one call as the host sees it; settles how many make a sample."""
+    queue = QueueClock()
+    once = queue.seconds(lane.racer, 1)
+    warm = min(num_warmup, math.ceil(WARMUP_S / max(once, 1e-7)))
+    if warm and once < WARMUP_S:
+        for _ in range(warm):
+            jax.block_until_ready(lane.racer())
+        once = queue.seconds(lane.racer, 1)
+    lane.calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_S / max(once, 1e-7))))
+    return once
 
 
 def _survivors(running: list[_Lane]) -> list[_Lane]:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.config.versions import today, versions_text
+
 # Largest |a - b| / max(1, |a|, |b|) by which two configs may differ: rounding, nothing else.
 BOUNDS = {"float64": 1e-12, "float32": 5e-3, "float16": 4e-3, "bfloat16": 2e-2}
 BOUND_HIGHEST = 1e-5  # float32 when full precision was asked for
@@ -73,7 +75,7 @@ class AutotuneResult:
         return next((t.spread for t in self.trials if t.cfg == self.best), None)
 
     def measured(self) -> dict[str, Any]:
-        """What is kept beside the config: times in milliseconds, JSON values."""
+        """What is kept beside the config, as JSON values; times in milliseconds."""
         timed = [t for t in self.trials if t.ms is not None]
         return {
             "ms": self.best_ms,
@@ -83,6 +85,8 @@ class AutotuneResult:
             "candidates": len(self.trials),
             "timed": len(timed),
             "seconds": round(self.seconds, 2),
+            "date": today(),
+            "versions": versions_text(),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops import env
@@ -103,13 +103,21 @@ class Autotuner:
         self.on_trial = on_trial
         self.failures = failures
 
-    def tune(self, inv: Invocation, configs: Sequence[Any] | None = None) -> AutotuneResult:
+    def tune(
+        self,
+        inv: Invocation,
+        configs: Sequence[Any] | None = None,
+        *,
+        inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    ) -> AutotuneResult:
         """Tune one call.
 
         Args:
             inv: the call; its arrays may be abstract or tracers.
             configs: candidates, all of them tried; None = the ``policy.max_candidates`` best of
                 ``kernel.config_space(inv)``.
+            inputs: ``(args, kwargs)`` of the same call with concrete arrays to run on; None =
+                made up by ``kernel.sample_inputs``. Not for calls over a mesh.
 
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
@@ -117,7 +125,7 @@ class Autotuner:
         """
         inv = bind_abstract(inv)
         kernel = inv.kernel
-        candidates = self._candidates(inv, configs)
+        candidates = self.candidates(inv, configs)
         started = time.monotonic()
         reporter = Reporter(kernel.name, inv.key, len(candidates))
 
@@ -135,6 +143,7 @@ class Autotuner:
             told,
             self.failures,
             reporter.note,
+            None if inputs is None else _bound(kernel, *inputs),
         )
         outcome: list[tuple[Any, float]] = []
 
@@ -155,8 +164,8 @@ class Autotuner:
         reporter.finish(done.best, done.best_ms, done.seconds)
         return done
 
-    def _candidates(self, inv: Invocation, configs: Sequence[Any] | None) -> list[Any]:
-        """The heuristic config first, then the others without repeats."""
+    def candidates(self, inv: Invocation, configs: Sequence[Any] | None = None) -> list[Any]:
+        """What ``tune`` tries: the heuristic config first, then the others without repeats."""
         kernel = inv.kernel
         found: list[Any] = []
         try:
@@ -173,6 +182,13 @@ class Autotuner:
         if not found:
             raise AutotuneError(f"key {inv.key!r}: kernel {kernel.name!r} has no candidates")
         return shortlist(kernel, found, self.policy.max_candidates) if configs is None else found
+
+
+def _bound(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as implementations receive them."""
+    return kernel.bind(*kernel.prepare(tuple(args), dict(kwargs)))
 
 
 def autotune(
@@ -251,7 +267,8 @@ def autotune_recorded(
             ``max_candidates``.
 
     Returns:
-        One result per invocation that has something to tune. A kernel whose candidates all fail
+        One result per invocation of a kernel with tunables; where there is a single candidate it
+        is the best, untimed (``best_ms`` None) and not stored. A kernel whose candidates all fail
         is left out with a warning.
 
     Raises:
@@ -294,6 +311,9 @@ def _tune_recorded(
     if not bound.kernel.has_tunables:
         return None
     try:
+        configs = tuner.candidates(bound)
+        if len(configs) < 2:
+            return AutotuneResult(bound.kernel, bound.key, configs[0], None, [Trial(configs[0])])
         result = _tuned_together(bound, "recorded", lambda: tuner.tune(bound))
     except (AutotuneError, ConfigError) as error:
         warn_once(("autotune", bound.key), str(error))

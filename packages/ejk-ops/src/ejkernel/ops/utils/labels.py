@@ -103,6 +103,7 @@ class _Stamped:
 
     key: str
     cfg: Any
+    calls: dict[str, Any] = dataclasses.field(default_factory=dict)  # invocations by key
 
 
 _stamped: dict[str, _Stamped] = {}
@@ -114,7 +115,15 @@ def key_digits(key: str) -> str:
     return key.rpartition("#")[2][:DIGITS]
 
 
-def stamp_name(kernel: str, version: int, key: str, cfg: Any, mode: str) -> str | None:
+def stamped_calls(name: str) -> list[Any]:
+    """The invocations that this process put the stamp ``name`` on; empty for other labels."""
+    made = _stamped.get(name)
+    return [] if made is None else list(made.calls.values())
+
+
+def stamp_name(
+    kernel: str, version: int, key: str, cfg: Any, mode: str, call: Any = None
+) -> str | None:
     """The label of an executor call, without prefix.
 
     Args:
@@ -123,6 +132,7 @@ def stamp_name(kernel: str, version: int, key: str, cfg: Any, mode: str) -> str 
         key: its key from the key builder.
         cfg: the config it runs with.
         mode: "hash", "json" or "none", as ``EJKERNEL_OPS_STAMP``.
+        call: the abstract invocation, kept for ``stamped_calls``.
 
     Returns:
         None for mode "none".
@@ -133,19 +143,20 @@ def stamp_name(kernel: str, version: int, key: str, cfg: Any, mode: str) -> str 
     name = f"{quote(kernel, safe='')}.v{version}#{content}"
     if len(_stamped) >= _STAMPED_LIMIT:
         _stamped.pop(next(iter(_stamped)), None)
-    _stamped[name] = _Stamped(key, cfg)
+    calls = _stamped[name].calls if name in _stamped else {}
+    _stamped[name] = _Stamped(key, cfg, calls if call is None else {**calls, key: call})
     return name
 
 
 def stamped(
-    kernel: str, version: int, key: str, cfg: Any, mode: str
+    kernel: str, version: int, key: str, cfg: Any, mode: str, call: Any = None
 ) -> contextlib.AbstractContextManager[Any]:
     """A scope that stamps what is traced within; does nothing for mode "none".
 
     A stamp that cannot be made (a config without JSON form) is left out with one warning.
     """
     try:
-        name = stamp_name(kernel, version, key, cfg, mode)
+        name = stamp_name(kernel, version, key, cfg, mode, call)
     except Exception as error:
         warn_once(("stamp", kernel), f"calls of {kernel} are not stamped: {error}")
         name = None

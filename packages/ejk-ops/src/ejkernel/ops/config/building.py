@@ -1,0 +1,112 @@
+"""Making shipped tables: winners of tuning, written so that a run may stop and go on any time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops.config.store import (
+    Entry,
+    encode_config,
+    format_file,
+    parse_file,
+)
+from ejkernel.ops.config.versions import today, versions, versions_text
+from ejkernel.ops.core.keys import payload_key
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.execution.trials import AutotuneResult, Trial
+
+
+class TableBuilder:
+    """A table file that grows by one tuned call at a time.
+
+    The winner of a call serves calls under platform auto, and calls that force its platform. For
+    every other platform that was timed the best of its own is kept too, for calls that force it.
+
+    Args:
+        path: the table; entries it has already are kept until they are replaced.
+        device: fingerprint of the device; goes into the header.
+
+    Raises:
+        ValueError: ``path`` holds something else, or a table of another device.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: str):
+        self.path = Path(path)
+        self.device = device
+        self.entries: dict[str, Entry] = {}
+        if self.path.exists():
+            header, self.entries = parse_file(self.path.read_text(encoding="utf-8"))
+            found = header.get("device")
+            if found != device:
+                raise ValueError(f"{path} is a table for {found!r}, the device here is {device!r}")
+
+    def done(self, key: str) -> bool:
+        """Whether the table has a call already, tuned with the versions installed now."""
+        entry = self.entries.get(key)
+        return entry is not None and (entry.measured or {}).get("versions") == versions_text()
+
+    def add(self, inv: Invocation, result: AutotuneResult, case: str) -> None:
+        """Add the outcome of tuning one call and write the file.
+
+        Args:
+            inv: the call; its payload is what later calls are compared with.
+            result: with trials, so of the process that measured.
+            case: what people call it.
+        """
+        payload = dict(inv.payload)
+        made = {"date": today(), "versions": versions_text()}
+        self._put(payload, result.best, {"case": case, **result.measured()})
+        kernel = inv.kernel
+        winner = kernel.config_platform(result.best)
+        for platform, trial in _best_by_platform(kernel, result).items():
+            if platform is not winner:
+                measured = {"case": case, "ms": trial.ms, "spread": trial.spread, **made}
+                self._put({**payload, "platform": platform.value}, trial.cfg, measured)
+        self.write()
+
+    def _put(self, payload: Mapping[str, Any], cfg: Any, measured: Mapping[str, Any]) -> None:
+        self.entries[payload_key(payload)] = Entry(encode_config(cfg), payload, measured)
+
+    def write(self) -> None:
+        """Replace the file as a whole; a killed run leaves the old one or the new one."""
+        provenance = {"date": today(), "versions": versions()}
+        header = {"device": self.device, "provenance": provenance}
+        ordered = dict(sorted(self.entries.items(), key=_order))
+        temporary = self.path.with_name(f".{self.path.stem}.{os.getpid()}.tmp")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(format_file(header, ordered), encoding="utf-8")
+            os.replace(temporary, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _order(item: tuple[str, Entry]) -> tuple[str, str, str]:
+    key, entry = item
+    return key.partition("@")[0], str((entry.measured or {}).get("case")), key
+
+
+def _best_by_platform(kernel: Any, result: AutotuneResult) -> dict[Any, Trial]:
+    best: dict[Any, Trial] = {}
+    for trial in result.trials:
+        platform = kernel.config_platform(trial.cfg)
+        if trial.ms is None or platform is None:
+            continue
+        known = best.get(platform)
+        if known is None or known.ms is None or trial.ms < known.ms:
+            best[platform] = trial
+    return best
+
+
+def table_name(device: str) -> str:
+    """File name of the table of a device, e.g. "nvidia_h200.json" for "gpu:nvidia-h200:9.0"."""
+    parts = device.split(":")
+    return (parts[1] if len(parts) > 1 else device).replace("-", "_") + ".json"

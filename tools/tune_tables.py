@@ -1,0 +1,199 @@
+"""Tune the named shapes on this device and write the table that a kernel package ships.
+
+    python tools/tune_tables.py --budget 300
+    python tools/tune_tables.py --ops flash_attention --cases 'llama3*' --per-call 20
+
+Every finished call is in the file at once: stop it with Ctrl-C or by its budget and run it again,
+it goes on where it was. A call that is in the table already, tuned with the versions installed
+now, is left out (``--again`` tunes it again). Exit status 1: nothing could be tuned, or some call
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ejkernel.modules._table import operation_class
+from ejkernel.modules.workloads import Call, call_of
+from ejkernel.modules.workloads.shapes import SHAPES
+from ejkernel.ops import AutotuneError, AutotunePolicy, Autotuner, AutotuneResult, target_device
+from ejkernel.ops.config.building import TableBuilder, table_name
+from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.invocation import Invocation, call_invocation
+
+PACKAGES = Path(__file__).resolve().parents[1] / "packages"
+TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
+GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
+# Operations in the order of how many people wait for them.
+FIRST = ("flash_attention", "page_attention", "grouped_matmul", "mla_decode")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call to tune."""
+
+    call: Call
+    inv: Invocation
+
+    @property
+    def name(self) -> str:
+        return f"{self.call.operation} {self.call.name}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="tune_tables", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--ops", default="*", help="comma-separated globs on operations")
+    p.add_argument("--cases", default="*", help="comma-separated globs on case names")
+    p.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
+    p.add_argument("--per-call", type=float, default=30.0, help="seconds for one call")
+    p.add_argument("--samples", type=int, default=10, help="samples of a finalist")
+    p.add_argument("--again", action="store_true", help="tune what the table has already, too")
+    p.add_argument("--out", type=Path, help="the table; default: the Triton package's")
+    p.add_argument("--list", action="store_true", help="show the calls and stop")
+    p.add_argument("--trials", action="store_true", help="print every candidate")
+    return p.parse_args(argv)
+
+
+def _matches(name: str, globs: str) -> bool:
+    return any(fnmatch.fnmatch(name, glob) for glob in globs.split(","))
+
+
+def jobs(ops: str, cases: str, device: str) -> Iterator[Job]:
+    """Calls of the shapes for ``device`` with something to choose, one per key, in order."""
+    seen: set[str] = set()
+    wanted = [
+        (operation, shape)
+        for shape in SHAPES
+        if shape.device == device and _matches(shape.name, cases)
+        for operation in shape.operations
+        if shape.serves(operation) and _matches(operation, ops)
+    ]
+    rank = {name: i for i, name in enumerate(FIRST)}
+    # shapes of models before sweeps, else in their order
+    wanted.sort(key=lambda pair: (rank.get(pair[0], len(rank)), not pair[1].source))
+    for operation, shape in wanted:
+        call = call_of(shape, operation)
+        kernel = operation_class(operation).shared()
+        inv = call_invocation(kernel, (), call.abstract())
+        if "mesh" in call.options or inv.key in seen:
+            continue
+        seen.add(inv.key)
+        if len(kernel.config_space(bind_abstract(inv))) > 1:
+            yield Job(call, inv)
+
+
+def tiles(cfg: Any) -> str:
+    """A config in few words: platform, forward tiles / backward tiles."""
+    fields = cfg.to_dict()
+    parts = [str(fields.pop("platform"))]
+    fields.pop("backend", None)
+    for value in fields.values():
+        if isinstance(value, dict):
+            parts.append("x".join(str(v) for v in value.values() if v is not None))
+    plain = {k: v for k, v in fields.items() if v is not None and not isinstance(v, dict)}
+    parts += [f"{k}={v}" for k, v in plain.items()]
+    return " ".join(part for part in parts if part)
+
+
+HEAD = f"{'call':<46} {'tuned ms':>9} {'heuristic':>9} {'ratio':>6} {'ok/all':>7} {'s':>5}  winner"
+
+
+def row(name: str, result: AutotuneResult) -> str:
+    timed = sum(t.ms is not None for t in result.trials)
+    ratio = ratio_of(result)
+    heuristic = "failed" if result.heuristic_ms is None else f"{result.heuristic_ms:.4f}"
+    return (
+        f"{name:<46} {result.best_ms:9.4f} {heuristic:>9} "
+        f"{'' if ratio is None else f'{ratio:.3f}':>6} {timed:>3}/{len(result.trials):<3} "
+        f"{result.seconds:5.1f}  {tiles(result.best)}"
+    )
+
+
+def ratio_of(result: AutotuneResult) -> float | None:
+    """Time of the heuristic config over that of the winner."""
+    if result.heuristic_ms is None or not result.best_ms:
+        return None
+    return result.heuristic_ms / result.best_ms
+
+
+def summary(results: dict[str, AutotuneResult], failed: dict[str, str]) -> str:
+    ratios = {name: r for name, result in results.items() if (r := ratio_of(result)) is not None}
+    good = sum(r <= GOOD for r in ratios.values())
+    lines = [f"heuristic within {GOOD - 1:.0%} of tuned: {good} of {len(ratios)}"]
+    worst = sorted(ratios, key=lambda name: -ratios[name])[:5]
+    lines += [f"  worst: {name} {ratios[name]:.3f}" for name in worst if ratios[name] > GOOD]
+    winners: dict[str, int] = {}
+    for result in results.values():
+        winners[result.best.platform] = winners.get(result.best.platform, 0) + 1
+    lines.append("winners: " + (", ".join(f"{k} {v}" for k, v in winners.items()) or "none"))
+    times = sorted(result.seconds for result in results.values())
+    if times:
+        lines.append(f"seconds per call: median {times[len(times) // 2]:.1f}, most {times[-1]:.1f}")
+    lines += [f"FAILED {name}: {why}" for name, why in failed.items()]
+    return "\n".join(lines)
+
+
+def tune_all(
+    todo: list[Job], tuner: Autotuner, builder: TableBuilder, end: float, *, trials: bool = False
+) -> tuple[dict[str, AutotuneResult], dict[str, str], int]:
+    """``(results, failures, how many were not reached)``; the table is written as it grows."""
+    results: dict[str, AutotuneResult] = {}
+    failed: dict[str, str] = {}
+    print(HEAD, flush=True)
+    for index, job in enumerate(todo):
+        if time.monotonic() > end:
+            return results, failed, len(todo) - index
+        try:
+            result = tuner.tune(job.inv, inputs=((), job.call.concrete()))
+        except KeyboardInterrupt:  # a result cut short is not kept
+            return results, failed, len(todo) - index
+        except (AutotuneError, RuntimeError, ValueError) as error:
+            failed[job.name] = str(error).replace("\n", " | ")[:300]
+            print(f"{job.name:<46} FAILED {failed[job.name]}", flush=True)
+            continue
+        results[job.name] = result
+        builder.add(job.inv, result, job.call.name)
+        print(row(job.name, result), flush=True)
+        for trial in result.trials if trials else ():
+            ms = f"{trial.ms:.4f}" if trial.ms is not None else (trial.error or "")[:110]
+            print(f"      {ms:>9}  {tiles(trial.cfg)}")
+    return results, failed, 0
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    target = target_device()
+    todo = list(jobs(args.ops, args.cases, "cpu" if target.kind.value == "cpu" else "gpu"))
+    path = args.out or TABLES / table_name(target.fingerprint)
+    builder = TableBuilder(path, target.fingerprint)
+    known = [job for job in todo if builder.done(job.inv.key)]
+    if not args.again:
+        todo = [job for job in todo if not builder.done(job.inv.key)]
+    print(f"{target.fingerprint}: {len(todo)} calls to tune, {len(known)} in {path} already")
+    if args.list:
+        print("\n".join(job.name for job in todo))
+        return 0
+    signal.signal(signal.SIGTERM, _interrupt)
+    started = time.monotonic()
+    tuner = Autotuner(AutotunePolicy(True, num_iters=args.samples, budget_s=args.per_call))
+    end = started + args.budget
+    results, failed, left = tune_all(todo, tuner, builder, end, trials=args.trials)
+    print(summary(results, failed))
+    print(f"{len(builder.entries)} entries in {path}, {time.monotonic() - started:.0f} s", end="")
+    print(f"; {left} calls left: run it again" if left else "; all done")
+    return 1 if failed or (todo and not results) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
