@@ -15,6 +15,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
     ALONG_Q,
     hide_other_segments,
     hide_outside,
+    read,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.types.problem import LOG2E
@@ -129,9 +130,9 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
 
     ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
     sums can start from them: -delta, and -lse over the scale (``plan.lse_in_sum``) or in base 2;
-    such that the logit is -inf in rows that see nothing and rows past the end. ids padded to whole blocks; other lengths are
-    padded to eight rows, dk and dv too. dq is float32 ``[batch, whole q blocks, heads, dim]``, not
-    scaled, unwritten where no key block visits.
+    such that the logit is -inf in rows that see nothing and rows past the end. Ids are padded to
+    whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
+    ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits.
     """
     problem, tiles = plan.problem, plan.tiles
     dtype = jnp.dtype(problem.dtype)
@@ -186,15 +187,15 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                         plgpu.barrier_wait(q_full.at[slot])
                         plgpu.barrier_wait(do_full.at[slot])
                         if plan.lse_in_sum:
-                            row_lse = plgpu.load(lse_s.at[slot], layout=ALONG_Q)
+                            row_lse = read(lse_s.at[slot], ALONG_Q)
                             s_acc[...] = _spread(row_lse, shape, 1)
-                        row_delta = plgpu.load(delta_s.at[slot], layout=ALONG_Q)
+                        row_delta = read(delta_s.at[slot], ALONG_Q)
                         dp_acc[...] = _spread(row_delta, shape, 1)
                         plgpu.wgmma(s_acc, k_s.at[rows], q_s.at[slot].T)
                         plgpu.wgmma(dp_acc, v_s.at[rows], do_s.at[slot].T)
                         x, tanh = logits(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), i, masked)
                         if not plan.lse_in_sum:
-                            row_lse = plgpu.load(lse_s.at[slot], layout=ALONG_Q)
+                            row_lse = read(lse_s.at[slot], ALONG_Q)
                             x = x + _spread(row_lse, shape, 1)
                         p = jnp.exp2(x)
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])

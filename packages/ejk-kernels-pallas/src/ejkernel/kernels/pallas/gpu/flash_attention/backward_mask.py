@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -18,6 +19,14 @@ from ejkernel.types.structure import Band
 LAYOUT = plgpu.Layout.WGMMA
 ALONG_Q, ALONG_KV = LAYOUT.reduce(0), LAYOUT.reduce(1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+# JAX before 0.11 asks for an index beside the reference
+_IDX = inspect.signature(plgpu.load).parameters["idx"]
+_WHOLE = ((),) if _IDX.default is inspect.Parameter.empty else ()
+
+
+def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """The values of a reference in a register layout."""
+    return plgpu.load(ref, *_WHOLE, layout=layout, optimized=optimized)
 
 
 def hide_outside(
@@ -81,8 +90,8 @@ def hide_outside(
 
 def hide_other_segments(x: jax.Array, q_ids: Any, kv_ids: Any) -> jax.Array:
     """-inf where the ids of a query (column) and a key (row) differ; ids are references."""
-    q_id = plgpu.load(q_ids, layout=ALONG_Q, optimized=False)
-    kv_id = plgpu.load(kv_ids, layout=ALONG_KV, optimized=False)
+    q_id = read(q_ids, ALONG_Q, optimized=False)
+    kv_id = read(kv_ids, ALONG_KV, optimized=False)
     rows, columns = (
         lax.broadcast_in_dim(i, x.shape, (axis,)) for i, axis in ((kv_id, 0), (q_id, 1))
     )
