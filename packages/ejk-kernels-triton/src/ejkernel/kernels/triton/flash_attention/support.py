@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.arguments import dot_precision, refusal
+from ejkernel.kernels.triton.flash_attention.fits import fits
 from ejkernel.kernels.triton.targets import current_target, too_old
 from ejkernel.types import attention as arg
 from ejkernel.types import combine_masks
@@ -116,7 +117,7 @@ def heuristic(inv: Any) -> dict[str, Any]:
 
 
 def candidates(inv: Any) -> list[dict[str, Any]]:
-    """Configs worth timing: the heuristic's, and its neighbours in each direction."""
+    """Configs worth timing: the heuristic's, and its neighbours that fit in each direction."""
     problem, target = problem_of(inv.arguments), current_target()
     fwd, dq, dkv = (
         f(problem, target) for f in (tiles.forward_tiles, tiles.dq_tiles, tiles.dkv_tiles)
@@ -125,10 +126,17 @@ def candidates(inv: Any) -> list[dict[str, Any]]:
     near = [
         first | {"fwd_params": _as_config(tile, dq, dkv)["fwd_params"]}
         for tile in tiles.neighbours(fwd, problem)
+        if fits("forward", tile, fwd, problem, target)
     ]
     near += [
         first | {"bwd_params": _as_config(fwd, dq, tile)["bwd_params"]}
         for tile in tiles.neighbours(dkv, problem)
+        if fits("dkv", tile, dkv, problem, target)
+    ]
+    near += [
+        first | {"bwd_params": _as_config(fwd, tile, dkv)["bwd_params"]}
+        for tile in tiles.neighbours(dq, problem)
+        if fits("dq", tile, dq, problem, target)
     ]
     # neighbours may differ in what a config does not say
     return [first, *(c for i, c in enumerate(near) if c != first and c not in near[:i])]

@@ -1,0 +1,56 @@
+"""Which tiles are worth compiling: least shared memory, least registers, enough programs.
+
+Lower bounds only: what they rule out cannot run or must spill, the rest is for the compiler and
+the clock. Compiled for sm_90 at head dim 128 the forward kernel takes 115712 B of shared memory
+and the bound says 114688; the query gradient 99328 and 98304; the key gradients 99328 and 98304.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ejkernel.kernels.triton.flash_attention.dims import split_dim
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.problem import Problem
+
+REGISTERS = 255  # a thread can name
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a launch cannot do without: bytes a program, registers a thread, and its programs."""
+
+    shared: int
+    registers: int
+    programs: int
+
+
+def needs(kernel: str, tiles: Tiles, problem: Problem, target: Target) -> Needs:
+    """Of ``kernel``: "forward", "dq" or "dkv"."""
+    dim, value_dim = sum(split_dim(problem.dim)), sum(split_dim(problem.value_dim))
+    both = dim + value_dim
+    held, walked, length, heads = tiles.block_q, tiles.block_kv, problem.q_len, problem.heads
+    if kernel == "dkv":
+        held, walked, length, heads = walked, held, problem.kv_len, problem.kv_heads
+    # the steps in flight; Hopper's products read what is held from shared memory too
+    steps = 0 if target.platform == "rocm" else tiles.num_stages - 1
+    if target.hopper and tiles.num_stages > 1:
+        steps = tiles.num_stages
+    shared = steps * walked * both
+    if target.hopper and problem.itemsize == 2:
+        shared += held * (dim if kernel == "forward" else both)
+    accumulators = held * {"forward": value_dim, "dq": dim}.get(kernel, max(dim, value_dim))
+    threads = tiles.num_warps * target.warp_size
+    # float32 accumulators and one tile of logits; the passes of dkv may be apart
+    registers = (accumulators + tiles.block_q * tiles.block_kv) // threads
+    programs = -(-length // held) * heads * problem.batch
+    return Needs(shared * problem.itemsize, registers, programs)
+
+
+def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Target) -> bool:
+    """Whether ``tiles`` may be faster than ``chosen``, the heuristic's."""
+    need, usual = (needs(kernel, t, problem, target) for t in (tiles, chosen))
+    # less than a wave leaves multiprocessors idle
+    idle = need.programs < min(target.cores, usual.programs)
+    return need.shared <= target.shared_limit and need.registers <= REGISTERS and not idle

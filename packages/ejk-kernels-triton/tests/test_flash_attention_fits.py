@@ -1,0 +1,59 @@
+"""The arithmetic that keeps hopeless tiles from the compiler."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels.triton.flash_attention import support, tiles
+from ejkernel.kernels.triton.flash_attention.fits import fits, needs
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejktest import triton_configs
+
+MEASURED = json.loads(Path(__file__).with_name("aot_table.json").read_text())["rows"]
+HOPPER = cuda_target(90)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("call", ["d64", "d128", "d256", "bias", "float32 d128"])
+def test_bounds_lie_below_what_compiled_code_uses(call, target):
+    measured = MEASURED[f"{call} @ {target}"]
+    for kernel, (plan, _, chip) in triton_configs.launches(call, target).items():
+        if kernel not in ("forward", "dq", "dkv"):
+            continue
+        need = needs(kernel, plan.tiles, plan.problem, chip)
+        assert need.shared <= measured[kernel]["shared"]
+        assert need.registers <= measured[kernel]["registers"]
+        assert fits(kernel, plan.tiles, plan.tiles, plan.problem, chip)
+
+
+def problem(**sizes):
+    arrays = {"query": (1, 4096, 8, 128), "key": (1, 4096, 8, 128), "value": (1, 4096, 8, 128)}
+    given = {name: jnp.zeros(sizes.get(name, shape), "bfloat16") for name, shape in arrays.items()}
+    return support.problem_of(given)
+
+
+def test_what_is_ruled_out():
+    p = problem()
+    chosen = tiles.dkv_tiles(p, HOPPER)
+    assert fits("dkv", chosen, chosen, p, HOPPER)
+    spills = replace(chosen, block_kv=4 * chosen.block_kv)  # 256 accumulators a thread
+    assert not fits("dkv", spills, chosen, p, HOPPER)
+    fwd = tiles.forward_tiles(p, HOPPER)
+    assert not fits("forward", replace(fwd, num_stages=8), fwd, p, HOPPER)  # 272 KiB
+    few = problem(query=(1, 1024, 8, 128))  # 128 programs of 64 rows, 64 of 128
+    assert not fits("forward", replace(fwd, block_q=128, num_warps=8), fwd, few, HOPPER)
+
+
+def test_candidates_are_few_legal_and_begin_with_the_heuristic():
+    array = jnp.zeros((1, 4096, 8, 128), "bfloat16")
+    call = SimpleNamespace(arguments={"query": array, "key": array, "value": array})
+    with compile_for(HOPPER):
+        found = support.candidates(call)
+        assert found[0] == support.heuristic(call) and 4 <= len(found) <= 12
+    assert all(c not in found[:i] for i, c in enumerate(found))
