@@ -1,0 +1,1 @@
+"""Pieces that the Hopper kernels share."""
