@@ -1,1 +1,5 @@
-"""The measuring stick: named shapes, device-synchronised timing, limits and peers of one run."""
+"""The repository's benchmark: results of record as JSON, Markdown and PNG.
+
+The measuring itself (shapes, timing, limits, peers) is ``ejkernel.modules.bench``, which the
+``ejk bench`` command shares.
+"""

@@ -11,19 +11,27 @@ import sys
 
 import jax
 
-from bench import report, workloads
-from bench.limits import measure_limits
-from bench.runner import run_cases
+from bench import plot, report, workloads
+from ejkernel.modules.bench.case import Case, case_of
+from ejkernel.modules.bench.limits import measure_limits
+from ejkernel.modules.bench.runner import Row, run_cases
+from ejkernel.modules.workloads.call import call_of
+from ejkernel.modules.workloads.find import operation_names, shapes_of
+
+
+def others() -> list[str]:
+    """The benchmarks that are no table of calls."""
+    return sorted(m.name for m in pkgutil.iter_modules(workloads.__path__))
 
 
 def names() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(workloads.__path__))
+    return sorted([*operation_names(), *others()])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="bench", description=__doc__)
     p.add_argument("op", choices=names(), metavar="OP", help=", ".join(names()))
-    p.add_argument("--cases", default="*", help="glob on case names")
+    p.add_argument("--cases", default="*", help="comma-separated globs on case names")
     p.add_argument("--peers", default="*", help="comma-separated globs on contender names")
     p.add_argument("--modes", default="fwd,fwd+bwd", help="fwd, fwd+bwd or both")
     p.add_argument("--rounds", type=int, default=9)
@@ -33,36 +41,56 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
+def matching(names: list[str], globs: str) -> list[str]:
+    return [n for n in names if any(fnmatch.fnmatch(n, glob) for glob in globs.split(","))]
+
+
+def cases_of(op: str, globs: str, peers: str) -> list[Case]:
+    """The cases for this device that the globs leave, with the contenders that they leave."""
+    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    shapes = {s.name: s for s in shapes_of(op, device=device)}
+    cases = [case_of(call_of(shapes[name], op)) for name in matching(list(shapes), globs)]
+    for case in cases:
+        first, *rest = case.contenders
+        for name in set(rest) - set(matching(rest, peers)):
+            del case.contenders[name]
+        assert first in case.contenders
+    return cases
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    module = importlib.import_module(f"bench.workloads.{args.op}")
-    if hasattr(module, "main"):  # workloads that are not a table of calls
-        return module.main(args)
-    device = jax.default_backend()
-    cases = [c for c in module.cases(device) if fnmatch.fnmatch(c.name, args.cases)]
+    if args.op in others():
+        return importlib.import_module(f"bench.workloads.{args.op}").main(args)
+    if args.list:
+        args.peers = ""
+    cases = cases_of(args.op, args.cases, args.peers)
     if not cases:
-        everything = ", ".join(c.name for c in module.cases(device)) or "none on this device"
+        everything = ", ".join(c.name for c in cases_of(args.op, "*", "")) or "none on this device"
         print(f"no case matches {args.cases!r}; there are: {everything}", file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(c.name for c in cases))
         return 0
-    wanted = args.peers.split(",")
-    for case in cases:
-        for i, name in enumerate(list(case.contenders)):
-            if i and not any(fnmatch.fnmatch(name, w) for w in wanted):
-                del case.contenders[name]
     limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)))
-    modes = args.modes.split(",")
-    rows = []
+    rows: list[Row] = []
+
+    def tell(row: Row) -> None:
+        print(f"{row.case} {row.mode} {row.contender}: {row.ms}", file=sys.stderr)
+        rows.append(row)
+
     try:
-        for row in run_cases(cases, modes, limits, rounds=args.rounds, target_s=args.target_s):
-            rows.append(row)
+        for _ in run_cases(
+            cases, args.modes.split(","), limits, on_row=tell, rounds=args.rounds,
+            target_s=args.target_s,
+        ):  # fmt: skip
+            pass
     except KeyboardInterrupt:
         print("stopped; writing what was measured", file=sys.stderr)
     paths = report.write(rows, limits, args.op, args.out)
+    picture = plot.write(paths[0])
     print(report.markdown(rows, limits, report.environment()))
-    print("wrote " + ", ".join(map(str, paths)), file=sys.stderr)
+    print("wrote " + ", ".join(map(str, [*paths, picture])), file=sys.stderr)
     return 0
 
 

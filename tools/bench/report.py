@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import pathlib
-import platform
 from collections.abc import Sequence
-from importlib import metadata
 
-import jax
-
-from bench.limits import Limits
-from bench.runner import Row
-
-PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "ejk-modules", "ejk-kernels-triton")
-
-
-def environment() -> dict:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    device = jax.devices()[0]
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": device.device_kind,
-        "python": platform.python_version(),
-        "versions": versions,
-    }
+from ejkernel.modules.bench.limits import Limits
+from ejkernel.modules.bench.record import environment
+from ejkernel.modules.bench.runner import Row
 
 
 def _number(value, digits=3) -> str:
@@ -45,6 +23,7 @@ def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
         "| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    on_device = any(r.clock == "device" for r in rows)
     for r in rows:
         if r.ms is None:
             cell = f"not run: {r.note}"
@@ -52,11 +31,17 @@ def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
             continue
         over = ", ".join(f"{k} {v:.2f}x" for k, v in r.speed_over.items())
         cells = [
-            r.case, r.mode, r.contender, _number(r.ms, 4), _number(r.spread_ms, 2),
+            r.case, r.mode, r.contender, _number(r.ms, 4) + "*" * (r.clock == "device"),
+            _number(r.spread_ms, 2),
             _number(r.tflops, 4), _number(r.gbps, 4), _number(r.percent_of_limit), over,
             _number(r.temp_mb, 4),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    if on_device:
+        lines += [
+            "",
+            "Times marked * are the device's own: of the kernels, without their launches.",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -65,7 +50,8 @@ def write(
 ) -> tuple[pathlib.Path, pathlib.Path]:
     env = environment()
     out.mkdir(parents=True, exist_ok=True)
-    data = {"op": op, **env, "limits": limits.asdict(), "rows": [r.asdict() for r in rows]}
+    measured = {"limits": limits.asdict(), "rows": [r.asdict() for r in rows]}
+    data = {"kind": "bench", "op": op, **env, **measured}
     as_json, as_markdown = out / f"{op}.json", out / f"{op}.md"
     as_json.write_text(json.dumps(data, indent=1) + "\n")
     as_markdown.write_text(markdown(rows, limits, env))

@@ -1,1 +1,1 @@
-"""One module an operation: ``cases(device) -> list[Case]``, or ``main(args)``."""
+"""Benchmarks that are not a table of calls: each has ``main(args)``."""

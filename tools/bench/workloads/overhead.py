@@ -9,8 +9,8 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from bench.timing import time_together
 from ejkernel.modules import flash_attention
+from ejkernel.modules.bench.timing import time_together
 
 
 def main(args: argparse.Namespace) -> int:

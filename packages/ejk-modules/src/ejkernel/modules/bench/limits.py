@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import jax
 import jax.numpy as jnp
 
-from bench.timing import time_together
+from ejkernel.modules.bench.timing import time_together
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,30 @@ class Limits:
         rate = self.flops.get(dtype, max(self.flops.values()))
         return max(flops / rate, moved / self.bytes_per_s)
 
+    def bound(self, flops: float, moved: float, dtype: str) -> str:
+        """Which of the two it is: "arithmetic" or "memory"."""
+        rate = self.flops.get(dtype, max(self.flops.values()))
+        return "arithmetic" if flops / rate >= moved / self.bytes_per_s else "memory"
+
     def asdict(self) -> dict:
         return asdict(self)
 
 
-def measure_limits(dtypes: tuple[str, ...]) -> Limits:
+def measure_limits(dtypes: tuple[str, ...], *, target_s: float = 0.2, rounds: int = 9) -> Limits:
+    """Time a product in each dtype and a copy, both too large for any cache."""
     cpu = jax.default_backend() == "cpu"
     n = 2048 if cpu else 8192
     megabytes = 128 if cpu else 4096
+    pace = {"target_s": target_s, "rounds": rounds}
     rates = {}
     for dtype in dtypes:
         a, b = (
             jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in (0, 1)
         )
         product = jax.jit(jnp.matmul)
-        seconds = time_together({"product": lambda f=product, a=a, b=b: f(a, b)})["product"].median
-        rates[dtype] = 2 * n**3 / seconds
+        timed = time_together({"product": lambda f=product, a=a, b=b: f(a, b)}, **pace)
+        rates[dtype] = 2 * n**3 / timed["product"].median
     x = jnp.arange(megabytes * 2**20 // 4, dtype=jnp.int32)
     copy = jax.jit(lambda x: x + 1)
-    seconds = time_together({"copy": lambda: copy(x)})["copy"].median
+    seconds = time_together({"copy": lambda: copy(x)}, **pace)["copy"].median
     return Limits(rates, 2 * x.nbytes / seconds)

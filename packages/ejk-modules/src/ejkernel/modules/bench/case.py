@@ -1,0 +1,112 @@
+"""A benchmark case: inputs, contenders, and the work that cannot be avoided."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from ejkernel.modules.workloads.call import Call
+
+PLATFORMS = ("triton", "pallas", "cuda", "xla")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row group of a table.
+
+    ``contenders`` maps a name to a function of ``inputs()``; the first is ours. A value that is a
+    string is the reason why that peer cannot take part. ``flops`` and ``moved`` are the forward's
+    least operations and bytes. ``grad_argnums``: the inputs to differentiate; empty = forward only.
+    ``call``: what the first contender does, where it is a call of an operation.
+    """
+
+    name: str
+    inputs: Callable[[], tuple]
+    contenders: dict[str, Callable[..., Any] | str]
+    flops: float
+    moved: float
+    dtype: str
+    grad_argnums: tuple[int, ...] = ()
+    backward_factor: float = 2.5
+    notes: str = ""
+    tags: frozenset[str] = field(default_factory=frozenset)
+    call: Call | None = None
+
+
+def forward_and_backward(fn: Callable, argnums: tuple[int, ...]) -> Callable:
+    """``fn`` and its vector-Jacobian product for a cotangent equal to the output."""
+
+    def run(*args):
+        def of(*diff):
+            full = list(args)
+            for i, value in zip(argnums, diff, strict=True):
+                full[i] = value
+            return fn(*full)
+
+        out, pull = jax.vjp(of, *(args[i] for i in argnums))
+        return out, pull(out)
+
+    return run
+
+
+def ours(call: Call, platform: str | None = None, cfg: Any = None) -> Callable[..., Any]:
+    """The operation as a function of the call's arrays in the order of ``make()``."""
+    from ejkernel import modules
+
+    names = call.names
+    options = dict(call.options)
+    if platform is not None:
+        options["platform"] = platform
+    if cfg is not None:
+        options["cfg"] = cfg
+    function = getattr(modules, call.operation)
+    return lambda *arrays: function(**dict(zip(names, arrays, strict=True)), **options)
+
+
+def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
+    """The call by itself, on each platform that may do it, and beside what others offer.
+
+    Args:
+        call: the call.
+        platforms: whether every platform of this device takes part by itself.
+        peers: whether other libraries' functions take part.
+    """
+    from ejkernel.modules.bench.peers import peers_of
+
+    contenders: dict[str, Callable[..., Any] | str] = {"ejkernel": ours(call)}
+    if platforms and "platform" not in call.options:
+        contenders |= {f"ejkernel-{p}": ours(call, p) for p in _worth_forcing(call)}
+    if peers:
+        contenders |= peers_of(call)
+    return Case(
+        call.name,
+        functools.partial(_values, call.make),
+        contenders,
+        call.flops,
+        call.moved,
+        call.dtype,
+        tuple(call.names.index(name) for name in call.gradients),
+        call.backward_factor,
+        notes=call.source,
+        call=call,
+    )
+
+
+def _values(make: Callable[[], Mapping[str, Any]]) -> tuple:
+    return tuple(make().values())
+
+
+def _worth_forcing(call: Call) -> list[str]:
+    """The platforms that can do the call here, unless there is only one."""
+    from ejkernel.modules import supports
+
+    arguments = call.abstract()
+    able = [p for p in PLATFORMS if supports(call.operation, platform=p, **arguments)]
+    # XLA's form of a long attention call takes longer than all others together
+    if len(able) > 1 and "xla" in able and call.flops > 1e12:
+        able.remove("xla")
+    return able if len(able) > 1 else []

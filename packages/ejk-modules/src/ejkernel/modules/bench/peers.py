@@ -1,0 +1,148 @@
+"""What else does the same: JAX's own functions and the plain forms, as contenders.
+
+Each is a function of the call's arrays, in their order, or the reason why it cannot take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.workloads.call import Call
+from ejkernel.modules.workloads.families import AttentionShape, DecodeShape, LinearShape
+
+Peer = Callable[..., Any] | str
+LOGITS_LIMIT = 2**30  # numbers that a peer which holds every logit may need
+STEPS_LIMIT = 8192
+
+
+def peers_of(call: Call) -> dict[str, Peer]:
+    """The peers of a call by name; none for operations that nobody else offers."""
+    finder = _FINDERS.get(call.operation)
+    return {} if finder is None or call.shape is None else finder(call)
+
+
+def _attention(call: Call) -> dict[str, Peer]:
+    shape = call.shape
+    assert isinstance(shape, AttentionShape)
+    peers: dict[str, Peer] = {}
+    if jax.default_backend() == "gpu":
+        peers["cudnn"] = _jax_nn(shape, "cudnn")
+    if shape.batch * shape.heads * shape.q_len * shape.keys <= LOGITS_LIMIT:
+        peers["jax-xla"] = _jax_nn(shape, "xla")
+    return peers
+
+
+def _jax_nn(shape: AttentionShape, implementation: Any) -> Peer:
+    unsupported = (shape.soft_cap, shape.sinks or None, shape.dropout or None)
+    if any(x is not None for x in unsupported) or shape.documents > 1:
+        return "jax.nn has no such option"
+    if shape.head_dim != shape.value_dim:
+        return "jax.nn wants equal head dims"
+    window = None if shape.window is None else (shape.window, 0 if shape.causal else shape.window)
+
+    def run(query, key, value, *bias):
+        return jax.nn.dot_product_attention(
+            query, key, value, *bias,
+            is_causal=shape.causal, local_window_size=window, implementation=implementation,
+        )  # fmt: skip
+
+    return run
+
+
+def _blocksparse(call: Call) -> dict[str, Peer]:
+    from ejkernel.modules import flash_attention
+
+    skipped = ("q_block_size", "kv_block_size")
+    options = {k: v for k, v in call.options.items() if k not in skipped}
+    names = call.names
+
+    def full(*arrays):
+        given = dict(zip(names, arrays, strict=True))
+        given.pop("block_mask")
+        return flash_attention(**given, **options)
+
+    return {"full": full}
+
+
+def _page(call: Call) -> dict[str, Peer]:
+    """The same tokens without a table: rows of equal length, read in place."""
+    from ejkernel.modules import ragged_decode_attention
+
+    shape = call.shape
+    assert isinstance(shape, DecodeShape)
+    if shape.cache_dtype != shape.dtype:
+        return {}
+
+    def rows(cache):
+        return cache.reshape(shape.batch, -1, shape.kv_heads, shape.head_dim)
+
+    def contiguous(q, k, v, lens, tables, *sinks):
+        del tables
+        start = jnp.zeros_like(lens)
+        return ragged_decode_attention(q, rows(k), rows(v), start, lens, *sinks, **call.options)
+
+    def dense(q, k, v, lens, tables):
+        del tables
+        return jax.nn.dot_product_attention(
+            q[:, None], rows(k), rows(v), key_value_seq_lengths=lens
+        )
+
+    plain = not (shape.sinks or call.options)
+    return {"contiguous": contiguous, "jax-xla": dense if plain else "jax.nn has no such option"}
+
+
+def _gated(call: Call) -> dict[str, Peer]:
+    """The definition, one token after the other."""
+    shape = call.shape
+    assert isinstance(shape, LinearShape)
+    if shape.length > STEPS_LIMIT:
+        return {"recurrence": "too long to step through"}
+    if shape.kv_heads not in (None, shape.heads):
+        return {"recurrence": "written for equal heads"}
+
+    def recurrence(q, k, v, g):
+        scale = q.shape[-1] ** -0.5
+
+        def step(state, x):
+            q, k, v, g = x
+            state = state * jnp.exp(g)[..., None] + k[..., None] * v[..., None, :]
+            return state, scale * jnp.einsum("bhd,bhde->bhe", q, state)
+
+        first = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]))
+        xs = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (q, k, v, g))
+        return jnp.moveaxis(jax.lax.scan(step, first, xs)[1], 0, 1)
+
+    return {"recurrence": recurrence}
+
+
+def _grouped(call: Call) -> dict[str, Peer]:
+    del call
+    return {"dense": lambda lhs, rhs, sizes: lhs @ rhs[0], "ragged_dot": jax.lax.ragged_dot}
+
+
+def _pooling(call: Call) -> dict[str, Peer]:
+    chunk = call.options.get("chunk_size")
+
+    def mean(x):
+        if chunk is None:
+            return x.mean(1)
+        b, s, c = x.shape
+        return x.reshape(b, s // chunk, chunk, c).mean(2)
+
+    return {"jax-xla": mean}
+
+
+_FINDERS: dict[str, Callable[[Call], dict[str, Peer]]] = {
+    "flash_attention": _attention,
+    "scaled_dot_product_attention": _attention,
+    "blocksparse_attention": _blocksparse,
+    "page_attention": _page,
+    "gla_attention": _gated,
+    "recurrent_attention": _gated,
+    "grouped_matmul": _grouped,
+    "mean_pooling": _pooling,
+}

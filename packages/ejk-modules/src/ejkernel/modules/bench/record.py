@@ -1,0 +1,119 @@
+"""Where outcomes are kept: one JSON file per run, with the device and the versions it is about.
+
+``{"kind": "bench" | "tune", "op": ..., "date": ..., "device": ..., "versions": {...}, ...}``, in
+``records`` of the cache directory unless told otherwise. ``ejk report`` reads them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ejkernel.ops.utils.serialization import to_json
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "triton",
+    "jax-triton",
+    "ejk-modules",
+    "ejk-ops",
+    "ejk-types",
+    "ejk-kernels-xla",
+    "ejk-kernels-triton",
+    "ejk-kernels-pallas",
+)
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def config_fields(cfg: Any) -> Any:
+    """A config as JSON values, without the fields that are None."""
+    if cfg is None:
+        return None
+    plain = cfg if isinstance(cfg, Mapping) else json.loads(to_json(cfg))
+    return {
+        name: config_fields(value) if isinstance(value, Mapping) else value
+        for name, value in plain.items()
+        if value is not None
+    }
+
+
+def config_text(cfg: Any) -> str:
+    """A config in one line, e.g. "triton fwd(q_blocksize=128 kv_blocksize=64)"."""
+    plain = config_fields(cfg)
+    if not plain:
+        return ""
+    words = []
+    for name, value in plain.items():
+        if name in ("platform", "backend"):
+            words += [] if value in ("auto", "any") else [str(value)]
+        elif isinstance(value, Mapping):
+            inside = " ".join(f"{k}={v}" for k, v in value.items())
+            words.append(f"{name.removesuffix('_params')}({inside})")
+        else:
+            words.append(f"{name}={value}")
+    return " ".join(words)
+
+
+def environment() -> dict[str, Any]:
+    """Date, device and versions of this process. Starts the device."""
+    import jax
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+
+
+def folder() -> Path:
+    """Where records are kept unless told otherwise."""
+    from ejkernel.ops import env
+
+    return env.cache_dir() / "records"
+
+
+def write(kind: str, name: str, content: Mapping[str, Any], into: Path | None = None) -> Path:
+    """Write ``content`` with the facts of this process to ``<kind>-<name>.json``."""
+    into = folder() if into is None else into
+    into.mkdir(parents=True, exist_ok=True)
+    facts = environment()
+    device = re.sub(r"[^A-Za-z0-9]+", "-", facts["device"]).strip("-").lower()
+    path = into / f"{kind}-{device}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"kind": kind, **facts, **content}, indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One record; results of older runs, which do not say their kind, are benchmarks.
+
+    Raises:
+        OSError: unreadable.
+        ValueError: not a record.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not ({"rows", "trials"} & set(content)):
+        raise ValueError(f"{path} holds neither rows nor trials")
+    content.setdefault("kind", "bench" if "rows" in content else "tune")
+    content["path"] = str(path)
+    return content

@@ -1,0 +1,97 @@
+"""Timing that finishes on the device: warm-up, rounds side by side, median and spread."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+SHORT_S = 3e-4
+"""Below this a GPU waits for the host: such programs are timed by the kernels' own clock."""
+
+KERNEL_CALLS = 50
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: median of the rounds, and half the central half of them.
+
+    ``clock``: "host" when calls were queued and waited for, "device" when the time is that of the
+    kernels alone, without what lies between them.
+    """
+
+    median: float
+    spread: float
+    rounds: int
+    calls: int
+    clock: str = "host"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program with its arguments."""
+
+    compiled: Any
+    arguments: tuple
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+
+def _run(fn: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    out = None
+    for _ in range(calls):
+        out = fn()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / calls
+
+
+def time_together(
+    contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 9, target_s: float = 0.2
+) -> dict[str, Timing]:
+    """Time several zero-argument calls in turns, so that a slow moment hits all of them.
+
+    Each round calls every contender often enough to fill ``target_s`` and waits for the device
+    once at the end, which keeps dispatch out of the time of all but the shortest kernels. Those
+    (on a GPU, where the contender is a ``Program``) are timed once more by the device itself; if
+    one is, all are, so that their times compare.
+    """
+    calls: dict[str, int] = {}
+    for name, fn in contenders.items():
+        jax.block_until_ready(fn())
+        calls[name] = max(1, min(1000, round(target_s / max(_run(fn, 1), 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.collect()
+    for _ in range(rounds):
+        for name, fn in contenders.items():
+            samples[name].append(_run(fn, calls[name]))
+    result = {name: _timing(values, calls[name]) for name, values in samples.items()}
+    if min((t.median for t in result.values()), default=1.0) < SHORT_S:
+        on_device = {name: device_timing(fn) for name, fn in contenders.items()}
+        if all(on_device.values()):
+            return {name: t for name, t in on_device.items() if t is not None}
+    return result
+
+
+def _timing(seconds: list[float], calls: int, clock: str = "host") -> Timing:
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
+    return Timing(float(middle), float(high - low) / 2, len(seconds), calls, clock)
+
+
+def device_timing(fn: Callable[[], Any], calls: int = KERNEL_CALLS) -> Timing | None:
+    """The kernels' own time per call; None where the device does not tell."""
+    if jax.default_backend() != "gpu" or not isinstance(fn, Program):
+        return None
+    try:
+        from ejkernel.ops.compat import kernel_times
+
+        milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
+    except Exception:  # a machine without CUPTI, or one where somebody else holds it
+        return None
+    return _timing([ms * 1e-3 for ms in milliseconds], calls, "device") if milliseconds else None

@@ -1,0 +1,15 @@
+"""The ``ejk`` command: what would run here, why, how fast, and how to make it faster.
+
+Starting it imports no JAX; each subcommand imports what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``ejk`` with the words of ``argv``, by default those of the process; the exit status."""
+    from ejkernel.modules.cli.app import run
+
+    return run(argv)

@@ -1,0 +1,120 @@
+"""Time an operation beside every platform and peer that can do the same call, against the bound
+that a large matrix product and a large copy set in the same run.
+
+  ejk bench flash_attention --shape llama3-8b-4k
+  ejk bench flash_attention b=1 s=2k h=8 d=64 dtype=float32 --modes fwd
+  ejk bench page_attention --shapes --peers 'jax*'
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ejkernel.modules.cli.app import FAILED, INTERRUPTED, CommandError
+from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
+from ejkernel.modules.cli.output import Output
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--peers", default="*", help="comma-separated globs on what runs beside")
+    parser.add_argument("--modes", default="fwd,fwd+bwd", help="fwd, fwd+bwd or both")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--target-s", type=float, default=0.1, metavar="S", help="s per round")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the record goes")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    from ejkernel.modules.bench import record
+    from ejkernel.modules.bench.case import case_of
+    from ejkernel.modules.bench.limits import measure_limits
+    from ejkernel.modules.bench.runner import MODES, run_cases, steps
+
+    modes = args.modes.split(",")
+    if not set(modes) <= set(MODES):
+        raise CommandError(f"--modes {args.modes}: expected {' and '.join(MODES)}")
+    if args.rounds < 1:
+        raise CommandError(f"--rounds {args.rounds}: expected a number >= 1")
+    calls = calls_of(args.operation, args.shape, args.words)
+    say_where(out, calls)
+    cases = [case_of(call) for call in calls]
+    keep_peers(cases, args.peers)
+    pace = {"rounds": args.rounds, "target_s": args.target_s}
+    rows: list[Any] = []
+    status = 0
+    runs = sum(len(case.contenders) for case, _ in steps(cases, modes))
+    with out.progress(f"bench {args.operation}", runs + 1) as advance:
+        limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)), **pace)
+        advance("limits of this machine")
+        try:
+            rows.extend(run_cases(cases, modes, limits, on_row=_teller(advance), **pace))
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+    if status:
+        out.note("interrupted: what was measured follows")
+    content = {
+        "op": calls[0].operation,
+        "limits": limits.asdict(),
+        "rows": [r.asdict() for r in rows],
+    }
+    out.data({**record.environment(), **content})
+    _show(rows, limits, out)
+    try:
+        path = record.write("bench", calls[0].operation, content, args.out)
+        out.note(f"recorded in {path}; ejk report shows it")
+    except OSError as error:
+        out.note(f"not recorded: {error}")
+    failed = rows and all(r.ms is None for r in rows if r.contender == "ejkernel")
+    return status or (FAILED if failed else 0)
+
+
+def _teller(advance: Callable[[str], None]) -> Callable[[Any], None]:
+    def tell(row: Any) -> None:
+        took = "not run" if row.ms is None else f"{row.ms:.4g} ms"
+        advance(f"{row.case} {row.mode} {row.contender} {took}")
+
+    return tell
+
+
+def keep_peers(cases: list[Any], patterns: str) -> None:
+    """Drop the contenders that no glob matches; ours stays."""
+    wanted = patterns.split(",")
+    for case in cases:
+        for i, name in enumerate(list(case.contenders)):
+            if i and not any(fnmatch.fnmatch(name, w) for w in wanted):
+                del case.contenders[name]
+
+
+def _show(rows: list[Any], limits: Any, out: Output) -> None:
+    rates = ", ".join(f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.flops.items())
+    out.text(f"limits measured now: {rates}; copy {limits.bytes_per_s / 1e9:.4g} GB/s")
+    lines, notes = [], []
+    for r in rows:
+        if r.ms is None:
+            notes.append((f"{r.case} {r.mode} {r.contender}", r.note))
+            continue
+        over = ", ".join(f"{k} {v:.2f}x" for k, v in r.speed_over.items())
+        percent = None if r.percent_of_limit is None else f"{r.percent_of_limit:.0f}% {r.bound}"
+        lines.append((
+            r.case, r.mode, r.contender, r.ms, r.spread_ms, r.tflops, r.gbps, percent, over,
+        ))  # fmt: skip
+    if lines:
+        out.table(
+            ("case", "mode", "what", "ms", "+-", "TFLOP/s", "GB/s", "of the bound", "speed over"),
+            lines,
+            right=(3, 4, 5, 6, 7),
+        )
+    if any(r.clock == "device" for r in rows):
+        out.text("short kernels: the times are the device's own, without launches")
+    ours = [r for r in rows if r.contender == "ejkernel" and r.ms is not None and r.tier]
+    chosen = {(r.case, r.implementation, r.config, r.tier) for r in ours}
+    if chosen:
+        out.title("what ran")
+        out.table(("case", "implementation", "config", "tier"), sorted(chosen))
+    if notes:
+        out.title("not run")
+        out.fields(notes)

@@ -1,0 +1,243 @@
+"""The checks of ``ejk doctor``: each gives a status, what was found, and the line that fixes it.
+
+Those here look at the installation; ``trials`` looks at what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ejkernel.modules.cli import facts
+from ejkernel.modules.cli.output import counted
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. ``status``: "ok", "info", "warn" (works, but) or "fail" (does not work)."""
+
+    group: str
+    what: str
+    status: str
+    found: str
+    fix: str = ""
+
+    def asdict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def machine() -> Iterator[Check]:
+    memory = facts.memory_gib()
+    text = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    yield Check("machine", "host", "info", text + (f", {memory:.0f} GiB" if memory else ""))
+    seen = facts.hardware()
+    for kind, how in seen.items():
+        yield Check("machine", f"{kind} hardware", "info", how)
+    if not seen:
+        yield Check("machine", "accelerators", "info", "none: the XLA implementations run on CPU")
+
+
+def python() -> Iterator[Check]:
+    low, high = facts.PYTHON_RANGE
+    fine = low <= sys.version_info[:2] < high
+    yield Check(
+        "installation", "Python", "ok" if fine else "fail", platform.python_version(),
+        "" if fine else "use Python 3.11, 3.12 or 3.13: uv venv --python 3.12",
+    )  # fmt: skip
+
+
+def namespace() -> Iterator[Check]:
+    hidden = facts.foreign_namespaces()
+    for path in hidden:
+        fix = "python -m pip uninstall ejkernel"
+        if path.parent == Path.cwd():
+            fix = f"cd elsewhere, or rename {path}"
+        yield Check(
+            "installation", "namespace", "fail",
+            f"{path} is a regular package and hides ejkernel.*", fix,
+        )  # fmt: skip
+    missing = [d for d in facts.DISTRIBUTIONS if d in facts.NEEDED and facts.version(d) is None]
+    if missing:
+        yield Check(
+            "installation", "packages", "fail", f"missing: {', '.join(missing)}",
+            f"python -m pip install {' '.join(missing)}",
+        )  # fmt: skip
+    elif not hidden:
+        yield Check("installation", "namespace", "ok", "complete, nothing hides it")
+
+
+def packages() -> Iterator[Check]:
+    found = {d: facts.version(d) for d in facts.DISTRIBUTIONS}
+    text = ", ".join(f"{name} {v}" for name, v in found.items() if v)
+    series = {facts.numbers(v)[:2] for v in found.values() if v}
+    mixed = len(series) > 1
+    yield Check(
+        "installation", "ejkernel", "warn" if mixed else "ok", text,
+        "python -m pip install --upgrade ejk-modules" if mixed else "",
+    )  # fmt: skip
+
+
+def jax_versions() -> Iterator[Check]:
+    jax, jaxlib = facts.version("jax"), facts.version("jaxlib")
+    low, high = facts.JAX_RANGE
+    upgrade = f'python -m pip install --upgrade "jax>={low[0]}.{low[1]},<{high[0]}.{high[1]}"'
+    if jax is None or jaxlib is None:
+        yield Check("installation", "JAX", "fail", "not installed", upgrade)
+        return
+    fine = low <= facts.numbers(jax)[:2] < high
+    found = f"jax {jax}, jaxlib {jaxlib}"
+    yield Check("installation", "JAX", "ok" if fine else "warn", found, "" if fine else upgrade)
+    if facts.numbers(jaxlib)[:2] != facts.numbers(jax)[:2]:
+        yield Check(
+            "installation", "jaxlib", "fail", f"jaxlib {jaxlib} does not belong to jax {jax}",
+            f'python -m pip install "jaxlib=={jax}"',
+        )  # fmt: skip
+
+
+def plugins() -> Iterator[Check]:
+    jax = facts.version("jax")
+    found = {d: facts.version(d) for d in facts.PLUGINS}
+    for name, version in found.items():
+        if version is None:
+            continue
+        same = name == "libtpu" or facts.numbers(version)[:3] == facts.numbers(jax)[:3]
+        yield Check(
+            "installation", "JAX plugin", "ok" if same else "fail", f"{name} {version}",
+            "" if same else f'python -m pip install "{name}=={jax}" (to match jax {jax})',
+        )  # fmt: skip
+    served = {facts.PLUGINS[d] for d, v in found.items() if v}
+    seen = facts.hardware()
+    extras = {"nvidia": ("gpu", "cuda13"), "amd": ("gpu", "rocm"), "tpu": ("tpu", "tpu")}
+    for kind in seen:
+        serves, extra = extras[kind]
+        if serves not in served:
+            yield Check(
+                "installation", "JAX plugin", "warn",
+                f"{kind} hardware is there, but JAX has no plugin for it",
+                f'python -m pip install "ejk-modules[{extra}]"',
+            )  # fmt: skip
+
+
+def triton() -> Iterator[Check]:
+    """Versions only: whether the kernels run is asked of the kernels."""
+    versions = {d: facts.version(d) for d in ("ejk-kernels-triton", "triton", "jax-triton")}
+    has_gpu = "nvidia" in facts.hardware() or "amd" in facts.hardware()
+    text = ", ".join(f"{name} {v or 'not installed'}" for name, v in versions.items())
+    if all(versions.values()):
+        bad = (3, 4) <= facts.numbers(versions["triton"])[:2] and facts.numbers(
+            versions["triton"]
+        ) < (3, 7, 1)
+        yield Check(
+            "installation", "Triton", "warn" if bad and has_gpu else "ok", text,
+            "python -m pip install 'triton>=3.7.1' (3.4.0 to 3.7.0 miscompile on Hopper)"
+            if bad else "",
+        )  # fmt: skip
+        return
+    missing = has_gpu and sys.platform == "linux"
+    yield Check(
+        "installation", "Triton", "warn" if missing else "info",
+        text if has_gpu else f"{text}; only GPUs need it",
+        'python -m pip install "ejk-modules[triton]"' if missing else "",
+    )  # fmt: skip
+
+
+def environment() -> Iterator[Check]:
+    from ejkernel.ops import env
+
+    given = {name: os.environ[name] for name in env.VARIABLES if name in os.environ}
+    try:
+        env.check_values()
+    except ValueError as error:
+        name = str(error).split("=", 1)[0].rsplit(" ", 1)[-1]
+        yield Check("settings", "environment", "fail", str(error), f"unset {name}")
+    else:
+        text = " ".join(f"{name}={value}" for name, value in given.items())
+        yield Check("settings", "environment", "ok", text or "all variables at their defaults")
+    forced = os.environ.get("JAX_PLATFORMS", "")
+    if forced and "nvidia" in facts.hardware() and not {"cuda", "gpu"} & set(forced.split(",")):
+        yield Check(
+            "settings", "JAX_PLATFORMS", "warn", f"{forced!r} keeps JAX off the GPU",
+            "unset JAX_PLATFORMS",
+        )  # fmt: skip
+    typos = [n for n in os.environ if n.startswith("EJKERNEL_") and n not in env.VARIABLES]
+    for name in typos:
+        yield Check(
+            "settings", name, "warn", "no such variable, it has no effect",
+            f"unset {name} (there are: {', '.join(env.VARIABLES)})",
+        )  # fmt: skip
+
+
+def cache() -> Iterator[Check]:
+    from ejkernel.modules.cli.stored import scan
+    from ejkernel.ops import env
+
+    root = env.cache_dir()
+    parent = next((p for p in (root, *root.parents) if p.exists()), root)
+    if not os.access(parent, os.W_OK):
+        yield Check(
+            "settings", "cache", "warn", f"{root} cannot be written: configs last for the process",
+            "export EJKERNEL_CACHE_DIR=/somewhere/writable",
+        )  # fmt: skip
+    files = scan()
+    count = sum(len(f.entries) for f in files if f.status == "ok")
+    sound = sum(f.status == "ok" for f in files)
+    text = f"{root}: {counted(count, 'tuned config')} in {counted(sound, 'file')}"
+    yield Check("settings", "cache", "ok" if files else "info", text)
+    for f in files:
+        if f.status != "ok":
+            yield Check(
+                "settings", "cache file", "warn", f"{f.path}: {f.problem}",
+                "" if f.status == "foreign" else f"rm {f.path}",
+            )  # fmt: skip
+
+
+def devices() -> tuple[list[Check], dict[str, Any]]:
+    """Start JAX's backend; what it shows."""
+    try:
+        import jax
+
+        every = jax.devices()
+    except Exception as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        fix = "JAX_PLATFORMS=cpu ejk doctor   # shows whether the rest works"
+        return [Check("device", "JAX devices", "fail", line, fix)], {}
+    from ejkernel.ops import target_device
+
+    target = target_device()
+    kinds: dict[str, int] = {}
+    for device in every:
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+    stats = _memory(every[0])
+    checks = [Check("device", "JAX devices", "ok", f"{text} ({jax.default_backend()}){stats}")]
+    checks.append(Check("device", "fingerprint", "info", target.fingerprint))
+    seen = facts.hardware()
+    if target.kind.value == "cpu" and seen:
+        served = {facts.PLUGINS[d] for d in facts.PLUGINS if facts.version(d)}
+        if ("tpu" in seen and "tpu" in served) or ("gpu" in served and {"nvidia", "amd"} & {*seen}):
+            checks.append(
+                Check(
+                    "device", "accelerator", "warn",
+                    f"{', '.join(seen)} hardware is there, JAX runs on the CPU",
+                    "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'   # says why",
+                )
+            )  # fmt: skip
+    facts_of = {"kind": target.kind.value, "name": target.name, "fingerprint": target.fingerprint}
+    return checks, {**facts_of, "count": len(every)}
+
+
+def _memory(device: Any) -> str:
+    try:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+    except Exception:
+        return ""
+    return f", {limit / 2**30:.0f} GiB each for JAX" if limit else ""
+
+
+INSTALLATION = (machine, python, namespace, packages, jax_versions, plugins, triton)
+SETTINGS = (environment, cache)

@@ -1,0 +1,80 @@
+"""Which implementation, platform and configuration a call would get, from which tier, and why the
+others were refused. Works on shapes alone: nothing is run, tuned or stored.
+
+  ejk explain flash_attention --shape llama3-8b-4k
+  ejk explain flash_attention b=2 s=8k h=32 hk=8 d=128 causal=true
+  ejk explain page_attention --shape 'decode-*' platform=triton
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where, sizes_text
+from ejkernel.modules.cli.output import Output
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    from ejkernel.modules.bench.record import config_text
+
+    calls = calls_of(args.operation, args.shape, args.words)
+    say_where(out, calls)
+    answers = [explained(call) for call in calls]
+    out.data(answers if args.shape is not None and len(answers) != 1 else answers[0])
+    if len(answers) > 1:
+        rows = [
+            (a["shape"], a["implementation"] or "none", a["tier"], config_text(a["config"]))
+            for a in answers
+        ]
+        out.title(answers[0]["operation"])
+        out.table(("shape", "implementation", "tier", "config"), rows)
+        return int(any(a["error"] for a in answers))
+    (answer,) = answers
+    out.title(f"{answer['operation']} {answer['shape']}")
+    rows = [
+        ("arguments", answer["arguments"]),
+        ("device", answer["device"]),
+        ("implementation", answer["implementation"] or "none"),
+        ("config", config_text(answer["config"]) or "none"),
+        ("tier", answer["tier"]),
+        ("key", answer["key"]),
+    ]
+    if answer["error"]:
+        rows.append(("error", answer["error"]))
+    out.fields(rows)
+    out.title("tiers asked")
+    out.fields([(tier, said) for tier, said in answer["tiers"]])
+    if answer["refused"]:
+        out.title("not chosen")
+        out.fields([(name, why) for name, why in answer["refused"]])
+    return int(bool(answer["error"]))
+
+
+def explained(call: Any) -> dict[str, Any]:
+    """The explanation of a call as JSON values."""
+    from ejkernel.modules._executor import get_default_executor
+    from ejkernel.modules._table import operation_class
+    from ejkernel.modules.bench.record import config_fields
+
+    kernel = operation_class(call.operation).shared()
+    found = get_default_executor().explanation(kernel, **call.abstract())
+    return {
+        "operation": call.operation,
+        "shape": call.name,
+        "source": call.source,
+        "arguments": sizes_text(call),
+        "device": found.device,
+        "implementation": found.implementation,
+        "platform": found.platform,
+        "config": config_fields(found.cfg),
+        "tier": found.tier,
+        "key": found.key,
+        "tiers": [list(pair) for pair in found.tiers],
+        "refused": [list(pair) for pair in found.skipped],
+        "error": found.error,
+    }

@@ -1,0 +1,229 @@
+"""What a command says, three ways: in colour through rich, in plain text, or as JSON.
+
+rich is used where it is installed and standard output is a terminal. Progress and remarks go to
+standard error, so that standard output can be piped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan", "": ""}
+MARKS = {"ok": "ok", "warn": "!!", "fail": "XX", "info": "--", "": ""}
+
+
+class Advance(Protocol):
+    """One step done: what it was, and how many there are where that was not known before."""
+
+    def __call__(self, text: str, total: int | None = None) -> None: ...
+
+
+class Output:
+    """Plain text. ``json``: only ``data`` and ``error`` say anything."""
+
+    def __init__(self, json: bool = False):
+        self.json = json
+
+    # ---- for machines -----------------------------------------------------------------------
+
+    def data(self, content: Any) -> None:
+        """The result; printed with ``--json``, else ignored."""
+        if self.json:
+            print(json.dumps(content, indent=1, default=str))
+
+    # ---- for people -------------------------------------------------------------------------
+
+    def title(self, text: str) -> None:
+        """What the next lines are about."""
+        if not self.json:
+            self._title(text)
+
+    def text(self, text: str, style: str = "") -> None:
+        """A paragraph as it is."""
+        if not self.json:
+            self._text(text, style)
+
+    def fields(self, rows: Sequence[tuple[str, Any]]) -> None:
+        """Names and values."""
+        if not self.json:
+            self._fields([(name, str(value)) for name, value in rows])
+
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()
+    ) -> None:
+        """A table; ``right``: the columns of numbers."""
+        if not self.json:
+            self._table(columns, [[_cell(c) for c in row] for row in rows], right)
+
+    def checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
+        """``(status, what, found, fix)`` per line; the fix only where something is wrong."""
+        if not self.json:
+            self._checks(rows)
+
+    def note(self, text: str) -> None:
+        """A remark, on standard error also with ``--json``."""
+        print(f"ejk: {text}", file=sys.stderr)
+
+    def error(self, text: str) -> None:
+        """Why the command failed, on standard error."""
+        print(f"ejk: {text}", file=sys.stderr)
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int) -> Generator[Advance]:
+        """A bar of ``total`` steps on standard error; call the yielded function after each."""
+        done = 0
+
+        def advance(text: str, total: int | None = total) -> None:
+            nonlocal done
+            done += 1
+            if not self.json:
+                print(f"{what} {done}/{total} {text}", file=sys.stderr, flush=True)
+
+        yield advance
+
+    # ---- how ---------------------------------------------------------------------------------
+
+    def _title(self, text: str) -> None:
+        print(f"\n{text}\n{'-' * len(text)}")
+
+    def _text(self, text: str, style: str) -> None:
+        print(text)
+
+    def _fields(self, rows: list[tuple[str, str]]) -> None:
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            print(f"{name.ljust(width)}  {_hanging(value, width + 2)}")
+
+    def _table(self, columns: Sequence[str], rows: list[list[str]], right: Sequence[int]) -> None:
+        lines = [list(columns), *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        for line in lines:
+            cells = [
+                cell.rjust(width) if i in right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            print("  ".join(cells).rstrip())
+
+    def _checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
+        width = max((len(what) for _, what, _, _ in rows), default=0)
+        for status, what, found, fix in rows:
+            print(f"{MARKS[status]}  {what.ljust(width)}  {_hanging(found, width + 6)}")
+            if fix and status in ("warn", "fail"):
+                print(f"{' ' * (width + 6)}fix: {fix}")
+
+
+class RichOutput(Output):
+    """Colours, frames and bars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.console import Console
+
+        self._console = Console(highlight=False)
+        self._errors = Console(stderr=True, highlight=False)
+
+    def note(self, text: str) -> None:
+        self._errors.print(f"ejk: {text}", style="yellow", markup=False)
+
+    def error(self, text: str) -> None:
+        self._errors.print(f"ejk: {text}", style="bold red", markup=False)
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int) -> Generator[Advance]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+
+        columns = (
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(),
+            Elapsed(), TextColumn("{task.fields[last]}", markup=False),
+        )  # fmt: skip
+        with Progress(*columns, console=self._errors, transient=True) as bar:
+            task = bar.add_task(what, total=total, last="")
+
+            def advance(text: str, total: int | None = None) -> None:
+                bar.update(task, advance=1, last=text, total=total)
+
+            yield advance
+
+    def _title(self, text: str) -> None:
+        self._console.print()
+        self._console.rule(f"[bold]{text}", align="left", style="dim")
+
+    def _text(self, text: str, style: str) -> None:
+        self._console.print(text, style=STYLES.get(style, style) or None, markup=False)
+
+    def _fields(self, rows: list[tuple[str, str]]) -> None:
+        grid = self._grid()
+        for name, value in rows:
+            grid.add_row(_plain(name, "dim"), _plain(value))
+        self._console.print(grid)
+
+    def _table(self, columns: Sequence[str], rows: list[list[str]], right: Sequence[int]) -> None:
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="right" if i in right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(_plain(cell) for cell in row))
+        self._console.print(table)
+
+    def _checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
+        marks = {"ok": "✔", "warn": "!", "fail": "✘", "info": "·", "": ""}
+        grid = self._grid()
+        for status, what, found, fix in rows:
+            value = _plain(found)
+            if fix and status in ("warn", "fail"):
+                value.append(f"\n→ {fix}", style="bold " + STYLES[status].replace("bold ", ""))
+            grid.add_row(_plain(f"{marks[status]} {what}", STYLES[status]), value)
+        self._console.print(grid)
+
+    def _grid(self) -> Any:
+        from rich.table import Table
+
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        return grid
+
+
+def make_output(json: bool = False, plain: bool = False) -> Output:
+    """The best way to speak to whoever reads standard output."""
+    if json or plain or not sys.stdout.isatty():
+        return Output(json)
+    try:
+        return RichOutput()
+    except ImportError:
+        return Output()
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 config", "2 configs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _plain(text: str, style: str = "") -> Any:
+    from rich.text import Text
+
+    return Text(text, style=style)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _hanging(text: str, indent: int) -> str:
+    """``text`` wrapped to the terminal, later lines indented."""
+    room = max(40, shutil.get_terminal_size((100, 24)).columns - indent)
+    if len(text) <= room or not sys.stdout.isatty():
+        return text
+    return ("\n" + " " * indent).join(textwrap.wrap(text, room, break_long_words=False))

@@ -1,0 +1,103 @@
+"""The files of tuned configurations: what each holds, and whether it is ours to touch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ejkernel.ops.config.store import CorruptFile, Entry, OtherSchema, parse_file
+
+KEY = re.compile(r"(?P<kernel>.+)\.v(?P<version>\d+)@(?P<device>.+)#(?P<digits>[0-9a-f]{32})")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of the cache. ``status``: "ok", "foreign" (another schema) or "corrupt"."""
+
+    path: Path
+    status: str
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    header: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class StoredConfig:
+    """One configuration with what its key says."""
+
+    key: str
+    kernel: str
+    device: str
+    entry: Entry
+    path: Path
+
+    @property
+    def digits(self) -> str:
+        return self.key.rpartition("#")[2]
+
+
+def root() -> Path:
+    """Where the default executor keeps its files."""
+    from ejkernel.ops import PersistentCache
+
+    return PersistentCache().path
+
+
+def read(path: Path) -> StoredFile:
+    """A file with its status. Raises OSError when it cannot be read."""
+    try:
+        header, entries = parse_file(path.read_text(encoding="utf-8"))
+    except OtherSchema as error:
+        newer = f"{error}: written by another version of ejkernel, left alone"
+        return StoredFile(path, "foreign", problem=newer)
+    except (CorruptFile, UnicodeDecodeError) as error:
+        return StoredFile(path, "corrupt", problem=f"corrupt: {error}")
+    return StoredFile(path, "ok", entries, header)
+
+
+def scan(folder: Path | None = None) -> list[StoredFile]:
+    """All files of the cache, in order of their paths."""
+    folder = root() if folder is None else folder
+    paths = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")])
+    return [read(path) for path in paths]
+
+
+def configs(
+    files: Iterable[StoredFile], *, kernel: str | None = None, device: str | None = None
+) -> list[StoredConfig]:
+    """The configurations in sound files; ``kernel`` and ``device`` keep those they occur in."""
+    found = []
+    for file in files:
+        for key, entry in file.entries.items():
+            match = KEY.fullmatch(key)
+            name = match["kernel"] if match else ""
+            where = match["device"] if match else ""
+            if kernel is not None and kernel != name:
+                continue
+            if device is not None and device.lower() not in where.lower():
+                continue
+            found.append(StoredConfig(key, name, where, entry, file.path))
+    return found
+
+
+def shapes_text(facts: Any) -> str:
+    """The arrays that a configuration was tuned for, from the facts kept with it."""
+    words: list[str] = []
+
+    def walk(name: str, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            if isinstance(value, list):
+                for item in value:
+                    walk(name, item)
+            return
+        if {"shape", "dtype"} <= value.keys():
+            words.append(f"{name} {value['dtype']}[{','.join(map(str, value['shape']))}]".strip())
+            return
+        for key, item in value.items():
+            walk(str(key), item)
+
+    walk("", facts)
+    return " ".join(words[:4]) + (" ..." if len(words) > 4 else "")

@@ -1,0 +1,85 @@
+"""Writing tuned configurations to one file, with where they come from, and reading one in."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ejkernel.modules.bench import record
+from ejkernel.modules.cli import stored
+
+
+def provenance(chosen: list[stored.StoredConfig]) -> dict[str, Any]:
+    """Device, date, versions, and the largest spread of the timings."""
+    spreads = [
+        c.entry.measured["spread"]
+        for c in chosen
+        if isinstance(c.entry.measured, dict) and c.entry.measured.get("spread") is not None
+    ]
+    return {
+        "devices": sorted({c.device for c in chosen}),
+        "date": datetime.date.today().isoformat(),
+        "versions": record.versions(),
+        "largest_spread": max(spreads, default=None),
+        "made_by": "ejk",
+    }
+
+
+def write_table(
+    path: Path,
+    *,
+    keys: Iterable[str] | None = None,
+    kernel: str | None = None,
+    device: str | None = None,
+) -> int:
+    """Write the cached configurations that fit to one file of the cache's schema; how many."""
+    from ejkernel.ops.config.store import format_file
+
+    chosen = stored.configs(stored.scan(), kernel=kernel, device=device)
+    if keys is not None:
+        wanted = set(keys)
+        chosen = [c for c in chosen if c.key in wanted]
+    chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.facts), c.key))
+    header: dict[str, Any] = {"provenance": provenance(chosen)}
+    kernels, devices = {c.kernel for c in chosen}, {c.device for c in chosen}
+    if len(kernels) == 1:
+        header = {"kernel": kernels.pop(), **header}
+    if len(devices) == 1:
+        header = {"device": devices.pop(), **header}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(format_file(header, {c.key: c.entry for c in chosen}), encoding="utf-8")
+    return len(chosen)
+
+
+def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
+    """Put the configurations of a file into the cache.
+
+    Returns:
+        Keys by what became of them: "added", "replaced", "kept" (the cache had one already),
+        "unknown" (of a kernel that is not ours), "illegal" (no config of this version).
+    """
+    from ejkernel.modules._table import operation_class
+    from ejkernel.ops import KernelNotFound, PersistentCache
+
+    cache = PersistentCache()
+    outcome: dict[str, list[str]] = {}
+    for config in stored.configs([stored.read(path)]):
+        try:
+            cls = operation_class(config.kernel).config
+        except KernelNotFound:
+            outcome.setdefault("unknown", []).append(config.key)
+            continue
+        value = config.entry.config(cls)
+        if value is None:
+            outcome.setdefault("illegal", []).append(config.key)
+            continue
+        present = config.key in cache
+        if present and not replace:
+            outcome.setdefault("kept", []).append(config.key)
+            continue
+        entry = config.entry
+        cache.put(config.key, value, facts=entry.facts, measured=entry.measured)
+        outcome.setdefault("replaced" if present else "added", []).append(config.key)
+    return outcome

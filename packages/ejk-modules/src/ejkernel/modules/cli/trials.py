@@ -1,0 +1,102 @@
+"""What works here: each operation on each platform, and one small call that is really run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.modules.cli.checks import Check
+
+PLATFORMS = ("triton", "pallas", "cuda", "xla")
+
+
+def operations() -> list[dict[str, Any]]:
+    """Per operation: what automatic choice takes for a typical call, and each platform's answer.
+
+    ``{"operation", "chosen", "platforms": {platform: "yes" | reason}}``; nothing is run.
+    """
+    from ejkernel.modules import supports
+    from ejkernel.modules._executor import get_default_executor
+    from ejkernel.modules._table import operation_class
+    from ejkernel.modules.workloads.call import call_of
+    from ejkernel.modules.workloads.find import operation_names, shapes_of
+    from ejkernel.ops import device_kind
+
+    meant = "cpu" if device_kind() == "cpu" else "gpu"
+    found = []
+    for name in operation_names():
+        shape = (shapes_of(name, device=meant) or shapes_of(name))[0]
+        arguments = call_of(shape, name).abstract()
+        answers = {p: supports(name, platform=p, **arguments) for p in PLATFORMS}
+        kernel = operation_class(name).shared()
+        chosen = get_default_executor().explanation(kernel, **arguments)
+        found.append(
+            {
+                "operation": name,
+                "shape": shape.name,
+                "chosen": chosen.platform or "none",
+                "platforms": {p: "yes" if a else a.reason for p, a in answers.items()},
+            }
+        )
+    return found
+
+
+def packages() -> Iterator[Check]:
+    """Whether every installed kernel package loads, and agrees with the others."""
+    from ejkernel.ops import kernel_registry as registry
+
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        registry.load()
+        for platform in registry.installed():
+            failure = registry.failure(platform)
+            if failure is not None:
+                distribution = "xla" if platform == "cuda" else platform
+                yield Check(
+                    "kernels", f"{platform} kernels", "fail",
+                    f"installed but do not load: {type(failure).__name__}: {failure}",
+                    f"python -m pip install --force-reinstall ejk-kernels-{distribution}",
+                )  # fmt: skip
+        names = registry.list_algorithms()
+    text = f"{', '.join(registry.installed())}: {len(names)} algorithms"
+    yield Check("kernels", "registered", "ok" if names else "fail", text)
+
+
+def small_call() -> Iterator[Check]:
+    """flash_attention and its gradient on the device, against the formula in numpy."""
+    import time
+
+    import jax
+    import numpy as np
+
+    from ejkernel.modules import flash_attention
+    from ejkernel.ops import policy_override
+
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 64, 2, 64), np.float32)
+    start = time.perf_counter()
+    try:
+        with policy_override(autotune=False):
+            out, pull = jax.vjp(lambda q: flash_attention(q, k, v, causal=True), q)
+            gradient = pull(out)[0]
+        out, gradient = np.asarray(out), np.asarray(gradient)
+    except Exception as error:
+        line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        yield Check(
+            "kernels", "a small call", "fail", f"{type(error).__name__}: {line}",
+            "ejk explain flash_attention s=64 h=2 d=64 dtype=float32 causal=true",
+        )  # fmt: skip
+        return
+    x = np.einsum("bqhd,bkhd->bhqk", q, k) / 8
+    x = np.where(np.tri(64, dtype=bool), x, -np.inf)
+    p = np.exp(x - x.max(-1, keepdims=True))
+    expected = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v)
+    error = float(np.abs(out - expected).max())
+    sound = error < 5e-3 and bool(np.isfinite(gradient).all())
+    yield Check(
+        "kernels", "a small call", "ok" if sound else "fail",
+        f"flash_attention and its gradient, largest error {error:.1e}, "
+        f"{time.perf_counter() - start:.1f} s with compilation",
+        "" if sound else "report this with the output of: ejk doctor --json",
+    )  # fmt: skip

@@ -1,0 +1,288 @@
+"""Find the fastest configurations and keep them, so that no call has to look for them later.
+
+  ejk tune flash_attention --shape llama3-8b-4k
+  ejk tune flash_attention b=2 s=8k h=32 hk=8 d=128
+  ejk tune flash_attention --shapes          every named case for this device
+  ejk tune --shapes                          the same for every operation
+  ejk tune --recorded calls.json             what a program did under EJKERNEL_OPS_RECORD
+
+Winners go to the cache (`ejk cache ls`); Ctrl-C keeps what was measured. Calls that are tuned
+already are left as they are unless --force is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ejkernel.modules.cli.app import INTERRUPTED, CommandError
+from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
+from ejkernel.modules.cli.output import Output, counted
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, operation_optional=True)
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="a file of recorded calls")
+    parser.add_argument("--force", action="store_true", help="tune again what is tuned already")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds per call (60)")
+    parser.add_argument("--total", type=float, metavar="S", help="seconds for everything")
+    parser.add_argument("--iters", type=int, metavar="N", help="samples of the finalists (10)")
+    parser.add_argument("--candidates", type=int, metavar="N", help="most configs per call (12)")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="also write the winners as a table to ship"
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call to tune. ``case``: what it is called; ``operation``: of which function."""
+
+    operation: str
+    case: str
+    inv: Any
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    tasks = _tasks(args, out)
+    session = Session(out, _options(args), args.total)
+    pending, settled = _sorted_out(tasks, args.force)
+    status = 0
+    try:
+        for task in pending:
+            session.tune(task)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        out.note(f"interrupted: {len(session.rows)} measured and kept, the rest is as it was")
+    record_path = session.write_record(args)
+    if args.table is not None and session.rows:
+        from ejkernel.modules.cli.tables import write_table
+
+        count = write_table(args.table, keys=[row["key"] for row in session.rows])
+        out.note(f"wrote {counted(count, 'config')} to {args.table}")
+    out.data(
+        {
+            "tuned": session.rows,
+            "left": [{"operation": t.operation, "shape": t.case, "why": why} for t, why in settled],
+            "record": None if record_path is None else str(record_path),
+        }
+    )
+    _show(session.rows, settled, out)
+    return status
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    given = {"budget_s": args.budget, "num_iters": args.iters, "max_candidates": args.candidates}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+# ---- what to tune ------------------------------------------------------------------------------
+
+
+def _tasks(args: argparse.Namespace, out: Output) -> list[Task]:
+    if args.recorded is not None:
+        if args.operation or args.shape:
+            raise CommandError("--recorded says itself what to tune: give no OP and no --shape")
+        return list(_recorded(args.recorded))
+    from ejkernel.modules._table import operation_class
+    from ejkernel.modules.workloads.find import operation_names
+    from ejkernel.ops.core.invocation import call_invocation
+
+    if args.operation is None and args.shape is None:
+        raise CommandError("give an operation, --shapes, or --recorded FILE; see ejk tune --help")
+    names = operation_names() if args.operation is None else [args.operation]
+    calls = [call for name in names for call in calls_of(name, args.shape, args.words)]
+    say_where(out, calls)
+    tasks = []
+    for call in calls:
+        kernel = operation_class(call.operation).shared()
+        inv = call_invocation(kernel, (), call.abstract())
+        tasks.append(Task(call.operation, call.name, inv))
+    return tasks
+
+
+def _recorded(path: Path) -> Iterator[Task]:
+    from ejkernel.ops import registry
+
+    load = getattr(registry, "load_invocations", None)
+    if load is None:
+        raise CommandError("this ejk-ops cannot read recorded calls: upgrade ejk-ops")
+    try:
+        invocations = load(path)
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror or error}") from None
+    for index, inv in enumerate(invocations, 1):
+        yield Task(inv.kernel.name, f"recorded {index}", inv)
+
+
+def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[Task, str]]]:
+    """The calls to tune, and the others with the reason why not."""
+    from ejkernel.modules._executor import get_default_executor
+    from ejkernel.ops.core.abstract import bind_abstract
+
+    persistent = getattr(get_default_executor().selector, "persistent", None)
+    pending: list[Task] = []
+    settled: list[tuple[Task, str]] = []
+    seen: dict[str, str] = {}
+    for task in tasks:
+        bound = bind_abstract(task.inv)
+        kernel = bound.kernel
+        if bound.key in seen:
+            settled.append((task, f"shares its configuration with {seen[bound.key]}"))
+            continue
+        seen[bound.key] = task.case
+        count = len(kernel.config_space(bound)) if kernel.has_tunables else 0
+        if count < 2:
+            settled.append((task, "one candidate here, nothing to choose" if count else
+                            "nothing to tune"))  # fmt: skip
+        elif not force and persistent is not None and bound.key in persistent:
+            settled.append((task, "tuned already; --force tunes it again"))
+        else:
+            pending.append(Task(task.operation, task.case, bound))
+    return pending, settled
+
+
+# ---- tuning ------------------------------------------------------------------------------------
+
+
+class Session:
+    """What one run of the command has tuned so far."""
+
+    def __init__(self, out: Output, options: dict[str, Any], total_s: float | None):
+        import time
+
+        self.out = out
+        self.options = options
+        self.end = None if total_s is None else time.monotonic() + total_s
+        self.rows: list[dict[str, Any]] = []
+        self.details: list[dict[str, Any]] = []
+
+    def tune(self, task: Task) -> None:
+        """Tune one call and keep the winner.
+
+        Raises:
+            KeyboardInterrupt: after keeping the best of what was measured.
+        """
+        import time
+
+        from ejkernel.modules.bench.record import config_text
+        from ejkernel.ops import autotune_recorded
+
+        left = None if self.end is None else max(self.end - time.monotonic(), 0.0)
+        with self.out.progress(f"{task.operation} {task.case}", self._most()) as advance:
+            best: list[float] = []
+
+            def on_trial(trial: Any, index: int, total: int) -> None:
+                if trial.ms is None:
+                    why = ((trial.error or "").splitlines() or [""])[0]
+                    advance(f"skipped: {why[:60]}", total)
+                    return
+                best.append(trial.ms)
+                advance(
+                    f"{trial.ms:.4f} ms, best {min(best):.4f} ms  {config_text(trial.cfg)}", total
+                )
+
+            try:
+                autotune_recorded(
+                    [task.inv],
+                    total_s=left,
+                    on_trial=on_trial,
+                    on_result=lambda result: self._keep(task, result),
+                    **self.options,
+                )
+            except KeyboardInterrupt as stop:
+                self._keep_partial(task, getattr(stop, "partial", None))
+                raise
+
+    def _most(self) -> int:
+        return self.options.get("max_candidates", 12)
+
+    def _keep_partial(self, task: Task, result: Any) -> None:
+        """The best of an interrupted search is better than none: keep it like a winner."""
+        from ejkernel.modules._executor import get_default_executor
+
+        chain = get_default_executor().selector
+        store = getattr(chain, "store", None)
+        if result is None or result.best_ms is None or store is None:
+            return
+        store(result.key, result.best, task.inv.info.get("payload"), result.measured())
+        self._keep(task, result)
+
+    def _keep(self, task: Task, result: Any) -> None:
+        from ejkernel.modules.bench.record import config_fields
+
+        gain = None
+        if result.best_ms and result.heuristic_ms:
+            gain = result.heuristic_ms / result.best_ms
+        row = {
+            "operation": task.operation,
+            "shape": task.case,
+            "key": result.key,
+            "pass": "fwd+bwd" if result.backward else "fwd",
+            "heuristic_ms": result.heuristic_ms,
+            "best_ms": result.best_ms,
+            "heuristic_over_best": gain,
+            "spread": result.spread,
+            "seconds": round(result.seconds, 2),
+            "candidates": len(result.trials),
+            "timed": sum(t.ms is not None for t in result.trials),
+            "interrupted": result.interrupted,
+            "config": config_fields(result.best),
+        }
+        self.rows.append(row)
+        trials = [
+            {
+                "config": config_fields(t.cfg),
+                "ms": t.ms,
+                "fwd_ms": t.fwd_ms,
+                "bwd_ms": t.bwd_ms,
+                "error": t.error,
+            }
+            for t in result.trials
+        ]
+        self.details.append({**row, "trials": trials})
+
+    def write_record(self, args: argparse.Namespace) -> Path | None:
+        """Keep every trial for `ejk report`; None when there is nothing to keep."""
+        if not self.details:
+            return None
+        from ejkernel.modules.bench import record
+
+        name = args.operation or (args.recorded.stem if args.recorded else "all")
+        try:
+            return record.write("tune", name, {"op": name, "trials": self.details})
+        except OSError as error:
+            self.out.note(f"the trials were not recorded: {error}")
+            return None
+
+
+def _show(rows: list[dict[str, Any]], settled: list[tuple[Task, str]], out: Output) -> None:
+    from ejkernel.modules.bench.record import config_text
+
+    if rows:
+        out.title("tuned")
+        out.table(
+            ("operation", "shape", "pass", "heuristic ms", "best ms", "gain", "s", "config"),
+            [
+                (
+                    r["operation"], r["shape"], r["pass"], r["heuristic_ms"], r["best_ms"],
+                    None if r["heuristic_over_best"] is None
+                    else f"{r['heuristic_over_best']:.2f}x",
+                    f"{r['seconds']:.1f}", config_text(r["config"]),
+                )
+                for r in rows
+            ],
+            right=(3, 4, 5, 6),
+        )  # fmt: skip
+        within = sum((r["heuristic_over_best"] or 1.0) <= 1.15 for r in rows)
+        out.text(f"{within} of {len(rows)} heuristic configs are within 15% of the tuned ones")
+    if settled:
+        out.title("left as they are")
+        by_reason: dict[str, list[str]] = {}
+        for task, why in settled:
+            by_reason.setdefault(why, []).append(f"{task.operation} {task.case}")
+        for why, names in by_reason.items():
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            out.fields([(why, shown)])

@@ -1,0 +1,126 @@
+"""Calls of the operations on dense queries, keys and values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.workloads.call import WIDTH
+from ejkernel.modules.workloads.families import AttentionShape
+from ejkernel.types import MaskInfo
+
+BLOCK = 128  # of block-sparse patterns
+DENSITY = 0.1
+SELECTED, SELECTED_BLOCK = 16, 64  # of native sparse attention: blocks per token, their length
+
+
+def qkv(shape: AttentionShape) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    b, h, hk = shape.batch, shape.heads, shape.kv_heads
+    arrays: dict[str, Any] = {
+        "query": jax.random.normal(keys[0], (b, shape.q_len, h, shape.head_dim), shape.dtype),
+        "key": jax.random.normal(keys[1], (b, shape.keys, hk, shape.head_dim), shape.dtype),
+        "value": jax.random.normal(keys[2], (b, shape.keys, hk, shape.value_dim), shape.dtype),
+    }
+    if shape.bias:
+        size = (b, h, shape.q_len, shape.keys)
+        arrays["bias"] = jax.random.normal(keys[3], size, shape.dtype)
+    return arrays
+
+
+def _documents(length: int, shape: AttentionShape) -> jax.Array:
+    ids = np.arange(length) * shape.documents // length
+    return jnp.asarray(np.broadcast_to(ids, (shape.batch, length)), jnp.int32)
+
+
+def _arrays(shape: AttentionShape, operation: str) -> dict[str, Any]:
+    arrays = qkv(shape)
+    if operation == "native_sparse_attention":
+        arrays.pop("bias", None)
+        return arrays
+    if shape.documents > 1:
+        arrays["mask_info"] = MaskInfo.from_segments(
+            _documents(shape.q_len, shape), _documents(shape.keys, shape)
+        )
+    if shape.sinks and operation != "scaled_dot_product_attention":
+        arrays["softmax_aux"] = jnp.ones((shape.heads, shape.sinks), jnp.float32)
+    if operation == "blocksparse_attention":
+        arrays["block_mask"] = jnp.asarray(_pattern(shape))
+    return arrays
+
+
+def _pattern(shape: AttentionShape) -> np.ndarray:
+    heads = shape.heads if shape.per_head else 1
+    blocks = (1, heads, -(-shape.q_len // BLOCK), -(-shape.keys // BLOCK))
+    density = DENSITY if shape.density is None else shape.density
+    return np.random.default_rng(0).random(blocks) < density
+
+
+def _options(shape: AttentionShape, operation: str) -> dict[str, Any]:
+    window = {} if shape.window is None else {"sliding_window": shape.window}
+    if operation == "native_sparse_attention":
+        return {"block_counts": SELECTED, "block_size": SELECTED_BLOCK, **window}
+    options: dict[str, Any] = {"causal": shape.causal, **window}
+    if operation == "scaled_dot_product_attention":
+        return options
+    if shape.soft_cap is not None:
+        options["logits_soft_cap"] = shape.soft_cap
+    if shape.dropout:
+        options["dropout_prob"] = shape.dropout
+        if operation == "attention":
+            options |= {"deterministic": False}
+    if operation == "blocksparse_attention":
+        options |= {"q_block_size": BLOCK, "kv_block_size": BLOCK}
+    if operation == "ring_attention":
+        options |= {"axis_name": "sp", "mesh": jax.sharding.Mesh(_ring(shape), ("sp",))}
+    return options
+
+
+def _ring(shape: AttentionShape) -> np.ndarray:
+    """As many devices as both lengths divide by."""
+    devices = jax.devices()
+    for count in range(len(devices), 0, -1):
+        if shape.q_len % count == 0 and shape.keys % count == 0:
+            return np.asarray(devices[:count])
+    return np.asarray(devices[:1])
+
+
+def _flops(shape: AttentionShape, operation: str) -> float:
+    if operation == "blocksparse_attention":
+        return shape.flops() * float(_pattern(shape).mean())
+    if operation != "native_sparse_attention":
+        return shape.flops()
+    # every token sees its selected blocks, and the means of the blocks before it
+    seen = min(SELECTED * SELECTED_BLOCK, shape.keys / 2) + shape.keys / SELECTED_BLOCK / 2
+    if shape.window is not None:
+        seen += min(shape.window + 1, shape.keys / 2)
+    rows = shape.batch * shape.heads * shape.q_len
+    return 2.0 * rows * seen * (shape.head_dim + shape.value_dim)
+
+
+def build(shape: AttentionShape, operation: str) -> dict[str, Any]:
+    """The fields of a Call."""
+    dims = shape.head_dim + shape.value_dim
+    moved = shape.q_len * shape.heads * dims + shape.keys * shape.kv_heads * dims
+    if operation == "attention":  # its second output is the weights
+        moved += shape.heads * shape.q_len * shape.keys
+    arrays = functools.partial(_arrays, shape, operation)
+    options = _options(shape, operation)
+    if operation == "attention" and shape.dropout:
+        arrays = functools.partial(_with_key, arrays)
+    return {
+        "make": arrays,
+        "options": options,
+        "flops": _flops(shape, operation),
+        "moved": float(WIDTH[shape.dtype] * shape.batch * moved),
+        "dtype": shape.dtype,
+        "gradients": ("query", "key", "value"),
+    }
+
+
+def _with_key(arrays: Any) -> dict[str, Any]:
+    return {**arrays(), "dropout_rng": jax.random.key(0)}

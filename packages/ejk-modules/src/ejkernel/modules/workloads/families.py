@@ -1,0 +1,277 @@
+"""What a named case consists of, one class per family of operations.
+
+Lengths are tokens, ``heads`` are query heads, counts are of multiply-adds as two operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A case. ``source``: where its sizes come from. ``device``: what it is meant for:
+    "cpu", "gpu" or "any".
+    """
+
+    operations: ClassVar[tuple[str, ...]] = ()
+    short_names: ClassVar[dict[str, str]] = {}
+
+    name: str
+    source: str = field(default="", kw_only=True)
+    device: str = field(default="gpu", kw_only=True)
+
+    def serves(self, operation: str) -> bool:
+        """Whether the case is a call of the operation."""
+        return operation in self.operations
+
+
+_HEADS = {"b": "batch", "h": "heads", "hk": "kv_heads", "d": "head_dim", "dv": "v_dim"}
+
+
+@dataclass(frozen=True)
+class AttentionShape(Shape):
+    """One attention call: ``[batch, q_len, heads, head_dim]`` against ``kv_heads``.
+
+    ``v_dim`` None = ``head_dim``; ``kv_len`` None = ``q_len``. ``documents`` of equal length share
+    a row. ``density``: the part of the 128 x 128 blocks that a random pattern keeps, which makes
+    it a call of blocksparse_attention alone; ``per_head``: a pattern for each head.
+    """
+
+    operations = (
+        "flash_attention",
+        "attention",
+        "scaled_dot_product_attention",
+        "blocksparse_attention",
+        "native_sparse_attention",
+        "ring_attention",
+    )
+    short_names: ClassVar[dict[str, str]] = {
+        **_HEADS,
+        "q": "q_len",
+        "k": "kv_len",
+        "s": "q_len",
+        "w": "window",
+    }
+
+    batch: int
+    q_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    causal: bool = True
+    kv_len: int | None = None
+    v_dim: int | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: int = 0
+    documents: int = 1
+    dropout: float = 0.0
+    bias: bool = False
+    density: float | None = None
+    per_head: bool = False
+
+    def serves(self, operation: str) -> bool:
+        if self.density is not None:
+            return operation == "blocksparse_attention"
+        if operation == "native_sparse_attention":  # self-attention only
+            return self.causal and self.keys == self.q_len and self.documents == 1
+        return super().serves(operation)
+
+    @property
+    def keys(self) -> int:
+        return self.q_len if self.kv_len is None else self.kv_len
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    def visible_pairs(self) -> float:
+        """Query-key pairs the mask leaves, per batch row and head (documents of equal length)."""
+        rows, keys = self.q_len / self.documents, self.keys / self.documents
+        if not self.causal:
+            pairs = rows * keys
+            if self.window is not None:
+                pairs = rows * min(keys, 2 * self.window + 1)
+        elif self.window is not None and self.window < keys:
+            w = self.window
+            pairs = w * (w + 1) / 2 + (rows - w) * (w + 1)
+        else:
+            pairs = rows * (rows + 1) / 2 if rows <= keys else keys * (rows - (keys - 1) / 2)
+        return pairs * self.documents
+
+    def flops(self) -> float:
+        """Of the forward pass."""
+        dims = self.head_dim + self.value_dim
+        return 2.0 * self.batch * self.heads * self.visible_pairs() * dims
+
+
+@dataclass(frozen=True)
+class DecodeShape(Shape):
+    """One decoding step over a cache; ``context`` is the mean number of cached tokens."""
+
+    operations = ("page_attention", "ragged_decode_attention")
+    short_names: ClassVar[dict[str, str]] = {**_HEADS, "c": "context", "ps": "page", "w": "window"}
+
+    batch: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    uneven: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: int = 0
+
+
+@dataclass(frozen=True)
+class RaggedShape(Shape):
+    """A server's step: rows that decode one token and rows that read ``chunk`` tokens of a prompt.
+
+    Every row has ``context`` tokens in the cache once the step's own are written.
+    """
+
+    operations = ("ragged_page_attention", "ragged_page_attention_v3")
+    short_names: ClassVar[dict[str, str]] = {**_HEADS, "c": "context", "ps": "page", "w": "window"}
+
+    decodes: int
+    prefills: int
+    chunk: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    dtype: str = "bfloat16"
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefills * self.chunk
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.prefills
+
+
+@dataclass(frozen=True)
+class LatentShape(Shape):
+    """Latent attention: ``latent`` numbers per token expand to keys of ``nope`` and values.
+
+    ``rope`` key dims are shared by all heads.
+    """
+
+    operations = ("mla_attention",)
+    short_names: ClassVar[dict[str, str]] = {
+        "b": "batch",
+        "h": "heads",
+        "s": "length",
+        "r": "latent",
+        "dv": "v_dim",
+    }
+
+    batch: int
+    length: int
+    heads: int
+    latent: int = 512
+    rope: int = 64
+    nope: int = 128
+    v_dim: int = 128
+    dtype: str = "bfloat16"
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class LatentDecodeShape(Shape):
+    """One decoding step in latent space over a paged cache of ``latent + rope`` per token."""
+
+    operations = ("mla_decode",)
+    short_names: ClassVar[dict[str, str]] = {
+        "b": "batch",
+        "h": "heads",
+        "c": "context",
+        "r": "latent",
+        "ps": "page",
+    }
+
+    batch: int
+    context: int
+    heads: int
+    page: int
+    latent: int = 512
+    rope: int = 64
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class LinearShape(Shape):
+    """One linear-attention call; ``v_dim`` None = ``head_dim``, ``kv_heads`` None = ``heads``."""
+
+    operations = ("gla_attention", "recurrent_attention", "lightning_attention")
+    short_names: ClassVar[dict[str, str]] = {**_HEADS, "s": "length", "t": "length"}
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    v_dim: int | None = None
+    kv_heads: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+
+@dataclass(frozen=True)
+class GroupedShape(Shape):
+    """``m`` rows in ``groups`` runs, each times its own ``[k, n]``."""
+
+    operations = ("grouped_matmul",)
+    short_names: ClassVar[dict[str, str]] = {"g": "groups"}
+
+    m: int
+    k: int
+    n: int
+    groups: int
+    dtype: str = "bfloat16"
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class PoolShape(Shape):
+    """Means over chunks of ``chunk`` tokens; None = over the whole length."""
+
+    operations = ("mean_pooling",)
+    short_names: ClassVar[dict[str, str]] = {
+        "b": "batch",
+        "s": "length",
+        "d": "channels",
+        "c": "chunk",
+    }
+
+    batch: int
+    length: int
+    channels: int
+    chunk: int | None = None
+    dtype: str = "bfloat16"
+
+
+FAMILIES: tuple[type[Shape], ...] = (
+    AttentionShape,
+    DecodeShape,
+    RaggedShape,
+    LatentShape,
+    LatentDecodeShape,
+    LinearShape,
+    GroupedShape,
+    PoolShape,
+)

@@ -1,0 +1,165 @@
+"""Looking up operations and cases by name, and cases made from ``key=value`` words.
+
+A name that does not exist is answered with those nearest to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ejkernel.modules._table import OPERATIONS, REGISTRY_NAMES
+from ejkernel.modules.workloads.call import WIDTH, Call, call_of
+from ejkernel.modules.workloads.families import FAMILIES, Shape
+from ejkernel.modules.workloads.shapes import SHAPES
+
+DEFAULTS: Mapping[str, Any] = {
+    "batch": 1, "q_len": 1024, "length": 1024, "heads": 8, "head_dim": 128, "context": 4096,
+    "page": 16, "decodes": 8, "prefills": 1, "chunk": 256, "m": 4096, "k": 1024, "n": 1024,
+    "groups": 8, "channels": 1024,
+}  # fmt: skip
+
+
+class UnknownName(LookupError):
+    """No such operation, case or argument; ``near``: the names that look like it."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str]):
+        known = list(dict.fromkeys(known))
+        self.name = name
+        self.near = near(name, known)
+        if self.near:
+            hint = f"did you mean {' or '.join(self.near)}?"
+        else:
+            hint = f"there are: {', '.join(known) or 'none'}"
+        super().__init__(f"unknown {what} {name!r}; {hint}")
+
+
+def near(name: str, known: Iterable[str], count: int = 5) -> list[str]:
+    """Those of ``known`` that resemble ``name``, best first."""
+    word, known = name.lower(), list(known)
+    close = difflib.get_close_matches(word, known, count, 0.6)
+    inside = [k for k in known if word and (word in k or k in word)]
+    return list(dict.fromkeys([*close, *inside]))[:count]
+
+
+def operation_names() -> list[str]:
+    """The public functions."""
+    return sorted(function for function, _, _ in OPERATIONS.values())
+
+
+def operation_name(name: str) -> str:
+    """The public function that a function's name, alias or registry name stands for."""
+    word = name.strip().lower().replace("-", "_")
+    word = REGISTRY_NAMES.get(word, word)
+    aliases = {
+        alias: target
+        for function, _, others in OPERATIONS.values()
+        for alias, target in others.items()
+        if target == function
+    }
+    word = aliases.get(word, word)
+    if word not in operation_names():
+        raise UnknownName("operation", name, [*operation_names(), *aliases, *REGISTRY_NAMES])
+    return word
+
+
+def family_of(operation: str) -> type[Shape]:
+    """The family that describes calls of an operation."""
+    return next(f for f in FAMILIES if operation in f.operations)
+
+
+def shapes_of(operation: str, pattern: str = "*", device: str | None = None) -> list[Shape]:
+    """The cases of an operation whose names match a glob; ``device``: only those meant for it.
+
+    Raises:
+        UnknownName: none matches; says which names are near.
+    """
+    family = family_of(operation)
+    every = [s for s in SHAPES if type(s) is family and s.serves(operation)]
+    found = [s for s in every if fnmatch.fnmatch(s.name, pattern)]
+    if not found:
+        raise UnknownName(f"shape of {operation}", pattern, [s.name for s in every])
+    return [s for s in found if device is None or s.device == device]
+
+
+def from_words(operation: str, words: Sequence[str], base: Shape | None = None) -> Call:
+    """The call that ``key=value`` words describe, on top of a case or of modest defaults.
+
+    Keys are fields of the family, their short names (b, s, h, hk, d, ...), or arguments of the
+    operation that are no arrays, ``platform`` included. Values are Python literals or words.
+
+    Raises:
+        UnknownName: a key that is neither.
+        ValueError: a word without ``=``, or a value of the wrong kind.
+    """
+    family = family_of(operation)
+    fields = {f.name: f for f in dataclasses.fields(family)}
+    options = _static_options(operation)
+    sizes: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r}: expected key=value, e.g. {next(iter(options))}=...")
+        key = family.short_names.get(key, key)
+        if key in fields and key not in ("name", "source", "device"):
+            sizes[key] = _checked(key, text, fields[key].type)
+        elif key in options:
+            rest[key] = _value(text)
+        else:
+            usable = [k for k in fields if k not in ("name", "source", "device")]
+            raise UnknownName(f"argument of {operation}", key, [*usable, *options])
+    if base is not None:
+        name = base.name + ("" if not sizes else " with " + " ".join(words))
+        return call_of(dataclasses.replace(base, **{**sizes, "name": name}), operation, **rest)
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    given = {name: value for name, value in DEFAULTS.items() if name in required} | sizes
+    if "kv_heads" in required:
+        given.setdefault("kv_heads", given["heads"])
+    return call_of(
+        family(name=" ".join(words) or "default", device="any", **given), operation, **rest
+    )
+
+
+def _static_options(operation: str) -> list[str]:
+    from ejkernel import modules
+
+    signature = inspect.signature(getattr(modules, operation))
+    without = {"cfg", "mesh", "in_specs", "out_specs"}
+    optional = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return [p.name for p in optional if p.name not in without]
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _checked(key: str, text: str, annotation: Any) -> Any:
+    """A field's value; ``8k`` and ``1m`` are 8192 and 1048576."""
+    kind = str(annotation)
+    if kind.startswith("int") and text[:-1].isdigit() and text[-1:].lower() in ("k", "m"):
+        return int(text[:-1]) * (1024 if text[-1].lower() == "k" else 1024**2)
+    value = _value(text)
+    if value is None and "None" in kind:
+        return None
+    if key.endswith("dtype"):
+        if value not in WIDTH:
+            raise UnknownName("dtype", str(value), WIDTH)
+        return value
+    legal = {"int": int, "float": (int, float), "bool": bool}[kind.split(" ")[0]]
+    if not isinstance(value, legal) or (isinstance(value, bool) and legal is not bool):
+        raise ValueError(f"{key}={text}: expected {kind.replace(' | None', '')}")
+    if kind.startswith("int") and value < 0:
+        raise ValueError(f"{key}={text}: expected a number >= 0")
+    return value

@@ -1,0 +1,70 @@
+"""Calls of the operations that are no attention: grouped products and means."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.workloads.call import WIDTH
+from ejkernel.modules.workloads.families import GroupedShape, PoolShape
+
+
+def group_sizes(shape: GroupedShape) -> np.ndarray:
+    """Rows per group: even, or as uneven as a router's choice."""
+    share = np.random.default_rng(0).dirichlet(np.full(shape.groups, 4.0))
+    if shape.even:
+        share = np.full(shape.groups, 1 / shape.groups)
+    sizes = np.floor(share * shape.m).astype(np.int32)
+    sizes[-1] += shape.m - sizes.sum()
+    return sizes
+
+
+def _operands(shape: GroupedShape) -> dict[str, Any]:
+    a, b = jax.random.split(jax.random.key(0))
+    return {
+        "lhs": jax.random.normal(a, (shape.m, shape.k), shape.dtype),
+        "rhs": jax.random.normal(b, (shape.groups, shape.k, shape.n), shape.dtype),
+        "group_sizes": jnp.asarray(group_sizes(shape)),
+    }
+
+
+def _product(shape: GroupedShape) -> dict[str, Any]:
+    used = int((group_sizes(shape) > 0).sum())
+    moved = shape.m * (shape.k + shape.n) + used * shape.k * shape.n
+    return {
+        "make": functools.partial(_operands, shape),
+        "options": {},
+        "flops": 2.0 * shape.m * shape.k * shape.n,
+        "moved": float(WIDTH[shape.dtype] * moved),
+        "dtype": shape.dtype,
+        "gradients": ("lhs", "rhs"),
+        "backward_factor": 2.0,
+    }
+
+
+def _rows(shape: PoolShape) -> dict[str, Any]:
+    size = (shape.batch, shape.length, shape.channels)
+    return {"x": jax.random.normal(jax.random.key(0), size, shape.dtype)}
+
+
+def _means(shape: PoolShape) -> dict[str, Any]:
+    numbers = float(shape.batch * shape.length * shape.channels)
+    return {
+        "make": functools.partial(_rows, shape),
+        "options": {} if shape.chunk is None else {"chunk_size": shape.chunk},
+        "flops": numbers,
+        "moved": numbers * WIDTH[shape.dtype],
+        "dtype": shape.dtype,
+        "gradients": ("x",),
+        "backward_factor": 1.0,
+    }
+
+
+def build(shape: Any, operation: str) -> dict[str, Any]:
+    """The fields of a Call."""
+    del operation  # each family has one
+    return _product(shape) if isinstance(shape, GroupedShape) else _means(shape)

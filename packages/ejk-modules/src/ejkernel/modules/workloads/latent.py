@@ -1,0 +1,77 @@
+"""Calls of latent attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.workloads.call import WIDTH
+from ejkernel.modules.workloads.families import LatentDecodeShape, LatentShape
+from ejkernel.modules.workloads.paged import QUANTISED_SCALE, filled, scattered
+
+
+def _expanded(shape: LatentShape) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 5)
+    b, s, h, r = shape.batch, shape.length, shape.heads, shape.latent
+    normal = functools.partial(jax.random.normal, dtype=shape.dtype)
+    return {
+        "query": normal(keys[0], (b, s, h, shape.nope + shape.rope)),
+        "key_value": normal(keys[1], (b, s, r)),
+        "w_kc": normal(keys[2], (r, h, shape.nope)) * r**-0.5,
+        "w_vc": normal(keys[3], (r, h, shape.v_dim)) * r**-0.5,
+        "b_k": normal(keys[4], (b, s, shape.rope)),
+    }
+
+
+def _prefill(shape: LatentShape) -> dict[str, Any]:
+    b, s, h = shape.batch, shape.length, shape.heads
+    pairs = s * (s + 1) / 2 if shape.causal else s * s
+    dims = shape.nope + shape.rope + shape.v_dim
+    expand = 2.0 * b * s * h * shape.latent * (shape.nope + shape.v_dim)
+    weights = shape.latent * h * (shape.nope + shape.v_dim)
+    tokens = h * dims + shape.latent + shape.rope
+    return {
+        "make": functools.partial(_expanded, shape),
+        "options": {"causal": shape.causal},
+        "flops": 2.0 * b * h * pairs * dims + expand,
+        "moved": float(WIDTH[shape.dtype] * (b * s * tokens + weights)),
+        "dtype": shape.dtype,
+        "gradients": ("query", "key_value", "w_kc", "w_vc", "b_k"),
+    }
+
+
+def _cached(shape: LatentDecodeShape) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    width = shape.latent + shape.rope
+    pages = -(-shape.context // shape.page)
+    cache = (shape.batch * pages, shape.page, width)
+    return {
+        "query": jax.random.normal(keys[0], (shape.batch, shape.heads, width), shape.dtype),
+        "latent_cache": filled(keys[1], cache, shape.dtype, shape.cache_dtype),
+        "context_lens": jnp.full((shape.batch,), shape.context, jnp.int32),
+        "block_tables": jnp.asarray(scattered(shape.batch, pages)),
+    }
+
+
+def _decode(shape: LatentDecodeShape) -> dict[str, Any]:
+    tokens = shape.batch * shape.context
+    width = shape.latent + shape.rope
+    options: dict[str, Any] = {"latent_dim": shape.latent}
+    if WIDTH[shape.cache_dtype] == 1:
+        options["k_scale"] = QUANTISED_SCALE
+    return {
+        "make": functools.partial(_cached, shape),
+        "options": options,
+        "flops": 2.0 * tokens * shape.heads * (width + shape.latent),
+        "moved": float(tokens * width * WIDTH[shape.cache_dtype]),
+        "dtype": shape.dtype,
+    }
+
+
+def build(shape: Any, operation: str) -> dict[str, Any]:
+    """The fields of a Call."""
+    del operation  # each family has one
+    return _prefill(shape) if isinstance(shape, LatentShape) else _decode(shape)

@@ -1,0 +1,159 @@
+"""Calls of the operations that read a cache: decoding, and a server's mixed steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.workloads.call import WIDTH
+from ejkernel.modules.workloads.families import DecodeShape, RaggedShape
+
+QUANTISED_SCALE = 0.05
+
+
+def contexts(shape: DecodeShape) -> np.ndarray:
+    """Even contexts, or the same total spread between 16 and four times the mean."""
+    if not shape.uneven:
+        return np.full(shape.batch, shape.context, np.int32)
+    drawn = np.random.default_rng(0).lognormal(0.0, 1.0, shape.batch)
+    drawn = np.clip(drawn / drawn.mean() * shape.context, 16, 4 * shape.context)
+    drawn *= shape.context * shape.batch / drawn.sum()
+    return np.clip(drawn, 16, 4 * shape.context).astype(np.int32)
+
+
+def columns(shape: DecodeShape) -> int:
+    """Pages of the longest row."""
+    return -(-int(contexts(shape).max()) // shape.page)
+
+
+def filled(key: jax.Array, size: tuple[int, ...], dtype: str, cache_dtype: str) -> jax.Array:
+    """A cache with something in every slot."""
+    if jnp.issubdtype(jnp.dtype(cache_dtype), jnp.integer):
+        return jax.random.randint(key, size, -127, 128, jnp.dtype(cache_dtype))
+    return jax.random.normal(key, size, dtype).astype(cache_dtype)
+
+
+def scattered(rows: int, pages: int) -> np.ndarray:
+    """Page numbers ``[rows, pages]``, each once, in no order."""
+    order = np.random.default_rng(1).permutation(rows * pages)
+    return order.reshape(rows, pages).astype(np.int32)
+
+
+def _sinks(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
+    if not shape.sinks:
+        return {}
+    return {"softmax_aux": jnp.ones((shape.heads, shape.sinks), jnp.float32)}
+
+
+def _options(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
+    options = {"sliding_window": shape.window, "logits_soft_cap": shape.soft_cap}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _page_arrays(shape: DecodeShape) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    pages = columns(shape)
+    cache = (shape.batch * pages, shape.page, shape.kv_heads, shape.head_dim)
+    query = (shape.batch, shape.heads, shape.head_dim)
+    return {
+        "query": jax.random.normal(keys[0], query, shape.dtype),
+        "key_cache": filled(keys[1], cache, shape.dtype, shape.cache_dtype),
+        "value_cache": filled(keys[2], cache, shape.dtype, shape.cache_dtype),
+        "context_lens": jnp.asarray(contexts(shape)),
+        "block_tables": jnp.asarray(scattered(shape.batch, pages)),
+        **_sinks(shape),
+    }
+
+
+def _contiguous_arrays(shape: DecodeShape) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    cache = (shape.batch, columns(shape) * shape.page, shape.kv_heads, shape.head_dim)
+    query = (shape.batch, shape.heads, shape.head_dim)
+    ends = jnp.asarray(contexts(shape))
+    return {
+        "query": jax.random.normal(keys[0], query, shape.dtype),
+        "key": jax.random.normal(keys[1], cache, shape.dtype),
+        "value": jax.random.normal(keys[2], cache, shape.dtype),
+        "sequence_start": jnp.zeros_like(ends),
+        "sequence_end": ends,
+        **_sinks(shape),
+    }
+
+
+def _decode(shape: DecodeShape, operation: str) -> dict[str, Any]:
+    paged = operation == "page_attention"
+    cache_dtype = shape.cache_dtype if paged else shape.dtype
+    options = _options(shape)
+    if WIDTH[cache_dtype] == 1:
+        options |= {"k_scale": QUANTISED_SCALE, "v_scale": QUANTISED_SCALE}
+    read = contexts(shape)
+    if shape.window is not None:
+        read = np.minimum(read, shape.window + 1)
+    tokens = int(read.sum())
+    return {
+        "make": functools.partial(_page_arrays if paged else _contiguous_arrays, shape),
+        "options": options,
+        "flops": 4.0 * tokens * shape.heads * shape.head_dim,
+        "moved": 2.0 * tokens * shape.kv_heads * shape.head_dim * WIDTH[cache_dtype],
+        "dtype": shape.dtype,
+    }
+
+
+def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    pages = -(-shape.context // shape.page)
+    cache = (shape.sequences * pages, shape.page, 2 * shape.kv_heads, shape.head_dim)
+    own = np.asarray([1] * shape.decodes + [shape.chunk] * shape.prefills, np.int32)
+    starts = np.concatenate([[0], np.cumsum(own)]).astype(np.int32)
+    lengths = jnp.full((shape.sequences,), shape.context, jnp.int32)
+    new = (shape.tokens, shape.kv_heads, shape.head_dim)
+    queries = jax.random.normal(keys[0], (shape.tokens, shape.heads, shape.head_dim), shape.dtype)
+    tables = jnp.asarray(scattered(shape.sequences, pages))
+    held = jax.random.normal(keys[1], cache, shape.dtype)
+    if operation == "ragged_page_attention":
+        own_arrays = {
+            "kv_pages": held,
+            "context_lens": lengths,
+            "block_tables": tables,
+            "query_start_loc": jnp.asarray(starts),
+            "num_seqs": jnp.asarray(shape.sequences, jnp.int32),
+        }
+    else:
+        counts = (shape.decodes, shape.decodes, shape.sequences)
+        own_arrays = {
+            "keys": jax.random.normal(keys[2], new, shape.dtype),
+            "values": jax.random.normal(keys[3], new, shape.dtype),
+            "kv_cache": held,
+            "kv_lens": lengths,
+            "block_tables": tables,
+            "query_start_loc": jnp.asarray(starts),
+            "distribution": jnp.asarray(counts, jnp.int32),
+        }
+    return {"queries": queries, **own_arrays, **_sinks(shape)}
+
+
+def _ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
+    # a row of a prompt's chunk sees on average half of its chunk besides what came before
+    prompt = shape.chunk * (shape.context - shape.chunk + (shape.chunk + 1) / 2)
+    pairs = shape.decodes * shape.context + shape.prefills * prompt
+    if shape.window is not None:
+        pairs = min(pairs, shape.tokens * (shape.window + 1))
+    width = WIDTH[shape.dtype] * shape.head_dim
+    cached = 2.0 * shape.sequences * shape.context * shape.kv_heads * width
+    return {
+        "make": functools.partial(_ragged_arrays, shape, operation),
+        "options": _options(shape),
+        "flops": 4.0 * pairs * shape.heads * shape.head_dim,
+        "moved": cached + 2.0 * shape.tokens * shape.heads * width,
+        "dtype": shape.dtype,
+    }
+
+
+def build(shape: Any, operation: str) -> dict[str, Any]:
+    """The fields of a Call."""
+    decode = isinstance(shape, DecodeShape)
+    return _decode(shape, operation) if decode else _ragged(shape, operation)

@@ -1,0 +1,149 @@
+"""The named cases are calls that the operations accept, and names are found or answered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import get_default_executor, supports
+from ejkernel.modules._table import operation_class
+from ejkernel.modules.bench.case import Case, case_of, forward_and_backward
+from ejkernel.modules.bench.limits import Limits
+from ejkernel.modules.bench.runner import run_case
+from ejkernel.modules.workloads import call_of, find
+from ejkernel.modules.workloads.families import AttentionShape
+from ejkernel.modules.workloads.shapes import SHAPES
+
+
+def test_every_name_is_used_once_per_family():
+    names = [(type(s), s.name) for s in SHAPES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("operation", find.operation_names())
+def test_every_case_is_a_call_that_its_operation_can_do(operation):
+    shapes = find.shapes_of(operation)
+    # the sweeps differ in sizes only
+    for shape in [s for s in shapes if not s.name.startswith(("sweep", "short"))]:
+        call = call_of(shape, operation)
+        answer = supports(operation, **call.abstract())
+        assert answer, f"{shape.name}: {answer.reason}"
+        assert call.flops > 0 and call.moved > 0
+    assert any(s.device == "cpu" for s in shapes)
+
+
+@pytest.mark.parametrize("operation", ["flash_attention", "page_attention", "grouped_matmul"])
+def test_concrete_arguments_have_the_abstract_shapes(operation):
+    (shape, *_) = find.shapes_of(operation, device="cpu")
+    call = call_of(shape, operation)
+    abstract, concrete = call.abstract(), call.concrete()
+    assert tuple(call.make()) == call.names
+    for a, c in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
+        assert not hasattr(a, "shape") or (a.shape, a.dtype) == (c.shape, c.dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({"causal": False}, 64),
+        ({}, 36),
+        ({"window": 1}, 15),
+        ({"documents": 2}, 20),
+        ({"causal": False, "kv_len": 4}, 32),
+        ({"kv_len": 4}, 26),
+    ],
+)
+def test_visible_pairs_counts_the_mask(options, pairs):
+    assert AttentionShape("s", 1, 8, 1, 1, 64, **options).visible_pairs() == pairs
+
+
+def test_words_become_a_call():
+    call = find.from_words(
+        "flash_attention", ["b=2", "s=4k", "h=32", "hk=8", "d=64", "softmax_scale=0.5"]
+    )
+    assert call.abstract()["query"].shape == (2, 4096, 32, 64)
+    assert call.abstract()["key"].shape == (2, 4096, 8, 64)
+    assert call.options["softmax_scale"] == 0.5
+    based = find.from_words("flash_attention", ["b=1"], find.shapes_of("flash_attention")[0])
+    assert based.shape.batch == 1 and based.shape.head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda: find.operation_name("flash_atention"), "did you mean flash_attention"),
+        (lambda: find.operation_name("zzz"), "there are: attention"),
+        (lambda: find.shapes_of("flash_attention", "llama3-8b"), "llama3-8b-4k"),
+        (lambda: find.from_words("flash_attention", ["hedas=4"]), "did you mean heads"),
+        (lambda: find.from_words("page_attention", ["dtype=bf16"]), "bfloat16"),
+        (lambda: find.from_words("flash_attention", ["batch=two"]), "expected int"),
+        (lambda: find.from_words("flash_attention", ["batch"]), "expected key=value"),
+        (lambda: call_of(find.shapes_of("mla_decode")[0], "attention"), "no call of attention"),
+    ],
+)
+def test_wrong_names_and_values_are_answered(ask, answer):
+    with pytest.raises((find.UnknownName, ValueError), match=answer):
+        ask()
+
+
+def test_aliases_and_registry_names_are_known():
+    for alias, name in {"flash_mla": "mla_attention", "gla": "gla_attention"}.items():
+        assert find.operation_name(alias) == name
+
+
+def test_peers_agree_with_the_operation():
+    for operation, words in {
+        "flash_attention": ["s=32", "h=2", "hk=1", "d=16"],
+        "gla_attention": ["s=16", "h=2", "d=8"],
+        "mean_pooling": ["s=16", "d=8", "chunk=4"],
+    }.items():
+        case = case_of(find.from_words(operation, [*words, "dtype=float32"]))
+        inputs = case.inputs()
+        ours, *peers = (fn(*inputs) for fn in case.contenders.values() if callable(fn))
+        assert peers
+        for peer in peers:
+            np.testing.assert_allclose(
+                np.asarray(peer).reshape(ours.shape), ours, rtol=2e-4, atol=2e-4
+            )
+
+
+def test_a_row_says_what_ran_and_a_failing_contender_is_not_fatal():
+    case = case_of(find.from_words("mean_pooling", ["s=16", "d=8", "dtype=float32"]))
+
+    def broken(x):
+        raise ValueError("no such thing")
+
+    case.contenders["jax-xla"] = broken
+    limits = Limits({"float32": 1e9}, 1e9)
+    ours, peer = run_case(case, "fwd", limits, rounds=1, target_s=0.001)
+    assert ours.ms > 0 and ours.bound == "memory" and ours.clock == "host"
+    assert (ours.implementation, ours.tier) == ("mean_pooling/xla/any", "heuristics")
+    assert peer.ms is None and "no such thing" in peer.note
+
+
+def test_backward_is_the_vjp_at_the_output():
+    x = jnp.arange(4.0)
+    out, (grad,) = forward_and_backward(lambda x: x * x, (0,))(x)
+    assert jnp.array_equal(grad, 2 * x * out)
+
+
+def test_short_programs_are_timed_by_the_device_where_it_tells(monkeypatch):
+    from ejkernel.modules.bench import timing
+
+    timed = timing.Timing(1e-6, 0.0, 1, 50, "device")
+    monkeypatch.setattr(timing, "device_timing", lambda fn: timed)
+    case = Case("c", lambda: (jnp.ones(4),), {"ours": jnp.sin}, 1.0, 1.0, "float32")
+    (row,) = run_case(case, "fwd", Limits({"float32": 1e9}, 1e9), rounds=1, target_s=0.001)
+    assert row.clock == "device" and row.ms == pytest.approx(1e-3)
+
+
+def test_explaining_a_case_runs_nothing():
+    shape = dataclasses.replace(find.shapes_of("flash_attention", "llama3-8b-128k")[0], batch=64)
+    call = call_of(shape)
+    kernel = operation_class("flash_attention").shared()
+    found = get_default_executor().explanation(kernel, **call.abstract())
+    assert found.error is None  # its arrays would need terabytes
