@@ -16,14 +16,19 @@ import pytest
 
 from ejkernel.ops import (
     AutotuneError,
+    AutotuneResult,
     ConfigCache,
     ConfigSelectorChain,
     Executor,
+    Invocation,
     Kernel,
     NoConfigError,
+    Trial,
+    autotune,
+    autotune_recorded,
     default_key_builder_with_sharding,
 )
-from ejkernel.ops.execution import multihost
+from ejkernel.ops.execution import multihost, tuning
 from ejkernel.ops.execution.multihost import PeerGroup
 
 
@@ -103,6 +108,27 @@ def test_the_first_process_decides(process):
         default_key_builder_with_sharding(Tuned(0), (X,)), Config(8)
     )
     assert follower.choose(Tuned(0)) == Config(8)  # in memory: no need to ask
+
+
+def test_offline_tuning_is_done_once_for_all(process, monkeypatch):
+    tuned = []
+
+    class Chosen(Tuned):
+        def config_space(self, inv):
+            return [Config(1), Config(2)]
+
+    def tune(self, inv, configs=None):
+        tuned.append(current)
+        return AutotuneResult(inv.kernel, inv.key, Config(current), 1.0, [Trial(Config(current))])
+
+    monkeypatch.setattr(tuning.Autotuner, "tune", tune)
+    found = {}
+    for current in (0, 1):
+        member = process(current)
+        member.choose(Tuned(64), X[:1])  # takes the identity of this process
+        (result,) = autotune_recorded([Invocation(Chosen(8), (X,))], executor=member.executor)
+        found[current] = (result.best, autotune(Chosen(8), X[:3]), member.choose(Chosen(8)))
+    assert found[0] == found[1] == (Config(0), Config(0), Config(0)) and tuned == [0, 0]
 
 
 def test_timeout_names_the_key(process):

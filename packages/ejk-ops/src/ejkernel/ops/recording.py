@@ -86,7 +86,8 @@ def load_invocations(path: str | os.PathLike[str]) -> list[Invocation]:
             found.append(_decode_call(call))
         except (LookupError, TypeError, ValueError) as error:
             name = call.get("key", "") if isinstance(call, dict) else ""
-            warn_once(("load", str(path), name), f"{path}: a call is left out: {name}: {error}")
+            told = f"{path}: a call is left out: {name}: {error}"
+            warn_once(("load", told), told)
     return found
 
 

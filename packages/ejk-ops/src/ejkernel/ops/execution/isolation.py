@@ -63,21 +63,24 @@ def outside_trace(
     Ctrl-C calls ``on_interrupt``, waits ``grace_s`` for the thread to end, and is raised again.
     """
     outcome: dict[str, Any] = {}
+    done = threading.Event()  # an interrupted Thread.join takes the thread for ended
 
     def work() -> None:
         try:
             outcome["value"] = surroundings.run(fn)
         except BaseException as error:
             outcome["error"] = error
+        finally:
+            done.set()
 
     thread = threading.Thread(target=work, name="ejkernel-tune", daemon=True)
     thread.start()
     try:
-        thread.join()
+        done.wait()
     except KeyboardInterrupt:
         if on_interrupt is not None:
             on_interrupt()
-            thread.join(grace_s)
+            done.wait(grace_s)
         raise
     if "error" in outcome:
         raise outcome["error"]

@@ -1,0 +1,182 @@
+"""Offline tuning: calls recorded in a file, calls behind the stamps of a lowered program."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import (
+    ConfigCache,
+    ConfigSelectorChain,
+    EjkernelWarning,
+    Executor,
+    Kernel,
+    autotune_recorded,
+    clear_invocations,
+    get_invocations,
+    invocations_in_lowered,
+    load_invocations,
+    save_invocations,
+)
+from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.utils import labels
+
+
+@dataclass(frozen=True)
+class Config:
+    tile: int = 0
+
+
+class Rule(enum.Enum):
+    FULL = 1
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Mask:
+    ids: object
+    window: tuple | None = None
+
+    def tree_flatten(self):
+        return (self.ids,), (self.window, Rule.FULL)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(children[0], static[0])
+
+
+class Op(Kernel[Config, jax.Array]):
+    def run(self, x, mask=None, *, dtype=None, options=None, scale=None, cfg):
+        return jnp.cos(x)
+
+    def config_space(self, inv):
+        return [Config(1), Config(2)]
+
+
+class Sibling(Op):
+    pass
+
+
+@pytest.fixture
+def executor():
+    clear_invocations()
+    yield Executor(ConfigSelectorChain(ConfigCache(), autotune=False))
+    clear_invocations()
+
+
+X = jnp.ones((4, 8))
+MASK = Mask(jnp.zeros(4, jnp.int32), (3, 0))
+STATIC = {"dtype": jnp.bfloat16, "options": [1, (2.5, None), float("inf")], "scale": 0.5}
+
+
+def program(executor):
+    def f(x):
+        y = executor(Op(), x, MASK, **STATIC)
+        return executor(Op(), y) + executor(Sibling(), x)
+
+    return f
+
+
+def shapes(tree):
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return structure, [(x.shape, x.dtype) if is_array(x) else _dtype(x) for x in leaves]
+
+
+def _dtype(x):  # jnp.bfloat16 comes back as its dtype
+    return np.dtype(x) if isinstance(x, (type, np.dtype)) else x
+
+
+def test_recorded_calls_survive_in_a_file(executor, tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    jax.jit(program(executor)).lower(X)
+    recorded = get_invocations()
+    path = tmp_path / "calls.json"
+    assert save_invocations(path) == len(recorded) == 3
+    loaded = load_invocations(path)
+    assert [i.key for i in loaded] == [i.key for i in recorded]
+    for a, b in zip(recorded, loaded, strict=True):
+        assert type(a.kernel) is type(b.kernel) and dict(a.payload) == dict(b.payload)
+        assert shapes((a.abstract_args, a.abstract_kwargs)) == shapes((b.args, b.kwargs))
+    clear_invocations()
+    results = autotune_recorded(loaded, executor=executor, num_warmup=0, num_iters=1)
+    assert len(results) == 3
+    for told in (executor.explanation(Op(), X, MASK, **STATIC), executor.explanation(Op(), X)):
+        assert told.tier == "memory"
+
+
+def test_another_device_gives_other_keys(executor, tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    executor(Op(), X)
+    path = tmp_path / "calls.json"
+    save_invocations(path)
+    (inv,) = get_invocations()
+    content = path.read_text().replace(inv.device_fingerprint, "gpu:nvidia-h200:9.0")
+    path.write_text(content)
+    assert load_invocations(path)[0].key == inv.key  # as a call on the device at hand
+
+
+def test_what_cannot_be_kept_is_left_out_with_a_warning(executor, tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    executor(Op(), X, options=lambda: None)
+    executor(Sibling(), X)
+    path = tmp_path / "calls.json"
+    with pytest.warns(EjkernelWarning, match="left out"):
+        assert save_invocations(path) == 1
+    sound = path.read_text()
+    for old, new in (("Sibling", "Gone"), ('"version": 1', '"version": 7')):
+        path.write_text(sound.replace(old, new))
+        with pytest.warns(EjkernelWarning, match="left out"):
+            assert load_invocations(path) == []
+
+
+def test_files_that_are_something_else(tmp_path):
+    path = tmp_path / "calls.json"
+    for text in ("", "[]", "{}", json.dumps({"schema": 2, "kind": "x", "calls": []})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=str(path)):
+            load_invocations(path)
+    with pytest.raises(OSError):
+        load_invocations(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("mode", ["hash", "json"])
+def test_a_lowered_program_leads_back_to_its_calls(executor, mode, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_STAMP", mode)
+    lowered = jax.jit(program(executor)).lower(X)
+    found = invocations_in_lowered(lowered)
+    keys = [executor.explanation(Op(), X, MASK, **STATIC).key]
+    keys += [executor.explanation(k, X).key for k in (Op(), Sibling())]
+    assert sorted(i.key for i in found) == sorted(keys)
+    compiled = invocations_in_lowered(lowered.compile())  # some calls are merged there
+    assert {i.key for i in compiled} <= set(keys) and compiled
+    results = autotune_recorded(found, executor=executor, num_warmup=0, num_iters=1)
+    assert len(results) == 3 and executor.explanation(Op(), X).tier == "memory"
+    assert executor.explanation(Op(), X, MASK, **STATIC).tier == "memory"
+
+
+def test_stamps_of_another_process_are_looked_up(executor, monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_OPS_STAMP", "hash")
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    lowered = jax.jit(program(executor)).lower(X)
+    save_invocations(tmp_path / "calls.json")
+    clear_invocations()
+    monkeypatch.setattr(labels, "_stamped", {})
+    assert invocations_in_lowered(lowered) == []
+    known = load_invocations(tmp_path / "calls.json")
+    assert {i.key for i in invocations_in_lowered(lowered, known)} == {i.key for i in known}
+
+
+def test_values_are_not_kept(executor, tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    executor(Op(), np.full((4, 8), 123.456, np.float32), Mask(jax.random.key(7)))
+    save_invocations(tmp_path / "calls.json")
+    text = (tmp_path / "calls.json").read_text()
+    assert "123" not in text
+    (inv,) = load_invocations(tmp_path / "calls.json")
+    assert jnp.issubdtype(inv.args[1].ids.dtype, jax.dtypes.prng_key)

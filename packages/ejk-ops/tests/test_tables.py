@@ -1,0 +1,222 @@
+"""Shipped tables: made by tuning, read by the nearest call, and a known card is never tuned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from ejkernel.ops import (
+    AutotunePolicy,
+    Autotuner,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    KernelRegistry,
+    OpConfig,
+    PersistentCache,
+    RegisteredKernel,
+    policy_override,
+    target_device,
+)
+from ejkernel.ops.config import building
+from ejkernel.ops.config.building import TableBuilder, table_name
+from ejkernel.ops.config.tables import covers, payload_distance
+from ejkernel.ops.execution import timing
+from ejkernel.ops.params import tile_field
+from ejkernel.ops.utils.buckets import bucket_shape
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the choice on a CPU")
+
+
+@dataclass(frozen=True)
+class Tile(OpConfig):
+    tile: int | None = tile_field()
+
+
+class Rows(RegisteredKernel[Tile, jax.Array]):
+    """``x`` float ``[rows, heads, dim]``: rows are bucketed, the last axis decides tiles."""
+
+    algorithm = "rows"
+    trained = False
+
+    def run(self, x, *, window=None, causal=False, scale=None, cfg):
+        raise AssertionError("implementations run")
+
+    def bucket(self, inv):
+        return {"x": bucket_shape(inv.arguments["x"].shape, (0,))}
+
+
+def make(*tables):
+    registry = KernelRegistry()
+    tiles = [{"tile": t} for t in (16, 32, 64)]
+
+    def rows(x, *, window=None, causal=False, scale=None, cfg=None):
+        return x * 2
+
+    for platform, backend, priority in (("xla", "any", 0), ("triton", "gpu", 100)):
+        registry.register(
+            "rows", platform, backend, priority, heuristic=lambda inv: tiles[0],
+            candidates=lambda inv: tiles,
+        )(rows)  # fmt: skip
+    for path in tables:
+        registry.add_config_table(path)
+    return Rows(registry=registry)
+
+
+def x(rows, heads=4, dim=8, dtype=jnp.float32):
+    return jnp.zeros((rows, heads, dim), dtype)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The tile that a shape likes is fast; ``clock[rows]`` says which."""
+    likes = {}
+
+    def seconds(self, racer, calls):
+        return 1e-3 if racer.cfg.tile == likes[racer.arguments[0].shape[0]] else 2e-3
+
+    monkeypatch.setattr(timing.QueueClock, "seconds", seconds)
+    return likes
+
+
+@pytest.fixture
+def table(tmp_path, clock):
+    """Tuned for 64 and 4096 rows of this machine's device."""
+    clock.update({64: 32, 4096: 64})
+    builder = TableBuilder(tmp_path / "table.json", target_device().fingerprint)
+    tuner = Autotuner(AutotunePolicy(True, num_warmup=0, num_iters=2))
+    for rows in clock:
+        inv = Invocation(make(), (x(rows),))
+        builder.add(inv, tuner.tune(inv, inputs=((x(rows),), {})), f"rows-{rows}")
+    return builder
+
+
+def executor(autotune=None):
+    return Executor(ConfigSelectorChain(ConfigCache(), autotune=autotune))
+
+
+def test_the_file_says_where_it_comes_from(table):
+    content = json.loads(table.path.read_text())
+    assert content["schema"] == 1 and content["device"] == target_device().fingerprint
+    assert content["provenance"]["date"] and "jax" in content["provenance"]["versions"]
+    (entry, _) = content["entries"].values()
+    assert entry["config"]["tile"] == 64 and entry["facts"]["kernel"] == "rows"
+    measured = entry["measured"]
+    assert measured["case"] == "rows-4096" and measured["ms"] == 1.0 and measured["spread"] == 0
+    assert measured["heuristic_ms"] == 2.0 and "jax" in measured["versions"]
+
+
+def test_the_nearest_bucket_serves_and_nothing_is_tuned(table, monkeypatch):
+    kernel, events = make(table.path), []
+    chain = ConfigSelectorChain(ConfigCache(), on_event=lambda name, _: events.append(name))
+    run = Executor(chain)
+    for rows, tile in ((64, 32), (50, 32), (100, 32), (2000, 64), (60000, 64)):
+        assert run.choose_config(kernel, x(rows)) == Tile("xla", tile=tile)
+    assert set(events) == {"persistent", "memory"}  # two of these share a bucket
+    assert run.explanation(kernel, x(200, heads=2), window=3, causal=True).cfg.tile == 32
+    forced = run.explanation(kernel, x(64), platform="xla")
+    assert (forced.tier, forced.cfg.tile) == ("persistent", 32)
+    # too different for the table: arithmetic, at once, unless tuning is asked for
+    for other in (x(64, dim=16), x(64, dtype=jnp.bfloat16)):
+        told = run.explanation(kernel, other)
+        assert told.tier == "heuristics"
+        assert "tables know this device" in dict(told.tiers)["autotune"]
+        with policy_override(autotune=True):
+            assert run.explanation(kernel, other).tier == "autotune"
+        assert executor(True).explanation(kernel, other).tier == "autotune"
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "autotune")
+    assert run.explanation(kernel, x(64, dim=16)).tier == "autotune"
+    monkeypatch.delenv("EJKERNEL_AUTOTUNE_POLICY")
+    assert executor().explanation(make(), x(64)).tier == "autotune"  # an unknown card
+
+
+def test_another_device_another_version(table):
+    kernel = make(table.path)
+    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=h200)):
+        inv = Invocation(kernel, (x(64),))
+        assert not covers([table.path], inv.payload)
+        assert executor(False).explanation(kernel, x(64)).tier == "heuristics"
+        ours = json.loads(table.path.read_text())
+        text = json.dumps(ours).replace(target_device("cpu").fingerprint, inv.device_fingerprint)
+        text = text.replace('"platform": "xla"', '"platform": "triton"')
+        fake = table.path.with_name("nvidia_h200.json")
+        fake.write_text(text)
+        told = executor().explanation(make(table.path, fake), x(200))
+        assert (told.tier, told.cfg) == ("persistent", Tile("triton", tile=32))
+        assert told.implementation == "rows/triton/gpu"
+        told = executor().explanation(make(fake), x(300), platform="xla")
+        assert told.tier == "heuristics" and "tables know" in dict(told.tiers)["autotune"]
+    kernel.version = 2
+    assert executor(False).explanation(kernel, x(64)).tier == "heuristics"
+
+
+def test_distances():
+    def payload(*args, **kwargs):
+        return Invocation(make(), args, kwargs).payload
+
+    def distance(ours, theirs):
+        return payload_distance(ours, theirs)
+
+    here = payload(x(64), causal=True)
+    assert distance(here, payload(x(50), causal=True)) == 0
+    near = distance(here, payload(x(4096), causal=True))
+    heads = distance(here, payload(x(64, heads=2), causal=True))
+    rule = distance(here, payload(x(64), causal=False, window=(3, 3), scale=1.0))
+    assert 0 < near == 6 < heads <= 8 < rule < float("inf")
+    forced = {**here, "platform": "xla"}
+    assert distance(here, forced) < 8 and distance(forced, here) == float("inf")
+    for other in (payload(x(64, dim=16)), payload(x(64, dtype=jnp.float16)), payload(x(64)[0])):
+        assert distance(here, other) == float("inf")
+
+
+def test_a_run_goes_on_where_it_stopped(table, clock, monkeypatch):
+    again = TableBuilder(table.path, target_device().fingerprint)
+    key = Invocation(make(), (x(64),)).key
+    assert again.done(key) and not again.done(Invocation(make(), (x(9000),)).key)
+    monkeypatch.setattr(building, "versions_text", lambda: "jax 99")
+    assert not again.done(key) and len(again.entries) == 2
+    with pytest.raises(ValueError, match="table for"):
+        TableBuilder(table.path, "gpu:nvidia-h200:9.0")
+    table.path.write_text('{"schema": 2}')
+    with pytest.raises(ValueError, match="schema 2"):
+        TableBuilder(table.path, target_device().fingerprint)
+
+
+def test_platforms_that_lost_are_kept_for_calls_that_force_them(tmp_path):
+    from ejkernel.ops import AutotuneResult, Trial
+
+    configs = [Tile("triton", tile=16), Tile("triton", tile=32), Tile("xla"), Tile("cuda")]
+    trials = [Trial(c, ms) for c, ms in zip(configs, (3.0, 2.0, 1.0, None), strict=True)]
+    inv = Invocation(make(), (x(64),))
+    builder = TableBuilder(tmp_path / "t.json", inv.device_fingerprint)
+    builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[2], 1.0, trials), "case")
+    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
+    assert sorted(stored) == [("auto", configs[2]), ("triton", configs[1])]
+
+
+def test_the_name_of_a_table():
+    assert table_name("gpu:nvidia-h200:9.0") == "nvidia_h200.json"
+    assert table_name("cpu:cpu:2cores") == "cpu.json"
+
+
+def test_a_broken_table_warns_once_and_is_passed_over(tmp_path):
+    (tmp_path / "t.json").write_text("{")
+    kernel = make(tmp_path / "t.json")
+    with pytest.warns(UserWarning, match=r"t\.json is not used"):
+        assert executor(False).explanation(kernel, x(64)).tier == "heuristics"
+
+
+def test_user_files_come_before_tables(table, tmp_path):
+    kernel = make(table.path)
+    own = PersistentCache(tmp_path / "own")
+    own.put(Invocation(kernel, (x(64),)).key, Tile("xla", tile=16), measured={"ms": 1.0})
+    chain = ConfigSelectorChain(ConfigCache(), own)
+    assert Executor(chain).choose_config(kernel, x(64)).tile == 16
+    assert own.measured(Invocation(kernel, (x(64),)).key) == {"ms": 1.0}
