@@ -14,21 +14,36 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import signal
+import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules._table import operation_class
-from ejkernel.modules.workloads import Call, call_of
-from ejkernel.modules.workloads.shapes import SHAPES
-from ejkernel.ops import AutotuneError, AutotunePolicy, Autotuner, AutotuneResult, target_device
-from ejkernel.ops.config.building import TableBuilder, table_name
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation, call_invocation
-
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
+GROUP = "ejkernel.kernels"
+if not entry_points(group=GROUP):  # a machine lent for its GPU has the checkout alone
+    sys.path[:0] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
+
+from ejkernel.modules._table import operation_class  # noqa: E402
+from ejkernel.modules.workloads import Call, call_of  # noqa: E402
+from ejkernel.modules.workloads.shapes import SHAPES  # noqa: E402
+from ejkernel.ops import (  # noqa: E402
+    AutotuneError,
+    AutotunePolicy,
+    Autotuner,
+    AutotuneResult,
+    kernel_registry,
+    target_device,
+)
+from ejkernel.ops.config.building import TableBuilder, table_name  # noqa: E402
+from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
+from ejkernel.ops.core.invocation import Invocation, call_invocation  # noqa: E402
+from ejkernel.ops.execution.timing import kernel_clock  # noqa: E402
+
 TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
 GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
 # Operations in the order of how many people wait for them.
@@ -45,6 +60,16 @@ class Job:
     @property
     def name(self) -> str:
         return f"{self.call.operation} {self.call.name}"
+
+
+def register_checkout() -> None:
+    """Register the kernel packages of this checkout when none is installed."""
+    if entry_points(group=GROUP):
+        return
+    for project in sorted(PACKAGES.glob("*/pyproject.toml"), reverse=True):  # as if installed
+        declared = tomllib.loads(project.read_text())["project"].get("entry-points", {})
+        for name, value in declared.get(GROUP, {}).items():
+            EntryPoint(name, value, GROUP).load()(kernel_registry)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -136,6 +161,11 @@ def summary(results: dict[str, AutotuneResult], failed: dict[str, str]) -> str:
     times = sorted(result.seconds for result in results.values())
     if times:
         lines.append(f"seconds per call: median {times[len(times) // 2]:.1f}, most {times[-1]:.1f}")
+    if kernel_clock.samples or kernel_clock.refusal:
+        lines.append(
+            f"short kernels: {kernel_clock.samples} samples by CUPTI"
+            + (f", then from the host: {kernel_clock.refusal}" if kernel_clock.refusal else "")
+        )
     lines += [f"FAILED {name}: {why}" for name, why in failed.items()]
     return "\n".join(lines)
 
@@ -161,6 +191,8 @@ def tune_all(
         results[job.name] = result
         builder.add(job.inv, result, job.call.name)
         print(row(job.name, result), flush=True)
+        if trials:
+            print("      " + ", ".join(f"{k} {v:.1f} s" for k, v in result.phases.items()))
         for trial in result.trials if trials else ():
             ms = f"{trial.ms:.4f}" if trial.ms is not None else (trial.error or "")[:110]
             print(f"      {ms:>9}  {tiles(trial.cfg)}")
@@ -173,6 +205,7 @@ def _interrupt(*_: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    register_checkout()
     target = target_device()
     todo = list(jobs(args.ops, args.cases, "cpu" if target.kind.value == "cpu" else "gpu"))
     path = args.out or TABLES / table_name(target.fingerprint)

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 from importlib import metadata
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "triton",
-    "jax-triton",
-    "ejk-ops",
-    "ejk-kernels-xla",
-    "ejk-kernels-triton",
-    "ejk-kernels-pallas",
-)
+# distribution -> its module, which knows the version of a checkout that is not installed
+PACKAGES = {
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "triton": "triton",
+    "jax-triton": "jax_triton",
+    "ejk-ops": "ejkernel.ops",
+    "ejk-kernels-xla": "ejkernel.kernels.xla",
+    "ejk-kernels-triton": "ejkernel.kernels.triton",
+    "ejk-kernels-pallas": "ejkernel.kernels.pallas",
+}
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what decides whether and how fast a kernel runs, by distribution."""
+    """By distribution, those that are installed or imported."""
     found = {}
-    for name in PACKAGES:
+    for name, module in PACKAGES.items():
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue
+            version = getattr(sys.modules.get(module), "__version__", None)
+            if version is not None:
+                found[name] = str(version)
     return found
 
 

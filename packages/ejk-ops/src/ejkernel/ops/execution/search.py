@@ -80,6 +80,7 @@ class Search:
         self.trials: dict[int, Trial] = {}
         self.backward = False
         self.sound: list[Candidate] = []
+        self.phases: dict[str, float] = {}
 
     def stop(self) -> None:
         """Let the search end soon, with what was measured so far."""

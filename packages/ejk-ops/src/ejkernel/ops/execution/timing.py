@@ -77,21 +77,30 @@ class KernelClock:
     """The sum of the kernels' own times, by CUPTI; as QueueClock once CUPTI has refused.
 
     CUPTI serves one customer at a time: under a profiler it refuses.
+
+    Attributes:
+        samples: how many CUPTI took.
+        refusal: why it took no more, None as long as it does.
     """
 
     def __init__(self) -> None:
         self.fallback: QueueClock | None = None
+        self.samples = 0
+        self.refusal: str | None = None
 
     def seconds(self, racer: Callable[[], Any], calls: int) -> float:
         if self.fallback is None:
             try:
-                return self._kernels(racer, min(calls, CUPTI_CALLS))
+                seconds = self._kernels(racer, min(calls, CUPTI_CALLS))
+                self.samples += 1
+                return seconds
             except Exception as error:
                 self.fallback = QueueClock()
+                self.refusal = f"{type(error).__name__}: {error}"
                 warn_once(
                     ("cupti",),
                     "kernels shorter than half a millisecond are timed from the host, which blurs "
-                    f"their differences: CUPTI does not answer ({type(error).__name__}: {error})",
+                    f"their differences: CUPTI does not answer ({self.refusal})",
                 )
         return self.fallback.seconds(racer, calls)
 
@@ -102,13 +111,14 @@ class KernelClock:
         return statistics.median(times) * 1e-3
 
 
-_kernel_clock = KernelClock()
+kernel_clock = KernelClock()
+"""The one of this process: what CUPTI refused once it is not asked again."""
 
 
 def clock_for(seconds: float, device: Any) -> Clock:
     """The clock for programs of which the fastest takes about ``seconds`` seen from the host."""
     if seconds < SHORT_S and getattr(device, "platform", None) in ("gpu", "cuda"):
-        return _kernel_clock
+        return kernel_clock
     return QueueClock()
 
 

@@ -53,6 +53,7 @@ class AutotuneResult:
         seconds: how long it took.
         backward: whether gradients were validated and timed.
         interrupted: whether it was stopped before all candidates were measured.
+        phases: seconds that "inputs", "compile" (with the first runs) and "time" took.
     """
 
     kernel: Any
@@ -63,6 +64,7 @@ class AutotuneResult:
     seconds: float = 0.0
     backward: bool = False
     interrupted: bool = False
+    phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def heuristic_ms(self) -> float | None:

@@ -131,8 +131,8 @@ class Autotuner:
 
         def told(trial: Trial, index: int) -> None:
             reporter.candidate(trial.cfg, trial.ms, trial.error)
-            if self.on_trial is not None:
-                self.on_trial(trial, index, len(candidates))
+            if self.on_trial is not None:  # joined tiles come after all others
+                self.on_trial(trial, index, max(len(candidates), index + 1))
 
         search = Search(
             inv,
@@ -151,7 +151,15 @@ class Autotuner:
             (best, best_ms), seconds = outcome[0], time.monotonic() - started
             trials = [search.trials[i] for i in sorted(search.trials)]
             return AutotuneResult(
-                kernel, inv.key, best, best_ms, trials, seconds, search.backward, interrupted
+                kernel,
+                inv.key,
+                best,
+                best_ms,
+                trials,
+                seconds,
+                search.backward,
+                interrupted,
+                search.phases,
             )
 
         try:
