@@ -104,15 +104,14 @@ def _tasks(args: argparse.Namespace, out: Output) -> list[Task]:
 
 
 def _recorded(path: Path) -> Iterator[Task]:
-    from ejkernel.ops import registry
+    from ejkernel.ops import load_invocations
 
-    load = getattr(registry, "load_invocations", None)
-    if load is None:
-        raise CommandError("this ejk-ops cannot read recorded calls: upgrade ejk-ops")
     try:
-        invocations = load(path)
+        invocations = load_invocations(path)
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     for index, inv in enumerate(invocations, 1):
         yield Task(inv.kernel.name, f"recorded {index}", inv)
 
