@@ -46,7 +46,13 @@ def _recurrent(algorithm: str, function: str) -> Registration:
 
 
 REGISTRATIONS = (
-    _plain("flash_attention", "flash_attention.tiles:heuristic"),
+    Registration(
+        "flash_attention",
+        "flash_attention",
+        "flash_attention.interface",
+        "flash_attention.tiles:heuristic",
+        "flash_attention.tiles:sample_inputs",
+    ),
     _plain("attention"),
     _plain("scaled_dot_product_attention"),
     _plain("ring_attention", "flash_attention.tiles:heuristic"),
@@ -62,5 +68,11 @@ REGISTRATIONS = (
     _recurrent("recurrent", "recurrent_attention"),
     _recurrent("lightning_attn", "lightning_attention"),
     _plain("mean_pooling", "mean_pooling.interface:heuristic"),
-    _plain("grouped_matmul", "grouped_matmul.tiles:heuristic"),
+    Registration(
+        "grouped_matmul",
+        "grouped_matmul",
+        "grouped_matmul.interface",
+        "grouped_matmul.tiles:heuristic",
+        "grouped_matmul.tiles:sample_inputs",
+    ),
 )

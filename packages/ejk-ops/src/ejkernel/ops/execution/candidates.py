@@ -16,7 +16,7 @@ import numpy as np
 from ejkernel.ops.compat import settings
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import is_array
-from ejkernel.ops.core.samples import random_array
+from ejkernel.ops.core.samples import random_array, sample_generator
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable
 from ejkernel.ops.platforms import parse_platform
 
@@ -134,7 +134,7 @@ class Workbench:
     ):
         self.inv = inv
         self.kernel = inv.kernel
-        rng = np.random.default_rng(0)
+        rng = sample_generator()
         args, kwargs = self.kernel.sample_inputs(inv, rng) if inputs is None else inputs
         leaves, self.treedef = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
         self.leaves = [jnp.asarray(x) if is_array(x) else x for x in leaves]

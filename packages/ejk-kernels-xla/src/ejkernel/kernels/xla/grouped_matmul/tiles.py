@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ejkernel.types.attention import field
 
 # a product of fewer rows does not fill the vector units, of more gains nothing
@@ -28,3 +30,10 @@ def row_tile(rows: int, groups: int, cfg: Any) -> int:
 def heuristic(inv: Any) -> dict[str, Any]:
     """The config fields that suit a call."""
     return {"block_m": row_tile(inv.arguments["lhs"].shape[0], inv.arguments["rhs"].shape[0], None)}
+
+
+def sample_inputs(inv: Any, rng: Any) -> tuple[tuple, dict[str, Any]]:
+    """Groups of equal size. Everything else is drawn by the caller."""
+    rows, sizes = inv.arguments["lhs"].shape[0], inv.arguments["group_sizes"].shape[0]
+    ends = np.linspace(0, rows, sizes + 1).astype(np.int32)
+    return (), {"group_sizes": np.diff(ends)}
