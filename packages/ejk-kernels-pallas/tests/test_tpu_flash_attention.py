@@ -1,0 +1,174 @@
+"""TPU flash attention in Pallas' interpreters, against the float64 oracle."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels.pallas.tpu.common.chip import interpreter
+from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention
+from ejkernel.ops import interpret_mode
+from ejkernel.types import MaskInfo
+from ejkernel.types.structure import Unsupported
+from ejktest.attention_cases import Call, arrays, check, run
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with interpret_mode():
+        yield
+
+
+def ids(*runs: tuple[int, int]) -> np.ndarray:
+    """(id, length) pairs as segment ids of one batch row."""
+    return np.concatenate([np.full(n, i) for i, n in runs]).astype(np.int32)[None]
+
+
+SEGMENTS = ids((0, 60), (3, 70), (-1, 30), (1, 40))
+POSITIONS = np.random.default_rng(3).permutation(200).astype(np.int32)[None]
+PADDING = np.arange(200)[None] < np.array([[150], [0]])
+BF16 = ("bfloat16",) * 3
+
+
+def small(name: str, **fields) -> Call:
+    sizes = {"b": 1, "q": 200, "k": 200, "h": 2, "hk": 2, "d": 64, "blocks": (128, 128)}
+    return Call(name, **{**sizes, **fields})
+
+
+CALLS = [
+    small("full_odd", q=130, k=257, hk=1),
+    small("causal_gqa_bf16", b=2, h=4, mask={"causal": True}, dtypes=BF16),
+    small("offset", q=140, k=300, mask={"causal": True, "causal_offset": 160}, d=128),
+    small("dead_rows", k=140, mask={"causal": True, "causal_offset": -60}, sinks=(2, 2)),
+    small("window_cap", k=300, mask={"sliding_window": (70, 30)}, sinks=(3,), cap=0.7),
+    small("segments", mask={"q_segment_ids": SEGMENTS, "causal": True}, dtypes=BF16),
+    small(
+        "packed",
+        k=250,
+        mask={
+            "cum_seqlens_q": np.array([0, 37, 37, 160, 190]),
+            "cum_seqlens_k": np.array([0, 90, 91, 91, 240]),
+            "causal": True,
+        },
+    ),
+    small("chunks", mask={"causal": True, "chunk_size": 48}, scale=-0.2),
+    small(
+        "positions",
+        mask={
+            "causal": True,
+            "q_positions": POSITIONS,
+            "kv_positions": POSITIONS,
+            "chunk_size": 90,
+        },
+    ),
+    small("padding", b=2, mask={"attention_mask": PADDING}),
+    small("wide_narrow", q=1, k=150, d=160, dv=24),
+    small("value_wider", q=129, k=140, d=80, dv=256, dtypes=("bfloat16", "float32", "float32")),
+]
+
+
+FIELDS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "chunk_size")
+
+
+def attend(*args, **options):
+    """The operation, which takes these rules inside a MaskInfo."""
+    given = {name: options.pop(name) for name in FIELDS if name in options}
+    if given:
+        if "q_segment_ids" in given:
+            given.setdefault("kv_segment_ids", given["q_segment_ids"])
+        if "chunk_size" in given:
+            given["causal"] = options.pop("causal")
+        options["mask_info"] = MaskInfo(**given)
+    return flash_attention(*args, **options)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_matches_the_oracle(call):
+    x = arrays(call)
+    check(call, x, *run(attend, call, x))
+
+
+def test_the_comparison_can_fail():
+    """A dropped sink and an offset of one are seen."""
+    call = small("causal", q=20, k=20, mask={"causal": True}, sinks=(2, 1))
+    x = arrays(call)
+    wrong = (
+        lambda *a, **o: attend(*a, **{**o, "softmax_aux": 1e-3 * o["softmax_aux"] - 9}),
+        lambda *a, **o: attend(*a, causal_offset=1, **o),
+    )
+    for function in wrong:
+        with pytest.raises(AssertionError, match=r"largest error|rms ratio|infinities"):
+            check(call, x, *run(function, call, x))
+
+
+def test_empty_lengths():
+    q, k = jnp.ones((1, 3, 2, 64)), jnp.ones((1, 0, 2, 64))
+    o, lse = flash_attention(q, k, k, return_lse=True)
+    assert not o.any() and (lse == -jnp.inf).all()
+    assert flash_attention(k, q, q).shape == (1, 0, 2, 64)
+
+
+def test_same_bits_twice_and_any_blocks():
+    call = small("again", k=300, mask={"causal": True, "causal_offset": 100})
+    x = arrays(call)
+    first, second = run(flash_attention, call, x), run(flash_attention, call, x)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+    larger = small("larger", k=300, mask=call.mask, blocks=(256, 512))
+    check(larger, x, *run(flash_attention, larger, x))
+
+
+def test_vmap_equals_stacking():
+    """Also where the segment ids are mapped, so that each call has its own table."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 130, 1, 64)), "float32") for _ in range(3))
+    segments = jnp.asarray(rng.integers(0, 3, (2, 1, 130)).cumsum(-1) // 60, jnp.int32)
+    cfg = {n: {"q_blocksize": 128, "kv_blocksize": 128} for n in ("fwd_params", "bwd_params")}
+
+    def loss(q, k, v, segments):
+        mask = MaskInfo(q_segment_ids=segments, kv_segment_ids=segments)
+        return (flash_attention(q, k, v, mask_info=mask, causal=True, cfg=cfg) ** 2).sum()
+
+    grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    mapped = jax.jit(jax.vmap(jax.value_and_grad(loss, (0, 1, 2))))(q, k, v, segments)
+    for n in range(2):
+        one = grad(q[n], k[n], v[n], segments[n])
+        for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(one), strict=True):
+            np.testing.assert_allclose(a[n], b, rtol=2e-5, atol=2e-5)
+
+
+def test_simulated_memories():
+    """Vector memory starts as NaN, blocks out of range are errors, races are found."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+
+    pltpu.reset_tpu_interpret_mode_state()
+    call = small(
+        "simulated", q=130, k=200, h=2, hk=1, mask={"q_segment_ids": ids((0, 70), (1, 60)),
+        "kv_segment_ids": ids((0, 100), (1, 100)), "causal": True, "causal_offset": 60},
+        sinks=(2, 1),
+    )  # fmt: skip
+    x = arrays(call)
+    params = pltpu.InterpretParams(detect_races=True)
+    with interpreter(params):
+        check(call, x, *run(attend, call, x))
+    assert not simulator.races.races_found
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def test_refuses_what_it_cannot_do():
+    q = jnp.ones((1, 8, 2, 64))
+    with pytest.raises(Unsupported, match="bias"):
+        flash_attention(q, q, q, jnp.ones((1, 1, 8, 8)))
+    with pytest.raises(Unsupported, match="dropout_prob"):
+        flash_attention(q, q, q, dropout_prob=0.5)
+    with pytest.raises(Unsupported, match="float16"):
+        flash_attention(*[q.astype(jnp.float16)] * 3)
+    with pytest.raises(Unsupported, match="head dim 320"):
+        flash_attention(*[jnp.ones((1, 8, 2, 320))] * 3)
+    with pytest.raises(Unsupported, match="attention_mask"):
+        flash_attention(q, q, q, attention_mask=np.eye(8, dtype=bool)[None, None])
+    with interpret_mode(False), pytest.raises(Unsupported, match="need a TPU"):
+        flash_attention(q, q, q)

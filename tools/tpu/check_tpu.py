@@ -1,0 +1,204 @@
+"""Compile the TPU kernels for chips that are not here, and count what they cost.
+
+python tools/tpu/check_tpu.py                           # every chip: some fifteen minutes
+python tools/tpu/check_tpu.py --chips v5e --dims 128    # one chip, static cost at one head dim
+python tools/tpu/check_tpu.py --no-cost                 # only: does everything compile
+
+Needs the libtpu wheel beside jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
+
+1. Every shipped call, forward and backward, is compiled. Exit status 1 if one is not (vector
+   memory that does not suffice is such a failure), or takes longer than ``--slowest`` seconds.
+2. The code of one tile without element mask is counted, beside JAX's flash and splash kernels at
+   their best block size. A core issues a bundle a cycle; *bundles per pass* divides by the useful
+   matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.tpu import chips  # noqa: E402
+
+PASS = 128**3
+JAX_BLOCKS = (512, 1024)
+
+
+def compile_all(chip: str) -> list[dict[str, Any]]:
+    """Compiles every shipped call for a chip; seconds, or what went wrong."""
+    chips.prepare_environment()
+    from tools.tpu.calls import CALLS
+
+    device = chips.device(chip)
+    rows = []
+    for call in CALLS:
+        for part, function in (("forward", call.forward), ("gradients", call.gradients)):
+            start = time.perf_counter()
+            row: dict[str, Any] = {"call": call.name, "part": part}
+            try:
+                compiled = chips.compile_for(device, function, *call.shapes())
+                row["temporary"] = compiled.memory_analysis().temp_size_in_bytes
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            row["seconds"] = round(time.perf_counter() - start, 2)
+            rows.append(row)
+            print(f"{chip} {row}", file=sys.stderr, flush=True)
+    return rows
+
+
+def count_all(chip: str, dims: list[int]) -> list[dict[str, Any]]:
+    """Static cost of every kernel on a chip."""
+    dump = Path(tempfile.mkdtemp(prefix="llo"))
+    chips.prepare_environment(dump)
+    from tools.tpu.calls import jax_flash, jax_splash, ours
+
+    device = chips.device(chip)
+    rows = []
+    try:
+        for dim in dims:
+            sources = [lambda d: ours(d)]
+            for block in JAX_BLOCKS:
+                sources += [lambda d, n=block: jax_flash(d, n), lambda d, n=block: jax_splash(d, n)]
+            for source in sources:
+                rows += _count(device, dump, source, dim, chip)
+    finally:
+        shutil.rmtree(dump)
+    return rows
+
+
+def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[dict[str, Any]]:
+    from tools.tpu.llo import kernel_code
+
+    rows: list[dict[str, Any]] = []
+    try:
+        with chips.targeting(device):
+            costs = list(source(dim))
+    except Exception as error:  # JAX's kernels refuse some head dims
+        print(f"{chip} d{dim}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return rows
+    compiled = None
+    for kernel, cost in zip(("fwd", "dq", "dkv"), costs, strict=True):
+        try:
+            if cost.function != compiled:
+                for old in dump.iterdir():
+                    old.unlink()
+                chips.compile_for(device, cost.function, *cost.shapes)
+                compiled = cost.function
+            code = kernel_code(dump, cost.kernel)
+        except Exception as error:
+            print(f"{chip} d{dim} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            continue
+        useful = cost.products * cost.pairs * dim / PASS
+        rows.append(
+            {
+                "dim": dim,
+                "kernel": kernel,
+                "who": cost.who,
+                "tiles": cost.tiles,
+                "bundles": code.steady.bundles,
+                "per_pass": round(code.steady.bundles / useful, 2),
+                "mxu": round(code.steady.share("MXU"), 3),
+                "spills": code.spills,
+                "vmem_mib": round(code.vmem / 2**20, 1),
+                "code": code.bundles,
+            }
+        )
+        print(f"{chip} {rows[-1]}", file=sys.stderr, flush=True)
+    return rows
+
+
+def in_child(*arguments: str) -> list[dict[str, Any]]:
+    """libtpu reads its flags once a process."""
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> list[str]:
+    print(f"\n### {chip}: seconds to compile\n\n| call | forward | forward and gradients |")
+    print("|---|---|---|")
+    faults = []
+    by_call: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_call.setdefault(row["call"], {})[row["part"]] = row
+    for call, parts in by_call.items():
+        cells = [parts[p].get("error") or parts[p]["seconds"] for p in ("forward", "gradients")]
+        print(f"| {call} | {cells[0]} | {cells[1]} |")
+        for row in parts.values():
+            if "error" in row:
+                faults.append(f"{chip} {call} {row['part']}: {row['error']}")
+            elif row["seconds"] > slowest:
+                faults.append(f"{chip} {call} {row['part']}: {row['seconds']} s to compile")
+    return faults
+
+
+def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
+    print(f"\n### {chip}: one unmasked tile\n")
+    print(
+        "| d | kernel | | tile | bundles | per pass | of the better | MXU slots | spills | VMEM |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    faults = []
+    for dim, kernel in dict.fromkeys((r["dim"], r["kernel"]) for r in rows):
+        mine = [r for r in rows if (r["dim"], r["kernel"]) == (dim, kernel)]
+        best = {}
+        for row in mine:
+            if row["who"] not in best or row["per_pass"] < best[row["who"]]["per_pass"]:
+                best[row["who"]] = row
+        others = [r["per_pass"] for who, r in best.items() if who != "ejkernel"]
+        least = min(others, default=None)
+        for who, r in best.items():
+            ratio = "" if least is None else f"{r['per_pass'] / least:.3f}"
+            print(
+                f"| {dim} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
+                f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB |"
+            )
+        if least is not None and "ejkernel" in best and best["ejkernel"]["per_pass"] > least:
+            faults.append(
+                f"{chip} d{dim} {kernel}: {best['ejkernel']['per_pass']} bundles per pass, JAX's "
+                f"better {least}"
+            )
+        if "ejkernel" not in best:
+            faults.append(f"{chip} d{dim} {kernel}: not counted")
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", nargs="+", default=list(chips.TOPOLOGIES))
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--no-cost", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--slowest", type=float, default=60.0)
+    parser.add_argument("--child", choices=("compile", "cost"))
+    given = parser.parse_args()
+    if given.child:
+        (chip,) = given.chips
+        rows = compile_all(chip) if given.child == "compile" else count_all(chip, given.dims)
+        print(json.dumps(rows))
+        return
+    faults = []
+    for chip in given.chips:
+        if not given.no_compile:
+            rows = in_child("--child", "compile", "--chips", chip)
+            faults += report_compiled(chip, rows, given.slowest)
+        if not given.no_cost:
+            dims = [str(d) for d in given.dims]
+            rows = in_child("--child", "cost", "--chips", chip, "--dims", *dims)
+            faults += report_cost(chip, rows)
+    print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
