@@ -2,28 +2,43 @@
 
 Eight CPU devices, so that sharded calls are tested everywhere; hypothesis without a deadline,
 because the first example compiles; the Python blocks of the READMEs and guides as tests; and
-``--one-each``.
+``--one-each``. A machine lent for its GPU may have pytest alone: then what needs hypothesis or
+sybil is left out. Packages that are not installed are taken from this checkout.
 """
 
+import importlib.util
 import os
+import pathlib
 import sys
 
 import pytest
-from hypothesis import settings
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+try:
+    from hypothesis import settings
+except ImportError:
+    settings = None
+try:
+    from sybil import Sybil
+    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+except ImportError:
+    Sybil = None
 
 DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 
-settings.register_profile("full", deadline=None, print_blob=True)
-settings.register_profile("one-each", settings.get_profile("full"), max_examples=10)
+if importlib.util.find_spec("ejkernel") is None:
+    sys.path += map(str, sorted(pathlib.Path(__file__).parent.glob("packages/*/src")))
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()],
-    patterns=["README.md", "docs/*.md"],  # the pages of docs/operations have a test of their own
-).pytest()
+if settings is not None:
+    settings.register_profile("full", deadline=None, print_blob=True)
+    settings.register_profile("one-each", settings.get_profile("full"), max_examples=10)
+
+if Sybil is not None:
+    pytest_collect_file = Sybil(
+        parsers=[PythonCodeBlockParser(), SkipParser()],
+        patterns=["README.md", "docs/*.md"],  # pages of docs/operations have a test of their own
+    ).pytest()
 
 
 def pytest_addoption(parser):
@@ -35,7 +50,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    settings.load_profile("one-each" if config.getoption("--one-each") else "full")
+    if settings is not None:
+        settings.load_profile("one-each" if config.getoption("--one-each") else "full")
 
 
 @pytest.hookimpl(trylast=True)

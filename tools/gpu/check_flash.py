@@ -3,6 +3,7 @@
     python tools/gpu/check_flash.py            # correctness and timing, under four minutes
     python tools/gpu/check_flash.py --quick    # fewer of both, about a minute
     python tools/gpu/check_flash.py --sweep    # time candidate tiles of every kernel
+    python tools/gpu/check_flash.py --extras   # only what options cost against the plain call
 
 The last lines are the tables.
 """
@@ -19,6 +20,7 @@ sys.path.insert(0, __file__.rsplit("/", 3)[0])
 from tools.gpu.common import in_parallel, jax, jnp, milliseconds, precompile
 
 from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
 from ejkernel.kernels.triton.targets import compile_for, current_target
 from ejkernel.types.problem import Problem
@@ -130,30 +132,55 @@ EXTRAS = {
     "cap": dict(logits_soft_cap=30.0),
     "sinks": dict(sinks=True),
     "dropout": dict(dropout_prob=0.1, dropout_seed=3),
-    "bias 1,h": dict(bias=True),
+    "cap, dropout": dict(logits_soft_cap=30.0, dropout_prob=0.1, dropout_seed=3),
+    "bias 1,h": dict(bias=(1, 16)),
+    "bias b,h": dict(bias=(4, 16)),
+    "bias 1,1": dict(bias=(1, 1)),
 }
+
+
+def extra(name):
+    """(forward, forward and backward) with an option, and its operands after q, k, v, do."""
+    o = dict(EXTRAS[name])
+    more = {}
+    if o.pop("sinks", False):
+        more["softmax_aux"] = jnp.zeros((16, 1))
+    if "bias" in o:
+        more["bias"] = jnp.zeros((*o.pop("bias"), 4096, 4096), BF)
+
+    def attend(q, k, v, more):
+        return flash_attention(q, k, v, causal=True, **more, **o)
+
+    def both(q, k, v, do, more):
+        out, back = jax.vjp(lambda *x: attend(*x, more), q, k, v)
+        return out, back(do)
+
+    return jax.jit(lambda q, k, v, do, more: attend(q, k, v, more)), jax.jit(both), more
+
+
+def lower_extra(name, target):
+    """In a worker: compile the kernels of a row into the disk cache."""
+    with compile_for(target):
+        given = jax.eval_shape(lambda: draw(1, 4, 4096, 4096, 16, 16, 128, 128, BF))
+        _, both, more = extra(name)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), more)
+        both.trace(*given, shapes).lower(lowering_platforms=(target.platform,))
 
 
 def extras():
     """Cost of options: B4 S4096 H16 D128 causal; 16k with a window and with packed documents."""
     q, k, v, do = draw(1, 4, 4096, 4096, 16, 16, 128, 128, BF)
     rows, base = [], None
-    for name, options in EXTRAS.items():
-        o = dict(options)
-        sinks = jnp.zeros((16, 1)) if o.pop("sinks", False) else None
-        bias = jnp.zeros((1, 16, 4096, 4096), BF) if o.pop("bias", False) else None
-        f = pair(
-            lambda q, k, v, o=o, sinks=sinks, bias=bias: flash_attention(
-                q, k, v, bias, softmax_aux=sinks, causal=True, **o
-            )
-        )
-        ms = [milliseconds(x, q, k, v, do) for x in f]
+    for name in EXTRAS:
+        *f, more = extra(name)
+        ms = [milliseconds(x, q, k, v, do, more) for x in f]
         base = base or ms
         rows.append(
             f"{name:16s} fwd {ms[0]:.3f} ms ({base[0] / ms[0]:.2f}x)  "
             f"f+b {ms[1]:.3f} ms ({base[1] / ms[1]:.2f}x)"
         )
         print(rows[-1], flush=True)
+        del more
     q, k, v, do = draw(1, 1, 16384, 16384, 16, 16, 128, 128, BF)
     cu = jnp.arange(9, dtype=jnp.int32) * 2048
     base = None
@@ -205,8 +232,11 @@ CANDIDATES = {
     ],
     ("dkv", 64): [
         (128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 4, 2),
-        (64, 128, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3),
+        (64, 128, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3, 168), (32, 64, 4, 3),
+        (32, 64, 4, 4), (32, 64, 4, 4, 128),
     ],
+    ("dkv cap", 128): [(64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3)],
+    ("dkv dropout", 128): [(64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3)],
     ("dkv", 128): [
         (64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1), (32, 128, 8, 2),
         (128, 64, 8, 2), (32, 64, 4, 2), (64, 64, 4, 3),
@@ -216,21 +246,23 @@ CANDIDATES = {
         (32, 64, 4, 2), (32, 128, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (64, 32, 8, 2),
     ],
 }  # fmt: skip
+TYPES = {"lse": jnp.float32, "delta": jnp.float32, "words": jnp.uint32}
 KINDS = {"fwd": plans.ForwardPlan, "dq": plans.DqPlan, "dkv": plans.DkvPlan}
 
 
 def make_plan(kind, d, tile, causal):
     b, s, h = SWEEP[d]
-    p = Problem(b, s, s, h, h, d, d, "bfloat16", d**-0.5, seed_batches=b)
+    kind, _, option = kind.partition(" ")
+    options = {"cap": dict(soft_cap=30.0), "dropout": dict(dropout=0.1)}.get(option, {})
+    p = Problem(b, s, s, h, h, d, d, "bfloat16", d**-0.5, seed_batches=b, **options)
     shapes = {n: (b, s, h, d) for n in ("q", "k", "v")}
     if kind != "fwd":
         shapes |= {"do": (b, s, h, d), "lse": (b, h, s), "delta": (b, h, s)}
+    if option == "dropout":
+        shapes["words"] = (b, h, 2, s)
     rules = Rules(Band(None, 0) if causal else Band())
     plan = KINDS[kind](p, rules, Tiles(*tile), tuple(shapes.items()))
-    avals = [
-        jax.ShapeDtypeStruct(x, jnp.float32 if n in ("lse", "delta") else jnp.bfloat16)
-        for n, x in shapes.items()
-    ]
+    avals = [jax.ShapeDtypeStruct(x, TYPES.get(n, jnp.bfloat16)) for n, x in shapes.items()]
     return plan, avals
 
 
@@ -238,7 +270,7 @@ def sweep(only=None, causal=True):
     target = current_target()
     jobs = {}
     for (kind, d), candidates in CANDIDATES.items():
-        if only and f"{kind}{d}" not in only:
+        if only and f"{kind}{d}".replace(" ", "-") not in only:
             continue
         for tile in candidates:
             try:
@@ -260,7 +292,9 @@ def sweep(only=None, causal=True):
         lse = lse.swapaxes(1, 2)
         delta = jnp.einsum("bqhd,bqhd->bhq", do.astype(F32), o.astype(F32))
         operands = {"fwd": (q, k, v)}
-        operands["dq"] = operands["dkv"] = (q, k, v, do, lse, delta)
+        operands["dq"] = operands["dkv"] = operands["dkv cap"] = (q, k, v, do, lse, delta)
+        words = row_words(jnp.asarray([[3, 0, 0]], jnp.int32), b, h, s)
+        operands["dkv dropout"] = (*operands["dkv"], words)
         flops = 2 * b * h * s * s * d / (2 if causal else 1)
         products = {"fwd": 2, "dq": 3, "dkv": 4}
         for (kind, dd, tile), (plan, _, _) in jobs.items():
@@ -274,7 +308,9 @@ def sweep(only=None, causal=True):
                 ms = milliseconds(
                     jax.jit(lambda *x, plan=plan: call(plan, *x)), *operands[kind], seconds=0.1
                 )
-                rows.append(f"{label} {ms:7.3f} ms {products[kind] * flops / ms / 1e9:6.0f} TF")
+                rows.append(
+                    f"{label} {ms:7.3f} ms {products[kind.split()[0]] * flops / ms / 1e9:6.0f} TF"
+                )
             except Exception as error:
                 rows.append(f"{label} {type(error).__name__}: {str(error)[:100]}")
             print(rows[-1], flush=True)
@@ -287,6 +323,7 @@ def main():
     parser.add_argument("--sweep", nargs="*", help="kernels to sweep, e.g. fwd128 dkv64; none: all")
     parser.add_argument("--full", action="store_true", help="sweep without a causal mask")
     parser.add_argument("--only", nargs="*", help="names of correctness cases; implies --no-time")
+    parser.add_argument("--extras", action="store_true", help="only the cost of options")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     options = parser.parse_args()
@@ -294,6 +331,10 @@ def main():
     print(jax.devices()[0], current_target(), jax.__version__, flush=True)
     if options.sweep is not None:
         print("\n".join(sweep(options.sweep, not options.full)))
+        return
+    if options.extras:
+        in_parallel([(lower_extra, n, current_target()) for n in EXTRAS])
+        extras()
         return
     names, timed = (QUICK, QUICK_TIMED) if options.quick else (tuple(CASES), tuple(TIMED))
     if options.only:

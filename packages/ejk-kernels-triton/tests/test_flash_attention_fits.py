@@ -40,7 +40,7 @@ def problem(**sizes):
 
 def test_what_is_ruled_out():
     p = problem()
-    chosen = tiles.dkv_tiles(p, HOPPER)
+    _, chosen = tiles.backward_tiles(p, HOPPER)
     assert fits("dkv", chosen, chosen, p, HOPPER)
     spills = replace(chosen, block_kv=4 * chosen.block_kv)  # 256 accumulators a thread
     assert not fits("dkv", spills, chosen, p, HOPPER)

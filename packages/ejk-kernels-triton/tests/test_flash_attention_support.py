@@ -12,7 +12,7 @@ import pytest
 
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.flash_attention import flash_attention, support
+from ejkernel.kernels.triton.flash_attention import flash_attention, support, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo
@@ -143,6 +143,17 @@ def test_errors_name_the_argument(error, message, change) -> None:
         jax.eval_shape(lambda: flash_attention(**call))
 
 
+def config_of(static):
+    """Every field of a config, read from the tiles that it gave."""
+    dkv = static.dkv[0][1]
+    assert (static.dq.num_warps, static.dq.num_stages) == (dkv.num_warps, dkv.num_stages)
+    return {
+        "fwd_params": {theirs: getattr(static.fwd, mine) for mine, theirs in tiles.FIELDS.items()},
+        "bwd_params": {theirs: getattr(dkv, mine) for mine, theirs in tiles.FIELDS.items()}
+        | {theirs: getattr(static.dq, mine) for mine, theirs in tiles.DQ_FIELDS.items()},
+    }
+
+
 @pytest.mark.parametrize(
     "target",
     [cuda_target(80), cuda_target(89), cuda_target(90), rocm_target("gfx942")],
@@ -160,6 +171,8 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
             assert len({str(c) for c in others}) == len(others) > 3
             problem = support.problem_of(inv.arguments)
             assert choose_tiles(problem, best) == choose_tiles(problem, None)
+            for config in others:
+                assert config_of(choose_tiles(problem, config)) == config
 
 
 def test_registered() -> None:

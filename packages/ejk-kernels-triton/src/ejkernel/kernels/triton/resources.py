@@ -1,7 +1,12 @@
-"""What compiled code uses of the chip, read from the binary: registers, spills, shared memory."""
+"""What compiled code uses of the chip, as its assembler reports: registers, spills, shared memory.
+
+On NVIDIA the PTX is assembled as JAX's launcher does: by the newest ptxas, for every architecture,
+without options. Triton's own binaries, which are never launched here, are made otherwise.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -35,12 +40,12 @@ def plan_source(plan: Plan, avals, target: Target) -> Source:
 
 
 def measure(source: Source, target: Target) -> Resources:
-    """Compile to a binary (no device needed) and read it."""
-    outputs, metadata = stages(source, target)
+    """Compile to a binary (no device needed) and read what it uses."""
+    outputs, metadata = stages(source, target, "ptx" if target.platform == "cuda" else None)
     shared, warps = int(metadata["shared"]), int(metadata["num_warps"])
     if target.platform == "cuda":
-        registers, spills = _cubin(outputs["cubin"])
         text = outputs["ptx"]
+        registers, spills = _assemble(text, target)
         products = text.count("wgmma.mma_async") or text.count("mma.sync")
         return Resources(registers, spills, shared, warps, products)
     text = outputs["amdgcn"]
@@ -53,17 +58,18 @@ def measure(source: Source, target: Target) -> Resources:
     )
 
 
-def _cubin(binary: bytes) -> tuple[int, int]:
+def _assemble(ptx: str, target: Target) -> tuple[int, int]:
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
+    tool = getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas).path
+    name = f"{target.name}a" if target.hopper else target.name
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
         file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        listing = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listing)
-    if found is None:
-        raise RuntimeError(f"no resource usage in {listing!r}")
-    return int(found[1]), int(found[2]) + int(found[3])
+        command = [tool, "-v", f"--gpu-name={name}", file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    if registers is None or spilled is None:
+        raise RuntimeError(f"no resource usage in {report!r}")
+    return int(registers[1]), max(int(spilled[1]), int(spilled[2]))

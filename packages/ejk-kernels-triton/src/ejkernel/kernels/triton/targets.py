@@ -8,6 +8,8 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
+from ejkernel.kernels.triton import compat
+
 # Shared memory one program may use, bytes (CUDA C++ programming guide, table of technical
 # specifications per compute capability: "maximum amount of shared memory per thread block").
 _CUDA_SHARED = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448}
@@ -23,12 +25,14 @@ class Target:
         arch: compute capability times ten (``90``) or a gfx name (``"gfx942"``).
         shared_limit: bytes of shared memory one program may use.
         cores: multiprocessors (compute units).
+        tensor_maps: whether the launcher can hand TMA descriptors to a kernel.
     """
 
     platform: str = "cuda"
     arch: int | str = 90
     shared_limit: int = 232448
     cores: int = 132
+    tensor_maps: bool = True
 
     @property
     def hopper(self) -> bool:
@@ -92,7 +96,8 @@ def _first_gpu() -> Target | None:
     text = str(capability)
     if text.startswith("gfx"):
         return rocm_target(text.split(":")[0], cores)
-    return cuda_target(int(text.replace(".", "")), cores)
+    target = cuda_target(int(text.replace(".", "")), cores)
+    return replace(target, tensor_maps=compat.has_tensor_maps())
 
 
 def current_target() -> Target:

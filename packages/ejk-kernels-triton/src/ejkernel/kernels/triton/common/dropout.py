@@ -1,9 +1,9 @@
-"""The dropout mask: a hash of (seed, batch, head, query index, key index).
+"""The dropout mask of a tile, from the words of its rows and its key indices.
 
-A pure function of those five numbers in uint32 arithmetic, the same on every backend, so no
-random state is stored and the backward pass recomputes it. The mixing function is the 32-bit
-finaliser of MurmurHash3 (Appleby); a row pays two of them, an element two multiplications.
-Integer operations of elements are what dropout costs, so linear steps are moved to rows.
+Integer operations are what dropout costs: a row pays two of the hash's finalisers, an element two
+multiplications. What belongs to a row is computed once, by XLA (``dropout_rows``, 8 bytes a row):
+where rows lie along the columns of a tile, every thread would recompute sixteen of them for its
+thirty-two elements.
 """
 
 from __future__ import annotations
@@ -11,44 +11,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_P1 = tl.constexpr(0x9E3779B1)
-_P2 = tl.constexpr(0x85EBCA77)
-_P3 = tl.constexpr(0xC2B2AE3D)
-_P4 = tl.constexpr(0x27D4EB2F)
 _P5 = tl.constexpr(0x165667B1)
 _M1 = tl.constexpr(0x85EBCA6B)
 _M2 = tl.constexpr(0xC2B2AE35)
 
 
 @triton.jit
-def _fmix(x):
-    x = x ^ (x >> 16)
-    x = x * tl.full([], _M1, tl.uint32)
-    x = x ^ (x >> 13)
-    x = x * tl.full([], _M2, tl.uint32)
-    return x ^ (x >> 16)
+def load_row_words(words, rows, i, length):
+    """(r, s) of the rows ``i``; ``rows`` is the flat number of the first of them, int64."""
+    at = words + 2 * rows + i
+    return tl.load(at, mask=i < length, other=0), tl.load(at + length, mask=i < length, other=0)
 
 
 @triton.jit
-def head_key(seed, batch, head):
-    """The part of the hash common to one batch row and head."""
-    a = _fmix(seed.to(tl.uint32) + tl.full([], _P1, tl.uint32))
-    a = _fmix(a + batch.to(tl.uint32) * tl.full([], _P2, tl.uint32))
-    return _fmix(a + head.to(tl.uint32) * tl.full([], _P3, tl.uint32))
+def kept(r, s, first, column, threshold):
+    """Boolean tile: which probabilities survive.
 
-
-@triton.jit
-def kept(key, i, j, threshold):
-    """Boolean tile: which probabilities survive. ``i`` and ``j`` broadcast against each other."""
-    r = _fmix(key + i.to(tl.uint32) * tl.full([], _P4, tl.uint32))
-    s = _fmix(r ^ tl.full([], _P1, tl.uint32))
-    # shift-xor is linear: (x ^ s) ^ ((x ^ s) >> 13) is x ^ (x >> 13) ^ (s ^ (s >> 13))
-    s = s ^ (s >> 13)
-    x = r + j.to(tl.uint32) * tl.full([], _P5, tl.uint32)
+    ``r`` and ``s`` are the words of the rows, keys are ``first + column``; all broadcast.
+    """
+    r = r + first.to(tl.uint32) * tl.full([], _P5, tl.uint32)
+    x = r + column.to(tl.uint32) * tl.full([], _P5, tl.uint32)
     x = x ^ (x >> 16)
     x = x * tl.full([], _M1, tl.uint32)
     x = x ^ (x >> 13) ^ s
     x = x * tl.full([], _M2, tl.uint32)
-    x = x ^ (x >> 16)
-    # x >> 8 >= threshold, for thresholds from 1 to 2**24, without the shift of every element
-    return x > (threshold.to(tl.uint32) << 8) - 1
+    # (x ^ (x >> 16)) >> 8 >= threshold, for thresholds from 1 to 2**24, is u > bound with u the
+    # xor. Their upper halves decide unless equal, and then x >> 16 is the upper half of bound.
+    bound = (threshold.to(tl.uint32) << 8) - 1
+    return (x ^ (bound >> 16)) > bound

@@ -38,6 +38,17 @@ def online_softmax(x, m, l, scale, SCALED: tl.constexpr, GUARD: tl.constexpr):  
 
 
 @triton.jit
+def capped_weight(y):
+    """w in [-1, 0] with tanh(x) = 1 + 2 w, for y = 2 * log2(e) * x.
+
+    w = -1 / (1 + 2^y), the quotient as a squared reciprocal root, as below. A softmax of tanh
+    needs only w: constants drop out of it. The slope 1 - tanh^2 is -4 w (1 + w).
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(y))
+    return -root * root
+
+
+@triton.jit
 def tanh_from_exp2(y):
     """tanh(x) for y = 2 * log2(e) * x: exact at both ends, no overflow, within 5e-7.
 

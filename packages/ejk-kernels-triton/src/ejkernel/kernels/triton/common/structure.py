@@ -55,10 +55,18 @@ def masked_block(t, start, full_start, full_stop):
 
 
 @triton.jit
+def _both(a, b):
+    if a is None:
+        both = b
+    else:
+        both = a & b
+    return both
+
+
+@triton.jit
 def visible(
     i,
     j,
-    q_len,
     kv_len,
     lo,
     hi,
@@ -74,28 +82,33 @@ def visible(
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
+    KEYS_INSIDE: tl.constexpr,
 ):
-    """Element mask: i and j are index tiles that broadcast against each other.
+    """Element mask, None where there is nothing to mask.
 
-    ``*_ids`` and ``*_positions`` are values already loaded (shaped as i and j) or None;
-    ``chunk`` None means no chunk rule.
+    i and j are index tiles that broadcast against each other; ``*_ids`` and ``*_positions`` are
+    values already loaded (shaped as i and j) or None; ``chunk`` None means no chunk rule. Keys
+    past the last are unseen unless KEYS_INSIDE; rows past the last are of no account.
     """
-    seen = (i < q_len) & (j < kv_len)
+    seen = None
+    if not KEYS_INSIDE:
+        seen = _both(seen, j < kv_len)
     if HAS_LO:
-        seen &= j - i >= lo
+        seen = _both(seen, j - i >= lo)
     if HAS_HI:
-        seen &= j - i <= hi
+        seen = _both(seen, j - i <= hi)
     if q_ids is not None:
-        seen &= (q_ids == kv_ids) & (q_ids >= 0)
+        seen = _both(seen, (q_ids == kv_ids) & (q_ids >= 0))
     if q_positions is not None:
         if POSITION_LO:
-            seen &= kv_positions - q_positions >= position_lo
+            seen = _both(seen, kv_positions - q_positions >= position_lo)
         if POSITION_HI:
-            seen &= kv_positions - q_positions <= position_hi
+            seen = _both(seen, kv_positions - q_positions <= position_hi)
         if chunk is not None:
-            seen &= _floor_div(q_positions + chunk_offset, chunk) == _floor_div(kv_positions, chunk)
+            same = _floor_div(q_positions + chunk_offset, chunk) == _floor_div(kv_positions, chunk)
+            seen = _both(seen, same)
     elif chunk is not None:
-        seen &= _floor_div(i + chunk_offset, chunk) == _floor_div(j, chunk)
+        seen = _both(seen, _floor_div(i + chunk_offset, chunk) == _floor_div(j, chunk))
     return seen
 
 

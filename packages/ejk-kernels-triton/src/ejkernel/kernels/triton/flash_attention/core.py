@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.compat import vary, varying_axes
 from ejkernel.kernels.triton.flash_attention.plans import (
     AttentionPlan,
@@ -22,7 +23,8 @@ from ejkernel.kernels.triton.flash_attention.plans import (
     DqPlan,
     ForwardPlan,
 )
-from ejkernel.kernels.triton.flash_attention.tiles import Tiles
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles, bias_tiles
+from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import (
@@ -54,6 +56,8 @@ def _run(
     p = static.problem
     rules, arrays = split_mask(mask)
     tensors = {name: x for name, x in tensors.items() if x is not None}
+    if "seed" in tensors:
+        tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
     if rules.arrays and kind is not DbiasPlan:
         tensors["ranges"] = block_ranges(
@@ -92,8 +96,9 @@ def _attend_bwd(static: Static, residuals, cotangents):
     dbias = dsink = None
     if bias is not None:
         p = static.problem
+        tile = bias_tiles(static.dq, current_target())
         fields = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
-        (dbias,) = _run(DbiasPlan, static, static.dq, mask, tensors, **fields)
+        (dbias,) = _run(DbiasPlan, static, tile, mask, tensors, **fields)
         dbias = dbias.astype(bias.dtype)
     if sink is not None:
         share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))

@@ -15,10 +15,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import head_key, kept
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.common.tiles import load_tile
-from ejkernel.kernels.triton.flash_attention.scores import finite_lse, tile_logits, tile_seen
+from ejkernel.kernels.triton.flash_attention.scores import (
+    cap_slope,
+    finite_lse,
+    mask_unseen,
+    tile_logits,
+)
 
 
 @triton.jit
@@ -35,7 +40,7 @@ def flash_bwd_dbias(
     kv_positions,
     mask,
     bias,
-    seed,
+    words,
     ranges,
     dbias,
     q_len,
@@ -53,12 +58,12 @@ def flash_bwd_dbias(
     chunk,
     chunk_offset,
     scale,
+    slope,
+    shift,
     cap_in,
-    cap_out,
+    bias_scale,
     keep_threshold,
     keep_scale,
-    seed_batches,
-    seed_stride,
     ids_stride,
     positions_stride,
     ranges_batch,
@@ -145,30 +150,30 @@ def flash_bwd_dbias(
             )  # fmt: skip
             dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
         rows = (b * heads + h).to(tl.int64) * q_len
-        row_lse = finite_lse(lse + rows, i, q_len)[:, None]
+        row_lse = finite_lse(lse + rows, i, q_len, shift)[:, None]
         row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[:, None]
-        s, tanh = tile_logits(
+        s = tile_logits(
             s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-            scale, cap_in, cap_out, CAPPED, SCALED,
+            bias_scale, scale, cap_in, CAPPED, SCALED, False,
         )  # fmt: skip
-        seen = tile_seen(
-            i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+        if CAPPED:
+            steep = cap_slope(s)
+        s = mask_unseen(
+            s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
             q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
             position_lo, position_hi, mask, mask_batch, mask_head,
-            HAS_LO, HAS_HI, POSITION_LO, POSITION_HI,
+            HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, True,
         )  # fmt: skip
-        p = tl.exp2(tl.where(seen, s, float("-inf")) - row_lse)
-        if DROPOUT:
-            words = seed + (b // seed_batches) * seed_stride
-            key = head_key(
-                tl.load(words), b % seed_batches + tl.load(words + 1), h + tl.load(words + 2)
-            )
-            keep = kept(key, i[:, None], j[None, :], keep_threshold)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        ds = p * (dp - row_delta)
+        p = tl.exp2(s * slope - row_lse)
         if CAPPED:
-            ds = ds * (1.0 - tanh * tanh)
-        acc += ds
+            p = p * steep
+        if DROPOUT:
+            row_r, row_s = load_row_words(words, rows, i, q_len)
+            column = tl.arange(0, BLOCK_KV)[None, :]
+            keep = kept(row_r[:, None], row_s[:, None], j0, column, keep_threshold)
+            acc += tl.where(keep, p * keep_scale, 0.0) * dp - p * row_delta
+        else:
+            acc += p * (dp - row_delta)
 
     at = i.to(tl.int64)[:, None] * kv_len + j[None, :]
     tl.store(

@@ -21,10 +21,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import head_key, kept
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words
 from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
-from ejkernel.kernels.triton.flash_attention.scores import finite_lse, tile_logits, tile_seen
+from ejkernel.kernels.triton.flash_attention.scores import (
+    cap_slope,
+    finite_lse,
+    mask_unseen,
+    program_of,
+    tile_logits,
+)
 
 
 @triton.jit
@@ -43,7 +49,7 @@ def flash_bwd_dkv(
     kv_positions,
     mask,
     bias,
-    seed,
+    words,
     ranges,
     dk,
     dv,
@@ -52,6 +58,7 @@ def flash_bwd_dkv(
     heads,
     kv_heads,
     kv_blocks,
+    batch,
     lo,
     hi,
     position_lo,
@@ -59,13 +66,13 @@ def flash_bwd_dkv(
     chunk,
     chunk_offset,
     scale,
+    slope,
+    shift,
     grad_scale,
     cap_in,
-    cap_out,
+    bias_scale,
     keep_threshold,
     keep_scale,
-    seed_batches,
-    seed_stride,
     ids_stride,
     positions_stride,
     ranges_batch,
@@ -89,20 +96,19 @@ def flash_bwd_dkv(
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
     HAS_FULL: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
     EVEN_Q: tl.constexpr,
+    EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
+    ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    block = pid % kv_blocks
-    bh = pid // kv_blocks
+    block, b, hk = program_of(tl.program_id(0), kv_blocks, batch, kv_heads, ORDER)
     if LONGEST_FIRST:
         block = kv_blocks - 1 - block
-    b = bh // kv_heads
-    hk = bh % kv_heads
     first = block * BLOCK_KV
     j = first + tl.arange(0, BLOCK_KV)
     q_token = b.to(tl.int64) * q_len
@@ -117,8 +123,9 @@ def flash_bwd_dkv(
     WANT_DK: tl.constexpr = dk is not None
     WANT_DV: tl.constexpr = dv is not None
     # dp before the exponentials overlaps products with them; after, it holds fewer registers
-    # while a bias or a dropout mask needs them, and lets narrow heads run three programs
-    DP_LATE: tl.constexpr = DROPOUT or (bias is not None) or D_MAIN + D_REST <= 64
+    # while whatever else a call has needs them, and lets narrow heads run three programs
+    EXTRAS: tl.constexpr = CAPPED or DROPOUT or (bias is not None) or (ranges is not None)
+    DP_LATE: tl.constexpr = EXTRAS or GROUP > 1 or D_MAIN + D_REST <= 64
     CHECK_D: tl.constexpr = D_MAIN + D_REST != D
     CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
     k_main = load_tile(
@@ -148,18 +155,16 @@ def flash_bwd_dkv(
             D_REST, False, True, CHECK_D,
         )  # fmt: skip
 
-    for member in tl.range(0, GROUP):
+    # a zero the compiler does not know, as in the forward kernel
+    zero = keep_scale * 0.0
+    # hoisting what is cheap to compute again out of three nested loops costs registers
+    for member in tl.range(0, GROUP, disable_licm=True):
         h = hk * GROUP + member
         if ranges is not None:
             row = b * ranges_batch + h * ranges_head + block
             start, full_start, full_stop, stop = given_blocks(ranges, row)
         rows = (b * heads + h).to(tl.int64) * q_len
-        if DROPOUT:
-            words = seed + (b // seed_batches) * seed_stride
-            key = head_key(
-                tl.load(words), b % seed_batches + tl.load(words + 1), h + tl.load(words + 2)
-            )
-        for phase in tl.static_range(0 if HAS_FULL else 1, 2):
+        for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
             # phase 0: blocks whose every row sees every key; phase 1: the others
             if phase == 1:
                 steps = (full_start - start) + (stop - full_stop)
@@ -167,7 +172,7 @@ def flash_bwd_dkv(
                     steps = stop - start
             else:
                 steps = full_stop - full_start
-            for t in tl.range(0, steps):
+            for t in tl.range(0, steps, disable_licm=GROUP > 1):
                 if phase == 1:
                     if HAS_FULL:
                         q_block = masked_block(t, start, full_start, full_stop)
@@ -209,48 +214,57 @@ def flash_bwd_dkv(
                     if (phase == 1) and TMA and not EVEN_Q:
                         do_more = tl.where((i < q_len)[:, None], do_more, 0.0)
                 if WANT_DK and not DP_LATE:
-                    dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
+                    dp = tl.zeros([BLOCK_KV, BLOCK_Q], tl.float32)
+                    if WANT_DV:
+                        # added to -delta, so that no thread holds delta beside the logits
+                        dp -= tl.load(delta + rows + i, mask=i < q_len, other=0.0)[None, :]
+                    dp = tl.dot(v_main, tl.trans(do_main), dp, input_precision=PRECISION)
                     if DV_REST > 0:
                         dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
 
-                row_lse = finite_lse(lse + rows, i, q_len)[None, :]
-                s, tanh = tile_logits(
+                row_lse = finite_lse(lse + rows, i, q_len, shift)[None, :]
+                s = tile_logits(
                     s, i[None, :], j[:, None], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-                    scale, cap_in, cap_out, CAPPED, SCALED,
+                    bias_scale, scale, cap_in, CAPPED, SCALED, EVEN_KV,
                 )  # fmt: skip
+                if CAPPED and WANT_DK:
+                    steep = cap_slope(s)
                 if phase == 1:
-                    seen = tile_seen(
-                        i[None, :], j[:, None], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+                    s = mask_unseen(
+                        s, i[None, :], j[:, None], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
                         q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
                         position_lo, position_hi, mask, mask_batch, mask_head,
-                        HAS_LO, HAS_HI, POSITION_LO, POSITION_HI,
+                        HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, True,
                     )  # fmt: skip
-                    s = tl.where(seen, s, float("-inf"))
-                if SCALED:
-                    p = tl.exp2(s - row_lse)
-                else:
-                    p = tl.exp2(s * scale - row_lse)
+                p = tl.exp2(s * slope - row_lse)
+                pd = p
                 if DROPOUT:
-                    keep = kept(key, i[None, :], j[:, None], keep_threshold)
+                    row_r, row_s = load_row_words(words, rows, i, q_len)
+                    column = tl.arange(0, BLOCK_KV)[:, None]
+                    keep = kept(row_r[None, :], row_s[None, :], first, column, keep_threshold)
+                    pd = tl.where(keep, p, zero)
                 if WANT_DV:
-                    pd = p
-                    if DROPOUT:
-                        pd = tl.where(keep, p, 0.0)
-                    pd = pd.to(do_main.dtype)
-                    dv_main = tl.dot(pd, do_main, dv_main, input_precision=PRECISION)
+                    kept_p = pd.to(do_main.dtype)
+                    dv_main = tl.dot(kept_p, do_main, dv_main, input_precision=PRECISION)
                     if DV_REST > 0:
-                        dv_more = tl.dot(pd, do_more, dv_more, input_precision=PRECISION)
+                        dv_more = tl.dot(kept_p, do_more, dv_more, input_precision=PRECISION)
                 if WANT_DK:
+                    if CAPPED:
+                        p = p * steep
+                        pd = pd * steep
                     if DP_LATE:
                         dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
                         if DV_REST > 0:
                             dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
+                    if DP_LATE or not WANT_DV:
+                        row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[None, :]
                     if DROPOUT:
-                        dp = tl.where(keep, dp * keep_scale, 0.0)
-                    row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)
-                    ds = p * (dp - row_delta[None, :])
-                    if CAPPED:
-                        ds = ds * (1.0 - tanh * tanh)
+                        # less the factor keep_scale, which dk gets in the end
+                        ds = pd * dp - p * (row_delta / keep_scale)
+                    elif DP_LATE or not WANT_DV:
+                        ds = p * (dp - row_delta)
+                    else:
+                        ds = p * dp
                     ds = ds.to(q_main.dtype)
                     dk_main = tl.dot(ds, q_main, dk_main, input_precision=PRECISION)
                     if D_REST > 0:

@@ -20,10 +20,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import head_key, kept
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words
 from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
-from ejkernel.kernels.triton.flash_attention.scores import finite_lse, tile_logits, tile_seen
+from ejkernel.kernels.triton.flash_attention.scores import (
+    cap_slope,
+    finite_lse,
+    mask_unseen,
+    program_of,
+    tile_logits,
+)
 
 
 @triton.jit
@@ -42,7 +48,7 @@ def flash_bwd_dq(
     kv_positions,
     mask,
     bias,
-    seed,
+    words,
     ranges,
     dq,
     q_len,
@@ -50,6 +56,7 @@ def flash_bwd_dq(
     heads,
     kv_heads,
     q_blocks,
+    batch,
     lo,
     hi,
     position_lo,
@@ -57,13 +64,13 @@ def flash_bwd_dq(
     chunk,
     chunk_offset,
     scale,
+    slope,
+    shift,
     grad_scale,
     cap_in,
-    cap_out,
+    bias_scale,
     keep_threshold,
     keep_scale,
-    seed_batches,
-    seed_stride,
     ids_stride,
     positions_stride,
     ranges_batch,
@@ -86,20 +93,18 @@ def flash_bwd_dq(
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
     HAS_FULL: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
+    ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    block = pid % q_blocks
-    bh = pid // q_blocks
+    block, b, h = program_of(tl.program_id(0), q_blocks, batch, heads, ORDER)
     if LONGEST_FIRST:
         block = q_blocks - 1 - block
-    b = bh // heads
-    h = bh % heads
     hk = h // (heads // kv_heads)
     first = block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
@@ -137,16 +142,14 @@ def flash_bwd_dq(
             do, q_token, first, q_len, h * DV + DV_MAIN, heads * DV, DV - DV_MAIN, BLOCK_Q,
             DV_REST, False, True, CHECK_DV,
         )  # fmt: skip
-    rows = bh.to(tl.int64) * q_len
-    row_lse = finite_lse(lse + rows, i, q_len)[:, None]
+    rows = (b * heads + h).to(tl.int64) * q_len
+    row_lse = finite_lse(lse + rows, i, q_len, shift)[:, None]
     row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[:, None]
     if DROPOUT:
-        words = seed + (b // seed_batches) * seed_stride
-        key = head_key(
-            tl.load(words), b % seed_batches + tl.load(words + 1), h + tl.load(words + 2)
-        )
+        row_r, row_s = load_row_words(words, rows, i, q_len)
+        row_delta = row_delta / keep_scale
 
-    for phase in tl.static_range(0 if HAS_FULL else 1, 2):
+    for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
         if phase == 1:
             steps = (full_start - start) + (stop - full_stop)
@@ -198,29 +201,29 @@ def flash_bwd_dq(
                     v_more = tl.where((j < kv_len)[:, None], v_more, 0.0)
                 dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
 
-            s, tanh = tile_logits(
+            s = tile_logits(
                 s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-                scale, cap_in, cap_out, CAPPED, SCALED,
+                bias_scale, scale, cap_in, CAPPED, SCALED, (phase == 0) or EVEN_KV,
             )  # fmt: skip
+            if CAPPED:
+                steep = cap_slope(s)
             if phase == 1:
-                seen = tile_seen(
-                    i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+                s = mask_unseen(
+                    s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
                     q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
                     position_lo, position_hi, mask, mask_batch, mask_head,
-                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI,
+                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
                 )  # fmt: skip
-                s = tl.where(seen, s, float("-inf"))
-            if SCALED:
-                p = tl.exp2(s - row_lse)
-            else:
-                p = tl.exp2(s * scale - row_lse)
-            if DROPOUT:
-                dp = tl.where(
-                    kept(key, i[:, None], j[None, :], keep_threshold), dp * keep_scale, 0.0
-                )
-            ds = p * (dp - row_delta)
+            p = tl.exp2(s * slope - row_lse)
             if CAPPED:
-                ds = ds * (1.0 - tanh * tanh)
+                p = p * steep
+            if DROPOUT:
+                # less the factor keep_scale, which dq gets in the end
+                column = tl.arange(0, BLOCK_KV)
+                keep = kept(row_r[:, None], row_s[:, None], j0, column[None, :], keep_threshold)
+                ds = tl.where(keep, p, 0.0) * dp - p * row_delta
+            else:
+                ds = p * (dp - row_delta)
             ds = ds.to(k_main.dtype)
             acc = tl.dot(ds, k_main, acc, input_precision=PRECISION)
             if D_REST > 0:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import head_key, kept
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, online_softmax
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
@@ -30,7 +30,7 @@ from ejkernel.kernels.triton.common.structure import (
     masked_block,
 )
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
-from ejkernel.kernels.triton.flash_attention.scores import tile_logits, tile_seen
+from ejkernel.kernels.triton.flash_attention.scores import mask_unseen, program_of, tile_logits
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def flash_fwd(
     kv_positions,
     mask,
     bias,
-    seed,
+    words,
     ranges,
     o,
     lse,
@@ -56,6 +56,7 @@ def flash_fwd(
     heads,
     kv_heads,
     q_blocks,
+    batch,
     lo,
     hi,
     position_lo,
@@ -63,12 +64,12 @@ def flash_fwd(
     chunk,
     chunk_offset,
     scale,
+    slope,
+    shift,
     cap_in,
-    cap_out,
+    bias_scale,
     keep_threshold,
     keep_scale,
-    seed_batches,
-    seed_stride,
     ids_stride,
     positions_stride,
     sink_batch,
@@ -92,20 +93,18 @@ def flash_fwd(
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
     HAS_FULL: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
+    ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    block = pid % q_blocks
-    bh = pid // q_blocks
+    block, b, h = program_of(tl.program_id(0), q_blocks, batch, heads, ORDER)
     if LONGEST_FIRST:
         block = q_blocks - 1 - block
-    b = bh // heads
-    h = bh % heads
     hk = h // (heads // kv_heads)
     first = block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
@@ -133,11 +132,12 @@ def flash_fwd(
             False, True, CHECK_D,
         )  # fmt: skip
 
+    rows = (b * heads + h).to(tl.int64) * q_len
     if DROPOUT:
-        words = seed + (b // seed_batches) * seed_stride
-        key = head_key(
-            tl.load(words), b % seed_batches + tl.load(words + 1), h + tl.load(words + 2)
-        )
+        row_r, row_s = load_row_words(words, rows, i, q_len)
+        # a zero the compiler does not know: a select of constants moves behind the conversion
+        # of p, element by element instead of by pairs
+        zero = keep_scale * 0.0
 
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
@@ -145,7 +145,7 @@ def flash_fwd(
     if DV_REST > 0:
         acc_more = tl.zeros([BLOCK_Q, DV_REST], tl.float32)
 
-    for phase in tl.static_range(0 if HAS_FULL else 1, 2):
+    for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
         if phase == 1:
             steps = (full_start - start) + (stop - full_stop)
@@ -177,24 +177,25 @@ def flash_fwd(
                 )  # fmt: skip
                 s = tl.dot(q_more, tl.trans(k_more), s, input_precision=PRECISION)
 
-            s, _ = tile_logits(
+            s = tile_logits(
                 s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-                scale, cap_in, cap_out, CAPPED, SCALED,
+                bias_scale, scale, cap_in, CAPPED, SCALED, (phase == 0) or EVEN_KV,
             )  # fmt: skip
             if phase == 1:
-                seen = tile_seen(
-                    i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+                s = mask_unseen(
+                    s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
                     q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
                     position_lo, position_hi, mask, mask_batch, mask_head,
-                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI,
+                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
                 )  # fmt: skip
-                s = tl.where(seen, s, float("-inf"))
 
             p, m, l, alpha = online_softmax(  # noqa: E741
-                s, m, l, scale, SCALED, (phase == 1) or bias is not None
+                s, m, l, slope, False, (phase == 1) or bias is not None
             )
             if DROPOUT:
-                p = tl.where(kept(key, i[:, None], j[None, :], keep_threshold), p, 0.0)
+                column = tl.arange(0, BLOCK_KV)
+                keep = kept(row_r[:, None], row_s[:, None], j0, column[None, :], keep_threshold)
+                p = tl.where(keep, p, zero)
 
             acc = acc * alpha[:, None]
             v_main = load_tile(
@@ -219,6 +220,7 @@ def flash_fwd(
                 acc_more = tl.dot(p, v_more, acc_more, input_precision=PRECISION)
 
     alive = l > 0.0
+    m = m + shift
     if sink is not None:
         # one more logit per row, never in the output; a row without keys stays empty
         s2 = tl.load(sink + b * sink_batch + h) * LOG2E
@@ -233,9 +235,7 @@ def flash_fwd(
         factor = factor * keep_scale
     factor = tl.where(alive, factor, 0.0)
     total = (m + tl.log2(tl.where(alive, l, 1.0))) * LN2
-    tl.store(
-        lse + bh.to(tl.int64) * q_len + i, tl.where(alive, total, float("-inf")), mask=i < q_len
-    )
+    tl.store(lse + rows + i, tl.where(alive, total, float("-inf")), mask=i < q_len)
     store_tile(
         o, acc * factor[:, None], q_token, first, q_len, h * DV, heads * DV, DV, BLOCK_Q, DV_MAIN
     )

@@ -68,7 +68,8 @@ def flash_attention(
         precision: of float32 products: None tf32, "high" three tf32 products, "highest" float32.
         logits_dtype: lower bound of the accumulation dtype; float64 is not supported.
         cfg: ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages) and ``bwd_params``
-            (the same for the key gradients; blocksize_m, blocksize_n for the query gradient).
+            (the same for the key gradients; blocksize_m and blocksize_n, with the same warps and
+            stages, for the query gradient).
 
     Returns:
         o ``[b, q, h, dv]`` in the query's dtype, or (o, lse).
@@ -139,11 +140,10 @@ def choose_tiles(problem: Problem, cfg: Any) -> Static:
     """The tiles of all kernels: heuristics, then what the config says instead."""
     target = current_target()
     fwd_params, bwd_params = tiles.field(cfg, "fwd_params"), tiles.field(cfg, "bwd_params")
+    dq, dkv = tiles.backward_tiles(problem, target)
     return Static(
         problem,
         tiles.override(tiles.forward_tiles(problem, target), fwd_params),
-        tiles.override(tiles.dq_tiles(problem, target), bwd_params, tiles.DQ_FIELDS),
-        tiles.key_passes(
-            problem, tiles.override(tiles.dkv_tiles(problem, target), bwd_params), target
-        ),
+        tiles.override(dq, bwd_params, tiles.DQ_FIELDS),
+        tiles.key_passes(problem, tiles.override(dkv, bwd_params), target),
     )

@@ -19,7 +19,7 @@ from ejkernel.kernels.triton.flash_attention.dims import split_dim
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E, Problem
-from ejkernel.types.structure import Rules
+from ejkernel.types.structure import Band, Rules
 
 FLOAT = jnp.float32
 
@@ -87,13 +87,28 @@ class AttentionPlan:
                 out[parameter] = operand
         return out
 
+    def partial(self, even: bool) -> bool:
+        """Whether any block needs an element mask; ``even``: tiles end with the walked axis."""
+        rules = self.rules
+        free = rules.band == Band() and rules.position_band == Band() and rules.chunk is None
+        return rules.arrays or not free or not even
+
+    def order(self) -> int:
+        """Which programs are neighbours (see ``program_of``): those that share a bias."""
+        bias = self.shape("bias")
+        if bias is None:
+            return 0
+        return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
+
     def common(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants every kernel here takes."""
         p, rules = self.problem, self.rules
         biased = p.biased
         log2_scale = p.scale * LOG2E
         cap = p.soft_cap
-        scaled = biased or cap is not None or p.scale <= 0.0
+        # logits in base 2 are slope * s + shift, s being the products; that takes a positive
+        # scale, and with a bias one whose reciprocal is no surprise
+        scaled = p.scale < 2.0**-20 and (biased or cap is None)
         band, positions = rules.band, rules.position_band
         placed = "q_positions" in self.names
 
@@ -117,7 +132,7 @@ class AttentionPlan:
         arguments: dict[str, Any] = {
             name: self.operand(name)
             for name in (
-                "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "bias", "seed", "ranges",
+                "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "bias", "words", "ranges",
             )
         }  # fmt: skip
         arguments |= {
@@ -131,13 +146,13 @@ class AttentionPlan:
             "position_hi": positions.hi or 0,
             "chunk": chunk[0] if chunk else None,
             "chunk_offset": chunk[1] if chunk else None,
-            "scale": float(p.scale if biased else log2_scale),
-            "cap_in": float(2 * LOG2E / cap * (1.0 if biased else p.scale)) if cap else 0.0,
-            "cap_out": float(cap * LOG2E) if cap else 0.0,
+            "scale": float(log2_scale),
+            "slope": float(2 * cap * LOG2E if cap else 1.0 if scaled else log2_scale),
+            "shift": float(cap * LOG2E) if cap else 0.0,
+            "cap_in": float(2 / cap * (1.0 if scaled else log2_scale)) if cap else 0.0,
+            "bias_scale": float(LOG2E if scaled else 1.0 / p.scale) if biased else 0.0,
             "keep_threshold": p.keep_threshold,
             "keep_scale": float(p.keep_scale),
-            "seed_batches": p.seed_batches,
-            "seed_stride": leading("seed", 3),
             "ids_stride": leading("q_ids", 1),
             "positions_stride": leading("q_positions", 1),
             "ranges_batch": 0 if ranges[0] == 1 else ranges[1] * ranges[2],
@@ -174,11 +189,10 @@ class AttentionPlan:
         for name, array, mapped in zip(self.names, arrays, batched, strict=True):
             mate = pairs.get(name) or {v: k for k, v in pairs.items()}.get(name)
             shared = not mapped and not (flags.get(mate))
-            whole = name in ("q", "k", "v", "do", "lse", "delta")  # never shared by batch rows
+            # never shared by batch rows
+            whole = name in ("q", "k", "v", "do", "lse", "delta", "words")
             if whole:
                 inner = batch
-            elif name == "seed":
-                inner = batch // self.problem.seed_batches
             else:
                 inner = batch if rows[name] == 1 and not shared else max(rows[name], 1)
             keep = shared and rows[name] == 1 and not whole
@@ -226,11 +240,14 @@ class ForwardPlan(AttentionPlan):
             "o": Out(0),
             "lse": Out(1),
             "q_blocks": blocks,
+            "batch": p.batch,
         }
         constants |= {
             "TMA": maps,
             "EVEN_KV": p.kv_len % t.block_kv == 0,
+            "HAS_PARTIAL": self.partial(p.kv_len % t.block_kv == 0),
             "LONGEST_FIRST": self.rules.band.hi is not None,
+            "ORDER": self.order(),
         }
         return Launch(
             flash_fwd, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
@@ -262,12 +279,15 @@ class DqPlan(AttentionPlan):
             "delta": self.operand("delta"),
             "dq": Out(0),
             "q_blocks": blocks,
-            "grad_scale": float(p.scale),
+            "batch": p.batch,
+            "grad_scale": float(p.scale * p.keep_scale),
         }
         constants |= {
             "TMA": maps,
             "EVEN_KV": p.kv_len % t.block_kv == 0,
+            "HAS_PARTIAL": self.partial(p.kv_len % t.block_kv == 0),
             "LONGEST_FIRST": self.rules.band.hi is not None,
+            "ORDER": self.order(),
         }
         return Launch(
             flash_bwd_dq, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
@@ -305,14 +325,18 @@ class DkvPlan(AttentionPlan):
             **dict.fromkeys(("dk", "dv")),
             **{part: Out(n) for n, part in enumerate(self.parts)},
             "kv_blocks": blocks,
-            "grad_scale": float(p.scale),
+            "batch": p.batch,
+            "grad_scale": float(p.scale * p.keep_scale),
         }
         constants |= {
             "TMA": maps,
             "GROUP": p.group,
             "EVEN_Q": p.q_len % t.block_q == 0,
+            "EVEN_KV": p.kv_len % t.block_kv == 0,
+            "HAS_PARTIAL": self.partial(p.q_len % t.block_q == 0),
             # under a causal mask the first keys are seen by the most rows: they are first anyway
             "LONGEST_FIRST": self.rules.band.hi is None and self.rules.band.lo is not None,
+            "ORDER": self.order(),
         }
         return Launch(
             flash_bwd_dkv, arguments, constants, (blocks * p.batch * p.kv_heads,), t.num_warps,

@@ -102,6 +102,8 @@ def _as_config(fwd: tiles.Tiles, dq: tiles.Tiles, dkv: tiles.Tiles) -> dict[str,
             "kv_blocksize": dkv.block_kv,
             "blocksize_m": dq.block_q,
             "blocksize_n": dq.block_kv,
+            "num_warps": dkv.num_warps,
+            "num_stages": dkv.num_stages,
         },
     }
 
@@ -109,19 +111,14 @@ def _as_config(fwd: tiles.Tiles, dq: tiles.Tiles, dkv: tiles.Tiles) -> dict[str,
 def heuristic(inv: Any) -> dict[str, Any]:
     """Fields of the config that the arithmetic of ``tiles`` gives."""
     problem, target = problem_of(inv.arguments), current_target()
-    return _as_config(
-        tiles.forward_tiles(problem, target),
-        tiles.dq_tiles(problem, target),
-        tiles.dkv_tiles(problem, target),
-    )
+    return _as_config(tiles.forward_tiles(problem, target), *tiles.backward_tiles(problem, target))
 
 
 def candidates(inv: Any) -> list[dict[str, Any]]:
     """Configs worth timing: the heuristic's, and its neighbours that fit in each direction."""
     problem, target = problem_of(inv.arguments), current_target()
-    fwd, dq, dkv = (
-        f(problem, target) for f in (tiles.forward_tiles, tiles.dq_tiles, tiles.dkv_tiles)
-    )
+    fwd = tiles.forward_tiles(problem, target)
+    dq, dkv = tiles.backward_tiles(problem, target)
     first = _as_config(fwd, dq, dkv)
     near = [
         first | {"fwd_params": _as_config(tile, dq, dkv)["fwd_params"]}
@@ -136,7 +133,11 @@ def candidates(inv: Any) -> list[dict[str, Any]]:
     near += [
         first | {"bwd_params": _as_config(fwd, tile, dkv)["bwd_params"]}
         for tile in tiles.neighbours(dq, problem)
-        if fits("dq", tile, dq, problem, target)
+        if fits("dq", tile, dq, problem, target) and _same_launch(tile, dkv)
     ]
-    # neighbours may differ in what a config does not say
     return [first, *(c for i, c in enumerate(near) if c != first and c not in near[:i])]
+
+
+def _same_launch(a: tiles.Tiles, b: tiles.Tiles) -> bool:
+    """A config has one number of warps and of stages for both backward kernels."""
+    return (a.num_warps, a.num_stages) == (b.num_warps, b.num_stages)

@@ -44,6 +44,7 @@ def can_use_tensor_maps(problem: Problem, target: Target) -> bool:
     return (
         target.platform == "cuda"
         and int(target.arch) >= 90
+        and target.tensor_maps
         and problem.itemsize == 2
         and exact_dim(problem.dim)
         and exact_dim(problem.value_dim)
@@ -53,84 +54,166 @@ def can_use_tensor_maps(problem: Problem, target: Target) -> bool:
 
 def forward_tiles(problem: Problem, target: Target) -> Tiles:
     """Tiles of the forward kernel."""
+    return _fit(_forward(problem, target), problem, target, walks_keys=True, held=())
+
+
+def backward_tiles(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
+    """Tiles of the query gradient and of the key gradients, with the same warps and stages.
+
+    The first holds queries and output gradients and walks keys and values, the second the other
+    way round. A config has one number of warps and of stages for both.
+    """
+    dq, dkv = _backward(problem, target)
+    held = (problem.dim, problem.value_dim)
+    dq = _fit(dq, problem, target, walks_keys=True, held=held)
+    dkv = _fit(dkv, problem, target, walks_keys=False, held=held)
+    stages = min(dq.num_stages, dkv.num_stages)
+    return replace(dq, num_stages=stages), replace(dkv, num_stages=stages)
+
+
+def bias_tiles(dq: Tiles, target: Target) -> Tiles:
+    """Tiles of the bias gradient: those of the query gradient, whose logits it computes again."""
+    # its sum is one more tile in registers, which products from registers leave less room for
+    return dq if target.hopper else replace(dq, block_kv=max(16, dq.block_kv // 2))
+
+
+def _forward(problem: Problem, target: Target) -> Tiles:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     short = problem.q_len <= 64
-    if problem.biased and problem.dtype != "float32":
+    if problem.dtype == "float32":
+        if problem.precision == "ieee":
+            # products without matrix instructions: 32 x 32 over 256 threads keep operands in
+            # registers
+            return Tiles(32, 32, 8, 1)
+        # tf32 products from registers: a quarter of the tile keeps operands in them
+        return Tiles(64, 32, 4, 2 if dim <= 64 else 1)
+    if target.platform == "rocm":
+        # 64 KiB of shared memory, no asynchronous copies: one stage
+        if problem.biased:
+            # tiles of the bias are staged beside keys and values
+            return Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(64, 32, 8, 2)
+        return Tiles(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 4, 1)
+    if problem.biased:
         if target.hopper and dim <= 128:
             # programs overlap as below; the tiles of the bias take the room of a third stage
             return Tiles(64, 64, 4, 2)
-        # tiles of the bias are staged in shared memory beside keys and values
-        return Tiles(
-            64 if short or dim > 128 else 128, 32 if dim > 128 else 64, 4 if short else 8, 2
-        )
-    if problem.dtype == "float32":
-        # tf32 or full products from registers: a quarter of the tile keeps operands in them
-        return Tiles(32 if problem.precision == "ieee" else 64, 32, 4, 2 if dim <= 64 else 1)
+        # tiles of the bias are staged in shared memory beside keys and values, and held in
+        # registers beside the logits
+        return Tiles(64, 32, 4, 2) if short or dim > 128 else Tiles(128, 32, 8, 2)
     if target.hopper:
         if dim <= 128:
             # one warp group of 64 rows waits for its own products before its exponentials, so
             # programs must overlap instead: three stages of 64 x 128 keys and values take 112 KiB
             # (of 64 columns 56 KiB), which leaves room for two (four) programs a multiprocessor
             return Tiles(64, 64, 4, 3)
-        # the accumulator alone is 64 KiB a warp group: fewer keys at a time
-        return Tiles(64, 64, 4, 2) if short else Tiles(128, 64, 8, 2)
-    if target.platform == "rocm":
-        # 64 KiB of shared memory, no asynchronous copies: one stage
-        return Tiles(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 4, 1)
+        # the accumulator alone is 64 KiB a warp group: fewer keys at a time, fewer still where
+        # the addresses of pointers take registers
+        if short or not can_use_tensor_maps(problem, target):
+            return Tiles(64, 64, 4, 2)
+        return Tiles(128, 64, 8, 2)
     if dim <= 64:
-        return Tiles(64 if short else 128, 64, 4, 3)
+        # queries stay in registers as operands: 128 rows take the threads of eight warps
+        return Tiles(64, 64, 4, 3) if short else Tiles(128, 64, 8, 3)
     if dim <= 128:
         return Tiles(64, 64, 4, 2) if short else Tiles(128, 64, 8, 3)
     return Tiles(64, 64, 8, 2)
 
 
-def dq_tiles(problem: Problem, target: Target) -> Tiles:
-    """Tiles of the query gradient: queries and output gradients held, keys and values walked."""
+def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     if problem.dtype == "float32":
-        return Tiles(32, 32, 4, 1)
-    if problem.biased and not (target.hopper and dim <= 128):
-        return Tiles(64, 64 if dim <= 128 else 32, 8, 1)
-    if target.hopper:
-        if dim <= 64:
-            # 64 KiB: three programs a multiprocessor, one exponentiates while others multiply
-            return Tiles(64, 64, 4, 3)
-        if dim <= 128:
-            # 96 KiB: two programs; a third stage would leave one
-            return Tiles(64, 64, 4, 2)
-        # one accumulator of 128 x 256 fills half the registers; 128 KiB of queries and output
-        # gradients leave room for two stages of 32 keys
-        return Tiles(128, 32, 8, 2)
+        if problem.precision == "ieee":
+            # two kinds of operands in registers: a quarter of the forward tile
+            return Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)
+        return Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
     if target.platform == "rocm":
-        return Tiles(64, 32, 4, 1)
+        # one stage as forward; the bias takes the registers of half the keys of wide heads
+        wide = problem.biased and dim > 128
+        return Tiles(64, 32, 4, 1), Tiles(32, 32 if wide else 64, 4, 1)
+    if target.hopper:
+        return _hopper_backward(problem, target, dim)
+    if problem.biased:
+        # the bias takes the place of a second stage
+        rows = 64 if dim <= 128 else 32
+        return Tiles(64, rows, 8, 1), Tiles(64, rows, 8, 1)
+    if dim <= 64:
+        return Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
     if dim <= 128:
-        return Tiles(64, 64, 4, 2)
-    return Tiles(64, 32, 8, 1)
+        # two accumulators of 64 x 128: eight warps. A dim held as two powers of two has the
+        # addresses of both: half the rows a time
+        split = any(split_dim(dim)[1] for dim in (problem.dim, problem.value_dim))
+        return Tiles(64, 64, 8, 2), Tiles(32 if split else 64, 64, 8, 2)
+    if problem.dim == problem.value_dim:
+        return Tiles(64, 32, 8, 1), Tiles(32, 64, 8, 1)
+    return Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1)
 
 
-def dkv_tiles(problem: Problem, target: Target) -> Tiles:
-    """Tiles of the key gradients: keys and values held, queries and output gradients walked."""
-    dim = max(_padded(problem.dim), _padded(problem.value_dim))
-    if problem.dtype == "float32":
-        return Tiles(32, 32, 4, 1)
-    if problem.biased and not (target.hopper and dim <= 128):
-        return Tiles(64, 64 if dim <= 128 else 32, 8, 1)
-    if target.hopper:
-        if dim <= 64:
-            # 64 KiB, and 168 of the registers of a multiprocessor's 384 threads: three programs
-            plain = not problem.biased and problem.soft_cap is None and not problem.dropout
-            return Tiles(64, 64, 4, 3, 168 if plain else None)
-        if dim <= 128:
-            # two accumulators of 64 x 128 are 128 registers a thread; 96 KiB: two programs
-            return Tiles(64, 64, 4, 2)
-        # one accumulator at a time (see ``key_passes``): 128 x 256 is 128 registers a thread;
-        # 128 KiB of keys and values leave room for two stages of 32 rows
-        return Tiles(32, 128, 8, 2)
-    if target.platform == "rocm":
-        return Tiles(32, 64, 4, 1)
-    if dim <= 128:
-        return Tiles(64, 64, 4 if dim <= 64 else 8, 2)
-    return Tiles(32, 64, 8, 1)
+def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles, Tiles]:
+    maps = can_use_tensor_maps(problem, target)
+    if dim > 128:
+        if problem.biased:
+            # the bias is held beside logits and accumulators: half the tile
+            return Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)
+        # dq: one accumulator of 128 x 256 fills half the registers; 128 KiB of queries and output
+        # gradients leave room for two stages of 32 keys. dkv: one accumulator at a time (see
+        # ``key_passes``), 128 x 256 is 128 registers a thread; 128 KiB of keys and values leave
+        # room for two stages of 32 rows
+        return Tiles(128, 32, 8, 2), Tiles(32, 128, 8, 2)
+    # a cap's slope, a dropout mask or the addresses of pointers are held beside the logits: half
+    # the rows at a time
+    extra = problem.soft_cap is not None or problem.dropout > 0.0
+    rows = 32 if (extra and dim > 64) or not maps else 64
+    if dim <= 64 and not problem.biased:
+        # 64 KiB: three programs a multiprocessor, one exponentiates while others multiply; that
+        # leaves a thread 168 of the registers of a multiprocessor
+        return Tiles(64, 64, 4, 3), Tiles(rows, 64, 4, 3, None if extra else 168)
+    # 96 KiB: two programs; a third stage would leave one. Two accumulators of 64 x 128 are 128
+    # registers a thread
+    return Tiles(64, 64, 4, 2), Tiles(rows, 64, 4, 2)
+
+
+def _fit(
+    tiles: Tiles, problem: Problem, target: Target, *, walks_keys: bool, held: tuple[int, ...]
+) -> Tiles:
+    """``tiles`` made smaller until their shared memory fits the target, or as small as they get.
+
+    A third stage goes first, then walked rows beyond 32, then the second stage.
+    """
+    while _shared(tiles, problem, target, walks_keys, held) > target.shared_limit:
+        walked, other = ("block_kv", "block_q") if walks_keys else ("block_q", "block_kv")
+        rows = getattr(tiles, walked)
+        if tiles.num_stages > 2:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif rows > 32:
+            tiles = replace(tiles, **{walked: rows // 2})
+        elif tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=1)
+        elif rows > 16:
+            tiles = replace(tiles, **{walked: rows // 2})
+        elif getattr(tiles, other) > 16:
+            tiles = replace(tiles, **{other: getattr(tiles, other) // 2})
+        else:
+            break
+        tiles = replace(tiles, registers=None)
+    return tiles
+
+
+def _shared(
+    tiles: Tiles, problem: Problem, target: Target, walks_keys: bool, held: tuple[int, ...]
+) -> int:
+    """Bytes of shared memory, a bound: ``held`` are the columns that stay beside the walked."""
+    dims = _padded(problem.dim), _padded(problem.value_dim)
+    rows, walked = tiles.block_q, tiles.block_kv
+    if not walks_keys:
+        rows, walked = walked, rows
+    size, stages = problem.itemsize, tiles.num_stages
+    total = stages * walked * sum(dims) * size
+    if stages == 1:
+        total += walked * max(dims) * size * bool(held)  # read in two layouts
+    if target.platform == "cuda":  # elsewhere operands held are in registers
+        total += rows * sum(map(_padded, held)) * size
+    # probabilities between two products; a dense mask and a bias of four bytes are staged
+    return total + rows * walked * (size + stages * (1 + 4 * problem.biased))
 
 
 def key_passes(
@@ -145,9 +228,12 @@ def key_passes(
     threads = target.warp_size * tiles.num_warps
     if not target.hopper or tiles.block_kv * columns <= 128 * threads:
         return ((("dk", "dv"), tiles),)
-    # dv needs no values: room for twice the rows a stage
-    rows = tiles.block_q if problem.itemsize == 4 else min(64, 2 * tiles.block_q)
-    return (("dk",), tiles), (("dv",), replace(tiles, block_q=rows))
+    # dv needs no values: room for twice the rows a stage, where their addresses leave registers
+    double = problem.itemsize == 2 and can_use_tensor_maps(problem, target)
+    rows = min(64, 2 * tiles.block_q) if double else tiles.block_q
+    wide = replace(tiles, block_q=rows)
+    wide = _fit(wide, problem, target, walks_keys=False, held=(problem.dim,))
+    return (("dk",), tiles), (("dv",), wide)
 
 
 FIELDS = {
@@ -156,6 +242,7 @@ FIELDS = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
+# the key gradients have the names of FIELDS; warps and stages are those of both
 DQ_FIELDS = FIELDS | {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 
 
