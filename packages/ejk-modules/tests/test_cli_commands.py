@@ -197,6 +197,26 @@ def test_tune_then_cache_then_clear(capsys, candidates, tmp_path, own_cache):
     assert listed[0]["config"] == row["config"]
 
 
+def test_recorded_calls_are_tuned(capsys, candidates, tmp_path, monkeypatch):
+    import numpy as np
+
+    from ejkernel.modules import mean_pooling
+    from ejkernel.ops import clear_invocations, policy_override, save_invocations
+
+    clear_invocations()
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    with policy_override(autotune=False):
+        mean_pooling(np.ones((2, 64, 16), np.float32))
+    monkeypatch.delenv("EJKERNEL_OPS_RECORD")
+    save_invocations(tmp_path / "calls.json")
+    clear_invocations()
+    words = ["tune", "--recorded", str(tmp_path / "calls.json"), "--iters", "1"]
+    status, done = asked(capsys, *words)
+    assert status == 0 and [r["operation"] for r in done["tuned"]] == ["mean_pooling"]
+    assert main([*words, "--shapes"]) == 2
+    assert main(["tune", "--recorded", str(tmp_path / "none.json")]) == 2
+
+
 def test_nothing_to_choose_is_said(capsys):
     status, done = asked(capsys, "tune", "mean_pooling", *WORDS)
     assert status == 0 and done["tuned"] == []

@@ -11,36 +11,19 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ejkernel.ops.utils.serialization import to_json
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "triton",
-    "jax-triton",
-    "ejk-modules",
-    "ejk-ops",
-    "ejk-types",
-    "ejk-kernels-xla",
-    "ejk-kernels-triton",
-    "ejk-kernels-pallas",
-)
 
+def versions() -> dict[str, str]:
+    """Versions of what decides how fast a call is."""
+    from ejkernel.modules._version import __version__
+    from ejkernel.ops.config.versions import versions as of_kernels
 
-def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of those that are installed."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {**of_kernels(), "ejk-modules": __version__}
 
 
 def config_fields(cfg: Any) -> Any:
@@ -92,14 +75,18 @@ def folder() -> Path:
 
 
 def write(kind: str, name: str, content: Mapping[str, Any], into: Path | None = None) -> Path:
-    """Write ``content`` with the facts of this process to ``<kind>-<name>.json``."""
+    """Write ``content`` with the facts of this process to a file of its own."""
     into = folder() if into is None else into
     into.mkdir(parents=True, exist_ok=True)
     facts = environment()
     device = re.sub(r"[^A-Za-z0-9]+", "-", facts["device"]).strip("-").lower()
-    path = into / f"{kind}-{device}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
+    now = datetime.datetime.now()
+    stem = f"{kind}-{device}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
+    path = into / f"{stem}-{now:%Y%m%d-%H%M%S}-{os.getpid()}.json"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({"kind": kind, **facts, **content}, indent=1) + "\n")
+    temporary.write_text(
+        json.dumps({"kind": kind, **facts, "time": now.isoformat(), **content}, indent=1) + "\n"
+    )
     temporary.replace(path)
     return path
 

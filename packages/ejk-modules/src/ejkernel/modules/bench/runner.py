@@ -71,11 +71,26 @@ def _chosen(case: Case) -> dict[str, str]:
     }
 
 
+def tier_of(case: Case) -> str:
+    """Where the config comes from; to be asked before the first run, after which memory has it."""
+    return _chosen(case).get("tier", "")
+
+
 def run_case(
-    case: Case, mode: str, limits: Limits, *, rounds: int = 9, target_s: float = 0.2
+    case: Case,
+    mode: str,
+    limits: Limits,
+    *,
+    rounds: int = 9,
+    target_s: float = 0.2,
+    tier: str | None = None,
 ) -> list[Row]:
-    """Time every contender of a case; one that fails becomes a row that says why."""
-    tier = _chosen(case).get("tier", "")  # asked first: running may tune, and memory then answers
+    """Time every contender of a case; one that fails becomes a row that says why.
+
+    ``tier``: of the first contender's config, where it is known; None = asked now.
+    """
+    if tier is None:
+        tier = tier_of(case)
     args = case.inputs()
     calls: dict[str, Callable[[], Any]] = {}
     temps, failed = {}, {}
@@ -141,7 +156,11 @@ def run_cases(
     **options: Any,
 ) -> Iterator[Row]:
     """The rows of all cases in all modes, one after the other; ``on_row`` hears of each."""
+    tiers: dict[int, str] = {}
     for case, mode in steps(cases, modes):
-        for row in run_case(case, mode, limits, **options):
+        if id(case) not in tiers:
+            tiers[id(case)] = tier_of(case)
+        tier = tiers[id(case)]
+        for row in run_case(case, mode, limits, tier=tier, **options):
             on_row(row)
             yield row

@@ -1,8 +1,8 @@
 """One self-contained HTML page: what ran, from which tier, how near to the bound, and what tuning
 tried. It loads nothing from the network.
 
-  ejk report                                 what `ejk bench` and `ejk tune` recorded here
-  ejk report results/*.json --out page.html  records from elsewhere
+  ejk report                                   what `ejk bench` and `ejk tune` recorded here
+  ejk report results/*.json --out page.html   records from elsewhere
 """
 
 from __future__ import annotations
@@ -74,4 +74,26 @@ def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
         except (OSError, ValueError) as error:
             if given or path.exists():
                 problems.append(f"{path} is left out: {error}")
-    return records, problems
+    return newest(records), problems
+
+
+def newest(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what a later record of the same device measured again; the newest first."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+
+    def when(record: dict[str, Any]) -> str:
+        return str(record.get("time") or record.get("date") or "")
+
+    for record in sorted(records, key=when, reverse=True):
+        part, names = ("rows", ("case", "mode")) if record["kind"] == "bench" else (
+            "trials", ("operation", "shape"))  # fmt: skip
+        whose = (record["kind"], record.get("device"), record.get("op", ""))
+        if part == "trials":
+            whose = whose[:2]
+        measured = {(*whose, *(row.get(n) for n in names)) for row in record[part]}
+        rows = [r for r in record[part] if (*whose, *(r.get(n) for n in names)) not in seen]
+        seen |= measured
+        if rows:
+            kept.append({**record, part: rows})
+    return kept

@@ -60,7 +60,11 @@ def packages() -> Iterator[Check]:
                 )  # fmt: skip
         names = registry.list_algorithms()
     text = f"{', '.join(registry.installed())}: {len(names)} algorithms"
-    yield Check("kernels", "registered", "ok" if names else "fail", text)
+    if names:
+        yield Check("kernels", "registered", "ok", text)
+    else:
+        fix = "python -m pip install ejk-modules   # kernels are found by their entry points"
+        yield Check("kernels", "registered", "fail", "no kernel package is installed", fix)
 
 
 def small_call() -> Iterator[Check]:

@@ -4,7 +4,7 @@
   ejk tune flash_attention b=2 s=8k h=32 hk=8 d=128
   ejk tune flash_attention --shapes          every named case for this device
   ejk tune --shapes                          the same for every operation
-  ejk tune --recorded calls.json             what a program did under EJKERNEL_OPS_RECORD
+  ejk tune --recorded calls.json             calls that a program saved (save_invocations)
 
 Winners go to the cache (`ejk cache ls`); Ctrl-C keeps what was measured. Calls that are tuned
 already are left as they are unless --force is given.
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iters", type=int, metavar="N", help="samples of the finalists (10)")
     parser.add_argument("--candidates", type=int, metavar="N", help="most configs per call (12)")
     parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="also write the winners as a table to ship"
+        "--table", type=Path, metavar="FILE", help="also write the winners to a file"
     )
 
 
@@ -110,8 +110,6 @@ def _recorded(path: Path) -> Iterator[Task]:
         invocations = load_invocations(path)
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise CommandError(str(error)) from None
     for index, inv in enumerate(invocations, 1):
         yield Task(inv.kernel.name, f"recorded {index}", inv)
 
@@ -199,12 +197,12 @@ class Session:
         return self.options.get("max_candidates", 12)
 
     def _keep_partial(self, task: Task, result: Any) -> None:
-        """The best of an interrupted search is better than none: keep it like a winner."""
+        """The best of an interrupted search, unless nothing was compared, counts as a winner."""
         from ejkernel.modules._executor import get_default_executor
 
         chain = get_default_executor().selector
         store = getattr(chain, "store", None)
-        if result is None or result.best_ms is None or store is None:
+        if result is None or store is None or sum(t.ms is not None for t in result.trials) < 2:
             return
         store(result.key, result.best, task.inv.info.get("payload"), result.measured())
         self._keep(task, result)
