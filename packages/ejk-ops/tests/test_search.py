@@ -131,6 +131,7 @@ def test_the_slower_half_leaves(clock):
     taken = [clock.samples[Tile(tile=t), "fwd"] for t in (16, 32, 64, 128)]
     assert taken[1] == taken[3] > taken[2] >= taken[0] >= 1  # first calls included
     assert result.heuristic_ms == pytest.approx(4.0) and result.spread == 0
+    assert set(result.phases) == {"inputs", "compile", "time"}
     assert result.measured()["timed"] == 4 and result.measured()["pass"] == "fwd"
 
 

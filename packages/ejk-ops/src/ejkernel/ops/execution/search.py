@@ -8,11 +8,12 @@ best forward tiles and the best backward tiles join, and win if together they ar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -92,15 +93,26 @@ class Search:
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
         """
-        bench = Workbench(self.inv, self.configs, self.policy.validate_backward, self.inputs)
+        with self._phase("inputs"):
+            bench = Workbench(self.inv, self.configs, self.policy.validate_backward, self.inputs)
         self.backward = bench.backward
-        ready = self._prepare(bench)
-        if ready:
-            self._time(bench, ready)
-        if not self.sound:
-            raise AutotuneError(self._all_failed())
-        self._warn_if_only_the_heuristic_ran()
-        return self._winner(bench)
+        with self._phase("compile"):
+            ready = self._prepare(bench)
+        with self._phase("time"):
+            if ready:
+                self._time(bench, ready)
+            if not self.sound:
+                raise AutotuneError(self._all_failed())
+            self._warn_if_only_the_heuristic_ran()
+            return self._winner(bench)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = round(time.monotonic() - started, 3)
 
     # ---- compile and check -----------------------------------------------------------------
 
@@ -111,7 +123,7 @@ class Search:
         pool = futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
         ready: list[tuple[int, Candidate]] = []
         try:
-            compiling = {
+            compiling: dict[int, futures.Future[Any]] = {
                 index: pool.submit(self.surroundings.run, bench.compile, cfg)
                 for index, cfg in enumerate(self.configs)
                 if index not in known
