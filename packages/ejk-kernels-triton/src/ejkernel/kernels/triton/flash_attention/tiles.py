@@ -99,7 +99,7 @@ def _forward(problem: Problem, target: Target) -> Tiles:
             return Tiles(64, 64, 4, 2)
         # tiles of the bias are staged in shared memory beside keys and values, and held in
         # registers beside the logits
-        return Tiles(64, 32, 4, 2) if short or dim > 128 else Tiles(128, 32, 8, 2)
+        return Tiles(64, 64 if dim <= 128 else 32, 8, 2)
     if target.hopper:
         if dim <= 128:
             # one warp group of 64 rows waits for its own products before its exponentials, so
@@ -108,9 +108,8 @@ def _forward(problem: Problem, target: Target) -> Tiles:
             return Tiles(64, 64, 4, 3)
         # the accumulator alone is 64 KiB a warp group: fewer keys at a time, fewer still where
         # the addresses of pointers take registers
-        if short or not can_use_tensor_maps(problem, target):
-            return Tiles(64, 64, 4, 2)
-        return Tiles(128, 64, 8, 2)
+        keys = 64 if can_use_tensor_maps(problem, target) else 32
+        return Tiles(64, keys, 4, 2) if short else Tiles(128, keys, 8, 2)
     if dim <= 64:
         # queries stay in registers as operands: 128 rows take the threads of eight warps
         return Tiles(64, 64, 4, 3) if short else Tiles(128, 64, 8, 3)
@@ -177,17 +176,15 @@ def _fit(
 ) -> Tiles:
     """``tiles`` made smaller until their shared memory fits the target, or as small as they get.
 
-    A third stage goes first, then walked rows beyond 32, then the second stage.
+    Walked rows beyond 32 go first, then stages: copies still run ahead of products.
     """
     while _shared(tiles, problem, target, walks_keys, held) > target.shared_limit:
         walked, other = ("block_kv", "block_q") if walks_keys else ("block_q", "block_kv")
         rows = getattr(tiles, walked)
-        if tiles.num_stages > 2:
-            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
-        elif rows > 32:
+        if rows > 32:
             tiles = replace(tiles, **{walked: rows // 2})
         elif tiles.num_stages > 1:
-            tiles = replace(tiles, num_stages=1)
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif rows > 16:
             tiles = replace(tiles, **{walked: rows // 2})
         elif getattr(tiles, other) > 16:
