@@ -13,7 +13,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -107,7 +107,7 @@ class Search:
             return self._winner(bench)
 
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str) -> Generator[None]:
         started = time.monotonic()
         try:
             yield

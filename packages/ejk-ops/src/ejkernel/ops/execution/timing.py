@@ -54,7 +54,9 @@ class Timed:
 
 
 class Clock(Protocol):
-    """Measures one program."""
+    """Measures one program. ``worth``: how many samples of a QueueClock one of its own equals."""
+
+    worth: int
 
     def seconds(self, racer: Callable[[], Any], calls: int) -> float:
         """Seconds per call of ``calls`` calls in a row."""
@@ -63,6 +65,8 @@ class Clock(Protocol):
 
 class QueueClock:
     """Queues the calls, waits once. For every device."""
+
+    worth = 1
 
     def seconds(self, racer: Callable[[], Any], calls: int) -> float:
         start = time.perf_counter()
@@ -82,6 +86,8 @@ class KernelClock:
         samples: how many CUPTI took.
         refusal: why it took no more, None as long as it does.
     """
+
+    worth = 4  # every call is timed by itself, free of the host
 
     def __init__(self) -> None:
         self.fallback: QueueClock | None = None
@@ -215,14 +221,14 @@ def race(
             lane.samples.append(once)
         else:
             running.append(lane)
-    taken = 0
+    taken, most = 0, math.ceil(num_iters / clock.worth)
     for part in (4, 2, 1):
-        for _ in range(math.ceil(num_iters / part) - taken):
+        for _ in range(math.ceil(most / part) - taken):
             for lane in running:
                 if (lane is not lanes[0] or lane.samples) and over():
                     break
                 lane.samples.append(clock.seconds(lane.racer, lane.calls))
-        taken = math.ceil(num_iters / part)
+        taken = math.ceil(most / part)
         running = _survivors(running)
     return [lane.timed() if lane.samples else None for lane in lanes]
 
