@@ -123,6 +123,16 @@ def test_explain_a_case_and_words(capsys):
     assert "no GPU here" in told.err
 
 
+def test_explain_for_a_device_that_is_not_here(capsys):
+    words = ["explain", "flash_attention", "--shape", "llama3-8b-4k"]
+    status, found = asked(capsys, *words, "--device", "h200")
+    assert status == 0 and found["device"] == "gpu:nvidia-h200:9.0"
+    _, found = asked(capsys, *words, "--device", "tpu:TPU v5 lite", "platform=xla")
+    assert found["device"].startswith("tpu:") and found["platform"] == "xla"
+    assert main([*words, "--device", "h20000"]) == 2
+    assert "h200" in capsys.readouterr().err
+
+
 def test_explain_says_what_would_be_refused(capsys):
     status, found = asked(capsys, "explain", "flash_attention", "s=64", "platform=triton")
     assert status == 1 and found["tier"] == "error" and "needs a gpu" in found["error"]

@@ -38,8 +38,23 @@ def config_fields(cfg: Any) -> Any:
     }
 
 
+_SHORT = {
+    "q_blocksize": "q",
+    "kv_blocksize": "kv",
+    "blocksize_m": "m",
+    "blocksize_n": "n",
+    "blocksize_k": "k",
+    "blocksize_heads": "heads",
+    "blocksize_keys": "keys",
+    "num_key_splits": "splits",
+    "num_splits": "splits",
+    "num_warps": "warps",
+    "num_stages": "stages",
+}
+
+
 def config_text(cfg: Any) -> str:
-    """A config in one line, e.g. "triton fwd(q_blocksize=128 kv_blocksize=64)"."""
+    """A config in one line, e.g. "triton fwd(q=128 kv=64 warps=8)"."""
     plain = config_fields(cfg)
     if not plain:
         return ""
@@ -48,10 +63,10 @@ def config_text(cfg: Any) -> str:
         if name in ("platform", "backend"):
             words += [] if value in ("auto", "any") else [str(value)]
         elif isinstance(value, Mapping):
-            inside = " ".join(f"{k}={v}" for k, v in value.items())
+            inside = " ".join(f"{_SHORT.get(k, k)}={v}" for k, v in value.items())
             words.append(f"{name.removesuffix('_params')}({inside})")
         else:
-            words.append(f"{name}={value}")
+            words.append(f"{_SHORT.get(name, name)}={value}")
     return " ".join(words)
 
 

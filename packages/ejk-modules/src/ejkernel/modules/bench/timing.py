@@ -15,6 +15,7 @@ SHORT_S = 3e-4
 """Below this a GPU waits for the host: such programs are timed by the kernels' own clock."""
 
 KERNEL_CALLS = 50
+HELD_BYTES = 2**31  # that the results of those calls may take together
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,14 @@ def device_timing(fn: Callable[[], Any], calls: int = KERNEL_CALLS) -> Timing | 
     try:
         from ejkernel.ops.compat import kernel_times
 
-        milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
+        milliseconds = kernel_times(fn.compiled, fn.arguments, _affordable(fn, calls))
     except Exception:  # a machine without CUPTI, or one where somebody else holds it
         return None
     return _timing([ms * 1e-3 for ms in milliseconds], calls, "device") if milliseconds else None
+
+
+def _affordable(fn: Program, calls: int) -> int:
+    """As many calls as may keep their results at once."""
+    stats = fn.compiled.memory_analysis()
+    size = getattr(stats, "output_size_in_bytes", 0) or 1
+    return int(max(2, min(calls, HELD_BYTES // size)))

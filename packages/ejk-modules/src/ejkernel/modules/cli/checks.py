@@ -5,10 +5,12 @@ Those here look at the installation; ``trials`` looks at what runs.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -198,14 +200,15 @@ def cache() -> Iterator[Check]:
 
 def devices() -> tuple[list[Check], dict[str, Any]]:
     """Start JAX's backend; what it shows."""
+    complaints: list[str] = []
     try:
         import jax
 
-        every = jax.devices()
+        with _overhearing(complaints):
+            every = jax.devices()
     except Exception as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         fix = "JAX_PLATFORMS=cpu ejk doctor   # shows whether the rest works"
-        return [Check("device", "JAX devices", "fail", line, fix)], {}
+        return [Check("device", "JAX devices", "fail", _first_line(error), fix)], {}
     from ejkernel.ops import target_device
 
     target = target_device()
@@ -216,19 +219,60 @@ def devices() -> tuple[list[Check], dict[str, Any]]:
     stats = _memory(every[0])
     checks = [Check("device", "JAX devices", "ok", f"{text} ({jax.default_backend()}){stats}")]
     checks.append(Check("device", "fingerprint", "info", target.fingerprint))
-    seen = facts.hardware()
-    if target.kind.value == "cpu" and seen:
-        served = {facts.PLUGINS[d] for d in facts.PLUGINS if facts.version(d)}
-        if ("tpu" in seen and "tpu" in served) or ("gpu" in served and {"nvidia", "amd"} & {*seen}):
-            checks.append(
-                Check(
-                    "device", "accelerator", "warn",
-                    f"{', '.join(seen)} hardware is there, JAX runs on the CPU",
-                    "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'   # says why",
-                )
-            )  # fmt: skip
+    if target.kind.value == "cpu":
+        checks += _without_accelerator(complaints)
     facts_of = {"kind": target.kind.value, "name": target.name, "fingerprint": target.fingerprint}
     return checks, {**facts_of, "count": len(every)}
+
+
+def _without_accelerator(complaints: list[str]) -> Iterator[Check]:
+    """Why JAX runs on the CPU although a plugin is installed for hardware that may be there."""
+    seen = facts.hardware()
+    for text in complaints:
+        yield Check(
+            "device", "JAX plugin", "warn" if seen else "info", text,
+            'python -m pip install --upgrade "ejk-modules[cuda13]"' if "nvidia" in seen else "",
+        )  # fmt: skip
+    served = {kind for name, kind in facts.PLUGINS.items() if facts.version(name)}
+    wanted = {{"tpu": "tpu"}.get(kind, "gpu") for kind in seen}
+    if wanted & served and not complaints:
+        yield Check(
+            "device", "accelerator", "warn", f"{', '.join(seen)} hardware, but JAX is on the CPU",
+            "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'   # says why",
+        )  # fmt: skip
+
+
+class _Ear(logging.Handler):
+    """Collects the causes of errors that are only logged."""
+
+    def __init__(self, heard: list[str]):
+        super().__init__(logging.WARNING)
+        self.heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if cause is None else _first_line(cause)
+        if text not in self.heard:
+            self.heard.append(text)
+
+
+@contextlib.contextmanager
+def _overhearing(heard: list[str]) -> Generator[None]:
+    """JAX logs what its plugins complain about, with tracebacks, and goes on."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+    ear, before = _Ear(heard), logger.propagate
+    logger.addHandler(ear)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(ear)
+        logger.propagate = before
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _memory(device: Any) -> str:

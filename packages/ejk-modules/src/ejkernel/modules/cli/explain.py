@@ -4,6 +4,7 @@ others were refused. Works on shapes alone: nothing is run, tuned or stored.
   ejk explain flash_attention --shape llama3-8b-4k
   ejk explain flash_attention b=2 s=8k h=32 hk=8 d=128 causal=true
   ejk explain page_attention --shape 'decode-*' platform=triton
+  ejk explain flash_attention --shapes --device h200      on a card that is not here
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ejkernel.modules.cli import elsewhere
 from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where, sizes_text
 from ejkernel.modules.cli.output import Output
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
+    parser.add_argument(
+        "--device", metavar="NAME",
+        help="explain for h200, h100, a100, mi300x, v5e, ... or gpu:PRODUCT, without having one",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules.bench.record import config_text
 
-    calls = calls_of(args.operation, args.shape, args.words)
-    say_where(out, calls)
-    answers = [explained(call) for call in calls]
+    with elsewhere.device(args.device):
+        calls = calls_of(args.operation, args.shape, args.words)
+        say_where(out, calls)
+        answers = [explained(call) for call in calls]
     out.data(answers if args.shape is not None and len(answers) != 1 else answers[0])
     if len(answers) > 1:
         rows = [
