@@ -196,6 +196,10 @@ def combine_masks(
         )
         axes = {name: getattr(result, name) for name in AXES}
         packed = with_private(packed, **rule_fields(own.rule), **axes)
+        same = cum_seqlens_k is None or cum_seqlens_k is cum_seqlens_q
+        if same and own.chunk_size is None:
+            # within a sequence positions differ as indices do; kernels skip more by index
+            packed = with_private(packed, **_NO_POSITIONS)
         result = packed if mask_info is None else intersect(packed, result)
     elif not own.rule.trivial:
         positions = {"q_positions": result.q_positions, "kv_positions": result.kv_positions}

@@ -37,6 +37,14 @@ REGISTRATIONS = (
     Registration(
         "flash_attention",
         "flash_attention",
+        "gpu",
+        "gpu.flash_attention.interface",
+        "gpu.flash_attention.support",
+        priority=110,  # on a Hopper GPU ahead of the kernels that run on every GPU
+    ),
+    Registration(
+        "flash_attention",
+        "flash_attention",
         "tpu",
         "tpu.flash_attention.interface",
         "tpu.flash_attention.support",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,3 +31,17 @@ def result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtype
         if kind is not None and not kind.empty:
             return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@functools.cache
+def mosaic_gpu_problem() -> str | None:
+    """Why the installed JAX cannot build Mosaic GPU kernels, None when it can."""
+    try:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+    except ImportError as error:
+        return f"JAX {jax.__version__} cannot import Mosaic GPU: {error}"
+    needed = ("kernel", "wgmma_accumulator_load", "LoweringSemantics", "set_max_registers")
+    missing = [name for name in needed if not hasattr(plgpu, name)]
+    if missing:
+        return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}; 0.10 has them"
+    return None

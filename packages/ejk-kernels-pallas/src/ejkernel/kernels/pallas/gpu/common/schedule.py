@@ -1,22 +1,29 @@
 """Which tiles a multiprocessor computes, and which key blocks each tile visits.
 
-A persistent kernel starts one program a multiprocessor. Tiles are numbered so that those of one
-group of heads, whose keys and values fit the L2 cache together, follow each other, the longest
-first under a causal mask; the programs take them in waves, every other wave in reverse order, so
-that each program's sum comes out nearly the same.
+A persistent kernel starts one program a multiprocessor and walks over tiles, (batch and head,
+query block) pairs numbered ``row * blocks + block``. Which program takes which tile is decided
+here, ahead of time, as the hardware would decide it: tiles stand in a queue, and the program that
+is free first takes the next one. In the queue, heads whose keys and values fit the L2 cache
+together follow each other, and within such a group the longest tiles come first.
 """
 
 from __future__ import annotations
 
+import functools
+import heapq
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.types.structure import Band
 
 Scalar = jax.Array | int
+
+QUEUED = 2**16  # tiles up to which the queue is played through
+TILE_COST = 0.5  # of starting and ending a tile, in key blocks
 
 
 class Tile(NamedTuple):
@@ -37,36 +44,10 @@ class Tile(NamedTuple):
         return (j < self.full_start) | (j >= self.full_stop)
 
 
-def tiles_of(program: Scalar, programs: int, tiles: int) -> jax.Array:
-    """How many tiles a program computes."""
-    whole, rest = divmod(tiles, programs)
-    # the last wave is short: it goes to the first programs, or to the last if it runs in reverse
-    extra = program < rest if whole % 2 == 0 else program >= programs - rest
-    return whole + jnp.asarray(extra, jnp.int32)
-
-
-def tile_number(i: Scalar, program: Scalar, programs: int) -> jax.Array:
-    """Number of the i-th tile of a program."""
-    reverse = lax.rem(i, 2)
-    return i * programs + jnp.where(reverse == 1, programs - 1 - program, program)
-
-
-def locate(number: Scalar, rows: int, blocks: int, group: int) -> tuple[jax.Array, jax.Array]:
-    """(row, block): the row of batch and head, and its query block, longest first in a group.
-
-    ``rows`` is batch * heads, ``group`` how many of them are worked on together.
-    """
-    per_group = group * blocks
-    first = lax.div(number, per_group) * group
-    size = jnp.minimum(group, rows - first)  # the last group may be smaller
-    rest = lax.rem(number, per_group)
-    return first + lax.rem(rest, size), blocks - 1 - lax.div(rest, size)
-
-
 def band_blocks(first: Scalar, last: Scalar, length: int, band: Band, block: int):
     """(start, full_start, full_stop, stop) of the key blocks seen from rows first..last.
 
-    At least one block is visited; what it hides is masked.
+    At least one block is visited; what it hides is masked. Works on traced numbers.
     """
     blocks = -(-length // block)
     start: Scalar = 0
@@ -82,3 +63,56 @@ def band_blocks(first: Scalar, last: Scalar, length: int, band: Band, block: int
     stop = jnp.maximum(jnp.asarray(stop, jnp.int32), 1)
     start = jnp.minimum(jnp.asarray(start, jnp.int32), stop - 1)
     return start, jnp.asarray(full_start, jnp.int32), jnp.asarray(full_stop, jnp.int32), stop
+
+
+def queue(rows: int, costs: np.ndarray, group: int) -> np.ndarray:
+    """Tile numbers in the order they are handed out; ``costs`` is one number a query block."""
+    blocks = len(costs)
+    longest_first = np.argsort(-costs, kind="stable")
+    out = []
+    for first in range(0, rows, group):
+        members = np.arange(first, min(first + group, rows))
+        out.append((members[None, :] * blocks + longest_first[:, None]).ravel())
+    return np.concatenate(out)
+
+
+@functools.lru_cache(maxsize=64)
+def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) -> np.ndarray:
+    numbers = queue(rows, np.asarray(costs), group)
+    if len(numbers) > QUEUED or len(set(costs)) == 1:
+        width = -(-len(numbers) // programs)
+        padded = np.full(width * programs, -1)
+        padded[: len(numbers)] = numbers
+        lists = padded.reshape(width, programs).T
+    else:
+        taken: list[list[int]] = [[] for _ in range(programs)]
+        free = [(0.0, p) for p in range(programs)]
+        for number in numbers:
+            time, p = heapq.heappop(free)
+            taken[p].append(int(number))
+            heapq.heappush(free, (time + costs[number % len(costs)] + TILE_COST, p))
+        lists = np.full((programs, max(map(len, taken))), -1)
+        for p, mine in enumerate(taken):
+            lists[p, : len(mine)] = mine
+    end = np.full((programs, 1), -1)
+    return np.concatenate([lists, end], axis=1).astype(np.int32)
+
+
+def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
+    """int32 ``[programs, n]``: the tiles of each program in order, then -1.
+
+    Every program has at least one tile if there are at least as many tiles as programs.
+    """
+    return _assigned(rows, tuple(float(c) for c in costs), group, programs)
+
+
+def band_costs(q_len: int, kv_len: int, band: Band, block_q: int, block_kv: int) -> np.ndarray:
+    """Key blocks visited by each query block."""
+    first = np.arange(0, q_len, block_q, dtype=np.int64)
+    last = np.minimum(first + block_q, q_len) - 1
+    blocks = -(-kv_len // block_kv)
+    start = np.zeros_like(first) if band.lo is None else np.maximum(first + band.lo, 0) // block_kv
+    stop = np.full_like(first, blocks)
+    if band.hi is not None:
+        stop = np.minimum(blocks, np.maximum(last + band.hi + block_kv, 0) // block_kv)
+    return np.maximum(stop - start, 1)

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -49,8 +50,8 @@ class Forward:
     Attributes:
         problem, rules, tiles: what is computed and how.
         operands: names of the operands after q, k and v: of ``ranges`` int32 [#b, #h, blocks, 4],
-            ``q_ids`` and ``kv_ids`` int32 [#b, padded length], ``sink`` float32 [h].
-        shared: the operands whose batch axis (``ranges``: also head axis) has size 1.
+            ``q_ids`` and ``kv_ids`` int32 [#b, padded length], ``sink`` float32 [#b, h].
+        shared: the operands whose batch axis has size 1; "ranges_head" if its head axis has.
         programs: how many programs run: the multiprocessors.
     """
 
@@ -92,12 +93,22 @@ class Forward:
 
     # ---- tiles ------------------------------------------------------------------------------
 
-    def _tile(self, r: Any, i: Any) -> Tile:
+    def order(self) -> np.ndarray:
+        """The tiles of each program."""
         p, t = self.problem, self.tiles
-        number = schedule.tile_number(i, lax.axis_index("program"), self.grid)
-        # past the end: any tile, it is not computed
-        number = jnp.minimum(number, self.count - 1)
-        row, block = schedule.locate(number, p.batch * p.heads, self.q_blocks, t.head_group)
+        if self.rules.arrays:
+            costs = np.ones(self.q_blocks)
+        else:
+            costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, t.block_q, t.block_kv)
+        return schedule.assign(p.batch * p.heads, costs, t.head_group, self.grid)
+
+    def _number(self, r: Any, i: Any) -> jax.Array:
+        """Number of this program's i-th tile, negative after the last."""
+        return r.order[lax.axis_index("program"), i]
+
+    def _tile(self, r: Any, number: Any) -> Tile:
+        p, t = self.problem, self.tiles
+        row, block = lax.div(number, self.q_blocks), lax.rem(number, self.q_blocks)
         batch, head = lax.div(row, p.heads), lax.rem(row, p.heads)
         if self.rules.arrays:
             rb = 0 if "ranges" in self.shared else batch
@@ -122,13 +133,17 @@ class Forward:
         def load(ref, smem, ready, free, tile, j, n):
             slot = lax.rem(n, t.stages)
             pl.when(n >= t.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            if t.rotate and not self.masks:
+                j = lax.rem(j + tile.block, -(-self.problem.kv_len // t.block_kv))
             rows = pl.ds(j * t.block_kv, t.block_kv)
             kv_head = lax.div(tile.head, self.problem.group)
             source = ref.at[tile.batch, rows, kv_head]
             plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot])
 
-        def per_tile(i, n):
-            tile = self._tile(r, i)
+        def per_tile(carry):
+            i, n, number = carry
+            following = self._number(r, i + 1)
+            tile = self._tile(r, number)
             slot = lax.rem(i, t.q_stages)
             pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
             rows = pl.ds(tile.block * t.block_q, t.block_q)
@@ -144,11 +159,10 @@ class Forward:
 
             n = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, n)
             load(r.v, r.v_smem, r.v_ready, r.v_free, tile, tile.start, n)
-            return n + 1
+            return i + 1, n + 1, following
 
-        program = lax.axis_index("program")
-        count = schedule.tiles_of(program, self.grid, self.count)
-        lax.fori_loop(0, count, per_tile, jnp.int32(0))
+        zero = jnp.int32(0)
+        lax.while_loop(lambda c: c[2] >= 0, per_tile, (zero, zero, self._number(r, 0)))
 
     # ---- consumers --------------------------------------------------------------------------
 
@@ -173,9 +187,7 @@ class Forward:
             seen = above if seen is None else seen & above
         if "q_ids" in self.operands:
             b = 0 if "q_ids" in self.shared else tile.batch
-            q_ids = plgpu.load(
-                r.q_ids.at[b, pl.ds(first_row, ROWS)], layout=ROW, optimized=False
-            )
+            q_ids = plgpu.load(r.q_ids.at[b, pl.ds(first_row, ROWS)], layout=ROW, optimized=False)
             kv_ids = plgpu.load(
                 r.kv_ids.at[b, pl.ds(first_key, t.block_kv)], layout=COLUMN, optimized=False
             )
@@ -198,29 +210,30 @@ class Forward:
             tile.masked(j), lambda: jnp.where(self._visible(r, tile, j), s, -jnp.inf), lambda: s
         )
 
-    def _softmax(self, s, m, l):
-        """One step of the online softmax: (p, m, l, factor of what was summed before)."""
+    def _softmax(self, s, m, total):
+        """One step of the online softmax: (p, m, total, factor of what was summed before)."""
         c = self.log2_scale
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if self.masks else m_new
         p = jnp.exp2(s * c - lax.broadcast_in_dim(shift, s.shape, [0]))
         alpha = jnp.exp2(m - shift)
-        return p, m_new, l * alpha + jnp.sum(p, axis=1), alpha
+        return p, m_new, total * alpha + jnp.sum(p, axis=1), alpha
 
-    def _finish(self, r: Any, tile: Tile, o, m, l) -> None:
+    def _finish(self, r: Any, tile: Tile, o, m, total) -> None:
         """Divides, and hands o and lse of a tile to TMA."""
         t, p = self.tiles, self.problem
         wg = lax.axis_index("wg")
         if "sink" in self.operands:
-            sink = r.sink[tile.head] * LOG2E
+            b = 0 if "sink" in self.shared else tile.batch
+            sink = r.sink[b, tile.head] * LOG2E
             top = jnp.maximum(m, sink)
             alpha = jnp.exp2(m - top)
-            l = l * alpha + jnp.exp2(sink - top)
+            total = total * alpha + jnp.exp2(sink - top)
             m = top
         else:
             alpha = 1.0
-        empty = l == 0.0
-        whole = jnp.where(empty, 1.0, l)
+        empty = total == 0.0
+        whole = jnp.where(empty, 1.0, total)
         lse = jnp.where(empty, -jnp.inf, m * (1 / LOG2E) + jnp.log(whole))
         share = alpha / whole
         rows = pl.ds(wg * ROWS, ROWS)
@@ -246,10 +259,9 @@ class Forward:
 
     def _consume(self, r: Any) -> None:
         t, p = self.tiles, self.problem
-        wg, program = lax.axis_index("wg"), lax.axis_index("program")
+        wg = lax.axis_index("wg")
         plgpu.set_max_registers(t.consumer_registers, action="increase")
         rows = pl.ds(wg * ROWS, ROWS)
-        count = schedule.tiles_of(program, self.grid, self.count)
         shape = (ROWS, t.block_kv)
         if t.turns:
             pl.when(wg == 0)(lambda: plgpu.barrier_arrive(r.turn.at[0]))
@@ -259,43 +271,54 @@ class Forward:
             plgpu.wgmma(s_acc, q, r.k_smem.at[lax.rem(n, t.stages)].T)
 
         def step(carry, o_acc):
-            i, tile, j, n, p_now, m, l = carry
+            i, following, tile, j, n, p_now, m, total = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
             i2 = i + new.astype(jnp.int32)
-            tile2 = lax.cond(new, lambda: self._tile(r, i2), lambda: tile)
+            following2, tile2 = lax.cond(
+                new,
+                lambda: (self._number(r, i + 2), self._tile(r, following)),
+                lambda: (following, tile),
+            )
             j2 = jnp.where(new, tile2.stop - 1, j - 1)
             q_slot = lax.rem(i2, t.q_stages)
             pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready.at[q_slot]))
             plgpu.barrier_wait(r.k_ready.at[next_slot])
 
+            if t.turns:
+                plgpu.barrier_wait(r.turn.at[wg])
+
             def overlapped(s_acc):
-                if t.turns:
-                    plgpu.barrier_wait(r.turn.at[wg])
                 product(s_acc, i2, n + 1)
-                plgpu.wgmma(o_acc, p_now, r.v_smem.at[slot])
-                if t.turns:
+                v, half = r.v_smem.at[slot], t.hand_over
+                if t.turns and half:
+                    plgpu.wgmma(o_acc, p_now[:, :half], v.at[pl.ds(0, half)])
                     plgpu.barrier_arrive(r.turn.at[lax.rem(wg + 1, t.consumers)])
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    plgpu.wgmma(o_acc, p_now[:, half:], v.at[pl.ds(half, t.block_kv - half)])
+                else:
+                    plgpu.wgmma(o_acc, p_now, v)
+                    if t.turns:
+                        plgpu.barrier_arrive(r.turn.at[lax.rem(wg + 1, t.consumers)])
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 if t.turns and half else 1)
                 plgpu.barrier_arrive(r.k_free.at[next_slot])
                 last = j2 == tile2.start
                 pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
                 s = self._logits(r, s, tile2, j2)
                 before = m + jnp.where(new, -jnp.inf, 0.0)
-                p2, m2, l2, alpha = self._softmax(s, before, l)
+                p2, m2, total2, alpha = self._softmax(s, before, total)
                 # waiting here ends the block of code: the exponentials stay before the next wait
                 plgpu.barrier_wait(r.v_ready.at[next_slot])
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(r.v_free.at[slot])
-                pl.when(new)(lambda: self._finish(r, tile, o, m, l))
+                pl.when(new)(lambda: self._finish(r, tile, o, m, total))
                 o_acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
-                return p2.astype(p.dtype), m2, l2
+                return p2.astype(p.dtype), m2, total2
 
-            p2, m2, l2 = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
-            return i2, tile2, j2, n + 1, p2, m2, l2
+            p2, m2, total2 = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
+            return i2, following2, tile2, j2, n + 1, p2, m2, total2
 
         def walk(o_acc):
-            tile = self._tile(r, jnp.int32(0))
+            tile = self._tile(r, self._number(r, 0))
             j = tile.stop - 1
             plgpu.barrier_wait(r.q_ready.at[0])
             plgpu.barrier_wait(r.k_ready.at[0])
@@ -308,19 +331,20 @@ class Forward:
             plgpu.barrier_arrive(r.k_free.at[0])
             pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_free.at[0]))
             m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, F32), ROW)
-            l = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
-            p_now, m, l, _ = self._softmax(self._logits(r, s, tile, j), m, l)
+            total = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
+            p_now, m, total, _ = self._softmax(self._logits(r, s, tile, j), m, total)
             plgpu.barrier_wait(r.v_ready.at[0])
-            carry = (jnp.int32(0), tile, j, jnp.int32(0), p_now.astype(p.dtype), m, l)
+            zero = jnp.int32(0)
+            carry = (zero, self._number(r, 1), tile, j, zero, p_now.astype(p.dtype), m, total)
 
             def more(carry):
-                i, tile, j, *_ = carry
-                return (i < count - 1) | (j > tile.start)
+                _, following, tile, j, *_ = carry
+                return (following >= 0) | (j > tile.start)
 
             carry = lax.while_loop(more, lambda carry: step(carry, o_acc), carry)
-            _, tile, _, n, p_now, m, l = carry
+            _, _, tile, _, n, p_now, m, total = carry
             plgpu.wgmma(o_acc, p_now, r.v_smem.at[lax.rem(n, t.stages)])
-            self._finish(r, tile, o_acc[...], m, l)
+            self._finish(r, tile, o_acc[...], m, total)
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(walk, plgpu.ACC((ROWS, p.value_dim), F32))
@@ -358,7 +382,7 @@ class Forward:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array):
         """(o [b, q, h, dv], lse float32 [b, h, q])."""
         t, p = self.tiles, self.problem
-        inputs = ("q", "k", "v", *self.operands)
+        inputs = ("q", "k", "v", "order", *self.operands)
 
         def body(*refs, **scratch):
             names = (*inputs, "o", "lse")
@@ -387,5 +411,5 @@ class Forward:
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
         )
-        o, lse = kernel(q, k, v, *operands)
+        o, lse = kernel(q, k, v, jnp.asarray(self.order()), *operands)
         return o, lse[:, :, : p.q_len]

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejkernel.kernels.pallas.gpu.common.chip import Chip
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
+from ejkernel.types.attention import field
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Rules
+
+REGISTERS = 65536  # of a multiprocessor
+ROWS = 64  # of one warpgroup's product
+BARRIERS = 512  # bytes kept for barriers and alignment
 
 
 @dataclass(frozen=True)
@@ -14,8 +25,10 @@ class ForwardTiles:
         block_kv: keys of one step, a multiple of 64.
         stages, q_stages: buffers of k and v, and of q, in shared memory.
         turns: whether consumers take turns to issue products.
+        hand_over: keys of the second product after which the turn passes; 0 = all.
         o_columns: columns of o that are staged in shared memory at once.
         head_group: heads whose tiles are worked on together.
+        rotate: whether tiles start at different key blocks (only where every block is whole).
     """
 
     consumers: int = 2
@@ -23,18 +36,92 @@ class ForwardTiles:
     stages: int = 2
     q_stages: int = 2
     turns: bool = True
-    o_columns: int = 128
+    hand_over: int = 0
+    o_columns: int = 64
     head_group: int = 1
+    rotate: bool = False
 
     @property
     def block_q(self) -> int:
-        return 64 * self.consumers
+        return ROWS * self.consumers
 
     @property
     def consumer_registers(self) -> int:
-        """Registers a thread; a multiprocessor has 65536, the kernel starts with even shares."""
+        """Of a thread, a multiple of 8; the producer leaves most of its share."""
         return 160 if self.consumers == 3 else 232
 
     @property
     def producer_registers(self) -> int:
-        return 32 if self.consumers == 3 else 40
+        return (
+            REGISTERS // 128
+            - self.consumers * self.consumer_registers
+            - (0 if self.consumers == 3 else 8)
+        )
+
+    def shared(self, problem: Problem) -> int:
+        """Bytes of shared memory."""
+        d, dv, size = problem.dim, problem.value_dim, problem.itemsize
+        q = self.q_stages * self.block_q * d * size
+        kv = self.stages * self.block_kv * (d + dv) * size
+        o = self.block_q * (self.o_columns * size + 4)
+        return q + kv + o + BARRIERS
+
+
+def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
+    """The tiles that the arithmetic below gives."""
+    widest = max(problem.dim, problem.value_dim)
+    whole = rules.band.empty and not rules.arrays
+    if widest <= 64:
+        # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit, and
+        # share k and v; element masks need a few more, which only two consumers have
+        tiles = ForwardTiles(consumers=3, hand_over=64) if whole else ForwardTiles(turns=False)
+    elif widest <= 128:
+        # o, s and p take 160 registers at 128 keys: two consumers of 232
+        tiles = ForwardTiles(hand_over=64)
+    else:
+        # o alone takes 128 registers: half as many keys a step; with so few exponentials a
+        # product the consumers fall into step by themselves
+        tiles = ForwardTiles(block_kv=64, turns=False)
+    if widest > 128 and problem.value_dim <= 128:
+        tiles = replace(tiles, block_kv=128)
+    if tiles.shared(problem) > chip.shared:
+        tiles = replace(tiles, q_stages=1)
+    if tiles.shared(problem) > chip.shared:
+        tiles = replace(tiles, block_kv=64, hand_over=0)
+    return replace(tiles, head_group=head_group(problem, whole, chip))
+
+
+def head_group(problem: Problem, whole: bool, chip: Chip) -> int:
+    """Heads to work on together.
+
+    Where tiles differ in length, several heads at once let short tiles fill the ends of long
+    ones; their keys and values should fit a third of the near L2, the rest is in flight.
+    """
+    if whole:
+        return problem.group
+    bytes_a_head = problem.kv_len * (problem.dim + problem.value_dim) * problem.itemsize
+    return problem.group * max(1, chip.cache // 3 // max(bytes_a_head, 1))
+
+
+def override_forward(tiles: ForwardTiles, params: Any) -> ForwardTiles:
+    """What a config's ``fwd_params`` say instead: q_blocksize, kv_blocksize, num_stages."""
+    block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
+    stages = field(params, "num_stages")
+    if block_q is not None:
+        consumers = min(max(block_q // ROWS, 1), 2)
+        if consumers != tiles.consumers:
+            tiles = replace(tiles, consumers=consumers)
+    if block_kv is not None and block_kv != tiles.block_kv:
+        block_kv = max(block_kv // ROWS, 1) * ROWS
+        tiles = replace(tiles, block_kv=block_kv, hand_over=min(tiles.hand_over, block_kv // 2))
+    return tiles if stages is None else replace(tiles, stages=max(stages, 2))
+
+
+def override_backward(tiles: BackwardTiles, params: Any) -> BackwardTiles:
+    """What a config's ``bwd_params`` say instead: the same fields."""
+    given = {
+        "block_q": field(params, "q_blocksize"),
+        "block_kv": field(params, "kv_blocksize"),
+        "stages": field(params, "num_stages"),
+    }
+    return replace(tiles, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,145 @@
+"""The public function: arguments to canonical form, tiles, then the differentiable core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.pallas.gpu.common.chip import current_chip
+from ejkernel.kernels.pallas.gpu.flash_attention import tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.arguments import refusal
+from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.core import Static, attend, mask_rules
+from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import attention as arg
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Rules, Unsupported
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    attention_mask: jax.Array | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | jax.Array | None = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool = False,
+    precision: Any = None,
+    logits_dtype: Any = jnp.float32,
+    cfg: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention in memory linear in the lengths, on a Hopper GPU.
+
+        x = softmax_scale * q k^T;  x = cap * tanh(x / cap)
+        lse = log(sum over visible keys of exp(x) + sum over sinks of exp(softmax_aux))
+        o = exp(x - lse) v
+
+    A key is visible if every constraint given allows it. A row that sees no key gives o = 0 and
+    lse = -inf, and no gradient passes through it. Blocks of keys that no row of a block of
+    queries sees are neither read nor computed.
+
+    Args:
+        query, key, value: float16 or bfloat16 ``[b, q, h, d]``, ``[b, k, hk, d]``,
+            ``[b, k, hk, dv]``; h is a multiple of hk; (d, dv) one of ``arguments.DIMS``.
+            Differing dtypes are promoted; sums are float32.
+        cum_seqlens_q, cum_seqlens_k: int ``[n + 1]``, packed sequences of one batch row; k
+            defaults to q. Causal and window rules then count inside the sequences.
+        softmax_aux: sink logits ``[h, n]``, or ``[n]`` for all heads.
+        mask_info, attention_mask: further constraints: bands by index and segment ids. Dense
+            masks, given positions and chunks are not supported.
+        softmax_scale: static; default ``d ** -0.5``.
+        causal, causal_offset: key j is visible from query i if ``j <= i + causal_offset``.
+        sliding_window: ``(left, right)`` or an int for both, around ``i + causal_offset``.
+        logits_soft_cap: cap > 0; the tangent is the hardware's, exact to 2^-11.
+        return_lse: also return lse float32 ``[b, q, h]``: natural log, with sinks.
+        logits_dtype: lower bound of the accumulation dtype; float64 is not supported.
+        bias, dropout_prob, dropout_seed: not supported. precision: without meaning here.
+        cfg: ``fwd_params`` (q_blocksize 64 or 128, kv_blocksize a multiple of 64, num_stages)
+            and ``bwd_params`` (the same).
+
+    Returns:
+        o ``[b, q, h, dv]`` in the query's dtype, or (o, lse).
+
+    Differentiable in reverse mode in query, key, value and softmax_aux, through o and lse. Two
+    runs give the same bits: sums are added in a fixed order.
+
+    Raises:
+        InvalidArgument: an array of wrong dtype, rank or size. ValueError: an illegal value.
+        Unsupported: what ``supports`` gives a reason for.
+
+    Source: Shah et al. 2024, FlashAttention-3, section 3.
+    """
+    q, k, v = arg.query_key_value(query, key, value)
+    dtype = jnp.result_type(q, k, v)
+    bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, q.shape[2])
+    dropout = arg.probability(dropout_prob)
+    b, q_len, h, d = q.shape
+    kv_len, hk, dv = k.shape[1], k.shape[2], v.shape[3]
+    reason = refusal(q.shape, v.shape, dtype, logits_dtype, bias is not None, dropout)
+    if reason is not None:
+        raise Unsupported(reason)
+    problem = Problem(
+        batch=b,
+        q_len=q_len,
+        kv_len=kv_len,
+        heads=h,
+        kv_heads=hk,
+        dim=d,
+        value_dim=dv,
+        dtype=dtype.name,
+        scale=arg.scale_of(softmax_scale, d),
+        soft_cap=arg.soft_cap_of(logits_soft_cap),
+    )
+    mask = combine_masks(
+        mask_info,
+        attention_mask=attention_mask,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=b,
+        heads=h,
+    )
+    rules, _ = mask_rules(mask)
+    if 0 in (b, q_len, kv_len, h):
+        o = jnp.zeros((b, q_len, h, dv), query.dtype)
+        lse = jnp.full((b, q_len, h), -jnp.inf, jnp.float32)
+        return (o, lse) if return_lse else o
+    o, lse = attend(
+        choose_tiles(problem, rules, cfg),
+        q.astype(dtype),
+        k.astype(dtype),
+        v.astype(dtype),
+        arg.sink_logit(sinks),
+        mask,
+    )
+    o = o.astype(query.dtype)
+    return (o, lse.swapaxes(1, 2)) if return_lse else o
+
+
+def choose_tiles(problem: Problem, rules: Rules, cfg: Any) -> Static:
+    """The tiles of both kernels: heuristics, then what the config says instead."""
+    chip = current_chip()
+    fwd_params, bwd_params = arg.field(cfg, "fwd_params"), arg.field(cfg, "bwd_params")
+    return Static(
+        problem,
+        chip,
+        tiles.override_forward(tiles.forward_tiles(problem, rules, chip), fwd_params),
+        tiles.override_backward(backward_tiles(problem), bwd_params),
+    )
