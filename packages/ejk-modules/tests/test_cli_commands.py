@@ -116,7 +116,7 @@ def test_explain_a_case_and_words(capsys):
     status, found = asked(capsys, "explain", "flash_attention", "--shape", "llama3-8b-4k")
     assert status == 0 and found["implementation"] == "flash_attention/xla/any"
     assert found["tier"] == "heuristics" and "bf16[4,4096,32,128]" in found["arguments"]
-    assert dict(found["refused"])["flash_attention/triton/gpu"].startswith("it needs a gpu")
+    assert dict(found["refused"])["flash_attention/cuda/gpu"].startswith("it needs an NVIDIA gpu")
     assert main(["explain", "gla", "b=2", "--shape", "gla-b2-8k", "h=4", "--plain"]) == 0
     told = capsys.readouterr()
     assert "query bf16[2,8192,4,128]" in told.out
