@@ -304,9 +304,11 @@ class ConfigSelectorChain:
         if not target.present:
             search.miss("autotune", f"target device {target.name!r} is not present")
             return None
+        from ejkernel.ops.execution.shortlist import shortlist
+
+        configs = shortlist(kernel, configs, self.policy.max_candidates)
         if search.dry:
             return search.hit("autotune", None, f"would time {len(configs)} candidates")
-        from ejkernel.ops.execution.shortlist import shortlist
         from ejkernel.ops.execution.tuning import Autotuner
 
         self._emit("autotune_start", search, candidates=len(configs))
@@ -323,7 +325,6 @@ class ConfigSelectorChain:
             ),
             failures=self.failures,
         )
-        configs = shortlist(kernel, configs, self.policy.max_candidates)
         result = tuner.tune(inv, configs)
         self.store(inv.key, result.best, inv.info.get("payload"), result.measured())
         self._emit("autotune_finish", search, cfg=result.best, ms=result.best_ms, result=result)
