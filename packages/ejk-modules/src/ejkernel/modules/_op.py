@@ -128,6 +128,8 @@ class Operation(RegisteredKernel[Cfg, Any]):
                 arguments[name] = value.item() if static else np.asarray(value)
         if "dropout_seed" in kwargs:
             canonical.seed_to_array(arguments)
+        if "cum_seqlens_k" in kwargs:
+            canonical.one_packing(arguments)
         self._require(arguments)
         self.check_values(arguments)
         return (), boundary.differing(arguments)

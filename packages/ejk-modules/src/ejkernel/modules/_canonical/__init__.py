@@ -8,7 +8,14 @@ change it in place.
 
 from ejkernel.modules._canonical.heads import combined_heads, grouped_heads
 from ejkernel.modules._canonical.linear import layer, states
-from ejkernel.modules._canonical.masking import block_mask, masks, packed, packed_pair, plus_one
+from ejkernel.modules._canonical.masking import (
+    block_mask,
+    masks,
+    one_packing,
+    packed,
+    packed_pair,
+    plus_one,
+)
 from ejkernel.modules._canonical.other import (
     cache_form,
     groups,
@@ -65,6 +72,7 @@ __all__ = [
     "latent_dim",
     "layer",
     "masks",
+    "one_packing",
     "packed",
     "packed_pair",
     "plus_one",

@@ -38,6 +38,12 @@ def packed_pair(a: Arguments) -> None:
         raise invalid("cum_seqlens_k", f"as many sequences as cum_seqlens_q, int{list(q.shape)}", k)
 
 
+def one_packing(a: Arguments) -> None:
+    """The same array given for queries and keys is given once: then indices serve as positions."""
+    if a["cum_seqlens_k"] is a.get("cum_seqlens_q"):
+        a["cum_seqlens_k"] = None
+
+
 def packed(a: Arguments, name: str, data: str) -> None:
     """Cumulative lengths hold at least one entry and the packed array has batch 1."""
     cu = a[name]
