@@ -51,7 +51,7 @@ def tiles(benches: Sequence[Record], tunings: Sequence[Record]) -> dict[str, str
         ]
         ratio = _mean(others)
         if ratio is not None:
-            found["speed of the best peer, geometric mean"] = f"{ratio:.2f}x"
+            found["of the best peer's speed, geometric mean"] = f"{ratio:.2f}x"
     tuned = [t for r in tunings for t in r["trials"]]
     if tuned:
         found["calls tuned"] = str(len(tuned))
