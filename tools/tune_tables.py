@@ -42,6 +42,7 @@ from ejkernel.ops import (  # noqa: E402
 from ejkernel.ops.config.building import TableBuilder, table_name  # noqa: E402
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation, call_invocation  # noqa: E402
+from ejkernel.ops.execution import search  # noqa: E402
 from ejkernel.ops.execution.timing import kernel_clock  # noqa: E402
 
 TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
@@ -79,6 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     p.add_argument("--per-call", type=float, default=30.0, help="seconds for one call")
     p.add_argument("--samples", type=int, default=10, help="samples of a finalist")
+    p.add_argument("--workers", type=int, help="compiler threads; default: the cores, at most 16")
     p.add_argument("--again", action="store_true", help="tune what the table has already, too")
     p.add_argument("--out", type=Path, help="the table; default: the Triton package's")
     p.add_argument("--list", action="store_true", help="show the calls and stop")
@@ -217,6 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print("\n".join(job.name for job in todo))
         return 0
+    search.MOST_WORKERS = args.workers or search.MOST_WORKERS
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
     tuner = Autotuner(AutotunePolicy(True, num_iters=args.samples, budget_s=args.per_call))
