@@ -94,7 +94,7 @@ def test_heads_walked_one_by_one_or_together(monkeypatch, multiply_adds: int) ->
     def loss(q, k, v):
         return jnp.sin(flash_attention(q, k, v, attention_mask=dense)).sum()
 
-    monkeypatch.setattr(tiles, "DOT_MULTIPLY_ADDS", multiply_adds)
+    monkeypatch.setattr(tiles, "STEP_MULTIPLY_ADDS", multiply_adds)
     expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args[:3])
     close(jax.jit(value_and_grad)(*args), expected)
 
@@ -117,7 +117,7 @@ def test_visits_are_the_tiles_with_a_visible_pair(by_key: bool) -> None:
         MaskInfo(q_segment_ids=ids, kv_segment_ids=ids), causal=True, q_len=96, kv_len=96
     )
     grid = Grid(Tiling(96, 96, 16, 16), 16, 16, 2, 2)
-    made = HeadMask.of(grid, mask, jnp.asarray(chosen), by_key=by_key)
+    made = HeadMask.of(grid, mask, jnp.asarray(chosen), by_key=by_key, together=True)
     i = np.arange(6)
     seen = chosen & (i[:, None] >= i) & (i[:, None] // 3 == i // 3)
     seen = seen.reshape(1, 2, 2, 6, 6).any(2)

@@ -18,7 +18,8 @@ class BlockMask(Protocol):
     steps. A mask may also have ``kv_index(qi, step)`` and ``q_index(ki, step)``, which turn a step
     into a block number, for visits that are not consecutive; without them step and number agree.
     With ``q_order`` or ``kv_order`` ``[blocks]`` the outer loop takes its blocks in that order,
-    which changes no result: mapped calls waste nothing when long visits meet long ones.
+    which changes no result: mapped calls waste nothing when long visits meet long ones. With
+    ``visited(qi, ki)``, bool ``[]``, ``tile`` need not hide the tiles outside the ranges.
     """
 
     def tile(self, qi: Any, ki: Any) -> jax.Array | None: ...
@@ -44,6 +45,24 @@ def _union_of_batch(axis_size, in_batched, start, stop):
     low = start.min(0) if in_batched[0] else start
     high = stop.max(0) if in_batched[1] else stop
     return _union(low, high), (False, False)
+
+
+@jax.custom_batching.custom_vmap
+def hide_unvisited(x: jax.Array, visited: jax.Array) -> jax.Array:
+    """Logits ``x`` of a tile, hidden if ``visited`` ``[]`` is False, which only mapped calls see.
+
+    Alone, a call visits nothing but its own tiles, and then this costs nothing.
+    """
+    del visited
+    return x
+
+
+@hide_unvisited.def_vmap
+def _hide_unvisited_of_batch(axis_size, in_batched, x, visited):
+    if not in_batched[1]:
+        return hide_unvisited(x, visited), in_batched[0]
+    visited = visited.reshape(axis_size, *(1,) * (x.ndim - in_batched[0]))
+    return jnp.where(visited, x, -jnp.inf), True
 
 
 def is_static(x: Any) -> bool:

@@ -89,6 +89,9 @@ class _Tiles:
         visible = self.mask.tile(qi, ki)
         if visible is not None:
             x = jnp.where(layout.grouped(visible), x, -jnp.inf)
+        visited = getattr(self.mask, "visited", None)
+        if visited is not None:
+            x = blk.hide_unvisited(x, visited(qi, ki))
         return x, t
 
     def kept(self, qi, ki) -> jax.Array | None:
@@ -108,6 +111,14 @@ class _Tiles:
 def _slice(x: jax.Array, number: Any, block: int, count: int) -> jax.Array:
     x = jnp.pad(x, (0, count * block - x.shape[0]))
     return x if count == 1 else jax.lax.dynamic_slice_in_dim(x, number * block, block)
+
+
+def _flat(blocks: jax.Array) -> jax.Array:
+    """``[n, b, hk, rows, c]`` -> ``[n, b * hk * rows, c]``; ``Layout.tile`` undoes it for a block.
+
+    XLA gives axes of size 1 inside a loop's array another layout and then copies to undo it.
+    """
+    return blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])
 
 
 def forward(
@@ -139,17 +150,21 @@ def forward(
     if layout.empty:
         rows = (layout.batch, layout.q_len, q.shape[2])
         return tiles.zeros(*rows, dv), tiles.zeros(*rows) - jnp.inf
-    q_blocks, k_blocks, v_blocks = layout.split_q(q), layout.split_kv(k), layout.split_kv(v)
+    q_blocks, k_blocks = _flat(layout.split_q(q)), _flat(layout.split_kv(k))
+    v_blocks = _flat(layout.split_kv(v))
     state_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q)
 
     def query_block(qi: Any, _: None, q_tile: jax.Array):
+        q_tile = layout.tile(q_tile)
+
         def step(t: Any, state: sm.RowState) -> sm.RowState:
             ki = blk.block_number(mask, "kv_index", qi, t)
-            x, _ = tiles.logits(q_tile, blk.take_block(k_blocks, ki), qi, ki)
+            x, _ = tiles.logits(q_tile, layout.tile(blk.take_block(k_blocks, ki)), qi, ki)
             m, rescale, p = sm.shift(state.m, x)
             keep = tiles.kept(qi, ki)
             weights = p if keep is None else jnp.where(keep, p, 0.0)
-            new = tiles.dots.weigh(layout.by_row(weights), blk.take_block(v_blocks, ki))
+            v_tile = layout.tile(blk.take_block(v_blocks, ki))
+            new = tiles.dots.weigh(layout.by_row(weights), v_tile)
             acc = state.acc * rescale[..., None] + layout.by_head(new)
             return sm.RowState(acc, m, state.l * rescale + p.sum(-1))
 
@@ -199,10 +214,10 @@ def backward(
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)
         return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias)
-    q_blocks, do_blocks = layout.split_q(q), layout.split_q(do)
+    q_blocks, do_blocks = _flat(layout.split_q(q)), _flat(layout.split_q(do))
     # XLA's CPU product is three times slower with a transposed left operand, so dk and dv are
     # summed transposed, from transposed copies of q and do
-    q_columns, do_columns = q_blocks.swapaxes(-1, -2), do_blocks.swapaxes(-1, -2)
+    q_columns, do_columns = (_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do))
     alive = lse2 > -jnp.inf
     # +inf makes every probability of a row without keys exp2(-inf) = 0
     lse_blocks = layout.split_rows(jnp.where(alive, lse2, jnp.inf), jnp.inf)
@@ -210,12 +225,13 @@ def backward(
     row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
 
     def key_block(ki: Any, carry: Any, tile: tuple[jax.Array, jax.Array]):
-        k_tile, v_tile = tile
+        k_tile, v_tile = (layout.tile(x) for x in tile)
 
         def step(t: Any, state: Any):
             dk, dv, dq, dbias = state
             qi = blk.block_number(mask, "q_index", ki, t)
-            q_tile, do_tile = blk.take_block(q_blocks, qi), blk.take_block(do_blocks, qi)
+            rows = (blk.take_block(x, qi) for x in (q_blocks, do_blocks))
+            q_tile, do_tile = (layout.tile(x) for x in rows)
             x, tanh = tiles.logits(q_tile, k_tile, qi, ki)
             p = jnp.exp2(x - blk.take_block(lse_blocks, qi).reshape(row_shape))
             dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
@@ -229,19 +245,22 @@ def backward(
             if dbias is not None:
                 dbias = blk.add_tile(dbias, qi, ki, _sum_like(ds, layout, dbias.shape))
             ds = layout.by_row(ds)
-            dv = dv + tiles.dots.weigh(blk.take_block(do_columns, qi), layout.by_row(weights))
-            dk = dk + tiles.dots.weigh(blk.take_block(q_columns, qi), ds)
-            dq = blk.add_block(dq, qi, tiles.dots.weigh(ds, k_tile))
+            columns = (blk.take_block(x, qi) for x in (q_columns, do_columns))
+            q_tile, do_tile = (layout.tile(x) for x in columns)
+            dv = dv + tiles.dots.weigh(do_tile, layout.by_row(weights))
+            dk = dk + tiles.dots.weigh(q_tile, ds)
+            dq_tile = tiles.dots.weigh(ds, k_tile)
+            dq = blk.add_block(dq, qi, dq_tile.reshape(dq.shape[1:]))
             return dk, dv, dq, dbias
 
-        columns = ((*x.shape[:2], x.shape[3], x.shape[2]) for x in tile)
+        columns = ((*x.shape[:2], x.shape[3], x.shape[2]) for x in (k_tile, v_tile))
         start = (*(tiles.zeros(*shape) for shape in columns), *carry)
         dk, dv, *carry = blk.visit(mask.q_range(ki), step, start)
         return tuple(carry), (dk.swapaxes(-1, -2), dv.swapaxes(-1, -2))
 
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)
     carry = (tiles.zeros(*q_blocks.shape), dbias)
-    blocks = (layout.split_kv(k), layout.split_kv(v))
+    blocks = (_flat(layout.split_kv(k)), _flat(layout.split_kv(v)))
     order = getattr(mask, "kv_order", None)
     (dq, dbias), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk, order)
     if dbias is not None:

@@ -118,6 +118,10 @@ class Layout:
         shape = (self.batch, self.nk * self.block_kv, self.kv_heads, x.shape[-1])
         return x.reshape(shape)[:, : self.kv_len]
 
+    def tile(self, x: jax.Array) -> jax.Array:
+        """``[b * hk * rows, c]`` -> ``[b, hk, rows, c]`` (free)."""
+        return x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+
     def pad_tiles(self, x: jax.Array) -> jax.Array:
         """``[#b, #h, q, k]`` padded to whole tiles."""
         return pad_axis(pad_axis(x, 2, self.nq * self.block_q), 3, self.nk * self.block_kv)

@@ -1,8 +1,8 @@
 """The differentiable core: each head walks its own tiles with the blockwise passes.
 
 The work is that of flash attention on the tiles a head visits, 2 products forward and 5 backward
-a tile, so it follows the density of the pattern. Heads are walked several at a time, each by its
-own list; the outer tiles of every head are sorted by their number of visits, so that walking
+a tile, so it follows the density of the pattern. Where heads are walked several at a time, each by
+its own list, the outer tiles of every head are sorted by their number of visits, so that walking
 together costs little more than walking alone.
 
 Memory is O(q_len + kv_len) per head, the lists of tiles, and the caller's bias and its gradient.
@@ -10,6 +10,7 @@ Memory is O(q_len + kv_len) per head, the lists of tiles, and the caller's bias 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,21 +55,32 @@ class _Call(NamedTuple):
 
 
 class _Walk:
-    """Arrays of a call as one head's walk needs them, ``[b, hk, ...]`` padded to whole tiles."""
+    """Arrays of a call as one head's walk needs them.
+
+    head: those ``[#b, #hk, ...]``; sequences: those ``[b, s, hk, ...]``, padded to whole tiles.
+    """
 
     def __init__(self, plan: Plan, spec: Spec, call: _Call, *, by_key: bool) -> None:
-        self.call, self.spec, self.by_key = call, spec, by_key
+        self.call = call
         (self.batch, self.q_len, h, d), (_, self.kv_len, self.hk, dv) = call.q.shape, call.v.shape
         self.groups = h // self.hk
         tiling = Tiling(self.q_len, self.kv_len, spec.block_q, spec.block_kv)
         grid = Grid(tiling, plan.q_block, plan.kv_block, self.hk, self.groups)
         self.padded_q = cdiv(self.q_len, spec.block_q) * spec.block_q
         self.padded_kv = cdiv(self.kv_len, spec.block_kv) * spec.block_kv
-        self.head: dict[str, Any] = {
+        self.sequences = {
             "q": self.rows(call.q),
-            "k": self.keys(call.k),
-            "v": self.keys(call.v),
-            "mask": HeadMask.of(grid, call.mask, call.pattern, by_key=by_key),
+            "k": pad_axis(call.k, 1, self.padded_kv),
+            "v": pad_axis(call.v, 1, self.padded_kv),
+        }
+        rows, every = self.groups * spec.block_q, self.batch * self.hk
+        at_once = tiles.heads_at_once(rows, spec.block_kv, max(d, dv), every)
+        if by_key and call.bias is not None and call.bias.shape[:2] != (self.batch, h):
+            at_once = 1  # heads share entries of the bias gradient
+        self.heads = Heads.of(self.batch, self.hk, at_once)
+        together = self.heads.together
+        self.head: dict[str, Any] = {
+            "mask": HeadMask.of(grid, call.mask, call.pattern, by_key=by_key, together=together),
             "bias": None if call.bias is None else grid.per_head(call.bias)[:, :, None],
             "drop": None,
         }
@@ -77,41 +89,41 @@ class _Walk:
             self.drop = Dropout.make(call.seed, self.batch, h, self.q_len, self.kv_len)
             base = self.drop.base.reshape(self.batch, self.hk, 1, self.groups)
             self.head["drop"] = base
-        rows, every = self.groups * spec.block_q, self.batch * self.hk
-        at_once = tiles.heads_at_once(rows, spec.block_kv, max(d, dv), every)
-        if by_key and call.bias is not None and call.bias.shape[:2] != (self.batch, h):
-            at_once = 1  # heads share entries of the bias gradient
-        self.heads = Heads.of(self.batch, self.hk, at_once)
+        # a float query is scaled once instead of its logits, which are then in base 2 as they are
+        self.spec, self.factor = spec, 1.0
+        if call.bias is None and spec.soft_cap is None and spec.logits_dtype == call.q.dtype:
+            self.spec, self.factor = replace(spec, scale=sm.LN2), spec.scale * sm.LOG2E
 
     def rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
-        """``[b, q, h, ...]`` -> ``[b, hk, 1, q, g, ...]``."""
+        """``[b, q, h, ...]`` -> ``[b, q, hk, g, ...]``."""
         pad = [(0, 0)] * x.ndim
         pad[1] = (0, self.padded_q - self.q_len)
         x = jnp.pad(x, pad, constant_values=fill) if self.padded_q > self.q_len else x
-        x = x.reshape(self.batch, self.padded_q, self.hk, self.groups, *x.shape[3:])
-        x = reorder(x, 0, 2, 1, *range(3, x.ndim))
-        return x.reshape(*x.shape[:2], 1, *x.shape[2:])
+        return x.reshape(self.batch, self.padded_q, self.hk, self.groups, *x.shape[3:])
 
-    def keys(self, x: jax.Array) -> jax.Array:
-        """``[b, k, hk, c]`` -> ``[b, hk, 1, k, 1, c]``."""
-        x = reorder(pad_axis(x, 1, self.padded_kv), 0, 2, 1, 3)
-        return x.reshape(self.batch, self.hk, 1, self.padded_kv, 1, x.shape[-1])
+    def map(self, function: Callable, total: Any = None) -> tuple:
+        """``function(q, k, v, bias, **rows, **options of a pass)`` for every head."""
+
+        def one(head: dict[str, Any], sequences: dict[str, Any]) -> tuple:
+            x = {n: s[None] for n, s in sequences.items()}
+            q, k, v = x.pop("q"), x.pop("k")[:, :, None], x.pop("v")[:, :, None]
+            if self.factor != 1.0:
+                q = q * jnp.asarray(self.factor, q.dtype)
+            drop = self.drop
+            if drop is not None:
+                drop = replace(drop, base=head["drop"])
+            return function(q, k, v, head["bias"], mask=head["mask"], dropout=drop, **x)
+
+        return self.heads.map(one, self.head, self.sequences, total)
 
     def from_rows(self, x: jax.Array) -> jax.Array:
-        """The inverse of ``rows``."""
+        """``[b, hk, 1, q, g, ...]`` -> ``[b, q, h, ...]``."""
         x = reorder(x.squeeze(2), 0, 2, 1, *range(3, x.ndim - 1))
         return x.reshape(*x.shape[:2], self.hk * self.groups, *x.shape[4:])[:, : self.q_len]
 
     def from_keys(self, x: jax.Array) -> jax.Array:
-        """The inverse of ``keys``."""
+        """``[b, hk, 1, k, 1, c]`` -> ``[b, k, hk, c]``."""
         return reorder(x.squeeze((2, 4)), 0, 2, 1, 3)[:, : self.kv_len]
-
-    def inputs(self, head: dict[str, Any]) -> dict[str, Any]:
-        """What one head gives to a blockwise pass, besides q, k, v and bias."""
-        drop = self.drop
-        if drop is not None:
-            drop = replace(drop, base=head["drop"])
-        return {"mask": head["mask"], "dropout": drop}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,11 +135,7 @@ def _attend_fwd(plan: Plan, *arrays):
     call = _Call(*arrays)
     walk = _Walk(plan, plan.fwd, call, by_key=False)
 
-    def one(head: dict[str, Any]) -> tuple:
-        x = (head[n] for n in ("q", "k", "v", "bias"))
-        return blockwise.forward(plan.fwd, *x, **walk.inputs(head)), None
-
-    (o, lse2), _ = walk.heads.map(one, walk.head)
+    (o, lse2), _ = walk.map(lambda *x, **kw: (blockwise.forward(walk.spec, *x, **kw), None))
     o, lse2 = sm.add_sinks(walk.from_rows(o), walk.from_rows(lse2), call.sinks)
     o = o.astype(call.q.dtype)
     return (o, lse2 * sm.LN2), (*arrays, o, lse2)
@@ -139,23 +147,22 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
     call = _Call(*arrays)
     delta = blockwise.row_delta(o, do, dlse, lse2.dtype)
     walk = _Walk(plan, plan.bwd, call, by_key=True)
-    walk.head |= {
+    walk.sequences |= {
         "lse2": walk.rows(lse2, -jnp.inf),
         "delta": walk.rows(delta),
         "do": walk.rows(do),
     }
 
-    def one(head: dict[str, Any]) -> tuple:
-        x = (head[n] for n in ("q", "k", "v", "bias"))
-        rows = {n: head[n] for n in ("lse2", "delta", "do")}
-        grads = blockwise.backward(plan.bwd, *x, **walk.inputs(head), **rows)
-        return grads[:3], grads.dbias
+    def one(*x: Any, **options: Any) -> tuple:
+        grads = blockwise.backward(walk.spec, *x, **options)
+        dq = grads.dq if walk.factor == 1.0 else grads.dq * walk.factor
+        return (dq, grads.dk, grads.dv), grads.dbias
 
     dbias = walk.head["bias"]
     if dbias is not None:
         full = (*dbias.shape[:4], walk.padded_q, walk.padded_kv)
         dbias = zeros(full, lse2.dtype, call.q)
-    (dq, dk, dv), dbias = walk.heads.map(one, walk.head, dbias)
+    (dq, dk, dv), dbias = walk.map(one, dbias)
     if dbias is not None and call.bias is not None:
         dbias = dbias[..., : walk.q_len, : walk.kv_len].reshape(call.bias.shape)
         dbias = dbias.astype(call.bias.dtype)

@@ -1,7 +1,7 @@
 """A function of one batch row and key/value head, for all of them, some at a time.
 
-Heads are mapped together so that a product of small tiles is large enough to be worth spreading
-over cores, and not more than that, so that the tiles of one step stay in the caches.
+Heads are mapped together so that the steps of small tiles do more than the overhead of a step, and
+not more than that, so that the tiles of one step stay in the caches.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Heads:
         return self.rows_at_once, self.heads_at_once
 
     @property
+    def together(self) -> bool:
+        return self.widths != (1, 1)
+
+    @property
     def calls(self) -> int:
         return (self.batch // self.rows_at_once) * (self.heads // self.heads_at_once)
 
@@ -47,16 +51,15 @@ class Heads:
         per_row = self.heads // self.heads_at_once
         return (call // per_row) * self.rows_at_once, (call % per_row) * self.heads_at_once
 
-    def _cut(self, x: Any, call: Any) -> jax.Array:
-        """The part of ``x`` ``[#b, #hk, ...]`` for one call, without axes of size 1."""
-        x = jnp.asarray(x)
-        for axis, start in reversed(list(enumerate(self._place(call)))):
-            width = self.widths[axis]
-            if x.shape[axis] > width:
-                x = jax.lax.dynamic_slice_in_dim(x, start, width, axis)
-            if x.shape[axis] == 1:
-                x = x.squeeze(axis)
-        return x
+    def _cut(self, x: jax.Array, call: Any, axis: int) -> jax.Array:
+        """The part of ``x`` for one call, without axes of size 1; heads are on ``axis``."""
+        starts, sizes = [jnp.int32(0)] * x.ndim, list(x.shape)
+        for at, start, width in zip((0, axis), self._place(call), self.widths, strict=True):
+            if x.shape[at] > width:
+                starts[at], sizes[at] = jnp.asarray(start, jnp.int32), width
+        if sizes != list(x.shape):
+            x = jax.lax.dynamic_slice(x, starts, sizes)
+        return x.squeeze([at for at in (0, axis) if x.shape[at] == 1])
 
     def _mapped(self, function: Callable, leaves: list[Any]) -> Callable:
         for axis in (1, 0):
@@ -65,18 +68,26 @@ class Heads:
                 function = jax.vmap(function, axes)
         return function
 
-    def map(self, function: Callable[[Any], tuple], tree: Any, total: Any = None) -> tuple:
-        """``function(tree of one head) -> (outputs, part)`` for all heads.
+    def map(self, function: Callable, tree: Any, sequences: Any, total: Any = None) -> tuple:
+        """``function(tree, sequences of one head) -> (outputs, part)`` for all heads.
 
-        Leaves of ``tree`` are ``[#b, #hk, ...]``. Gives the outputs ``[b, hk, ...]`` and ``total``
-        ``[#b, #hk, ...]`` plus every ``part``; with heads that share an entry of ``total``, calls
-        must be of one head.
+        Leaves of ``tree`` are ``[#b, #hk, ...]``, those of ``sequences`` ``[b, s, hk, ...]``. Gives
+        the outputs ``[b, hk, ...]`` and ``total`` ``[#b, #hk, ...]`` plus every ``part``; with
+        heads that share an entry of ``total``, calls must be of one head.
         """
-        leaves, form = jax.tree.flatten(tree)
-        mapped = self._mapped(lambda *x: function(jax.tree.unflatten(form, x)), leaves)
+        # one head is cut out of its sequence as it is; more are moved together first
+        at = 2
+        if self.together:
+            at = 1
+            sequences = jax.tree.map(lambda x: reorder(x, 0, 2, 1, *range(3, x.ndim)), sequences)
+        leaves, form = jax.tree.flatten((tree, sequences))
+        axes = [*[1] * len(jax.tree.leaves(tree)), *[at] * len(jax.tree.leaves(sequences))]
+        leaves = [jnp.asarray(x) for x in leaves]
+        mapped = self._mapped(lambda *x: function(*jax.tree.unflatten(form, x)), leaves)
 
         def one(total: Any, call: Any) -> tuple:
-            out, part = mapped(*(self._cut(x, call) for x in leaves))
+            cuts = (self._cut(x, call, axis) for x, axis in zip(leaves, axes, strict=True))
+            out, part = mapped(*cuts)
             if total is not None:
                 total = self._add(total, part, call)
             return total, out

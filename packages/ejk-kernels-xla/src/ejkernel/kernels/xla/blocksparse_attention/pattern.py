@@ -108,7 +108,7 @@ class HeadMask:
     inner: int32 ``[outer, inner]``, for each outer tile first the tiles to visit, then the others.
     count: int32 ``[outer]``, how many to visit.
     order: int32 ``[outer]``, those with most visits first, so that heads that are walked together
-        have about equally many at any time.
+        have about equally many at any time; None for heads walked alone.
     pattern: bool ``[1|g, blocks of queries, blocks of keys]``; None if ``seen`` says it all.
     parts: the other masks.
     """
@@ -116,20 +116,30 @@ class HeadMask:
     seen: jax.Array
     inner: jax.Array
     count: jax.Array
-    order: jax.Array
+    order: jax.Array | None
     pattern: jax.Array | None
     parts: tuple[MaskInfo, ...]
     grid: Grid
     by_key: bool
 
     @classmethod
-    def of(cls, grid: Grid, mask: MaskInfo, pattern: jax.Array | None, *, by_key: bool) -> HeadMask:
+    def of(
+        cls,
+        grid: Grid,
+        mask: MaskInfo,
+        pattern: jax.Array | None,
+        *,
+        by_key: bool,
+        together: bool,
+    ) -> HeadMask:
         """``mask`` with ``pattern`` ``[#b, #h, blocks of queries, blocks of keys]`` or None."""
         seen = visible_tiles(grid, mask, pattern)
         visits = seen.swapaxes(-1, -2) if by_key else seen
         count = visits.sum(-1, dtype=jnp.int32)
         inner = jnp.argsort(~visits, axis=-1, stable=True).astype(jnp.int32)
-        order = jnp.argsort(-count, axis=-1, stable=True).astype(jnp.int32)
+        order = None
+        if together:
+            order = jnp.argsort(-count, axis=-1, stable=True).astype(jnp.int32)
         if pattern is not None:
             pattern = grid.per_head(pattern)
             if grid.aligned and pattern.shape[2] == 1:
@@ -140,7 +150,6 @@ class HeadMask:
         return 0, take_block(self.count, outer)
 
     def _index(self, outer: Any, step: Any) -> jax.Array:
-        # a head that is through, walked with one that is not, visits hidden tiles
         return self.inner[outer, step]
 
     kv_range = q_range = _range
@@ -154,17 +163,21 @@ class HeadMask:
     def kv_order(self) -> jax.Array | None:
         return self.order if self.by_key else None
 
-    def tile(self, qi: Any, ki: Any) -> jax.Array:
-        """bool ``[1, 1|g, block_q, block_kv]``."""
+    def visited(self, qi: Any, ki: Any) -> jax.Array:
+        """bool ``[]``: a head that is through, walked with one that is not, visits other tiles."""
+        return self.seen[qi, ki]
+
+    def tile(self, qi: Any, ki: Any) -> jax.Array | None:
+        """bool ``[1, 1|g, block_q, block_kv]`` of a tile to visit; None if nothing is hidden."""
         t = self.grid.tiling
-        shown = self.seen[qi, ki][None, None, None, None]
-        other = PreparedMask(t, self.parts, *_NO_RANGES).tile(qi, ki)
-        if other is not None:
-            shown = shown & other
+        shown = PreparedMask(t, self.parts, *_NO_RANGES).tile(qi, ki)
         if self.pattern is not None:
             rows = self._blocks(qi, t.block_q, self.grid.q_block, self.pattern.shape[1])
             cols = self._blocks(ki, t.block_kv, self.grid.kv_block, self.pattern.shape[2])
-            shown = shown & self.pattern[:, rows[:, None], cols][None]
+            pattern = self.pattern[:, rows[:, None], cols][None]
+            shown = pattern if shown is None else shown & pattern
+        if shown is None:
+            return None
         return jnp.broadcast_to(shown, (*shown.shape[:2], t.block_q, t.block_kv))
 
     def _blocks(self, number: Any, tile: int, block: int, count: int) -> jax.Array:

@@ -5,8 +5,8 @@ that the pattern leaves out. Blocks below 64 are joined, since smaller products 
 overhead; blocks above 256 are cut where a divisor allows, so that a step's tiles stay in the
 caches.
 
-One product of 128 x 128 pairs at head_dim 64 is 2**20 multiply-adds, which XLA runs on one core;
-the products of several heads, taken together, use all of them.
+One product of 128 x 128 pairs at head_dim 64 is 2**20 multiply-adds, enough to hide the overhead
+of a step on a CPU; heads with smaller tiles are walked together, and on a GPU all heads are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ejkernel.ops.utils.device import target_device
 from ejkernel.types.attention import field
 
 SMALLEST, LARGEST, PLAIN = 64, 256, 128
-DOT_MULTIPLY_ADDS = 2**23
+STEP_MULTIPLY_ADDS = 2**20
 
 
 def tile_of(block: int, length: int) -> int:
@@ -46,7 +46,7 @@ def tile_sizes(cfg: Any, name: str, q: tuple[int, int], kv: tuple[int, int]) -> 
 
 
 def heads_at_once(rows: int, columns: int, dim: int, all_heads: int) -> int:
-    """How many heads' tiles of ``rows`` x ``columns`` make one product worth spreading."""
+    """How many heads' tiles of ``rows`` x ``columns`` make one step."""
     if target_device().kind is Backend.GPU:
         return all_heads
-    return max(1, -(-DOT_MULTIPLY_ADDS // max(1, rows * columns * dim)))
+    return max(1, -(-STEP_MULTIPLY_ADDS // max(1, rows * columns * dim)))
