@@ -34,14 +34,14 @@ PASS = 128**3
 JAX_BLOCKS = (512, 1024)
 
 
-def compile_all(chip: str) -> list[dict[str, Any]]:
+def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from tools.tpu.calls import CALLS
 
     device = chips.device(chip)
     rows = []
-    for call in CALLS:
+    for call in (c for c in CALLS if not names or c.name in names):
         for part, function in (("forward", call.forward), ("gradients", call.gradients)):
             start = time.perf_counter()
             row: dict[str, Any] = {"call": call.name, "part": part}
@@ -180,17 +180,22 @@ def main() -> None:
     parser.add_argument("--no-cost", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--slowest", type=float, default=60.0)
+    parser.add_argument("--calls", nargs="+", default=[], help="compile only these calls")
     parser.add_argument("--child", choices=("compile", "cost"))
     given = parser.parse_args()
     if given.child:
         (chip,) = given.chips
-        rows = compile_all(chip) if given.child == "compile" else count_all(chip, given.dims)
+        if given.child == "compile":
+            rows = compile_all(chip, given.calls)
+        else:
+            rows = count_all(chip, given.dims)
         print(json.dumps(rows))
         return
     faults = []
+    calls = ["--calls", *given.calls] if given.calls else []
     for chip in given.chips:
         if not given.no_compile:
-            rows = in_child("--child", "compile", "--chips", chip)
+            rows = in_child("--child", "compile", "--chips", chip, *calls)
             faults += report_compiled(chip, rows, given.slowest)
         if not given.no_cost:
             dims = [str(d) for d in given.dims]

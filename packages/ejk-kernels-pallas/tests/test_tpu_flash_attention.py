@@ -91,6 +91,17 @@ def test_matches_the_oracle(call):
     check(call, x, *run(attend, call, x))
 
 
+WIDE = [CALLS[1], CALLS[8]]
+
+
+@pytest.mark.parametrize("call", WIDE, ids=str)
+def test_transposed_gradients(call):
+    """The form of the gradients for matrix units of 256 columns."""
+    x = arrays(call)
+    with interpreter(kind="TPU v6 lite"):
+        check(call, x, *run(attend, call, x))
+
+
 def test_the_comparison_can_fail():
     """A dropped sink and an offset of one are seen."""
     call = small("causal", q=20, k=20, mask={"causal": True}, sinks=(2, 1))

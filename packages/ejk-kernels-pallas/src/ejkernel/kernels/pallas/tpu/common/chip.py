@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Generator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ from ejkernel.ops.utils.device import target_device
 from ejkernel.types.structure import Unsupported
 
 MIB = 2**20
-# The chip whose tiles the interpreter runs: the smallest on-chip memories of any in service.
-_INTERPRETED = "TPU v4"
-_interpreter: ContextVar[Any] = ContextVar("ejkernel_tpu_interpreter", default=True)
+# What interpretation runs with, and the chip it stands for: the one with the least memory.
+_interpreter: ContextVar[tuple[Any, str]] = ContextVar(
+    "ejkernel_tpu_interpreter", default=(True, "TPU v4")
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Chip:
         vmem: bytes of vector memory of a core.
         lanes, sublanes: shape of a vector register of 32-bit elements.
         mxu: columns (and rows) of a matrix unit.
+        generation: 4 for v4, 5 for v5e and v5p and so on.
         flops: bfloat16 FLOP/s. bandwidth: bytes/s of HBM.
         interpret: argument of ``pallas_call``: False on a TPU.
     """
@@ -41,6 +43,7 @@ class Chip:
     lanes: int
     sublanes: int
     mxu: int
+    generation: int
     flops: float
     bandwidth: float
     interpret: Any = False
@@ -67,6 +70,7 @@ def facts_of(kind: str | None, cores: int | None = 1) -> Chip:
         lanes=info.num_lanes,
         sublanes=info.num_sublanes,
         mxu=info.mxu_column_size,
+        generation=info.generation,
         flops=float(info.bf16_ops_per_second),
         bandwidth=float(info.mem_bw_bytes_per_second),
     )
@@ -79,9 +83,10 @@ def on_chip(kind: str, cores: int | None = 1) -> Any:
 
 
 @contextlib.contextmanager
-def interpreter(params: Any) -> Generator[None]:
-    """Within the block, interpreted kernels run with these ``pltpu.InterpretParams``."""
-    token = _interpreter.set(params)
+def interpreter(params: Any = True, kind: str = "TPU v4") -> Generator[None]:
+    """Within the block, interpreted kernels run with these ``pltpu.InterpretParams``, and with
+    the tiles of this chip."""
+    token = _interpreter.set((params, kind))
     try:
         yield
     finally:
@@ -102,5 +107,5 @@ def current_chip() -> Chip:
             f"query: these kernels need a TPU, the target device is {target.name!r}; "
             "EJKERNEL_INTERPRET=1 runs them in an interpreter"
         )
-    chip = facts_of(_INTERPRETED)
-    return Chip(**{**vars(chip), "interpret": _interpreter.get()})
+    params, kind = _interpreter.get()
+    return replace(facts_of(kind), interpret=params)

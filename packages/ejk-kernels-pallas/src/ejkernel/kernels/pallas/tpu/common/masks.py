@@ -1,9 +1,9 @@
 """Which keys a row sees, on a TPU: scalar arithmetic on blocks, vector masks of tiles.
 
-A tile has *held* rows along sublanes and *walked* columns along lanes: queries and keys in the
-forward pass and for dq, keys and queries for dk and dv. Values given per token (segment ids, chunk
-numbers, positions) come as pairs of rows ``[1, tokens]``; those of the held side are spread once
-to columns, so that a comparison broadcasts along lanes without moving data.
+A kernel holds a block of one side and walks those blocks of the other that the mask lets it see.
+Values given per token (segment ids, chunk numbers, positions) come as pairs of rows
+``[1, tokens]``; those along the sublanes of a tile are spread to columns of equal lanes first, so
+that a comparison is one operation a register.
 """
 
 from __future__ import annotations
@@ -167,34 +167,37 @@ def visible(
     shape: tuple[int, int],
     first_q: Any,
     first_kv: Any,
-    held: tuple[jax.Array, ...],
-    walked: tuple[jax.Array, ...],
-    queries_walked: bool,
-) -> jax.Array | None:
-    """Element mask of a tile ``[held, walked]``, None when all of it is visible.
+    columns: tuple[jax.Array, ...],
+    rows: tuple[jax.Array, ...],
+    *,
+    queries_on_lanes: bool,
+    check_queries: bool,
+) -> jax.Array:
+    """Element mask of a tile.
 
-    ``held`` are columns ``[rows, 128]`` of the pairs' values, ``walked`` rows ``[1, columns]``.
+    Queries lie along sublanes and keys along lanes, or the reverse (``queries_on_lanes``).
+    ``columns`` ``[n, 128]`` are the pairs' values along sublanes, ``rows`` ``[1, m]`` those along
+    lanes. The length that is checked is the walked one: ``check_queries`` or that of the keys.
     """
-    row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    i, j = (lane, row) if queries_walked else (row, lane)
+    sublane, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    i, j = (lane, sublane) if queries_on_lanes else (sublane, lane)
     seen: list[jax.Array] = []
-    if rules.band.lo is not None or rules.band.hi is not None:
-        distance = j - i
-        shift = first_kv - first_q
+    if not rules.band.empty:
+        distance, shift = j - i, first_kv - first_q
         if rules.band.lo is not None:
             seen.append(distance >= rules.band.lo - shift)
         if rules.band.hi is not None:
             seen.append(distance <= rules.band.hi - shift)
-    if queries_walked:
+    if check_queries:
         seen.append(i < rules.q_len - first_q)
     else:
         seen.append(j < rules.kv_len - first_kv)
-    for name, at_held, at_walked in zip(rules.pairs, held, walked, strict=True):
-        at_held = fit(at_held, shape[1])
+    for name, down, across in zip(rules.pairs, columns, rows, strict=True):
+        down = fit(down, shape[1])
         if name != "positions":
-            seen.append(at_held == at_walked)
+            seen.append(down == across)
             continue
-        distance = at_held - at_walked if queries_walked else at_walked - at_held
+        distance = down - across if queries_on_lanes else across - down
         if rules.position_band.lo is not None:
             seen.append(distance >= rules.position_band.lo)
         if rules.position_band.hi is not None:

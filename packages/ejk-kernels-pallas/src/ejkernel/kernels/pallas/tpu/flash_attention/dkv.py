@@ -2,10 +2,15 @@
 
     p = exp(x - lse);  dv = p^T do;  ds = p * (do v^T - delta);  dk = scale * ds^T q
 
-Keys are held and queries walked, and every tile is transposed: ``[keys, queries]``. So dv and dk
-are plain products of what the exponentials give, and lse and delta, one number a query, lie along
-lanes and are never spread. Grid (batch, kv head, key block, head of the group, step): the heads
-that share a key add up in its accumulators, in a fixed order.
+Keys are held and queries walked. Grid (batch, kv head, key block, head of the group, step): the
+heads that share a key add up in its accumulators, in a fixed order. Tiles have two forms:
+
+* ``[keys, queries]``, gradients ``[keys, d]``: plain products of what the exponentials give; lse
+  and delta, one number a query, lie along lanes and are never spread. A matrix unit of 128 columns
+  is full in all four products.
+* ``[queries, keys]``, gradients ``[d, keys]``: do^T p has as many columns as there are keys, where
+  p^T do has only d of them and half fills a unit of 256 columns when d is 128. q and do are
+  transposed as they are read, lse and delta spread, on units that are idle otherwise.
 
 Bound: 8 q k d FLOPs a head; the matrix units, as forward.
 
@@ -19,33 +24,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, touches, visible
+from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit, visible
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
+    Pair,
+    edge_tiles,
+    overlapped,
+    tile_gradients,
+)
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import KeysHeld, entry
-
-
-def _transposed_strip(
-    layout: Layout,
-    products: tuple[jax.Array, jax.Array],
-    mask: jax.Array | None,
-    lse: jax.Array,
-    delta: jax.Array,
-    dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """p^T and ds^T of a tile from k q^T and v do^T ``[keys, queries]``, lse and delta rows."""
-    x, bent = layout.logits(products[0])
-    p = jnp.exp2(x - lse)
-    if mask is not None:
-        p = jnp.where(mask, p, 0.0)
-    ds = p * (products[1] - delta)
-    if bent is not None:
-        ds = ds * (1.0 - bent * bent)
-    return (p, ds) if layout.tiles.unpacked else (p.astype(dtype), ds.astype(dtype))
 
 
 def _kernel(layout: Layout, table: Any, *given: Any) -> None:
@@ -57,27 +48,42 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
     first = entry(layout, layout.kv_blocks, b, ki)
     start, full_start, full_stop, stop = (table[first + i] for i in range(4))
     qi = start + t
-    block_q, block_kv, rows = layout.tiles.block_q, layout.tiles.block_kv, layout.tiles.rows
+    tiles, wide = layout.tiles, layout.tiles.transposed
 
     @pl.when((t == 0) & (g == 0))
     def _begin() -> None:
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
-        for row, spread in zip(kv_rows, columns, strict=True):
-            spread[...] = column(row[0])
+        if not wide:
+            for row, spread in zip(kv_rows, columns, strict=True):
+                spread[...] = column(row[0])
 
-    def products(strip: Any, queries: Any) -> tuple[jax.Array, jax.Array]:
-        return (
-            layout.dot(k_ref[0, 0, strip], q_ref[0, 0, queries], (1, 1)),
-            layout.dot(v_ref[0, 0, strip], do_ref[0, 0, queries], (1, 1)),
+    def products(place: tuple[Any, Any]) -> Pair:
+        queries, keys = place
+        q, k, v, do = (
+            q_ref[0, 0, queries],
+            k_ref[0, 0, keys],
+            v_ref[0, 0, keys],
+            do_ref[0, 0, queries],
         )
+        if wide:
+            return layout.dot(q, k, (1, 1)), layout.dot(do, v, (1, 1))
+        return layout.dot(k, q, (1, 1)), layout.dot(v, do, (1, 1))
 
-    def add(strip: Any, queries: Any, pair: tuple[jax.Array, jax.Array], mask: Any) -> None:
+    def add(place: tuple[Any, Any], pair: Pair, mask: Any = None) -> None:
+        queries, keys = place
         q, do = q_ref[0, 0, queries], do_ref[0, 0, queries]
         lse, delta = lse_ref[0, 0, :, queries], delta_ref[0, 0, :, queries]
-        p, ds = _transposed_strip(layout, pair, mask, lse, delta, q.dtype)
-        dv_acc[strip] += layout.dot(p, do.astype(p.dtype), (1, 0))
-        dk_acc[strip] += layout.dot(ds, q.astype(ds.dtype), (1, 0))
+        if wide:
+            lse, delta = (fit(column(x), pair[0].shape[1]) for x in (lse, delta))
+        p, ds = tile_gradients(layout, pair, mask, lse, delta, q.dtype)
+        q, do = q.astype(ds.dtype), do.astype(p.dtype)
+        if wide:
+            dv_acc[:, keys] += layout.dot(do.T, p, (1, 0))
+            dk_acc[:, keys] += layout.dot(q.T, ds, (1, 0))
+        else:
+            dv_acc[keys] += layout.dot(p, do, (1, 0))
+            dk_acc[keys] += layout.dot(ds, q, (1, 0))
 
     full = (qi >= full_start) & (qi < full_stop)
 
@@ -85,47 +91,46 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
 
         @pl.when(full)
         def _full_tile() -> None:
-            everything = pl.ds(0, block_q)
-            ready = products(pl.ds(0, rows), everything)
-            for i in range(0, block_kv, rows):
-                following = None
-                if i + rows < block_kv:
-                    following = products(pl.ds(i + rows, rows), everything)
-                add(pl.ds(i, rows), everything, ready, None)
-                ready = following
+            q_strip = tiles.rows if wide else tiles.block_q
+            kv_strip = tiles.columns if wide else tiles.rows
+            places = [
+                (pl.ds(i, q_strip), pl.ds(j, kv_strip))
+                for j in range(0, tiles.block_kv, kv_strip)
+                for i in range(0, tiles.block_q, q_strip)
+            ]
+            overlapped(places, products, add)
 
     if layout.some_partial:
 
+        def masked_tile(queries: Any, keys: Any, first_q: Any, first_kv: Any) -> None:
+            pair = products((queries, keys))
+            if wide:
+                down = tuple(column(r[0, :, queries]) for r in q_rows)
+                across = tuple(r[0, :, keys] for r in kv_rows)
+            else:
+                down = tuple(c[keys] for c in columns)
+                across = tuple(r[0, :, queries] for r in q_rows)
+            mask = visible(
+                layout.rules,
+                pair[0].shape,
+                first_q,
+                first_kv,
+                down,
+                across,
+                queries_on_lanes=not wide,
+                check_queries=True,
+            )
+            add((queries, keys), pair, mask)
+
         @pl.when((qi < stop) & ~full)
         def _masked_tile() -> None:
-            edge_q, edge_kv = layout.tiles.edge(block_q), layout.tiles.edge(block_kv)
-            across = block_q // edge_q
-
-            def edge_tile(index: Any, carry: None) -> None:
-                j = pl.multiple_of(index // across * edge_kv, edge_kv)
-                i = pl.multiple_of(index % across * edge_q, edge_q)
-                first_q, first_kv = qi * block_q + i, ki * block_kv + j
-
-                @pl.when(touches(layout.rules, first_q, first_kv, edge_q, edge_kv))
-                def _() -> None:
-                    strip, queries = pl.ds(j, edge_kv), pl.ds(i, edge_q)
-                    mask = visible(
-                        layout.rules,
-                        (edge_kv, edge_q),
-                        first_q,
-                        first_kv,
-                        tuple(c[strip] for c in columns),
-                        tuple(r[0, :, queries] for r in q_rows),
-                        queries_walked=True,
-                    )
-                    add(strip, queries, products(strip, queries), mask)
-
-            lax.fori_loop(0, block_kv // edge_kv * across, edge_tile, None)
+            edge_tiles(layout, qi, ki, masked_tile)
 
     @pl.when((t == layout.steps - 1) & (g == layout.problem.group - 1))
     def _end() -> None:
-        dk_ref[0, 0] = (dk_acc[...] * layout.problem.scale).astype(dk_ref.dtype)
-        dv_ref[0, 0] = dv_acc[...].astype(dv_ref.dtype)
+        dk, dv = dk_acc[...] * layout.problem.scale, dv_acc[...]
+        dk_ref[0, 0] = (dk.T if wide else dk).astype(dk_ref.dtype)
+        dv_ref[0, 0] = (dv.T if wide else dv).astype(dv_ref.dtype)
 
 
 def key_gradients(
@@ -147,6 +152,11 @@ def key_gradients(
     d, dv = layout.dim, layout.value_dim
     specs = KeysHeld(layout)
     row_q, row_kv = [x for x, _ in pairs], [x for _, x in pairs]
+    if tiles.transposed:
+        scratch = [pltpu.VMEM((width, tiles.block_kv), jnp.float32) for width in (d, dv)]
+    else:
+        scratch = [pltpu.VMEM((tiles.block_kv, width), jnp.float32) for width in (d, dv)]
+        scratch += [pltpu.VMEM((tiles.block_kv, LANES), jnp.int32) for _ in pairs]
     visited = p.batch * p.heads * layout.kv_padded * layout.steps * tiles.block_q
     return pl.pallas_call(
         functools.partial(_kernel, layout),
@@ -164,11 +174,7 @@ def key_gradients(
                 *map(specs.key_values, row_kv),
             ],
             out_specs=[specs.key(d), specs.key(dv)],
-            scratch_shapes=[
-                pltpu.VMEM((tiles.block_kv, d), jnp.float32),
-                pltpu.VMEM((tiles.block_kv, dv), jnp.float32),
-                *[pltpu.VMEM((tiles.block_kv, LANES), jnp.int32) for _ in pairs],
-            ],
+            scratch_shapes=scratch,
         ),
         out_shape=[
             result((p.batch, p.kv_heads, layout.kv_padded, d), p.dtype, q, k, v, do),

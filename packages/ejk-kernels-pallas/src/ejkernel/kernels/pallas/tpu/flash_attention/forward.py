@@ -134,7 +134,8 @@ def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
                         first_kv,
                         tuple(c[strip] for c in columns),
                         tuple(r[0, :, keys] for r in kv_rows),
-                        queries_walked=False,
+                        queries_on_lanes=False,
+                        check_queries=False,
                     )
                     product = layout.dot(q_ref[0, 0, strip], k_ref[0, 0, keys], (1, 1))
                     v = v_ref[0, 0, keys]

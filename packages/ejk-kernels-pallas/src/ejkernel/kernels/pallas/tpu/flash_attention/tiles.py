@@ -23,12 +23,16 @@ class Tiles:
         rows: rows of the held side whose products and exponentials overlap at a time.
         unpacked: probabilities enter their product as float32: a matrix unit of 128 columns takes
             them at the rate of bfloat16, and packing them costs vector slots.
+        transposed: gradients are accumulated as ``[d, tokens]`` (see dq and dkv), in parts of
+            ``rows`` by ``columns``.
     """
 
     block_q: int
     block_kv: int
     rows: int
     unpacked: bool = False
+    transposed: bool = False
+    columns: int = 512
 
     @staticmethod
     def edge(block: int) -> int:
@@ -64,31 +68,64 @@ def _dim(problem: Problem) -> int:
 def forward_tiles(problem: Problem, chip: Chip) -> Tiles:
     """Tiles of the forward kernel."""
     narrow = chip.mxu <= 128
-    # one grid step costs some 200 bundles of scalar work: tiles of 2^20 pairs make it under 5%
+    # a grid step costs some 200 bundles of scalar work: against tiles of 2^19 pairs that is 10% on
+    # the fastest chips, against half of that 20%
     block_q = _block(problem.q_len, LARGEST)
-    # keys of a step: their products of `rows` queries must fit in what is left of 64 registers
-    # and 2-slot stores; wide units are fed for twice as long by one load of weights
+    # a wide unit holds more keys at a time; for a narrow one more keys only mean more spills
     block_kv = _block(problem.kv_len, 512 if narrow else LARGEST)
-    if problem.itemsize == 4 or _dim(problem) > 256:
+    if problem.itemsize == 4:  # twice the bytes of everything
         block_q, block_kv = min(block_q, 512), min(block_kv, 512)
-    # products of the next rows run under the exponentials of these
-    rows = min(256 if narrow else 512, block_q)
-    return Tiles(block_q, block_kv, rows, unpacked=narrow)
+    # products of the next strip run under the exponentials of this one: more rows hide more of
+    # the latency, but spill more; chips with two vector slots a bundle are slower to spill
+    rows = 256 if narrow and chip.generation > 4 else 512
+    return _fitting(Tiles(block_q, block_kv, min(rows, block_q), unpacked=narrow), problem, chip, 1)
+
+
+def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> Tiles:
+    """``tiles`` with strips halved until vector memory suffices, then blocks."""
+    held = tiles.block_kv if accumulators == 2 else tiles.block_q
+    if tiles.vmem(problem, held, accumulators) <= chip.vmem or held <= LANES:
+        return tiles
+    if tiles.rows > LANES:
+        return _fitting(replace(tiles, rows=tiles.rows // 2), problem, chip, accumulators)
+    smaller = replace(
+        tiles,
+        block_q=max(tiles.block_q // 2, LANES),
+        block_kv=max(tiles.block_kv // 2, LANES),
+        columns=min(tiles.columns, tiles.block_q // 2, tiles.block_kv // 2),
+    )
+    return _fitting(smaller, problem, chip, accumulators)
+
+
+def _gradient_tiles(problem: Problem, chip: Chip) -> Tiles:
+    narrow = chip.mxu <= 128
+    block_q, block_kv = _block(problem.q_len, LARGEST), _block(problem.kv_len, LARGEST)
+    if problem.itemsize == 4:
+        block_q, block_kv = min(block_q, 512), min(block_kv, 512)
+    smaller = min(block_q, block_kv)
+    # a gradient [tokens, d] half fills a unit of 256 columns up to d 128; [d, tokens] does not
+    if not narrow and _dim(problem) <= LANES:
+        return Tiles(
+            block_q, block_kv, min(256, smaller), transposed=True, columns=min(512, smaller)
+        )
+    return Tiles(block_q, block_kv, min(512, smaller))
 
 
 def dq_tiles(problem: Problem, chip: Chip) -> Tiles:
     """Tiles of the query gradient: queries held, keys walked."""
-    return replace(forward_tiles(problem, chip), rows=min(256, _block(problem.q_len, LARGEST)))
+    tiles = _gradient_tiles(problem, chip)
+    if chip.mxu <= 128:
+        # more rows of queries would only spill more; so would more keys of 256 columns
+        keys = 512 if _dim(problem) > LANES else LARGEST
+        tiles = replace(
+            tiles, block_kv=min(tiles.block_kv, keys), rows=min(tiles.rows, 256, tiles.block_q)
+        )
+    return _fitting(tiles, problem, chip, 1)
 
 
 def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
     """Tiles of the key gradients: keys held, queries walked."""
-    narrow = chip.mxu <= 128
-    block_kv = _block(problem.kv_len, LARGEST)
-    block_q = _block(problem.q_len, 512 if narrow else LARGEST)
-    if problem.itemsize == 4 or _dim(problem) > 256:
-        block_q, block_kv = min(block_q, 512), min(block_kv, 512)
-    return Tiles(block_q, block_kv, min(256, block_kv), unpacked=narrow)
+    return _fitting(_gradient_tiles(problem, chip), problem, chip, 2)
 
 
 FIELDS = {"block_q": "q_blocksize", "block_kv": "kv_blocksize"}
@@ -100,7 +137,8 @@ def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> T
     given = {mine: arg.field(params, theirs) for mine, theirs in fields.items()}
     sizes = {k: max(LANES, int(v)) for k, v in given.items() if v is not None}
     new = replace(tiles, **sizes)
-    return replace(new, rows=min(new.rows, new.block_q, new.block_kv))
+    smaller = min(new.block_q, new.block_kv)
+    return replace(new, rows=min(new.rows, smaller), columns=min(new.columns, smaller))
 
 
 def neighbours(tiles: Tiles) -> list[Tiles]:

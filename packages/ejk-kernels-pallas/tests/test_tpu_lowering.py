@@ -1,0 +1,127 @@
+"""TPU kernels lower for every chip on any machine; where libtpu is installed they compile too."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+from ejkernel.kernels.pallas.tpu.common.chip import current_chip, facts_of, on_chip
+from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, support, tiles
+from ejkernel.types import MaskInfo
+from ejkernel.types.problem import Problem
+
+CHIPS = {
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "tpu7x": "TPU7x",
+}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def shapes(dim: int, length: int = 1024, dtype: str = "bfloat16") -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((1, length, h, dim), dtype) for h in (4, 2, 2)]
+
+
+def gradients(**options):
+    def loss(q, k, v, segments):
+        mask = MaskInfo(q_segment_ids=segments, kv_segment_ids=segments)
+        o = flash_attention(q, k, v, mask_info=mask, **options)
+        return o.astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_lowers(chip):
+    """Forward, dq and dkv become Mosaic kernels, under a mask of every kind."""
+    ids = jax.ShapeDtypeStruct((1, 1000), "int32")
+    options = {"causal": True, "sliding_window": (300, 0), "logits_soft_cap": 30.0}
+    with on_chip(CHIPS[chip]):
+        made = export.export(jax.jit(gradients(**options)), platforms=["tpu"])(
+            *shapes(128, 1000), ids
+        )
+    assert made.mlir_module().count("tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_fit(chip, dtype, dim):
+    """What the tiles ask of vector memory is there, and blocks waste at most an eighth."""
+    facts = facts_of(CHIPS[chip])
+    for length in (1, 129, 640, 1000, 4096, 5000):
+        p = Problem(1, length, length, 4, 4, dim, dim, dtype, 1.0)
+        for choose, accumulators in (
+            (tiles.forward_tiles, 1),
+            (tiles.dq_tiles, 1),
+            (tiles.dkv_tiles, 2),
+        ):
+            t = choose(p, facts)
+            held = t.block_kv if accumulators == 2 else t.block_q
+            assert t.vmem(p, held, accumulators) <= facts.vmem, (length, t)
+            assert held % t.rows == 0 and t.rows % tiles.LANES == 0
+            rounded = -(-length // tiles.LANES) * tiles.LANES
+            for block in (t.block_q, t.block_kv):
+                assert -(-length // block) * block * 8 <= rounded * 9
+
+
+class Call:
+    """What the registry hands to the hooks."""
+
+    def __init__(self, *arrays, **options):
+        names = ("query", "key", "value")
+        self.arguments = {**dict(zip(names, arrays, strict=True)), **options}
+
+
+def test_hooks():
+    call = Call(*shapes(128, 4096))
+    with on_chip(CHIPS["v5e"]):
+        assert support.supports(call) is None
+        assert current_chip().mxu == 128
+        first = support.heuristic(call)
+        found = support.candidates(call)
+    assert found[0] == first and len(found) > 3
+    sizes = [n for c in found for part in c.values() for n in part.values()]
+    assert all(128 <= n <= 1024 and n & (n - 1) == 0 for n in sizes)
+
+
+def test_reasons():
+    q, k, v = shapes(128)
+    with on_chip(CHIPS["v6e"]):
+        assert "bias" in (support.supports(Call(q, k, v, bias=q)) or "")
+        dense = jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool")
+        assert "dense" in (support.supports(Call(q, k, v, attention_mask=dense)) or "")
+        padding = jax.ShapeDtypeStruct((1, 1024), "bool")
+        assert support.supports(Call(q, k, v, attention_mask=padding)) is None
+    assert "TPU" in (support.supports(Call(q, k, v)) or "")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed"
+)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiles(chip):
+    """Some shipped calls, by TPU's own compiler; all of them: tools/tpu/check_tpu.py."""
+    script = ROOT / "tools/tpu/check_tpu.py"
+    if not script.exists():
+        pytest.skip("tools/tpu is not part of this checkout")
+    command = [sys.executable, script, "--child", "compile", "--chips", chip, "--calls"]
+    done = subprocess.run(
+        [*map(str, command), "d64", "causal gqa", "float32 d256"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) == 6 and not [row for row in rows if "error" in row]
