@@ -8,15 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import build_dkv
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q, build_dq
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import build
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
     band_ranges,
+    ranges_by_query,
     walk_tables,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import ROWS, WidePlan
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band
+
+
+def is_wide(problem: Problem) -> bool:
+    """Whether the head is too wide for the fused kernel."""
+    return max(problem.dim, problem.value_dim) > 128
 
 
 def backward_tiles(problem: Problem) -> BackwardTiles:
@@ -24,7 +33,10 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
 
     The dk and dv sums of 64 key rows take ``dim`` registers of a thread. At 64 that leaves room
     for logits of 128 queries, which halves the reads of keys and the steps; at 128 it does not.
+    Above, two warpgroups share the sums of 64 key rows, and dq is a kernel of its own.
     """
+    if is_wide(problem):
+        return BackwardTiles(block_q=ROWS, block_kv=ROWS)
     return BackwardTiles(block_q=128 if max(problem.dim, problem.value_dim) <= 64 else 64)
 
 
@@ -37,6 +49,32 @@ def _whole(x: jax.Array) -> jax.Array:
 def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:
     width = [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])]
     return jnp.pad(x, width, constant_values=fill)
+
+
+def _wide(problem, band, ranges, ids, q, k, v, do, lse, delta):
+    """dq, dk, dv by the two kernels for wide heads; ``ranges`` are query blocks of key blocks."""
+    n_q = -(-problem.q_len // ROWS)
+    plan = WidePlan(
+        problem=problem,
+        band=band,
+        ids=bool(ids),
+        ids_batch=bool(ids) and ids[0].shape[0] > 1,
+        range_batch=ranges.shape[0] > 1,
+        range_head=ranges.shape[1] > 1,
+    )
+    rows = -(-problem.q_len // BLOCK_Q) * BLOCK_Q
+    keys = -(-problem.kv_len // ROWS) * ROWS
+    operands = [
+        *map(_whole, (q, k, v, do)),
+        _padded(jnp.where(lse == -jnp.inf, -jnp.inf, -lse * LOG2E), rows, -jnp.inf),
+        _padded(-delta, rows, 0.0),
+    ]
+    if ids:
+        ids = (_padded(ids[0], rows, -1), _padded(ids[1], keys, -2))
+    dk, dv = build_dkv(plan)(*operands, jnp.asarray(ranges), *ids)
+    by_query = jnp.asarray(ranges_by_query(ranges, n_q, BLOCK_Q // ROWS))
+    dq = build_dq(plan)(*operands, by_query, *ids)
+    return dq[:, : problem.q_len], dk[:, : problem.kv_len], dv[:, : problem.kv_len]
 
 
 def backward(
@@ -85,6 +123,9 @@ def backward(
         ranges = band_ranges(band, (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv))
         if q_ids is not None:  # any block may hold other segments
             ranges[..., 1:3] = 0
+    if is_wide(problem):
+        ids = () if q_ids is None or kv_ids is None else (q_ids, kv_ids)
+        return _wide(problem, band, ranges, ids, q, k, v, do, lse, delta)
     plan = Plan(
         problem=problem,
         tiles=tiles,

@@ -30,22 +30,28 @@ def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 
 
 def hide_outside(
-    x: jax.Array, band: Band, distance: Any, rows_left: Any | None = None
+    x: jax.Array,
+    band: Band,
+    distance: Any,
+    rows_left: Any | None = None,
+    columns_left: Any | None = None,
 ) -> jax.Array:
     """-inf where the band or the end of the keys hides a pair.
 
     An element at (row r, column c) has key minus query ``distance + r - c``; rows from
-    ``rows_left`` on are past the end. Positions come from the thread index read anew: as values
-    of the language they would be hoisted out of the walk and hold a register for each column.
+    ``rows_left`` on, or columns from ``columns_left`` on, are past the end. Positions come from
+    the thread index read anew: as values of the language they would be hoisted out of the walk
+    and hold a register for each column.
     """
-    checks_rows = rows_left is not None
-    scalars = (jnp.int32(distance), jnp.int32(rows_left if checks_rows else 0))
+    checks_rows, checks_columns = rows_left is not None, columns_left is not None
+    left = rows_left if checks_rows else columns_left if checks_columns else 0
+    scalars = (jnp.int32(distance), jnp.int32(left))
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT, _SCALAR, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
     )
-    def apply(_: Any, x: Any, distance: Any, rows_left: Any) -> Any:
+    def apply(_: Any, x: Any, distance: Any, left: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
 
         def const(n: int) -> Any:
@@ -74,9 +80,10 @@ def hide_outside(
                 if band.hi is not None:
                     tests.append((compare.sle, base, const(band.hi - r + c + e)))
                 if checks_rows:
-                    tests.append(
-                        (compare.slt, row, arith.subi(rows_left.registers.item(), const(r)))
-                    )
+                    tests.append((compare.slt, row, arith.subi(left.registers.item(), const(r))))
+                elif checks_columns:
+                    end = arith.subi(left.registers.item(), const(c + e))
+                    tests.append((compare.slt, column, end))
                 for test in tests:
                     value = arith.select(arith.cmpi(*test), value, hidden)
                 pair = vector.insert(

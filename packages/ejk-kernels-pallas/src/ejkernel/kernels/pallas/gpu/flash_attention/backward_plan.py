@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.blocks import matrix_range
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band
 
@@ -129,3 +130,26 @@ def walk_tables(ranges: Any, n_q: int) -> tuple[jax.Array, jax.Array, jax.Array]
     first = xp.sum(stop[..., None] <= index, axis=-2)
     as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     return as_int(walked), as_int(last), jnp.asarray(last >= first)
+
+
+def ranges_by_query(ranges: Any, n_q: int, group: int) -> Any:
+    """Key blocks of groups of query blocks from query blocks of key blocks.
+
+    Args:
+        ranges: start, full_start, full_stop, stop of query blocks, int32 ``[#b, #h, n_kv, 4]``.
+        n_q: query blocks.
+        group: query blocks that walk together.
+
+    Returns:
+        The same of key blocks, int32 ``[#b, #h, ceil(n_q / group), 4]``.
+    """
+    xp = np if isinstance(ranges, np.ndarray) else jnp
+    index = np.arange(-(-n_q // group) * group)
+    start, full_start, full_stop, stop = (ranges[..., c, None] for c in range(4))
+    visible = (start <= index) & (index < stop)
+    whole = (full_start <= index) & (index < full_stop) | (index >= n_q)
+    grouped = (*visible.shape[:-1], -1, group)
+    visible = xp.swapaxes(xp.any(visible.reshape(grouped), axis=-1), -1, -2)
+    whole = xp.swapaxes(xp.all(whole.reshape(grouped), axis=-1), -1, -2)
+    r = matrix_range(xp, visible, whole & visible)
+    return xp.stack([r.start, r.full_start, r.full_stop, r.stop], axis=-1).astype(np.int32)

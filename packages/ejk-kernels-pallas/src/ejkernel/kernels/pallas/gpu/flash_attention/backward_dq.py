@@ -1,0 +1,224 @@
+"""dq of wide heads: one program owns 128 query rows and walks the key blocks that they see.
+
+Either consumer warpgroup owns 64 rows: s = q k^T and dp = do v^T, then ds in registers, the left
+operand of dq += ds k. The last product of a step runs beside the first of the next.
+
+Bound: 6 * q_len * kv_len * dim FLOPs a head on the tensor cores. q, do, two blocks of k and one
+of v fill the shared memory at 256 columns; v is needed last and given back first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
+    LAYOUT,
+    hide_other_segments,
+    hide_outside,
+    read,
+)
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    STAGES,
+    WidePlan,
+    base2,
+    for_one_warp,
+    launch,
+    spread,
+    thread_anew,
+    tiled,
+    whole_rows,
+)
+from ejkernel.types.structure import Band
+
+BLOCK_Q = CONSUMERS * ROWS
+SHAPE = (ROWS, ROWS)  # queries by keys
+ROW = LAYOUT.reduce(1)
+MEMORY = 232448 - 2048  # of a block, less barriers
+
+
+def v_stages(problem: Any) -> int:
+    """Blocks of v in flight: two where they fit."""
+    rows = BLOCK_Q * (problem.dim + problem.value_dim) + ROWS * (2 * problem.dim)
+    return 2 if 2 * (rows + 2 * ROWS * problem.value_dim) <= MEMORY else 1
+
+
+class _Program:
+    """The query block of one program and its walk."""
+
+    def __init__(self, plan: WidePlan, ranges: Any) -> None:
+        problem = plan.problem
+        blocks = -(-problem.q_len // BLOCK_Q)
+        item = lax.axis_index("item")
+        self.plan, self.ranges = plan, ranges
+        # under a causal mask the last rows take longest: they go first
+        self.block = blocks - 1 - lax.rem(item, blocks)
+        heads = lax.div(item, blocks)
+        self.head = lax.rem(heads, problem.heads)
+        self.batch = lax.div(heads, problem.heads)
+        self.kv_head = lax.div(self.head, problem.group)
+        self.last = -(-problem.kv_len // ROWS) - 1
+
+    def walk(self, step: Callable[..., None]) -> None:
+        """``step(key block, steps before, whether a mask is needed)``."""
+        row = self.plan.table_row(self.batch, self.head)
+        start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
+
+        def upwards(j: Any, carry: None) -> None:
+            masked = (j < whole) | (j >= whole_end)
+            if self.plan.kv_tail:
+                masked = masked | (j == self.last)
+            step(j, j - start, masked)
+            return carry
+
+        lax.fori_loop(start, lax.max(start, stop), upwards, None)
+
+    def hide(self, x: jax.Array, ids: Any, first_q: Any, j: Any) -> jax.Array:
+        """-inf where a pair of these rows and key block j is invisible."""
+        plan, first_key = self.plan, j * ROWS
+        if plan.kv_tail or not plan.band.empty:
+            lo, hi = plan.band.lo, plan.band.hi
+            turned = Band(None if hi is None else -hi, None if lo is None else -lo)
+            left = plan.problem.kv_len - first_key if plan.kv_tail else None
+            x = hide_outside(x, turned, first_q - first_key, columns_left=left)
+        if ids:
+            b = self.batch if plan.ids_batch else 0
+            kv_ids = ids[1].at[b, pl.ds(first_key, ROWS)]
+            x = hide_other_segments(x, kv_ids, ids[0].at[b, pl.ds(first_q, ROWS)])
+        return x
+
+
+def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
+    """The kernel call: (q, k, v, do, -lse in base 2, -delta, ranges, *ids) -> dq.
+
+    As for ``build_dkv``, but the row vectors and ids of queries cover whole blocks of 128, and
+    ``ranges`` int32 ``[#b, #h, query blocks, 4]`` are key blocks of 64.
+    """
+    problem = plan.problem
+    dtype = jnp.dtype(problem.dtype)
+    dim, value_dim = problem.dim, problem.value_dim
+    v_count = v_stages(problem)
+
+    def consume(r: Any, program: _Program, wg: Any) -> None:
+        rows = pl.ds(wg * ROWS, ROWS)
+        first_q = program.block * BLOCK_Q + wg * ROWS
+        at = (program.batch, program.head, pl.ds(first_q, ROWS))
+        lse = read(r.lse.at[at], ROW, optimized=False)
+        delta = read(r.delta.at[at], ROW, optimized=False)
+        plgpu.barrier_wait(r.q_full)
+
+        def probabilities(s: jax.Array, j: Any, masked: Any) -> jax.Array:
+            x, slope = base2(problem, s)
+            if plan.masks:
+                x = lax.cond(masked, lambda x: program.hide(x, r.ids, first_q, j), lambda x: x, x)
+            p = jnp.exp2(x + spread(lse, 0))
+            return p if slope is None else p * slope
+
+        def accumulate(dq_acc: Any) -> jax.Array:
+            def step(j: Any, n: Any, masked: Any) -> None:
+                slot, v_slot = lax.rem(n, STAGES), lax.rem(n, v_count)
+                thread = thread_anew()
+                mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
+                some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
+                plgpu.barrier_wait(r.k_full.at[slot])
+
+                def with_scores(s_acc: Any) -> jax.Array:
+                    plgpu.wgmma(s_acc, r.q_s.at[mine], r.k_s.at[slot].T)
+                    plgpu.barrier_wait(r.v_full.at[v_slot])
+
+                    def with_products(dp_acc: Any) -> jax.Array:
+                        plgpu.wgmma(dp_acc, r.do_s.at[mine], r.v_s.at[some_v].T)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+                        @pl.when(n > 0)  # the dq of the step before is done with its block
+                        def _() -> None:
+                            plgpu.barrier_arrive(r.k_empty.at[lax.rem(n + 1, STAGES)])
+
+                        p = probabilities(s, j, masked)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        plgpu.barrier_arrive(r.v_empty.at[v_slot])
+                        return (p * (dp + spread(delta, 0))).astype(dtype)
+
+                    return pl.run_scoped(with_products, plgpu.ACC(SHAPE))
+
+                # a sum that begins right before its product needs no zeros in registers
+                ds = pl.run_scoped(with_scores, plgpu.ACC(SHAPE))
+                plgpu.wgmma(dq_acc, ds, r.k_s.at[slot])
+
+            program.walk(step)
+            plgpu.wgmma_wait(0)
+            return dq_acc[...]
+
+        dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS, dim)))
+        out = r.q_s.at[rows]  # only this warpgroup reads these rows
+        out[...] = (dq * problem.scale).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, r.dq.at[program.batch, pl.ds(first_q, ROWS), program.head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def produce(r: Any, program: _Program) -> None:
+        b, kv_head = program.batch, program.kv_head
+        at = (b, pl.ds(program.block * BLOCK_Q, BLOCK_Q), program.head)
+        plgpu.copy_gmem_to_smem(r.q.at[at], r.q_s, r.q_full)
+        plgpu.copy_gmem_to_smem(r.do.at[at], r.do_s, r.q_full)
+
+        def step(j: Any, n: Any, masked: Any) -> None:
+            del masked
+            at = (b, pl.ds(j * ROWS, ROWS), kv_head)
+            for tile, tile_s, full, empty, count in (
+                (r.k, r.k_s, r.k_full, r.k_empty, STAGES),
+                (r.v, r.v_s, r.v_full, r.v_empty, v_count),
+            ):
+                slot = lax.rem(n, count)
+
+                @pl.when(n >= count)
+                def _(empty: Any = empty, slot: Any = slot) -> None:
+                    plgpu.barrier_wait(empty.at[slot])
+
+                plgpu.copy_gmem_to_smem(tile.at[at], tile_s.at[slot], full.at[slot])
+
+        program.walk(step)
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        q, k, v, do, lse, delta, ranges, *ids, dq = refs
+        r = SimpleNamespace(q=q, k=k, v=v, do=do, lse=lse, delta=delta, ids=ids, dq=dq, **scratch)
+        wg = lax.axis_index("wg")
+        program = _Program(plan, ranges)
+
+        @pl.when(wg < CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            consume(r, program, wg)
+
+        @pl.when(wg == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            for_one_warp(lambda: produce(r, program))
+
+    barrier = plgpu.Barrier
+    scratch = {
+        "q_s": tiled((BLOCK_Q, dim), dtype),
+        "do_s": tiled((BLOCK_Q, value_dim), dtype),
+        "k_s": tiled((STAGES, ROWS, dim), dtype),
+        "v_s": tiled((v_count, ROWS, value_dim), dtype),
+        "q_full": barrier(num_arrivals=2),  # q and do
+        "k_full": barrier(num_barriers=STAGES),
+        "v_full": barrier(num_barriers=v_count),
+        "k_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+        "v_empty": barrier(num_arrivals=CONSUMERS, num_barriers=v_count),
+    }
+    rows = whole_rows(problem.q_len)
+    out = jax.ShapeDtypeStruct((problem.batch, rows, problem.heads, dim), dtype)
+    items = problem.batch * problem.heads * -(-problem.q_len // BLOCK_Q)
+    return launch(body, "flash_attention_backward_dq", items, out, scratch)

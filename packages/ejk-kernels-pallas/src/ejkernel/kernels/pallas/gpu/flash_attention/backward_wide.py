@@ -1,0 +1,123 @@
+"""What the two kernels for wide heads share: sizes, memory, logits of a tile.
+
+The sums of dk and dv fill the registers of two warpgroups at 64 keys of 256 columns. With so few
+keys the partial dq of the fused kernel would cost as much traffic to the L2 cache as both other
+reads together, so dq has a kernel of its own that owns query rows: seven products a tile in all
+instead of five, and no sum leaves the registers before it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.structure import Band
+
+CONSUMERS = 2
+ROWS = 64  # of a warpgroup's product, and of every tile that is walked over
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class WidePlan:
+    """Everything static about one call; ranges and ids say which operands have a batch axis."""
+
+    problem: Problem
+    band: Band
+    ids: bool
+    ids_batch: bool
+    range_batch: bool
+    range_head: bool
+
+    @property
+    def kv_tail(self) -> bool:
+        return self.problem.kv_len % ROWS != 0
+
+    @property
+    def masks(self) -> bool:
+        return self.ids or self.kv_tail or not self.band.empty
+
+    def table_row(self, batch: Any, head: Any) -> tuple[Any, Any]:
+        return (batch if self.range_batch else 0, head if self.range_head else 0)
+
+
+def whole_rows(length: int) -> int:
+    """Lengths that TMA can tile: whole groups of eight rows."""
+    return -(-length // 8) * 8
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the 128-byte swizzle that wgmma and TMA read."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def for_one_warp(body: Callable[[], None]) -> None:
+    """Runs ``body`` in the first warp of this warpgroup."""
+    if hasattr(plgpu, "warp_map"):
+        plgpu.warp_map(lambda warp: pl.when(warp == 0)(body))
+    else:
+        pl.core_map(plgpu.WarpMesh(axis_name="warp"))(
+            lambda: pl.when(lax.axis_index("warp") == 0)(body)
+        )
+
+
+def spread(x: jax.Array, axis: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, (ROWS, ROWS), (axis,))
+
+
+def thread_anew() -> jax.Array:
+    """The thread's number, int32; two of them are not known to be equal.
+
+    Addresses made from it stay where they are used. Those of fixed operands would be computed
+    before the walk, a register for each 16 columns.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def number(_: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        x = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(x, (), is_signed=True)
+
+    return number()
+
+
+def base2(problem: Problem, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Base-2 logits of products, and the slope of the soft cap if there is one."""
+    if problem.soft_cap is None:
+        return s * (problem.scale * LOG2E), None
+    tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+    return tanh * (problem.soft_cap * LOG2E), 1.0 - tanh * tanh
+
+
+def launch(body: Callable[..., None], name: str, grid: int, out: Any, scratch: Any) -> Callable:
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(grid,),
+        grid_names=("item",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
