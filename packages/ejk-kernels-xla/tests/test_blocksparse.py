@@ -99,7 +99,10 @@ def test_heads_walked_one_by_one_or_together(monkeypatch, multiply_adds: int) ->
     close(jax.jit(value_and_grad)(*args), expected)
 
 
-def test_vmap_over_calls_and_patterns() -> None:
+@pytest.mark.parametrize("multiply_adds", [1, 2**20])
+def test_vmap_over_calls_and_patterns(monkeypatch, multiply_adds: int) -> None:
+    """Calls that are mapped visit tiles of each other, which must stay hidden."""
+    monkeypatch.setattr(tiles, "STEP_MULTIPLY_ADDS", multiply_adds)
     args = [problem(i, heads=2, length=128) for i in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *args)
     single = jax.jit(value_and_grad)

@@ -23,7 +23,7 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.layout import cdiv, pad_axis, reorder
+from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
@@ -89,6 +89,7 @@ class _Walk:
             self.drop = Dropout.make(call.seed, self.batch, h, self.q_len, self.kv_len)
             base = self.drop.base.reshape(self.batch, self.hk, 1, self.groups)
             self.head["drop"] = base
+        self.dtype = accumulation_dtype(call.q, call.k, call.v, at_least=spec.logits_dtype)
         # a float query is scaled once instead of its logits, which are then in base 2 as they are
         self.spec, self.factor = spec, 1.0
         if call.bias is None and spec.soft_cap is None and spec.logits_dtype == call.q.dtype:
@@ -101,8 +102,11 @@ class _Walk:
         x = jnp.pad(x, pad, constant_values=fill) if self.padded_q > self.q_len else x
         return x.reshape(self.batch, self.padded_q, self.hk, self.groups, *x.shape[3:])
 
-    def map(self, function: Callable, total: Any = None) -> tuple:
-        """``function(q, k, v, bias, **rows, **options of a pass)`` for every head."""
+    def map(self, function: Callable, outputs: Any, total: Any = None) -> tuple:
+        """``function(q, k, v, bias, **rows, **options of a pass)`` for every head.
+
+        ``outputs`` ``[b, s, hk, ...]`` are overwritten with its first result ``[1, s, ...]``.
+        """
 
         def one(head: dict[str, Any], sequences: dict[str, Any]) -> tuple:
             x = {n: s[None] for n, s in sequences.items()}
@@ -114,16 +118,20 @@ class _Walk:
                 drop = replace(drop, base=head["drop"])
             return function(q, k, v, head["bias"], mask=head["mask"], dropout=drop, **x)
 
-        return self.heads.map(one, self.head, self.sequences, total)
+        return self.heads.map(one, self.head, self.sequences, outputs, total)
+
+    def new_rows(self, *rest: int) -> jax.Array:
+        """Zeros ``[b, q, hk, g, *rest]`` to write."""
+        shape = (self.batch, self.padded_q, self.hk, self.groups, *rest)
+        return zeros(shape, self.dtype, self.call.q)
+
+    def new_keys(self, dim: int) -> jax.Array:
+        """Zeros ``[b, k, hk, dim]`` to write."""
+        return zeros((self.batch, self.padded_kv, self.hk, dim), self.dtype, self.call.q)
 
     def from_rows(self, x: jax.Array) -> jax.Array:
-        """``[b, hk, 1, q, g, ...]`` -> ``[b, q, h, ...]``."""
-        x = reorder(x.squeeze(2), 0, 2, 1, *range(3, x.ndim - 1))
+        """``[b, q, hk, g, ...]`` -> ``[b, q, h, ...]`` without padding."""
         return x.reshape(*x.shape[:2], self.hk * self.groups, *x.shape[4:])[:, : self.q_len]
-
-    def from_keys(self, x: jax.Array) -> jax.Array:
-        """``[b, hk, 1, k, 1, c]`` -> ``[b, k, hk, c]``."""
-        return reorder(x.squeeze((2, 4)), 0, 2, 1, 3)[:, : self.kv_len]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -135,7 +143,10 @@ def _attend_fwd(plan: Plan, *arrays):
     call = _Call(*arrays)
     walk = _Walk(plan, plan.fwd, call, by_key=False)
 
-    (o, lse2), _ = walk.map(lambda *x, **kw: (blockwise.forward(walk.spec, *x, **kw), None))
+    outputs = (walk.new_rows(call.v.shape[-1]), walk.new_rows())
+    (o, lse2), _ = walk.map(
+        lambda *x, **options: (blockwise.forward(walk.spec, *x, **options), None), outputs
+    )
     o, lse2 = sm.add_sinks(walk.from_rows(o), walk.from_rows(lse2), call.sinks)
     o = o.astype(call.q.dtype)
     return (o, lse2 * sm.LN2), (*arrays, o, lse2)
@@ -162,14 +173,16 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
     if dbias is not None:
         full = (*dbias.shape[:4], walk.padded_q, walk.padded_kv)
         dbias = zeros(full, lse2.dtype, call.q)
-    (dq, dk, dv), dbias = walk.map(one, dbias)
+    d, dim_v = call.q.shape[-1], call.v.shape[-1]
+    outputs = (walk.new_rows(d), walk.new_keys(d), walk.new_keys(dim_v))
+    (dq, dk, dv), dbias = walk.map(one, outputs, dbias)
     if dbias is not None and call.bias is not None:
         dbias = dbias[..., : walk.q_len, : walk.kv_len].reshape(call.bias.shape)
         dbias = dbias.astype(call.bias.dtype)
     return (
         walk.from_rows(dq).astype(call.q.dtype),
-        walk.from_keys(dk).astype(call.k.dtype),
-        walk.from_keys(dv).astype(call.v.dtype),
+        dk[:, : walk.kv_len].astype(call.k.dtype),
+        dv[:, : walk.kv_len].astype(call.v.dtype),
         dbias,
         sm.sink_gradient(call.sinks, lse2, delta),
         None,

@@ -68,12 +68,14 @@ class Heads:
                 function = jax.vmap(function, axes)
         return function
 
-    def map(self, function: Callable, tree: Any, sequences: Any, total: Any = None) -> tuple:
+    def map(
+        self, function: Callable, tree: Any, sequences: Any, outputs: Any, total: Any = None
+    ) -> tuple:
         """``function(tree, sequences of one head) -> (outputs, part)`` for all heads.
 
-        Leaves of ``tree`` are ``[#b, #hk, ...]``, those of ``sequences`` ``[b, s, hk, ...]``. Gives
-        the outputs ``[b, hk, ...]`` and ``total`` ``[#b, #hk, ...]`` plus every ``part``; with
-        heads that share an entry of ``total``, calls must be of one head.
+        Leaves of ``tree`` are ``[#b, #hk, ...]``, those of ``sequences`` and ``outputs``
+        ``[b, s, hk, ...]``. Gives ``outputs``, overwritten, and ``total`` ``[#b, #hk, ...]`` plus
+        every ``part``; with heads that share an entry of ``total``, calls must be of one head.
         """
         # one head is cut out of its sequence as it is; more are moved together first
         at = 2
@@ -85,27 +87,26 @@ class Heads:
         leaves = [jnp.asarray(x) for x in leaves]
         mapped = self._mapped(lambda *x: function(*jax.tree.unflatten(form, x)), leaves)
 
-        def one(total: Any, call: Any) -> tuple:
+        def one(call: Any, carry: tuple) -> tuple:
+            outputs, total = carry
             cuts = (self._cut(x, call, axis) for x, axis in zip(leaves, axes, strict=True))
             out, part = mapped(*cuts)
             if total is not None:
                 total = self._add(total, part, call)
-            return total, out
+            return jax.tree.map(lambda x, new: self._put(x, new, call), outputs, out), total
 
-        if self.calls == 1:
-            total, out = one(total, 0)
-            out = jax.tree.map(lambda x: x[None], out)
-        else:
-            total, out = jax.lax.scan(one, total, jnp.arange(self.calls, dtype=jnp.int32))
-        return jax.tree.map(self._joined, out), total
+        carry = (outputs, total)
+        return one(0, carry) if self.calls == 1 else jax.lax.fori_loop(0, self.calls, one, carry)
 
-    def _joined(self, x: jax.Array) -> jax.Array:
-        """``[calls, rows if many, heads if many, ...]`` -> ``[b, hk, ...]``."""
-        rest = x.shape[1 + sum(w > 1 for w in self.widths) :]
-        nb, nh = self.batch // self.rows_at_once, self.heads // self.heads_at_once
-        x = x.reshape(nb, nh, *self.widths, *rest)
-        x = reorder(x, 0, 2, 1, *range(3, x.ndim))
-        return x.reshape(self.batch, self.heads, *rest)
+    def _put(self, x: jax.Array, new: jax.Array, call: Any) -> jax.Array:
+        """``x`` ``[b, s, hk, ...]`` with ``new`` ``[rows if many, heads if many, s, ...]``."""
+        new = new.reshape(*self.widths, x.shape[1], *x.shape[3:])
+        new = reorder(new, 0, 2, 1, *range(3, x.ndim))
+        if new.shape == x.shape:
+            return new
+        start = [jnp.int32(0)] * x.ndim
+        start[0], start[2] = (jnp.asarray(i, jnp.int32) for i in self._place(call))
+        return jax.lax.dynamic_update_slice(x, new, start)
 
     def _add(self, total: jax.Array, part: jax.Array, call: Any) -> jax.Array:
         zero = jnp.int32(0)
