@@ -18,6 +18,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
     read,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import thread_anew
 from ejkernel.types.problem import LOG2E
 
 CONSUMERS = 2
@@ -182,6 +183,9 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
             def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
                 def step(h: Any, i: Any, n: Any, masked: Any) -> None:
                     slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
+                    thread = thread_anew()
+                    here = lax.div(thread, 128)
+                    mine = pl.ds(here * ROWS, ROWS)
 
                     def key_side(s_acc: Any, dp_acc: Any) -> None:
                         plgpu.barrier_wait(q_full.at[slot])
@@ -191,8 +195,8 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                             s_acc[...] = _spread(row_lse, shape, 1)
                         row_delta = read(delta_s.at[slot], ALONG_Q)
                         dp_acc[...] = _spread(row_delta, shape, 1)
-                        plgpu.wgmma(s_acc, k_s.at[rows], q_s.at[slot].T)
-                        plgpu.wgmma(dp_acc, v_s.at[rows], do_s.at[slot].T)
+                        plgpu.wgmma(s_acc, k_s.at[mine], q_s.at[slot].T)
+                        plgpu.wgmma(dp_acc, v_s.at[mine], do_s.at[slot].T)
                         x, tanh = logits(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), i, masked)
                         if not plan.lse_in_sum:
                             row_lse = read(lse_s.at[slot], ALONG_Q)
@@ -214,9 +218,10 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
 
                     def query_side(dq_acc: Any) -> None:
                         if by_rows:
-                            ds, keys = ds_s.at[ds_slot, :, rows], k_s
+                            ds = ds_s.at[ds_slot, :, mine]
+                            keys = k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, block_kv)]
                         else:
-                            columns = pl.ds(wg * dq_columns, dq_columns)
+                            columns = pl.ds(here * dq_columns, dq_columns)
                             ds, keys = ds_s.at[ds_slot], k_s.at[:, columns]
                         plgpu.wgmma(dq_acc, ds.T, keys)
                         part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
