@@ -43,13 +43,14 @@ class Tiles:
         """Bytes of vector memory of a kernel, about.
 
         Two buffers of every block fetched or stored (queries, keys, values, output or gradients),
-        float32 accumulators and columns of ``held`` rows, and strips of products in flight: at
-        most four of ``rows`` by the walked block.
+        float32 accumulators and at most five columns of ``held`` rows, and what spills: up to 12
+        bytes a pair of a strip, never more than of 512 rows.
         """
         dims, walked = _dim(problem), self.block_q + self.block_kv - held
         blocks = 2 * problem.itemsize * dims * 2 * (self.block_q + self.block_kv)
         kept = 4 * held * (accumulators * dims + 5 * LANES)
-        return blocks + kept + 4 * 4 * self.rows * walked + 4 * 4 * walked * dims
+        converted = 4 * walked * dims if self.unpacked else 0
+        return blocks + kept + converted + 12 * min(self.rows, 512) * walked
 
 
 def _block(length: int, largest: int) -> int:
@@ -97,35 +98,44 @@ def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> T
     return _fitting(smaller, problem, chip, accumulators)
 
 
-def _gradient_tiles(problem: Problem, chip: Chip) -> Tiles:
-    narrow = chip.mxu <= 128
+def _gradient_blocks(problem: Problem) -> tuple[int, int]:
+    # two more operands than forward, all of them used twice: large tiles load weights less often
     block_q, block_kv = _block(problem.q_len, LARGEST), _block(problem.kv_len, LARGEST)
-    if problem.itemsize == 4:
-        block_q, block_kv = min(block_q, 512), min(block_kv, 512)
-    smaller = min(block_q, block_kv)
-    # a gradient [tokens, d] half fills a unit of 256 columns up to d 128; [d, tokens] does not
-    if not narrow and _dim(problem) <= LANES:
-        return Tiles(
-            block_q, block_kv, min(256, smaller), transposed=True, columns=min(512, smaller)
-        )
-    return Tiles(block_q, block_kv, min(512, smaller))
+    return (min(block_q, 512), min(block_kv, 512)) if problem.itemsize == 4 else (block_q, block_kv)
 
 
 def dq_tiles(problem: Problem, chip: Chip) -> Tiles:
     """Tiles of the query gradient: queries held, keys walked."""
-    tiles = _gradient_tiles(problem, chip)
-    if chip.mxu <= 128:
-        # more rows of queries would only spill more; so would more keys of 256 columns
-        keys = 512 if _dim(problem) > LANES else LARGEST
-        tiles = replace(
-            tiles, block_kv=min(tiles.block_kv, keys), rows=min(tiles.rows, 256, tiles.block_q)
-        )
+    block_q, block_kv = _gradient_blocks(problem)
+    if chip.mxu > 128:
+        # a gradient [tokens, d] half fills a unit of 256 columns up to d 128, and at d 256 has a
+        # weight a row to load; [d, tokens] has neither. A strip that loads less spills less.
+        rows, columns = min(256, block_kv), min(512, block_q)
+        tiles = Tiles(block_q, block_kv, rows, transposed=True, columns=columns)
+    else:
+        if _dim(problem) > LANES:  # the operands of a strip fill the loads: fewer keys at a time
+            block_kv = min(block_kv, 512)
+        tiles = Tiles(block_q, block_kv, min(512, block_q))
     return _fitting(tiles, problem, chip, 1)
 
 
 def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
     """Tiles of the key gradients: keys held, queries walked."""
-    return _fitting(_gradient_tiles(problem, chip), problem, chip, 2)
+    block_q, block_kv = _gradient_blocks(problem)
+    large = _dim(problem) > LANES
+    if chip.mxu > 128 and not large:  # as dq
+        rows, columns = min(256, block_q), min(512, block_kv)
+        tiles = Tiles(block_q, block_kv, rows, transposed=True, columns=columns)
+    elif chip.mxu > 128:
+        # no running maximum to wait for: one strip loads every weight once
+        tiles = Tiles(block_q, block_kv, block_kv)
+    else:
+        if large:  # two gradients of 256 columns: as dq, on both sides
+            block_q, block_kv = min(block_q, 512), min(block_kv, 512)
+        elif chip.generation <= 4:  # one load a bundle: fewer queries at a time spill less
+            block_q = min(block_q, 512)
+        tiles = Tiles(block_q, block_kv, min(512, block_kv))
+    return _fitting(tiles, problem, chip, 2)
 
 
 FIELDS = {"block_q": "q_blocksize", "block_kv": "kv_blocksize"}
