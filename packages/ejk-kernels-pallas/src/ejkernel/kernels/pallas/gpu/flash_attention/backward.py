@@ -111,13 +111,20 @@ def backward(
         ranges: query blocks of each key block, as ``block_ranges(..., transposed=True)`` gives
             for these tiles; None: those of the band.
         q_ids, kv_ids: segment ids int32 ``[#batch, length]``; pairs of equal ids are visible.
-        tiles: tile sizes; None: ``backward_tiles(problem)``.
+        tiles: tile sizes; None: ``backward_tiles(problem)``, the only ones for wide heads.
         cores: multiprocessors of the device.
 
     Returns:
         dq, dk, dv like q, k, v.
+
+    Raises:
+        ValueError: other tiles for heads wider than 128.
     """
     tiles = tiles or backward_tiles(problem)
+    if is_wide(problem) and (tiles.block_q, tiles.block_kv) != (ROWS, ROWS):
+        raise ValueError(
+            f"tiles: heads wider than 128 take block_q and block_kv {ROWS}, got {tiles}"
+        )
     circular = band.empty and ranges is None and q_ids is None
     if ranges is None:
         ranges = band_ranges(band, (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv))
