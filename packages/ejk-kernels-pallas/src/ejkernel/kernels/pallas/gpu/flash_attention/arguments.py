@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 DTYPES = ("float16", "bfloat16")
-DIMS = ((64, 64), (128, 128))
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 def refusal(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.pallas.gpu.common.tma import whole
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import build_dkv
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q, build_dq
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import build
@@ -40,12 +41,6 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
     return BackwardTiles(block_q=128 if max(problem.dim, problem.value_dim) <= 64 else 64)
 
 
-def _whole(x: jax.Array) -> jax.Array:
-    """Lengths that TMA can tile: whole groups of eight rows."""
-    missing = -x.shape[1] % 8
-    return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
-
-
 def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:
     width = [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])]
     return jnp.pad(x, width, constant_values=fill)
@@ -65,7 +60,7 @@ def _wide(problem, band, ranges, ids, q, k, v, do, lse, delta):
     rows = -(-problem.q_len // BLOCK_Q) * BLOCK_Q
     keys = -(-problem.kv_len // ROWS) * ROWS
     operands = [
-        *map(_whole, (q, k, v, do)),
+        *map(whole, (q, k, v, do)),
         _padded(jnp.where(lse == -jnp.inf, -jnp.inf, -lse * LOG2E), rows, -jnp.inf),
         _padded(-delta, rows, 0.0),
     ]
@@ -149,7 +144,7 @@ def backward(
     never = -np.inf * np.sign(unit)
     start = jnp.where(lse == -jnp.inf, never, -lse * unit)
     operands = [
-        *map(_whole, (q, k, v, do)),
+        *map(whole, (q, k, v, do)),
         _padded(start, rows, never),
         _padded(-delta, rows, 0.0),
     ]

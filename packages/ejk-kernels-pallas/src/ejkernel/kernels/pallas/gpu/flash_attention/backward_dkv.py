@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
-    ALONG_Q,
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    COLUMN,
     LAYOUT,
     hide_other_segments,
     hide_outside,
@@ -89,11 +89,12 @@ class _Program:
         plan, first_q = self.plan, i * ROWS
         if plan.kv_tail or not plan.band.empty:
             left = plan.problem.kv_len - self.first_key if plan.kv_tail else None
-            x = hide_outside(x, plan.band, self.first_key - first_q, left)
+            distance = self.first_key - first_q
+            x = hide_outside(x, plan.band, distance, rows_left=left, transposed=True)
         if ids:
             b = self.batch if plan.ids_batch else 0
             q_ids = ids[0].at[b, pl.ds(first_q, ROWS)]
-            x = hide_other_segments(x, q_ids, ids[1].at[b, pl.ds(self.first_key, ROWS)])
+            x = hide_other_segments(x, ids[1].at[b, pl.ds(self.first_key, ROWS)], q_ids)
         return x
 
 
@@ -130,7 +131,7 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
                 x, slope = base2(problem, s)
                 if plan.masks:
                     x = lax.cond(masked, lambda x: program.hide(x, r.ids, i), lambda x: x, x)
-                p = jnp.exp2(x + spread(read(r.lse_s.at[slot], ALONG_Q), 1))
+                p = jnp.exp2(x + spread(read(r.lse_s.at[slot], COLUMN), 1))
                 plgpu.barrier_arrive(r.q_empty.at[slot])
                 passed = p if slope is None else p * slope
                 p = p.astype(dtype)
@@ -175,7 +176,7 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 dp = pl.run_scoped(products, plgpu.ACC(SHAPE))
-                dp = dp + spread(read(r.delta_s.at[slot], ALONG_Q), 1)
+                dp = dp + spread(read(r.delta_s.at[slot], COLUMN), 1)
                 plgpu.barrier_arrive(r.do_empty.at[slot])
                 plgpu.barrier_wait(r.p_full.at[p_slot])
                 p = read(r.p_s.at[p_slot], LAYOUT)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
+from ejkernel.kernels.pallas.gpu.common.masks import (
     LAYOUT,
     hide_other_segments,
     hide_outside,
@@ -40,7 +40,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     tiled,
     whole_rows,
 )
-from ejkernel.types.structure import Band
 
 BLOCK_Q = CONSUMERS * ROWS
 SHAPE = (ROWS, ROWS)  # queries by keys
@@ -88,14 +87,12 @@ class _Program:
         """-inf where a pair of these rows and key block j is invisible."""
         plan, first_key = self.plan, j * ROWS
         if plan.kv_tail or not plan.band.empty:
-            lo, hi = plan.band.lo, plan.band.hi
-            turned = Band(None if hi is None else -hi, None if lo is None else -lo)
             left = plan.problem.kv_len - first_key if plan.kv_tail else None
-            x = hide_outside(x, turned, first_q - first_key, columns_left=left)
+            x = hide_outside(x, plan.band, first_key - first_q, columns_left=left)
         if ids:
             b = self.batch if plan.ids_batch else 0
             kv_ids = ids[1].at[b, pl.ds(first_key, ROWS)]
-            x = hide_other_segments(x, kv_ids, ids[0].at[b, pl.ds(first_q, ROWS)])
+            x = hide_other_segments(x, ids[0].at[b, pl.ds(first_q, ROWS)], kv_ids)
         return x
 
 

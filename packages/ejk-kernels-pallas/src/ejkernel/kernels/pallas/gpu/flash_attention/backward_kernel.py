@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_mask import (
-    ALONG_Q,
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    COLUMN,
     hide_other_segments,
     hide_outside,
     read,
@@ -116,11 +116,11 @@ def _mask(plan: Plan, program: _Program, ids: Any, row: Any, i: Any) -> Callable
         tail = plan.problem.kv_len % plan.tiles.block_kv != 0
         if tail or not plan.band.empty:
             left = plan.problem.kv_len - row if tail else None
-            x = hide_outside(x, plan.band, row - first_q, left)
+            x = hide_outside(x, plan.band, row - first_q, rows_left=left, transposed=True)
         if ids:
             b = program.batch if plan.ids_batch else 0
             q_at, kv_at = pl.ds(first_q, plan.tiles.block_q), pl.ds(row, ROWS)
-            x = hide_other_segments(x, ids[0].at[b, q_at], ids[1].at[b, kv_at])
+            x = hide_other_segments(x, ids[1].at[b, kv_at], ids[0].at[b, q_at])
         return x
 
     return apply
@@ -191,15 +191,15 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                         plgpu.barrier_wait(q_full.at[slot])
                         plgpu.barrier_wait(do_full.at[slot])
                         if plan.lse_in_sum:
-                            row_lse = read(lse_s.at[slot], ALONG_Q)
+                            row_lse = read(lse_s.at[slot], COLUMN)
                             s_acc[...] = _spread(row_lse, shape, 1)
-                        row_delta = read(delta_s.at[slot], ALONG_Q)
+                        row_delta = read(delta_s.at[slot], COLUMN)
                         dp_acc[...] = _spread(row_delta, shape, 1)
                         plgpu.wgmma(s_acc, k_s.at[mine], q_s.at[slot].T)
                         plgpu.wgmma(dp_acc, v_s.at[mine], do_s.at[slot].T)
                         x, tanh = logits(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), i, masked)
                         if not plan.lse_in_sum:
-                            row_lse = read(lse_s.at[slot], ALONG_Q)
+                            row_lse = read(lse_s.at[slot], COLUMN)
                             x = x + _spread(row_lse, shape, 1)
                         p = jnp.exp2(x)
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])

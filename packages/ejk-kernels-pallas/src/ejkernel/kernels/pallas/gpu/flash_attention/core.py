@@ -24,6 +24,8 @@ from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Rules, Unsupported, block_ranges, operands, split_mask
 
+HIDDEN = {"q_ids": -1, "kv_ids": -2}  # ids of padding: never equal
+
 
 @dataclass(frozen=True)
 class Static:
@@ -51,7 +53,13 @@ def mask_rules(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
     return rules, arrays
 
 
-def _ids(x: jax.Array, block: int, fill: int) -> jax.Array:
+def _segment_ids(mask: MaskInfo, arrays: dict[str, Any], p: Problem) -> dict[str, jax.Array]:
+    """int32 ids ``[#b, len]`` of which only those of pairs that may see each other are equal."""
+    ids = operands(mask, arrays, p.q_len, p.kv_len)
+    return {name: jnp.where(ids[name] < 0, hidden, ids[name]) for name, hidden in HIDDEN.items()}
+
+
+def _to_blocks(x: jax.Array, block: int, fill: int) -> jax.Array:
     missing = -x.shape[1] % block
     return jnp.pad(x, [(0, 0), (0, missing)], constant_values=fill)
 
@@ -98,12 +106,12 @@ def _forward(static: Static, q, k, v, sink, mask):
     rules, arrays = mask_rules(mask)
     tensors = {"q": q, "k": k, "v": v}
     if rules.arrays:
-        ids = operands(mask, arrays, p.q_len, p.kv_len)
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, t.block_q, t.block_kv, transposed=False
         )
-        tensors["q_ids"] = _ids(ids["q_ids"], t.block_q, -1)
-        tensors["kv_ids"] = _ids(ids["kv_ids"], t.block_kv, -2)
+        for name, x in _segment_ids(mask, arrays, p).items():
+            block = t.block_q if name == "q_ids" else t.block_kv
+            tensors[name] = _to_blocks(x, block, HIDDEN[name])
     if sink is not None:
         tensors["sink"] = sink
 
@@ -120,7 +128,7 @@ def _backward(static: Static, q, k, v, do, lse, delta, mask):
     rules, arrays = mask_rules(mask)
     tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta}
     if rules.arrays:
-        tensors |= operands(mask, arrays, p.q_len, p.kv_len)
+        tensors |= _segment_ids(mask, arrays, p)
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, t.block_q, t.block_kv, transposed=True
         )

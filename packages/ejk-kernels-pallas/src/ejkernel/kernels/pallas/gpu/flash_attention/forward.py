@@ -31,16 +31,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common import schedule
+from ejkernel.kernels.pallas.gpu.common.masks import ROW, hide_other_segments, hide_outside
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
+from ejkernel.kernels.pallas.gpu.common.tma import whole, whole_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Rules
 
 ROWS = 64  # query rows of one warpgroup's product
 F32 = jnp.float32
-SCORES = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclass(frozen=True)
@@ -166,36 +165,19 @@ class Forward:
 
     # ---- consumers --------------------------------------------------------------------------
 
-    def _visible(self, r: Any, tile: Tile, j: Any) -> jax.Array:
-        """Element mask of the scores of this warpgroup's rows and key block j."""
+    def _hide(self, r: Any, s: jax.Array, tile: Tile, j: Any) -> jax.Array:
+        """-inf where this warpgroup's rows do not see keys of block j."""
         p, t = self.problem, self.tiles
-        shape = (ROWS, t.block_kv)
         first_row = tile.block * t.block_q + lax.axis_index("wg") * ROWS
         first_key = j * t.block_kv
-        # numbers that change with the block: else they are all kept in registers over the loop
-        key = first_key + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=SCORES)
-        row = first_row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-        seen = None
-        if p.kv_len % t.block_kv:
-            seen = key < p.kv_len
-        band = self.rules.band
-        if band.hi is not None:
-            below = key <= lax.broadcast_in_dim(row + band.hi, shape, [0])
-            seen = below if seen is None else seen & below
-        if band.lo is not None:
-            above = key >= lax.broadcast_in_dim(row + band.lo, shape, [0])
-            seen = above if seen is None else seen & above
+        end = p.kv_len - first_key if p.kv_len % t.block_kv else None
+        if end is not None or not self.rules.band.empty:
+            s = hide_outside(s, self.rules.band, first_key - first_row, columns_left=end)
         if "q_ids" in self.operands:
             b = 0 if "q_ids" in self.shared else tile.batch
-            q_ids = plgpu.load(r.q_ids.at[b, pl.ds(first_row, ROWS)], layout=ROW, optimized=False)
-            kv_ids = plgpu.load(
-                r.kv_ids.at[b, pl.ds(first_key, t.block_kv)], layout=COLUMN, optimized=False
-            )
-            q_ids = lax.broadcast_in_dim(q_ids, shape, [0])
-            same = (q_ids == lax.broadcast_in_dim(kv_ids, shape, [1])) & (q_ids >= 0)
-            seen = same if seen is None else seen & same
-        assert seen is not None
-        return seen
+            rows, keys = pl.ds(first_row, ROWS), pl.ds(first_key, t.block_kv)
+            s = hide_other_segments(s, r.q_ids.at[b, rows], r.kv_ids.at[b, keys])
+        return s
 
     def _logits(self, r: Any, s: jax.Array, tile: Tile, j: Any) -> jax.Array:
         """Scores of a block as base-2 logits up to the factor ``log2_scale``, hidden ones -inf."""
@@ -206,9 +188,7 @@ class Forward:
             s = s * (p.scale * LOG2E)
         if not self.masks:
             return s
-        return lax.cond(
-            tile.masked(j), lambda: jnp.where(self._visible(r, tile, j), s, -jnp.inf), lambda: s
-        )
+        return lax.cond(tile.masked(j), lambda: self._hide(r, s, tile, j), lambda: s)
 
     def _softmax(self, s, m, total):
         """One step of the online softmax: (p, m, total, factor of what was summed before)."""
@@ -391,11 +371,11 @@ class Forward:
             pl.when(wg == t.consumers)(lambda: self._produce(r))
             pl.when(wg < t.consumers)(lambda: self._consume(r))
 
-        rows = self.q_blocks * t.block_q  # whole tiles, so that TMA needs no aligned length
+        rows = self.q_blocks * t.block_q
         kernel = plgpu.kernel(
             body,
             out_type=(
-                jax.ShapeDtypeStruct((p.batch, p.q_len, p.heads, p.value_dim), p.dtype),
+                jax.ShapeDtypeStruct((p.batch, whole_rows(p.q_len), p.heads, p.value_dim), p.dtype),
                 jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32),
             ),
             scratch_types=self._scratch(),
@@ -411,5 +391,5 @@ class Forward:
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
         )
-        o, lse = kernel(q, k, v, jnp.asarray(self.order()), *operands)
-        return o, lse[:, :, : p.q_len]
+        o, lse = kernel(*map(whole, (q, k, v)), jnp.asarray(self.order()), *operands)
+        return o[:, : p.q_len], lse[:, :, : p.q_len]

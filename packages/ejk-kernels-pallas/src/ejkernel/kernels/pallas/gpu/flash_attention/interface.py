@@ -141,5 +141,5 @@ def choose_tiles(problem: Problem, rules: Rules, cfg: Any) -> Static:
         problem,
         chip,
         tiles.override_forward(tiles.forward_tiles(problem, rules, chip), fwd_params),
-        tiles.override_backward(backward_tiles(problem), bwd_params),
+        tiles.override_backward(backward_tiles(problem), problem, bwd_params),
     )

@@ -117,8 +117,13 @@ def override_forward(tiles: ForwardTiles, params: Any) -> ForwardTiles:
     return tiles if stages is None else replace(tiles, stages=max(stages, 2))
 
 
-def override_backward(tiles: BackwardTiles, params: Any) -> BackwardTiles:
-    """What a config's ``bwd_params`` say instead: the same fields."""
+def override_backward(tiles: BackwardTiles, problem: Problem, params: Any) -> BackwardTiles:
+    """What a config's ``bwd_params`` say instead: the same fields.
+
+    Wide heads fill shared memory with the one form there is: they keep their tiles.
+    """
+    if max(problem.dim, problem.value_dim) > 128:
+        return tiles
     given = {
         "block_q": field(params, "q_blocksize"),
         "block_kv": field(params, "kv_blocksize"),

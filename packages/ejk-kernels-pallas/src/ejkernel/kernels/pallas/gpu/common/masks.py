@@ -1,4 +1,4 @@
-"""Masks of one warpgroup's tile of logits, key rows by query columns."""
+"""Element masks of a tile of logits in the registers of one warpgroup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from ejkernel.types.structure import Band
 
 LAYOUT = plgpu.Layout.WGMMA
-ALONG_Q, ALONG_KV = LAYOUT.reduce(0), LAYOUT.reduce(1)
+ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 # JAX before 0.11 asks for an index beside the reference
 _IDX = inspect.signature(plgpu.load).parameters["idx"]
@@ -33,19 +33,24 @@ def hide_outside(
     x: jax.Array,
     band: Band,
     distance: Any,
+    *,
     rows_left: Any | None = None,
     columns_left: Any | None = None,
+    transposed: bool = False,
 ) -> jax.Array:
     """-inf where the band or the end of the keys hides a pair.
 
-    An element at (row r, column c) has key minus query ``distance + r - c``; rows from
-    ``rows_left`` on, or columns from ``columns_left`` on, are past the end. Positions come from
-    the thread index read anew: as values of the language they would be hoisted out of the walk
-    and hold a register for each column.
+    An element at (row r, column c) is the pair of query r and key c, ``transposed`` of key r and
+    query c; key minus query of the first element is ``distance``. Rows from ``rows_left`` on, or
+    columns from ``columns_left`` on, are past the end.
+
+    Positions come from the thread index read anew, and are compared with constants: as arrays of
+    the language they would be hoisted out of the walk and hold a register for each column.
     """
     checks_rows, checks_columns = rows_left is not None, columns_left is not None
     left = rows_left if checks_rows else columns_left if checks_columns else 0
     scalars = (jnp.int32(distance), jnp.int32(left))
+    sign = -1 if transposed else 1
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT, _SCALAR, _SCALAR),
@@ -62,7 +67,8 @@ def hide_outside(
         lane = arith.andi(thread, const(31))
         row = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
         column = arith.shli(arith.andi(lane, const(3)), const(1))
-        base = arith.addi(distance.registers.item(), arith.subi(row, column))
+        key, query = (row, column) if transposed else (column, row)
+        base = arith.addi(distance.registers.item(), arith.subi(key, query))
         hidden = arith.constant(f32, ir.FloatAttr.get(f32, -np.inf))
         compare = arith.CmpIPredicate
         out = np.empty_like(x.registers)
@@ -71,35 +77,31 @@ def hide_outside(
         for index, pair in np.ndenumerate(x.registers):
             r, c = 8 * index[4], 8 * index[1]
             for e in range(2):
-                value = vector.extract(
-                    pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e])
-                )
+                at = ir.DenseI64ArrayAttr.get([e])
+                value = vector.extract(pair, dynamic_position=[], static_position=at)
+                shift = sign * (c + e - r)  # of this element's distance from the first's
                 tests = []
                 if band.lo is not None:
-                    tests.append((compare.sge, base, const(band.lo - r + c + e)))
+                    tests.append((compare.sge, base, const(band.lo - shift)))
                 if band.hi is not None:
-                    tests.append((compare.sle, base, const(band.hi - r + c + e)))
-                if checks_rows:
-                    tests.append((compare.slt, row, arith.subi(left.registers.item(), const(r))))
-                elif checks_columns:
-                    end = arith.subi(left.registers.item(), const(c + e))
-                    tests.append((compare.slt, column, end))
+                    tests.append((compare.sle, base, const(band.hi - shift)))
+                if checks_rows or checks_columns:
+                    place, offset = (row, r) if checks_rows else (column, c + e)
+                    end = arith.subi(left.registers.item(), const(offset))
+                    tests.append((compare.slt, place, end))
                 for test in tests:
                     value = arith.select(arith.cmpi(*test), value, hidden)
-                pair = vector.insert(
-                    value, pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e])
-                )
+                pair = vector.insert(value, pair, dynamic_position=[], static_position=at)
             out[index] = pair
         return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
 
     return apply(x, *scalars)
 
 
-def hide_other_segments(x: jax.Array, q_ids: Any, kv_ids: Any) -> jax.Array:
-    """-inf where the ids of a query (column) and a key (row) differ; ids are references."""
-    q_id = read(q_ids, ALONG_Q, optimized=False)
-    kv_id = read(kv_ids, ALONG_KV, optimized=False)
+def hide_other_segments(x: jax.Array, row_ids: Any, column_ids: Any) -> jax.Array:
+    """-inf where the ids of a row and of a column differ; ids are references."""
     rows, columns = (
-        lax.broadcast_in_dim(i, x.shape, (axis,)) for i, axis in ((kv_id, 0), (q_id, 1))
+        lax.broadcast_in_dim(read(ids, layout, optimized=False), x.shape, (axis,))
+        for ids, layout, axis in ((row_ids, ROW, 0), (column_ids, COLUMN, 1))
     )
     return jnp.where(rows == columns, x, -jnp.inf)
