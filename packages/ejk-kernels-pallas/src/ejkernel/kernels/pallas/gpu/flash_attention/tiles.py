@@ -72,12 +72,13 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     widest = max(problem.dim, problem.value_dim)
     whole = rules.band.empty and not rules.arrays
     if widest <= 64:
-        # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit, and
-        # share k and v; element masks need a few more, which only two consumers have
-        tiles = ForwardTiles(consumers=3, hand_over=64) if whole else ForwardTiles(turns=False)
+        # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit, share k
+        # and v, and find enough to do without taking turns
+        tiles = ForwardTiles(consumers=3, turns=False)
     elif widest <= 128:
-        # o, s and p take 160 registers at 128 keys: two consumers of 232
-        tiles = ForwardTiles(hand_over=64)
+        # o, s and p take 160 registers at 128 keys: two consumers of 232. Masked tiles differ
+        # too much from step to step for turns to pay
+        tiles = ForwardTiles(hand_over=64) if whole else ForwardTiles(turns=False)
     else:
         # o alone takes 128 registers: half as many keys a step; with so few exponentials a
         # product the consumers fall into step by themselves
@@ -88,16 +89,17 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         tiles = replace(tiles, q_stages=1)
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, block_kv=64, hand_over=0)
-    return replace(tiles, head_group=head_group(problem, whole, chip))
+    return replace(tiles, head_group=head_group(problem, whole and widest > 64, chip))
 
 
-def head_group(problem: Problem, whole: bool, chip: Chip) -> int:
+def head_group(problem: Problem, alike: bool, chip: Chip) -> int:
     """Heads to work on together.
 
     Where tiles differ in length, several heads at once let short tiles fill the ends of long
-    ones; their keys and values should fit a third of the near L2, the rest is in flight.
+    ones; their keys and values should fit a third of the near L2, the rest is in flight. Tiles
+    ``alike`` need none: one key head at a time is read from L2 most often.
     """
-    if whole:
+    if alike:
         return problem.group
     bytes_a_head = problem.kv_len * (problem.dim + problem.value_dim) * problem.itemsize
     return problem.group * max(1, chip.cache // 3 // max(bytes_a_head, 1))

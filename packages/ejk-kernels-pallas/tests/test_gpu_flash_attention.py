@@ -1,0 +1,281 @@
+"""Hopper flash attention where there is no Hopper GPU.
+
+The kernels themselves run on the card only (``tools/gpu/check_mosaic.py``). Here they are lowered
+for one, and what surrounds them is run with doubles that read the same operands: a block outside
+the ranges is not read, one inside the full range is not masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from ejkernel.kernels.pallas import compat
+from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
+from ejkernel.types import InvalidArgument, MaskInfo
+from ejkernel.types.structure import Unsupported
+
+if compat.mosaic_gpu_problem() is not None:
+    pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
+
+from ejkernel.kernels.pallas.gpu.flash_attention import core, interface, support, tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.arguments import DIMS
+from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.interface import flash_attention
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Band, Rules
+from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.tolerance import check_close
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+
+
+def on(device):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gradient(f):
+    return jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+
+
+def packed(q, k, v, ends):
+    return flash_attention(q, k, v, cum_seqlens_q=ends, causal=True)
+
+
+def with_sinks(q, k, v, sinks):
+    return flash_attention(q, k, v, softmax_aux=sinks, causal=True, logits_soft_cap=30.0)
+
+
+def heads(d, dv, length=1037, kv_length=None):
+    kv = kv_length or length
+    return struct(2, length, 4, d), struct(2, kv, 2, d), struct(2, kv, 2, dv)
+
+
+CAUSAL = functools.partial(flash_attention, causal=True)
+LOWERED = {
+    "d64": (gradient(CAUSAL), heads(64, 64)),
+    "d128": (gradient(CAUSAL), heads(128, 128, 1024)),
+    "d192/128": (gradient(CAUSAL), heads(192, 128)),
+    "d256": (gradient(flash_attention), heads(256, 256, 777, 1000)),
+    "window": (functools.partial(flash_attention, sliding_window=(200, 64)), heads(128, 128)),
+    "packed": (
+        gradient(lambda *a: packed(*a)),
+        (*(struct(1, 1024, n, 128) for n in (4, 2, 2)), struct(5, dtype=jnp.int32)),
+    ),
+    "sinks, cap": (with_sinks, (*heads(128, 128), struct(4, 1))),
+    "vmap": (
+        jax.vmap(gradient(CAUSAL), in_axes=(0, 0, None)),
+        (struct(3, 2, 256, 4, 64), struct(3, 2, 256, 4, 64), struct(2, 256, 4, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers_for_a_hopper_gpu(name):
+    f, shapes = LOWERED[name]
+    with on(H200):
+        text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def test_every_supported_head_dim_fits_shared_memory():
+    for d, dv in DIMS:
+        for band in (Band(), Band(None, 0)):
+            p = Problem(1, 4096, 4096, 8, 8, d, dv, "bfloat16", 1.0)
+            t = tiles.forward_tiles(p, Rules(band), Chip())
+            assert t.shared(p) <= Chip().shared
+            assert t.consumers * t.consumer_registers + t.producer_registers <= 512
+            assert t.consumer_registers % 8 == t.producer_registers % 8 == 0
+
+
+# ---- what surrounds the kernels ----------------------------------------------------------------
+
+
+def _visible(problem, rules, block_q, block_kv, t, transposed):
+    """Pairs that a kernel computes: inside its blocks, and unmasked there."""
+    p = problem
+    i, j = jnp.arange(p.q_len)[:, None], jnp.arange(p.kv_len)[None]
+    seen = jnp.ones((1, 1, p.q_len, p.kv_len), bool)
+    if rules.band.lo is not None:
+        seen &= j - i >= rules.band.lo
+    if rules.band.hi is not None:
+        seen &= j - i <= rules.band.hi
+    if "q_ids" not in t:
+        return seen
+    q_ids, kv_ids = t["q_ids"][:, : p.q_len], t["kv_ids"][:, : p.kv_len]
+    seen &= (q_ids[:, :, None] == kv_ids[:, None])[:, None]
+    own, other = (j // block_kv, i // block_q) if transposed else (i // block_q, j // block_kv)
+    ranges = t["ranges"][:, :, jnp.broadcast_to(own, (p.q_len, p.kv_len))]
+    start, full_start, full_stop, stop = (ranges[..., c] for c in range(4))
+    visited = (other >= start) & (other < stop)
+    return visited & (seen | ((other >= full_start) & (other < full_stop)))
+
+
+def _attention(problem, visible, q, k, v, sink=None):
+    p = problem
+    f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+    q, k, v = f32(q), *(jnp.repeat(f32(x), p.group, 2) for x in (k, v))
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k) * p.scale
+    if p.soft_cap:
+        x = p.soft_cap * jnp.tanh(x / p.soft_cap)
+    x = jnp.where(visible, x, -jnp.inf)
+    total = jax.nn.logsumexp(x, -1)
+    if sink is not None:
+        total = jnp.logaddexp(total, sink[:, :, None])
+    alive = jnp.isfinite(total)
+    prob = jnp.where(alive[..., None], jnp.exp(x - jnp.where(alive, total, 0.0)[..., None]), 0.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", prob, v), total
+
+
+class ForwardDouble:
+    def __init__(self, problem, rules, tiles, names, shared, programs):
+        self.s = SimpleNamespace(problem=problem, rules=rules, tiles=tiles, names=names)
+
+    def __call__(self, q, k, v, *rest):
+        s = self.s
+        t = dict(zip(s.names, rest, strict=True))
+        assert q.shape[0] == k.shape[0] == s.problem.batch
+        seen = _visible(s.problem, s.rules, s.tiles.block_q, s.tiles.block_kv, t, False)
+        o, lse = _attention(s.problem, seen, q, k, v, t.get("sink"))
+        return o.astype(q.dtype), lse
+
+
+def backward_double(problem, q, k, v, do, lse, delta, *, band, tiles, cores, **t):
+    seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, t, True)
+
+    def logits(q, k):
+        x = jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, problem.group, 2)) * problem.scale
+        return problem.soft_cap * jnp.tanh(x / problem.soft_cap) if problem.soft_cap else x
+
+    f32 = [x.astype(jnp.float32) for x in (q, k, v, do)]
+    x, back = jax.vjp(logits, *f32[:2])
+    alive = jnp.isfinite(lse)[..., None]
+    shift = jnp.where(alive, lse[..., None], 0.0)
+    prob = jnp.where(seen & alive, jnp.exp(x - shift), 0.0)
+    dp = jnp.einsum("bqhd,bkhd->bhqk", f32[3], jnp.repeat(f32[2], problem.group, 2))
+    dq, dk = back(prob * (dp - delta[..., None]))
+    dv = jnp.einsum("bhqk,bqhd->bkhd", prob, f32[3])
+    dv = dv.reshape(*dv.shape[:2], problem.kv_heads, problem.group, -1).sum(3)
+    return tuple(g.astype(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True))
+
+
+@pytest.fixture
+def doubles(monkeypatch):
+    monkeypatch.setattr(core, "Forward", ForwardDouble)
+    monkeypatch.setattr(core, "backward", backward_double)
+    monkeypatch.setattr(interface, "current_chip", Chip)
+
+
+HALF = ("float16",) * 3
+SIZES = {"b": 2, "q": 200, "k": 200, "h": 4, "hk": 2, "d": 64, "dtypes": HALF}
+CALLS = [
+    Call("plain", **SIZES | {"k": 150}),
+    Call("offset", **SIZES, mask={"causal": True, "causal_offset": -30}),
+    Call("window", **SIZES, mask={"sliding_window": (30, 10)}, sinks=(4, 2), cap=5.0),
+    Call(
+        "packed",
+        **SIZES | {"b": 1},
+        mask={"cum_seqlens_q": np.array([0, 30, 30, 171, 190]), "causal": True},
+    ),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_operands_describe_the_call(doubles, call):
+    x = arrays(call)
+    check(call, x, *run(flash_attention, call, x))
+
+
+def test_a_mapped_axis_joins_the_batch(doubles):
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 2, n, h, 64)), jnp.float16)
+        for n, h in ((130, 4), (150, 2), (150, 2))
+    )
+    ids = jnp.asarray(np.sort(rng.integers(-1, 3, (2, 2, 150)), -1), jnp.int32)
+
+    def loss(q, k, v, ids, sinks):
+        mask = MaskInfo.from_segments(ids[:, :130], ids)
+        o, lse = flash_attention(
+            q, k, v, mask_info=mask, causal=True, softmax_aux=sinks, return_lse=True
+        )
+        return jnp.sum(o.astype(jnp.float32) ** 2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+
+    grad = jax.grad(loss, argnums=(0, 1, 2, 4))
+    sinks = jnp.asarray(rng.standard_normal((2, 4)), jnp.float32)
+    for axes in ((0, 0, None, 0, None), (0, None, None, None, 0)):
+        args = [
+            x if axis == 0 else x[0] for x, axis in zip((q, k, v, ids, sinks), axes, strict=True)
+        ]
+        if axes[4] is None:
+            args[4] = sinks[0]
+        together = jax.jit(jax.vmap(grad, in_axes=axes))(*args)
+        for n in range(2):
+            alone = grad(*(x[n] if axis == 0 else x for x, axis in zip(args, axes, strict=True)))
+            for a, t in zip(alone, together, strict=True):
+                check_close(t[n], np.asarray(a, np.float64))
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reason, shape, dtype, options",
+    [
+        ("query: float32", 64, jnp.float32, {}),
+        ("head dim 96", 96, jnp.bfloat16, {}),
+        ("bias", 64, jnp.bfloat16, {"bias": struct(1, 1, 64, 64)}),
+        ("dropout_prob", 64, jnp.bfloat16, {"dropout_prob": 0.1}),
+        ("attention_mask", 64, jnp.bfloat16, {"attention_mask": struct(1, 1, 64, 64, dtype=bool)}),
+        ("positions", 64, jnp.bfloat16, {"cum_seqlens_q": struct(3, dtype=jnp.int32),
+                                         "cum_seqlens_k": struct(3, dtype=jnp.int32),
+                                         "causal": True}),
+    ],
+)  # fmt: skip
+def test_reasons(reason, shape, dtype, options):
+    x = struct(1, 64, 2, shape, dtype=dtype)
+    arguments = {"query": x, "key": x, "value": x, **options}
+    with on(H200):
+        assert reason in support.supports(SimpleNamespace(arguments=arguments))
+    static = {name: x for name, x in arguments.items() if not hasattr(x, "shape")}
+    given = {name: x for name, x in arguments.items() if hasattr(x, "shape")}
+    with pytest.raises(Unsupported, match=reason), on(H200):
+        jax.eval_shape(lambda a: flash_attention(**a, **static), given)
+
+
+def test_other_devices_are_named():
+    with on(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "cuda")):
+        with pytest.raises(Unsupported, match="A100"):
+            current_chip()
+    x = struct(1, 64, 2, 64)
+    assert "Hopper" in support.supports(SimpleNamespace(arguments=dict(query=x, key=x, value=x)))
+
+
+def test_bad_shapes_name_the_argument():
+    x = struct(1, 64, 2, 64)
+    with on(H200), pytest.raises(InvalidArgument, match="key"):
+        jax.eval_shape(flash_attention, x, struct(1, 64, 2, 128), x)
+
+
+def test_configs_give_the_tiles_they_come_from():
+    for d, dv in DIMS:
+        x, v = struct(1, 512, 2, d), struct(1, 512, 2, dv)
+        inv = SimpleNamespace(arguments=dict(query=x, key=x, value=v, causal=True))
+        with on(H200):
+            for config in support.candidates(inv):
+                p = support.problem_of(inv.arguments)
+                static = interface.choose_tiles(p, Rules(Band(None, 0)), config)
+                assert static.fwd.shared(p) <= Chip().shared
+            first = interface.choose_tiles(p, Rules(Band(None, 0)), support.heuristic(inv))
+        assert first.fwd == tiles.forward_tiles(p, Rules(Band(None, 0)), Chip())
+        assert first.bwd == backward_tiles(p)
