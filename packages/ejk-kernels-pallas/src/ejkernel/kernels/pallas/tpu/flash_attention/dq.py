@@ -27,10 +27,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit, visible
+from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
+from ejkernel.kernels.pallas.tpu.flash_attention.edges import (
+    Place,
+    edge_tiles,
+    place_mask,
+    strips,
+)
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
-    edge_tiles,
     overlapped,
     tile_gradients,
 )
@@ -62,7 +67,7 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
             for row, spread in zip(q_rows, columns, strict=True):
                 spread[...] = column(row[0])
 
-    def products(place: tuple[Any, Any]) -> Pair:
+    def products(place: Place) -> Pair:
         queries, keys = place
         q, k, v, do = (
             q_ref[0, 0, queries],
@@ -74,7 +79,7 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
             return layout.dot(k, q, (1, 1)), layout.dot(v, do, (1, 1))
         return layout.dot(q, k, (1, 1)), layout.dot(do, v, (1, 1))
 
-    def add(place: tuple[Any, Any], pair: Pair, mask: Any = None) -> None:
+    def add(place: Place, pair: Pair, mask: Any = None) -> None:
         queries, keys = place
         k = k_ref[0, 0, keys]
         if wide:
@@ -88,47 +93,37 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
         else:
             acc_ref[queries] += layout.dot(ds, k, (1, 0))
 
+    def masked(place: Place, pair: Pair) -> None:
+        queries, keys = place
+        if wide:
+            down = [column(r[0, :, keys]) for r in kv_rows]
+            across = [r[0, :, queries] for r in q_rows]
+        else:
+            down, across = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
+        sides = dict(queries_on_lanes=wide, check_queries=False)
+        add(place, pair, place_mask(layout, qi, ki, place, down, across, **sides))
+
+    def places(i: Any, j: Any, size_q: int, size_kv: int) -> list[Place]:
+        q_strip = min(tiles.columns if wide else tiles.rows, size_q)
+        kv_strip = min(tiles.rows, size_kv) if wide else size_kv
+        return [(x, y) for x in strips(i, size_q, q_strip) for y in strips(j, size_kv, kv_strip)]
+
     full = (ki >= full_start) & (ki < full_stop)
 
     if layout.some_full:
 
         @pl.when(full)
         def _full_tile() -> None:
-            q_strip, kv_strip = (
-                (tiles.columns, tiles.rows) if wide else (tiles.rows, tiles.block_kv)
-            )
-            places = [
-                (pl.ds(i, q_strip), pl.ds(j, kv_strip))
-                for i in range(0, tiles.block_q, q_strip)
-                for j in range(0, tiles.block_kv, kv_strip)
-            ]
-            overlapped(places, products, add)
+            overlapped(places(0, 0, tiles.block_q, tiles.block_kv), products, add)
 
     if layout.some_partial:
 
-        def masked_tile(queries: Any, keys: Any, first_q: Any, first_kv: Any) -> None:
-            pair = products((queries, keys))
-            if wide:
-                down = tuple(column(r[0, :, keys]) for r in kv_rows)
-                across = tuple(r[0, :, queries] for r in q_rows)
-            else:
-                down = tuple(c[queries] for c in columns)
-                across = tuple(r[0, :, keys] for r in kv_rows)
-            mask = visible(
-                layout.rules,
-                pair[0].shape,
-                first_q,
-                first_kv,
-                down,
-                across,
-                queries_on_lanes=wide,
-                check_queries=False,
-            )
-            add((queries, keys), pair, mask)
-
         @pl.when((ki < stop) & ~full)
         def _masked_tile() -> None:
-            edge_tiles(layout, qi, ki, masked_tile)
+            def part(i: Any, j: Any) -> None:
+                overlapped(places(i, j, tiles.edge_q, tiles.edge_kv), products, masked)
+
+            edge_tiles(layout, qi, ki, part)
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:

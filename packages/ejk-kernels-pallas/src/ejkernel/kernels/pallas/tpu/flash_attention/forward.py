@@ -22,12 +22,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit, touches, visible
+from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
+from ejkernel.kernels.pallas.tpu.flash_attention.edges import (
+    Place,
+    edge_tiles,
+    place_mask,
+    strips,
+)
+from ejkernel.kernels.pallas.tpu.flash_attention.gradients import overlapped
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import FLOOR, HIDDEN, Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
 from ejkernel.types.problem import LOG2E
@@ -84,8 +90,7 @@ def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
     first = entry(layout, layout.q_blocks, b, qi)
     start, full_start, full_stop, stop = (table[first + i] for i in range(4))
     ki = start + t
-    block_q, block_kv = layout.tiles.block_q, layout.tiles.block_kv
-    rows = layout.tiles.rows
+    tiles = layout.tiles
 
     @pl.when(t == 0)
     def _begin() -> None:
@@ -95,8 +100,19 @@ def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
         for row, spread in zip(q_rows, columns, strict=True):
             spread[...] = column(row[0])
 
-    def products(i: int) -> jax.Array:
-        return layout.dot(q_ref[0, 0, pl.ds(i * rows, rows)], k_ref[0, 0], (1, 1))
+    def products(place: Place) -> jax.Array:
+        queries, keys = place
+        return layout.dot(q_ref[0, 0, queries], k_ref[0, 0, keys], (1, 1))
+
+    def add(place: Place, product: jax.Array, mask: jax.Array | None = None) -> None:
+        queries, keys = place
+        _softmax_strip(layout, product, mask, v_ref[0, 0, keys], queries, m_ref, l_ref, acc_ref)
+
+    def masked(place: Place, product: jax.Array) -> None:
+        queries, keys = place
+        down, across = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
+        sides = dict(queries_on_lanes=False, check_queries=False)
+        add(place, product, place_mask(layout, qi, ki, place, down, across, **sides))
 
     full = (ki >= full_start) & (ki < full_stop)
 
@@ -104,44 +120,19 @@ def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
 
         @pl.when(full)
         def _full_tile() -> None:
-            strips = block_q // rows
-            ready = products(0)
-            for i in range(strips):
-                following = products(i + 1) if i + 1 < strips else None
-                strip = pl.ds(i * rows, rows)
-                _softmax_strip(layout, ready, None, v_ref[0, 0], strip, m_ref, l_ref, acc_ref)
-                ready = following
+            keys = pl.ds(0, tiles.block_kv)
+            overlapped([(x, keys) for x in strips(0, tiles.block_q, tiles.rows)], products, add)
 
     if layout.some_partial:
 
         @pl.when((ki < stop) & ~full)
         def _masked_tile() -> None:
-            edge_q, edge_kv = layout.tiles.edge(block_q), layout.tiles.edge(block_kv)
-            across = block_kv // edge_kv
+            def part(i: Any, j: Any) -> None:
+                keys = pl.ds(j, tiles.edge_kv)
+                rows = strips(i, tiles.edge_q, min(tiles.rows, tiles.edge_q))
+                overlapped([(x, keys) for x in rows], products, masked)
 
-            def edge_tile(index: Any, carry: None) -> None:
-                i = pl.multiple_of(index // across * edge_q, edge_q)
-                j = pl.multiple_of(index % across * edge_kv, edge_kv)
-                first_q, first_kv = qi * block_q + i, ki * block_kv + j
-
-                @pl.when(touches(layout.rules, first_q, first_kv, edge_q, edge_kv))
-                def _() -> None:
-                    strip, keys = pl.ds(i, edge_q), pl.ds(j, edge_kv)
-                    mask = visible(
-                        layout.rules,
-                        (edge_q, edge_kv),
-                        first_q,
-                        first_kv,
-                        tuple(c[strip] for c in columns),
-                        tuple(r[0, :, keys] for r in kv_rows),
-                        queries_on_lanes=False,
-                        check_queries=False,
-                    )
-                    product = layout.dot(q_ref[0, 0, strip], k_ref[0, 0, keys], (1, 1))
-                    v = v_ref[0, 0, keys]
-                    _softmax_strip(layout, product, mask, v, strip, m_ref, l_ref, acc_ref)
-
-            lax.fori_loop(0, block_q // edge_q * across, edge_tile, None)
+            edge_tiles(layout, qi, ki, part)
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:
@@ -158,7 +149,7 @@ def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
         total = jnp.where(seen, total, 1.0)
         o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
         lse = jnp.where(seen, (m + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
-        lse_ref[0, 0] = jnp.broadcast_to(lse, (block_q, LANES)).T[:1]
+        lse_ref[0, 0] = jnp.broadcast_to(lse, (tiles.block_q, LANES)).T[:1]
 
 
 def forward(

@@ -7,14 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
-from ejkernel.kernels.pallas.tpu.common.masks import touches
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 
 Pair = tuple[jax.Array, jax.Array]
-Slice = Any
 
 
 def tile_gradients(
@@ -54,24 +50,3 @@ def overlapped(
         following = products(places[n + 1]) if n + 1 < len(places) else None
         add(place, ready)
         ready = following
-
-
-def edge_tiles(
-    layout: Layout, qi: Any, ki: Any, do_tile: Callable[[Slice, Slice, Any, Any], None]
-) -> None:
-    """Runs ``do_tile(queries, keys, first_q, first_kv)`` on the parts of a block that the band
-    and the lengths let anything see."""
-    tiles, rules = layout.tiles, layout.rules
-    edge_q, edge_kv = tiles.edge(tiles.block_q), tiles.edge(tiles.block_kv)
-    across = tiles.block_kv // edge_kv
-
-    def one(index: Any, carry: None) -> None:
-        i = pl.multiple_of(index // across * edge_q, edge_q)
-        j = pl.multiple_of(index % across * edge_kv, edge_kv)
-        first_q, first_kv = qi * tiles.block_q + i, ki * tiles.block_kv + j
-
-        @pl.when(touches(rules, first_q, first_kv, edge_q, edge_kv))
-        def _() -> None:
-            do_tile(pl.ds(i, edge_q), pl.ds(j, edge_kv), first_q, first_kv)
-
-    lax.fori_loop(0, tiles.block_q // edge_q * across, one, None)

@@ -12,6 +12,9 @@ from ejkernel.types.problem import Problem
 
 LANES = 128
 LARGEST = 1024  # a config names no larger tile
+# Smaller parts follow a diagonal more closely, but have too few products to run under the
+# exponentials: 256 x 256 takes half the bundles of 512 x 512, a quarter of whose pairs it has.
+EDGE = 512
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,14 @@ class Tiles:
     transposed: bool = False
     columns: int = 512
 
-    @staticmethod
-    def edge(block: int) -> int:
-        """Side of the tiles a masked block is cut into: those outside the mask are skipped."""
-        return min(block, 256)
+    @property
+    def edge_q(self) -> int:
+        """Queries of the parts a masked block is cut into; parts outside the mask are skipped."""
+        return min(self.block_q, EDGE)
+
+    @property
+    def edge_kv(self) -> int:
+        return min(self.block_kv, EDGE)
 
     def vmem(self, problem: Problem, held: int, accumulators: int) -> int:
         """Bytes of vector memory of a kernel, about.
