@@ -26,7 +26,8 @@ _WHOLE = ((),) if _IDX.default is inspect.Parameter.empty else ()
 
 def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """The values of a reference in a register layout."""
-    return plgpu.load(ref, *_WHOLE, layout=layout, optimized=optimized)
+    load: Any = plgpu.load
+    return load(ref, *_WHOLE, layout=layout, optimized=optimized)
 
 
 def hide_outside(
@@ -58,6 +59,11 @@ def hide_outside(
     )
     def apply(_: Any, x: Any, distance: Any, left: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        # values of the compiler's own language: its stubs know them less well than its code
+        thread: Any
+        pair: Any
+        value: Any
 
         def const(n: int) -> Any:
             return arith.constant(i32, ir.IntegerAttr.get(i32, n))

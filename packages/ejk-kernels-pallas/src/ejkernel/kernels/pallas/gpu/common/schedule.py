@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     stop: Scalar
 
     def masked(self, j: Scalar) -> jax.Array:
-        return (j < self.full_start) | (j >= self.full_stop)
+        return jnp.asarray((j < self.full_start) | (j >= self.full_stop))
 
 
 def band_blocks(first: Scalar, last: Scalar, length: int, band: Band, block: int):

@@ -120,8 +120,8 @@ def walk_tables(ranges: Any, n_q: int) -> tuple[jax.Array, jax.Array, jax.Array]
         stop = np.maximum.accumulate(stop, axis=-1)
     else:
         axis = start.ndim - 1
-        start = jax.lax.cummin(start, axis=axis, reverse=True)
-        stop = jax.lax.cummax(stop, axis=axis)
+        start = jax.lax.cummin(jnp.asarray(start), axis=axis, reverse=True)
+        stop = jax.lax.cummax(jnp.asarray(stop), axis=axis)
     full_start = xp.where(empty, 0, full_start)
     full_stop = xp.where(empty, 0, full_stop)
     walked = xp.stack([start, full_start, full_stop, stop], axis=-1)

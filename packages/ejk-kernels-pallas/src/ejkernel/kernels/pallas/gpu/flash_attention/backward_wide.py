@@ -91,7 +91,7 @@ def thread_anew() -> jax.Array:
     )
     def number(_: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-        x = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+        x: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
     return number()
