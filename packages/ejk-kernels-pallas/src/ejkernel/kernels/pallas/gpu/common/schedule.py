@@ -83,7 +83,9 @@ def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) ->
         width = -(-len(numbers) // programs)
         padded = np.full(width * programs, -1)
         padded[: len(numbers)] = numbers
-        lists = padded.reshape(width, programs).T
+        waves = padded.reshape(width, programs)
+        waves[1::2] = waves[1::2, ::-1]  # back and forth: costs that rise and fall even out
+        lists = waves.T
     else:
         taken: list[list[int]] = [[] for _ in range(programs)]
         free = [(0.0, p) for p in range(programs)]
