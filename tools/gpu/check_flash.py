@@ -22,10 +22,11 @@ from tools.gpu.common import in_parallel, jax, jnp, milliseconds, precompile
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
-from ejkernel.kernels.triton.targets import compile_for, current_target
+from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
-from ejktest.attention_at_size import BF, CASES, F32, bound, check, draw, inputs, kernel
+from ejktest.ahead import lower, lower_case
+from ejktest.attention_at_size import BF, CASES, F32, bound, check, draw
 
 Tiles = tiles.Tiles
 
@@ -36,19 +37,10 @@ QUICK = (
 )  # fmt: skip
 
 
-def lower_case(name, target):
-    """In a worker: compile the kernels of a case into the disk cache."""
-    with compile_for(target):
-        shapes = jax.eval_shape(lambda: inputs(name))
-        kernel(name, flash_attention).trace(*shapes).lower(lowering_platforms=(target.platform,))
-
-
 def lower_timed(name, target):
     b, s, h, hk, d, causal = TIMED[name]
-    with compile_for(target):
-        shapes = jax.eval_shape(lambda: draw(1, b, s, s, h, hk, d, d, BF))
-        f = pair(lambda q, k, v: flash_attention(q, k, v, causal=causal))[1]
-        f.trace(*shapes).lower(lowering_platforms=(target.platform,))
+    shapes = jax.eval_shape(lambda: draw(1, b, s, s, h, hk, d, d, BF))
+    lower(pair(lambda q, k, v: flash_attention(q, k, v, causal=causal))[1], target, *shapes)
 
 
 def correctness(names):
@@ -160,11 +152,10 @@ def extra(name):
 
 def lower_extra(name, target):
     """In a worker: compile the kernels of a row into the disk cache."""
-    with compile_for(target):
-        given = jax.eval_shape(lambda: draw(1, 4, 4096, 4096, 16, 16, 128, 128, BF))
-        _, both, more = extra(name)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), more)
-        both.trace(*given, shapes).lower(lowering_platforms=(target.platform,))
+    given = jax.eval_shape(lambda: draw(1, 4, 4096, 4096, 16, 16, 128, 128, BF))
+    _, both, more = extra(name)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), more)
+    lower(both, target, *given, shapes)
 
 
 def extras():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
-import os
 import pathlib
 import statistics
 import sys
@@ -26,6 +23,7 @@ use_checkout()
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402, F401
 
+from ejktest.ahead import in_parallel  # noqa: E402
 from ejktest.attention_at_size import relative  # noqa: E402, F401
 
 
@@ -57,35 +55,6 @@ def _compile(job):
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[-1][:120]}"
     return None
-
-
-def _guarded(job):
-    try:
-        return job[0](*job[1:])
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
-
-
-def in_parallel(jobs) -> list:
-    """Results of (function, *arguments) tuples, each run in a process without the GPU.
-
-    A job that raises gives its error as a string: what it compiles is compiled again, and fails
-    again, where it is used.
-    """
-    jobs = list(jobs)
-    if not jobs:
-        return []
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
-    before = os.environ.get("JAX_PLATFORMS")
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for the workers; here the device is already chosen
-    try:
-        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-            return list(pool.map(_guarded, jobs))
-    finally:
-        os.environ.pop("JAX_PLATFORMS")
-        if before is not None:
-            os.environ["JAX_PLATFORMS"] = before
 
 
 def precompile(jobs) -> list[str | None]:

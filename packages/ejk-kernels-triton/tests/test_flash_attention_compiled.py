@@ -1,6 +1,8 @@
 """The shipped launches of flash attention compile for three chips, without spilling registers.
 
 ``aot_table.json`` holds what each of them uses; ``tools/gpu/aot_table.py`` writes it again.
+``aot_spills.json`` names the few launches that may spill, how many bytes, and what was measured
+with and without: any other spill fails.
 """
 
 from __future__ import annotations
@@ -16,41 +18,37 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejktest.triton_configs import SAMPLE, TARGETS, cases, launches, resources
 
-TABLE = json.loads((Path(__file__).parent / "aot_table.json").read_text())
+HERE = Path(__file__).parent
+TABLE = json.loads((HERE / "aot_table.json").read_text())
+KEPT = json.loads((HERE / "aot_spills.json").read_text())["kept"]
 
 
 def recorded(call: str, chip: str) -> dict[str, dict[str, int]]:
     return TABLE["rows"].get(f"{call} @ {chip}", {})
 
 
+def spills_allowed(call: str, chip: str, kernel: str) -> int:
+    return KEPT.get(f"{call} @ {chip} {kernel}", {"bytes": 0})["bytes"]
+
+
 def check(call: str, chip: str) -> dict:
-    """No spills, within the shared memory, and the products are matrix instructions."""
+    """No spills but those kept, within the shared memory, products by matrix instructions."""
     used = resources(call, chip)
     for kernel, r in used.items():
         print(f"{call} @ {chip} {kernel}: {r}")
-        assert r.spills == 0, f"{kernel}: {r}"
+        assert r.spills <= spills_allowed(call, chip, kernel), f"{kernel}: {r}"
         assert r.shared <= TARGETS[chip].shared_limit, f"{kernel}: {r}"
         assert r.products > 0 or "highest" in call, f"{kernel}: {r}"
     return used
 
 
-def marked(chosen):
-    """A launch recorded with spills is expected to fail until its tile is replaced."""
-    params = []
-    for call, chip in chosen:
-        spilled = [kernel for kernel, r in recorded(call, chip).items() if r["spills"]]
-        marks = pytest.mark.xfail(reason=f"spills in {', '.join(spilled)}") if spilled else ()
-        params.append(pytest.param(call, chip, marks=marks))
-    return params
-
-
-@pytest.mark.parametrize(("call", "chip"), marked(SAMPLE))
+@pytest.mark.parametrize(("call", "chip"), SAMPLE)
 def test_sample(call: str, chip: str) -> None:
     check(call, chip)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "chip"), marked(cases()))
+@pytest.mark.parametrize(("call", "chip"), cases())
 def test_all_and_as_recorded(call: str, chip: str) -> None:
     used = check(call, chip)
     if TABLE["triton"] == version("triton"):
@@ -61,6 +59,18 @@ def test_table_names_what_ships() -> None:
     assert list(TABLE["rows"]) == [f"{call} @ {chip}" for call, chip in cases()]
     for name, row in TABLE["rows"].items():
         assert {"forward", "dq", "dkv"} <= set(row), name
+
+
+def test_spills_are_those_kept() -> None:
+    """And what is kept still spills, and was faster than what does not."""
+    spilled = {
+        f"{name} {kernel}": used["spills"]
+        for name, row in TABLE["rows"].items()
+        for kernel, used in row.items()
+        if used["spills"]
+    }
+    assert spilled == {launch: kept["bytes"] for launch, kept in KEPT.items()}
+    assert all(kept["with"] > kept["without"] for kept in KEPT.values())
 
 
 def test_launches_are_those_of_a_user() -> None:

@@ -1,0 +1,55 @@
+"""Compiling in parallel processes without a GPU, before one process with a GPU needs the code."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.targets import Target, compile_for
+from ejktest.attention_at_size import inputs, kernel
+
+
+def _guarded(job: tuple[Any, ...]) -> Any:
+    try:
+        return job[0](*job[1:])
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Results of (function, *arguments) tuples, each run in a process without the GPU.
+
+    A job that raises gives its error as a string: what it compiles is compiled again, and fails
+    again, where it is used.
+    """
+    jobs = list(jobs)
+    if not jobs:
+        return []
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
+    before = os.environ.get("JAX_PLATFORMS")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the workers; here the device is already chosen
+    try:
+        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+            return list(pool.map(_guarded, jobs))
+    finally:
+        os.environ.pop("JAX_PLATFORMS")
+        if before is not None:
+            os.environ["JAX_PLATFORMS"] = before
+
+
+def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
+    """Compile the Triton kernels of a jitted function into the disk cache."""
+    with compile_for(target):
+        f.trace(*operands).lower(lowering_platforms=(target.platform,))  # ty: ignore[unresolved-attribute]
+
+
+def lower_case(name: str, target: Target) -> None:
+    """The kernels of a case of ``attention_at_size``."""
+    lower(kernel(name, flash_attention), target, *jax.eval_shape(lambda: inputs(name)))
