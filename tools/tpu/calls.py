@@ -100,7 +100,9 @@ def ours(dim: int) -> Iterator[Cost]:
     from ejkernel.types.problem import Problem
 
     call = Call("cost", dim=dim)
-    sizes = dict(batch=BATCH, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS)
+    sizes: dict[str, Any] = dict(
+        batch=BATCH, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS
+    )
     problem = Problem(**sizes, dim=dim, value_dim=dim, dtype="bfloat16", scale=1.0)
     choices = {"fwd": tiles.forward_tiles, "dq": tiles.dq_tiles, "dkv": tiles.dkv_tiles}
     for kernel, products in KERNELS.items():
@@ -138,10 +140,11 @@ def jax_splash(dim: int, block: int) -> Iterator[Cost]:
 
     shape = jax.ShapeDtypeStruct((BATCH, HEADS, LENGTH, dim), "bfloat16")
     names = [f for f in sk.BlockSizes.__dataclass_fields__ if f.startswith("block_")]
+    blocks: dict[str, Any] = dict.fromkeys(names, block)
     mask = sm.MultiHeadMask([sm.FullMask((LENGTH, LENGTH))] * HEADS)
     kernel = sk.make_splash_mha(
         mask,
-        block_sizes=sk.BlockSizes(**dict.fromkeys(names, block)),
+        block_sizes=sk.BlockSizes(**blocks),
         head_shards=1,
         q_seq_shards=1,
     )

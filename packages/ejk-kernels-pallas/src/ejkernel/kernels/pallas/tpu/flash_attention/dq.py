@@ -53,17 +53,15 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
     start, full_start, full_stop, stop = (table[first + i] for i in range(4))
     ki = start + t
     tiles, wide = layout.tiles, layout.tiles.transposed
-    if wide:
-        lse_col = delta_col = None
-    else:
-        lse_col, delta_col, *columns = columns
+    # unless transposed: columns of lse and delta, then of the pairs
+    statistics, columns = columns[:2], columns[2:]
 
     @pl.when(t == 0)
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
         if not wide:
-            lse_col[...] = column(lse_ref[0, 0])
-            delta_col[...] = column(delta_ref[0, 0])
+            for row, spread in zip((lse_ref, delta_ref), statistics, strict=True):
+                spread[...] = column(row[0, 0])
             for row, spread in zip(q_rows, columns, strict=True):
                 spread[...] = column(row[0])
 
@@ -85,7 +83,7 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
         if wide:
             lse, delta = lse_ref[0, 0, :, queries], delta_ref[0, 0, :, queries]
         else:
-            lse, delta = (fit(c[queries], pair[0].shape[1]) for c in (lse_col, delta_col))
+            lse, delta = (fit(c[queries], pair[0].shape[1]) for c in statistics)
         _, ds = tile_gradients(layout, pair, mask, lse, delta, k.dtype)
         k = k.astype(ds.dtype)
         if wide:

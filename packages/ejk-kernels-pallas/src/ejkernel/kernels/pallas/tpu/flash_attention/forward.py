@@ -79,9 +79,9 @@ def _softmax_strip(
     acc_ref[strip] = acc_ref[strip] * fit(alpha, acc_ref.shape[1]) + layout.dot(p, v, (1, 0))
 
 
-def _kernel(layout: Layout, with_sink: bool, *refs: Any) -> None:
-    table, *refs = refs
-    sink = refs.pop(0) if with_sink else None
+def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
+    sink = given[0] if with_sink else None
+    refs = list(given[1:] if with_sink else given)
     q_ref, k_ref, v_ref, *refs = refs
     n = len(layout.pair_names)
     q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]

@@ -38,7 +38,7 @@ def tile_gradients(
 
 
 def overlapped(
-    places: Sequence[Any], products: Callable[..., Pair], add: Callable[..., None]
+    places: Sequence[Any], products: Callable[[Any], Any], add: Callable[..., None]
 ) -> None:
     """``add(place, products(place))`` for every place, the products one place ahead.
 

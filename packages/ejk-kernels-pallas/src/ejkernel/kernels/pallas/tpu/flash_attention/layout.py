@@ -93,7 +93,7 @@ class Layout:
         bent = jnp.tanh(products * (self.problem.scale / cap))
         return bent * (cap * LOG2E), bent
 
-    def compiler_params(self, semantics: Sequence[str], vmem: int) -> Any:
+    def compiler_params(self, semantics: Sequence[Any], vmem: int) -> Any:
         limit = min(self.chip.vmem, max(vmem, 16 * 2**20))
         return pltpu.CompilerParams(
             dimension_semantics=tuple(semantics), vmem_limit_bytes=int(limit)
