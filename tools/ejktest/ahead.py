@@ -47,7 +47,7 @@ def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
 def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
     """Compile the Triton kernels of a jitted function into the disk cache."""
     with compile_for(target):
-        f.trace(*operands).lower(lowering_platforms=(target.platform,))  # ty: ignore[unresolved-attribute]
+        f.trace(*operands).lower(lowering_platforms=(target.platform,))  # ty: ignore[missing-attribute]
 
 
 def lower_case(name: str, target: Target) -> None:
