@@ -294,13 +294,8 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
     ):
         values = [launch.arguments.get(name) for name in launch.kernel.arg_names]
         read = [avals[v.index] for v in values if isinstance(v, (In, TensorMap))]
-        letters = {
-            "bfloat16": "bf16",
-            "float32": "f32",
-            "int32": "i32",
-            "int8": "i8",
-            "uint32": "ui32",
-        }
+        letters = {"bfloat16": "bf16", "float32": "f32", "int32": "i32", "int8": "i8"}
+        letters["uint32"] = "ui32"
         expected = [
             f"tensor<{''.join(f'{n}x' for n in a.shape)}{letters[a.dtype.name]}>" for a in read
         ]
