@@ -67,7 +67,7 @@ def flash_attention(
         return_lse: also return lse float32 ``[b, q, h]``: natural log, with sinks.
         logits_dtype: lower bound of the accumulation dtype; float64 is not supported.
         bias, dropout_prob, dropout_seed: not supported. precision: without meaning here.
-        cfg: ``fwd_params`` (q_blocksize 64 or 128, kv_blocksize a multiple of 64, num_stages)
+        cfg: ``fwd_params`` (q_blocksize 128, kv_blocksize a multiple of 64, num_stages)
             and ``bwd_params`` (the same).
 
     Returns:

@@ -126,7 +126,6 @@ def candidates(inv: Any) -> list[dict[str, Any]]:
     fwd, bwd = tiles.forward_tiles(problem, rules, chip), backward_tiles(problem)
     near = [
         replace(fwd, consumers=2),
-        replace(fwd, consumers=1),
         replace(fwd, consumers=2, block_kv=64, hand_over=0, stages=3),
         replace(fwd, stages=fwd.stages + 1),
     ]

@@ -106,13 +106,11 @@ def head_group(problem: Problem, alike: bool, chip: Chip) -> int:
 
 
 def override_forward(tiles: ForwardTiles, params: Any) -> ForwardTiles:
-    """What a config's ``fwd_params`` say instead: q_blocksize, kv_blocksize, num_stages."""
+    """What a config's ``fwd_params`` say instead: q_blocksize (128), kv_blocksize, num_stages."""
     block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
     stages = field(params, "num_stages")
     if block_q is not None:
-        consumers = min(max(block_q // ROWS, 1), 2)
-        if consumers != tiles.consumers:
-            tiles = replace(tiles, consumers=consumers)
+        tiles = replace(tiles, consumers=2)  # three are no power of two; one leaves half idle
     if block_kv is not None and block_kv != tiles.block_kv:
         block_kv = max(block_kv // ROWS, 1) * ROWS
         tiles = replace(tiles, block_kv=block_kv, hand_over=min(tiles.hand_over, block_kv // 2))
