@@ -10,7 +10,8 @@ Needs the libtpu wheel beside jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
    memory that does not suffice is such a failure), or takes longer than ``--slowest`` seconds.
 2. The code of one tile without element mask is counted, beside JAX's flash and splash kernels at
    their best block size. A core issues a bundle a cycle; *bundles per pass* divides by the useful
-   matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer.
+   matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs
+   fewer by more than a hundredth.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tools.tpu import chips  # noqa: E402
 
 PASS = 128**3
+TOLERANCE = 1.01  # what rearranging equal code changes
 JAX_BLOCKS = (512, 1024)
 
 
@@ -163,7 +165,11 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
                 f"| {dim} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
                 f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB |"
             )
-        if least is not None and "ejkernel" in best and best["ejkernel"]["per_pass"] > least:
+        if (
+            least is not None
+            and "ejkernel" in best
+            and best["ejkernel"]["per_pass"] > TOLERANCE * least
+        ):
             faults.append(
                 f"{chip} d{dim} {kernel}: {best['ejkernel']['per_pass']} bundles per pass, JAX's "
                 f"better {least}"
