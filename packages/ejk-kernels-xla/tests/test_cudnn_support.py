@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla import cudnn, flash_attention, scaled_dot_product_attention
-from ejkernel.kernels.xla.cudnn import interface, support
+from ejkernel.kernels.xla.cudnn import core, interface, support
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import TargetDevice
 from ejkernel.types import MaskInfo
+from ejktest.oracles import attention as oracle
+from ejktest.tolerance import check_close
 
 
 def struct(*shape: int, dtype="bfloat16"):
@@ -117,3 +119,21 @@ def test_same_signatures_and_refusal() -> None:
     with pytest.raises(KernelNotSupported, match="dropout_prob") as error:
         interface.flash_attention(q, q, q, dropout_prob=0.5)
     assert error.value.argument == "dropout_prob"
+
+
+def test_the_repeatable_backward(monkeypatch):
+    """cuDNN's forward with the blockwise backward, the forward played by JAX's own attention."""
+
+    def forward(pattern, scale, q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=pattern.causal)
+
+    monkeypatch.setattr(core, "_cudnn", forward)
+    rng = np.random.default_rng(0)
+    q, k, v, do = (
+        jnp.asarray(rng.standard_normal((2, 96, h, 64)), jnp.float16) for h in (4, 2, 2, 4)
+    )
+    _, back = jax.vjp(lambda *a: interface.flash_attention(*a, causal=True), q, k, v)
+    see = np.tril(np.ones((96, 96), bool))[None, None]
+    want = oracle.gradients(oracle.Case(q, k, v, see=see), do)
+    for got, ref in zip(back(do), (want.dq, want.dk, want.dv), strict=True):
+        check_close(got, ref)

@@ -16,6 +16,7 @@ Sources: Dao 2023, FlashAttention-2 (algorithms 1 and 2); Milakov and Gimelshein
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,7 +119,8 @@ def _flat(blocks: jax.Array) -> jax.Array:
 
     XLA gives axes of size 1 inside a loop's array another layout and then copies to undo it.
     """
-    return blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])
+    n, *rows, c = blocks.shape
+    return blocks.reshape(n, math.prod(rows), c)  # not -1: c may be 0
 
 
 def forward(

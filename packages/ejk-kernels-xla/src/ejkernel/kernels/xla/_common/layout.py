@@ -120,7 +120,8 @@ class Layout:
 
     def tile(self, x: jax.Array) -> jax.Array:
         """``[b * hk * rows, c]`` -> ``[b, hk, rows, c]`` (free)."""
-        return x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+        rows = x.shape[0] // max(self.batch * self.kv_heads, 1)  # not -1: c may be 0
+        return x.reshape(self.batch, self.kv_heads, rows, x.shape[-1])
 
     def pad_tiles(self, x: jax.Array) -> jax.Array:
         """``[#b, #h, q, k]`` padded to whole tiles."""
