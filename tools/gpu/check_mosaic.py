@@ -80,7 +80,7 @@ def cudnn(q, k, v, **o):
 
 
 def triton(q, k, v, **o):
-    from ejkernel.kernels.triton import flash_attention
+    from ejkernel.kernels.triton.flash_attention import flash_attention
 
     return flash_attention(q, k, v, **o)
 

@@ -276,3 +276,13 @@ def test_bad_arguments_are_named(change, name: str) -> None:
     q, k, v = small_arrays()
     with pytest.raises((InvalidArgument, ValueError), match=name):
         flash_attention(**{"query": q, "key": k, "value": v, **change})
+
+
+def test_one_bfloat16_query_of_many_keys_differentiates():
+    """A product XLA's CPU backend refuses in bfloat16."""
+    q = jnp.ones((4, 1, 8, 128), jnp.bfloat16)
+    k = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2048, 2, 128)), jnp.bfloat16)
+    grad = jax.jit(
+        jax.grad(lambda q, k: flash_attention(q, k, k).astype(jnp.float32).sum(), (0, 1))
+    )
+    assert all(bool(jnp.isfinite(g.astype(jnp.float32)).all()) for g in grad(q, k))

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.utils.device import device_kind
+
 
 def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
     """float64 when any array or ``at_least`` is float64 (and JAX has it), else float32."""
@@ -52,9 +54,14 @@ class DotPolicy:
         """``a`` times ``b`` over axes ``contract``; all axes but the last two are batch axes."""
         batch = tuple(range(a.ndim - 2))
         contracting = ((contract[0] % a.ndim,), (contract[1] % b.ndim,))
+        a, b = a.astype(self.operand), b.astype(self.operand)
+        if self.operand.itemsize < 4 and device_kind() == "cpu":
+            # XLA's CPU products of narrow operands into float32 fail for some shapes ("Unsupported
+            # element type for DotThunk"); it widens the others itself
+            a, b = a.astype(self.accumulate), b.astype(self.accumulate)
         return jax.lax.dot_general(
-            a.astype(self.operand),
-            b.astype(self.operand),
+            a,
+            b,
             (contracting, (batch, batch)),
             precision=self.precision,
             preferred_element_type=self.accumulate,

@@ -12,9 +12,16 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith as _arith
+from jaxlib.mlir.dialects import llvm as _llvm
+from jaxlib.mlir.dialects import vector as _vector
 
 from ejkernel.types.structure import Band
+
+# the compiler's own operations, whose stubs are stricter than they are
+arith: Any = _arith
+llvm: Any = _llvm
+vector: Any = _vector
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
@@ -59,11 +66,6 @@ def hide_outside(
     )
     def apply(_: Any, x: Any, distance: Any, left: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-        # values of the compiler's own language: its stubs know them less well than its code
-        thread: Any
-        pair: Any
-        value: Any
 
         def const(n: int) -> Any:
             return arith.constant(i32, ir.IntegerAttr.get(i32, n))
