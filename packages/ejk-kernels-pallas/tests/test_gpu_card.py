@@ -1,0 +1,104 @@
+"""Flash attention on a Hopper GPU at real sizes: values, gradients, repeatability, transforms."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.pallas.gpu.common.chip import current_chip
+from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention
+from ejkernel.kernels.pallas.gpu.flash_attention.arguments import refusal
+from ejkernel.types.structure import Unsupported
+from ejktest import attention_at_size as cases
+
+pytestmark = pytest.mark.gpu
+
+
+def supported(name: str) -> bool:
+    (b, q, k, h, hk, d, dv, dtype), o = cases.CASES[name]
+    biased, dropped = "bias" in o, o.get("dropout", 0.0)
+    refused = refusal((b, q, h, d), (b, k, hk, dv), dtype, "float32", biased, dropped)
+    return refused is None and "dense" not in o
+
+
+NAMES = [name for name in cases.CASES if supported(name)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hopper():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    try:
+        current_chip()
+    except Unsupported as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def found(hopper, request: pytest.FixtureRequest):
+    """Name -> errors and repeatability of every case of this run; compilers run side by side."""
+    here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
+    names = [x.callspec.params["name"] for x in here]
+    with ThreadPoolExecutor(8) as pool:
+        yield {name: pool.submit(cases.check, name, flash_attention) for name in names}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_against_float32(name: str, found) -> None:
+    """o, lse and all gradients; the second run has the same bits."""
+    errors, same = found[name].result()
+    print(name, {n: f"{e:.1e}" for n, e in errors.items()})
+    assert same
+    assert {n: e for n, e in errors.items() if not e <= cases.bound(name)} == {}
+
+
+def arrays(*lead: int):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+
+
+def loss(q, k, v):
+    o = flash_attention(q, k, v, causal=True)
+    return (o.astype(jnp.float32) ** 2).sum()
+
+
+grad = jax.grad(loss, (0, 1, 2))
+
+
+def test_vmap_of_grad_has_the_bits_of_single_calls() -> None:
+    x = arrays(3)
+    mapped = jax.jit(jax.vmap(grad))(*x)
+    for i in range(3):
+        for a, b in zip(mapped, jax.jit(grad)(*(a[i] for a in x)), strict=True):
+            np.testing.assert_array_equal(a[i], b)
+
+
+def test_checkpoint_and_shard_map() -> None:
+    x = arrays()
+    plain = jax.jit(grad)(*x)
+    again = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*x)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = (jax.sharding.PartitionSpec("x"),) * 3
+    sharded = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=spec, out_specs=spec))(*x)
+    for a, b, c in zip(plain, again, sharded, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+
+
+def test_rows_without_keys() -> None:
+    """Zero, with lse -inf; no gradient passes through them, sinks included."""
+    q, k, v = arrays()
+
+    def run(q, sinks):
+        o, lse = flash_attention(
+            q, k, v, softmax_aux=sinks, causal=True, causal_offset=-100, return_lse=True
+        )
+        return (o[:, :100].astype(jnp.float32) ** 2).sum(), (o, lse)
+
+    grads, (o, lse) = jax.grad(run, (0, 1), has_aux=True)(q, jnp.ones((4, 1)))
+    assert not o[:, :100].any() and bool((lse[:, :100] == -jnp.inf).all())
+    assert not any(bool(g.any()) for g in grads)
