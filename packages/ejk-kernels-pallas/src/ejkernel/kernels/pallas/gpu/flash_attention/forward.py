@@ -7,7 +7,7 @@ warpgroup copies q, k and v tiles to shared memory with TMA; two or three others
 each. A consumer's step issues the product of q with the next key block and the product of p with
 the current value block, then does the softmax of the next block while the second product runs.
 Steps run on across tiles: the first product of the next tile is issued with the last of this one.
-Consumers take turns to issue, so that one's softmax falls on the other's products.
+Consumers may take turns to issue, so that one's softmax falls on the other's products.
 
 Bound: 4 * q_len * kv_len * d FLOPs a head (half when causal) on the tensor cores; one exponential
 a score on the special function units, 16 a clock and multiprocessor: at d = 64 as long as the
@@ -132,8 +132,6 @@ class Forward:
         def load(ref, smem, ready, free, tile, j, n):
             slot = lax.rem(n, t.stages)
             pl.when(n >= t.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-            if t.rotate and not self.masks:
-                j = lax.rem(j + tile.block, -(-self.problem.kv_len // t.block_kv))
             rows = pl.ds(j * t.block_kv, t.block_kv)
             kv_head = lax.div(tile.head, self.problem.group)
             source = ref.at[tile.batch, rows, kv_head]

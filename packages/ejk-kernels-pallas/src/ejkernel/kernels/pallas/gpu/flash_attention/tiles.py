@@ -28,7 +28,6 @@ class ForwardTiles:
         hand_over: keys of the second product after which the turn passes; 0 = all.
         o_columns: columns of o that are staged in shared memory at once.
         head_group: heads whose tiles are worked on together.
-        rotate: whether tiles start at different key blocks (only where every block is whole).
     """
 
     consumers: int = 2
@@ -39,7 +38,6 @@ class ForwardTiles:
     hand_over: int = 0
     o_columns: int = 64
     head_group: int = 1
-    rotate: bool = False
 
     @property
     def block_q(self) -> int:
