@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -45,3 +46,13 @@ def mosaic_gpu_problem() -> str | None:
     if missing:
         return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}; 0.10 has them"
     return None
+
+
+def load_registers(ref: Any, *, layout: Any, optimized: bool) -> jax.Array:
+    """Mosaic GPU's ``load`` of a whole reference: before JAX 0.11 it asks for an index beside it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    load: Any = plgpu.load
+    index = inspect.signature(load).parameters.get("idx")
+    asked = index is not None and index.default is inspect.Parameter.empty
+    return load(ref, *([()] if asked else []), layout=layout, optimized=optimized)

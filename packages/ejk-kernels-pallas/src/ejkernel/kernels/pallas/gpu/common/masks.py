@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jaxlib.mlir.dialects import arith as _arith
 from jaxlib.mlir.dialects import llvm as _llvm
 from jaxlib.mlir.dialects import vector as _vector
 
+from ejkernel.kernels.pallas import compat
 from ejkernel.types.structure import Band
 
 # the compiler's own operations, whose stubs are stricter than they are
@@ -26,15 +26,11 @@ vector: Any = _vector
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
-# JAX before 0.11 asks for an index beside the reference
-_IDX = inspect.signature(plgpu.load).parameters["idx"]
-_WHOLE = ((),) if _IDX.default is inspect.Parameter.empty else ()
 
 
 def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """The values of a reference in a register layout."""
-    load: Any = plgpu.load
-    return load(ref, *_WHOLE, layout=layout, optimized=optimized)
+    return compat.load_registers(ref, layout=layout, optimized=optimized)
 
 
 def hide_outside(
