@@ -49,7 +49,7 @@ def mosaic_gpu_problem() -> str | None:
 
 
 def load_registers(ref: Any, *, layout: Any, optimized: bool) -> jax.Array:
-    """Mosaic GPU's ``load`` of a whole reference: before JAX 0.11 it asks for an index beside it."""
+    """Mosaic GPU's ``load`` of a whole reference; before JAX 0.11 it asks for an index too."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     load: Any = plgpu.load
