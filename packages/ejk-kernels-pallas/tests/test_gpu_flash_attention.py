@@ -28,6 +28,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import core, interface, support
 from ejkernel.kernels.pallas.gpu.flash_attention.arguments import DIMS
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.interface import flash_attention
+from ejkernel.types.call import problem_of
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 from ejktest.attention_cases import Call, arrays, check, run
@@ -273,7 +274,7 @@ def test_configs_give_the_tiles_they_come_from():
         inv = SimpleNamespace(arguments=dict(query=x, key=x, value=v, causal=True))
         with on(H200):
             for config in support.candidates(inv):
-                p = support.problem_of(inv.arguments)
+                p = problem_of(inv.arguments)
                 static = interface.choose_tiles(p, Rules(Band(None, 0)), config)
                 assert static.fwd.shared(p) <= Chip().shared
             first = interface.choose_tiles(p, Rules(Band(None, 0)), support.heuristic(inv))

@@ -11,7 +11,7 @@ from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.arguments import check_supported, dot_precision
 from ejkernel.kernels.triton.flash_attention.core import Static, attend
 from ejkernel.kernels.triton.targets import current_target
-from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import MaskInfo, call
 from ejkernel.types import attention as arg
 from ejkernel.types.problem import Problem
 
@@ -83,41 +83,22 @@ def flash_attention(
 
     Source: Dao 2023, FlashAttention-2, sections 3.1 and 3.2.
     """
+    arguments = dict(locals())
     q, k, v = arg.query_key_value(query, key, value)
+    arguments |= {"query": q, "key": k, "value": v}
     dtype = jnp.result_type(q, k, v)
     check_supported(q, v, dtype, logits_dtype)
-    b, q_len, h, d = q.shape
-    kv_len, hk, dv = k.shape[1], k.shape[2], v.shape[3]
-    problem = Problem(
-        batch=b,
-        q_len=q_len,
-        kv_len=kv_len,
-        heads=h,
-        kv_heads=hk,
-        dim=d,
-        value_dim=dv,
-        dtype=dtype.name,
-        scale=arg.scale_of(softmax_scale, d),
-        soft_cap=arg.soft_cap_of(logits_soft_cap),
+    b, q_len, h, _ = q.shape
+    kv_len, dv = k.shape[1], v.shape[3]
+    problem = call.problem_of(
+        arguments,
         dropout=arg.probability(dropout_prob),
         precision=dot_precision(precision),
         biased=bias is not None,
-        seed_batches=max(b, 1),
+        seed_batches=max(q.shape[0], 1),
     )
     bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, h)
-    mask = combine_masks(
-        mask_info,
-        attention_mask=attention_mask,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=b,
-        heads=h,
-    )
+    mask = call.mask_of(arguments)
     if 0 in (b, q_len, kv_len, h, dv):
         o = jnp.zeros((b, q_len, h, dv), query.dtype)
         lse = jnp.full((b, q_len, h), -jnp.inf, jnp.float32)

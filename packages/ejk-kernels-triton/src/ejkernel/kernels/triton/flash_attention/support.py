@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton import compat
@@ -13,41 +12,17 @@ from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.arguments import dot_precision, refusal
 from ejkernel.kernels.triton.flash_attention.fits import fits
 from ejkernel.kernels.triton.targets import current_target, too_old
-from ejkernel.types import attention as arg
-from ejkernel.types import combine_masks
+from ejkernel.types import call
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported, split_mask
 
 
 def _mask_reason(a: Mapping[str, Any]) -> str | None:
-    q, k = a["query"], a["key"]
-    reasons: list[str] = []
-
-    def probe(arrays: dict[str, Any]) -> int:
-        mask = combine_masks(
-            arrays["mask_info"],
-            attention_mask=arrays["attention_mask"],
-            causal=a.get("causal", False),
-            causal_offset=a.get("causal_offset", 0),
-            sliding_window=a.get("sliding_window"),
-            cum_seqlens_q=arrays["cum_seqlens_q"],
-            cum_seqlens_k=arrays["cum_seqlens_k"],
-            q_len=q.shape[1],
-            kv_len=k.shape[1],
-            batch=q.shape[0],
-            heads=q.shape[2],
-        )
-        try:
-            split_mask(mask)
-        except Unsupported as error:
-            reasons.append(str(error))
-        return 0
-
-    names = ("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k")
-    given = {name: a.get(name) for name in names}
-    if any(value is not None for value in given.values()):
-        jax.eval_shape(probe, given)
-    return reasons[0] if reasons else None
+    try:
+        call.read_mask(a, split_mask)
+    except Unsupported as error:
+        return str(error)
+    return None
 
 
 def reason_against(a: Mapping[str, Any]) -> str | None:
@@ -69,23 +44,12 @@ def supports(inv: Any) -> str | None:
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
     """The static facts of a call, from its arguments by name."""
-    q, k, v = a["query"], a["key"], a["value"]
-    scale = a.get("softmax_scale")
-    return Problem(
-        batch=q.shape[0],
-        q_len=q.shape[1],
-        kv_len=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=jnp.result_type(q.dtype, k.dtype, v.dtype).name,
-        scale=arg.scale_of(scale, q.shape[3]),
-        soft_cap=a.get("logits_soft_cap"),
+    return call.problem_of(
+        a,
         dropout=a.get("dropout_prob") or 0.0,
         precision=dot_precision(a.get("precision")),
         biased=a.get("bias") is not None,
-        seed_batches=max(q.shape[0], 1),
+        seed_batches=max(a["query"].shape[0], 1),
     )
 
 

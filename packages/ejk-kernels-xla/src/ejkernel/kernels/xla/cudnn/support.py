@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.ops.utils.device import target_device
-from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import MaskInfo
+from ejkernel.types.call import mask_of
 
 # Arguments that cuDNN's graph has no exact counterpart for: rows that a bias of -inf or a mask
 # empties are NaN there, and packed or segmented calls need run-time lengths.
@@ -98,21 +99,6 @@ def reason_against(arguments: Mapping[str, Any]) -> str | None:
         return reason
     pattern = pattern_of(mask_of(arguments), q.shape[1], k.shape[1])
     return pattern if isinstance(pattern, str) else None
-
-
-def mask_of(arguments: Mapping[str, Any]) -> MaskInfo:
-    """The one mask of a call without dense mask and packed sequences."""
-    q, k = arguments["query"], arguments["key"]
-    return combine_masks(
-        arguments.get("mask_info"),
-        causal=arguments.get("causal", False),
-        causal_offset=arguments.get("causal_offset", 0),
-        sliding_window=arguments.get("sliding_window"),
-        q_len=q.shape[1],
-        kv_len=k.shape[1],
-        batch=q.shape[0],
-        heads=q.shape[2],
-    )
 
 
 def supports(inv: Any) -> str | None:

@@ -11,7 +11,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import current_chip
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.arguments import dot_precision, refusal
 from ejkernel.kernels.pallas.tpu.flash_attention.core import Static, attend
-from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import MaskInfo, call
 from ejkernel.types import attention as arg
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported
@@ -81,41 +81,19 @@ def flash_attention(
 
     Source: Dao 2023, FlashAttention-2, sections 3.1 and 3.2.
     """
+    arguments = dict(locals())
     q, k, v = arg.query_key_value(query, key, value)
+    arguments |= {"query": q, "key": k, "value": v}
     dtype = jnp.result_type(q, k, v)
     bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, q.shape[2])
     dropout = arg.probability(dropout_prob)
-    b, q_len, h, d = q.shape
-    kv_len, hk, dv = k.shape[1], k.shape[2], v.shape[3]
+    b, q_len, h, _ = q.shape
+    kv_len, dv = k.shape[1], v.shape[3]
     reason = refusal(q.shape, v.shape, dtype, logits_dtype, bias is not None, dropout)
     if reason is not None:
         raise Unsupported(reason)
-    problem = Problem(
-        batch=b,
-        q_len=q_len,
-        kv_len=kv_len,
-        heads=h,
-        kv_heads=hk,
-        dim=d,
-        value_dim=dv,
-        dtype=dtype.name,
-        scale=arg.scale_of(softmax_scale, d),
-        soft_cap=arg.soft_cap_of(logits_soft_cap),
-        precision=dot_precision(precision),
-    )
-    mask = combine_masks(
-        mask_info,
-        attention_mask=attention_mask,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        q_len=q_len,
-        kv_len=kv_len,
-        batch=b,
-        heads=h,
-    )
+    problem = call.problem_of(arguments, precision=dot_precision(precision))
+    mask = call.mask_of(arguments)
     if 0 in (b, q_len, kv_len, h, dv):
         o = jnp.zeros((b, q_len, h, dv), query.dtype)
         lse = jnp.full((b, q_len, h), -jnp.inf, jnp.float32)

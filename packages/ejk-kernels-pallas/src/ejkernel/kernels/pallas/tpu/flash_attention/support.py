@@ -5,48 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.tpu.common.chip import current_chip
 from ejkernel.kernels.pallas.tpu.common.masks import tile_rules
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.arguments import dot_precision, refusal
-from ejkernel.types import attention as arg
-from ejkernel.types import combine_masks
+from ejkernel.types import call
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported
 
 
 def _mask_reason(a: Mapping[str, Any]) -> str | None:
     q, k = a["query"], a["key"]
-    reasons: list[str] = []
-
-    def probe(arrays: dict[str, Any]) -> int:
-        mask = combine_masks(
-            arrays["mask_info"],
-            attention_mask=arrays["attention_mask"],
-            causal=a.get("causal", False),
-            causal_offset=a.get("causal_offset", 0),
-            sliding_window=a.get("sliding_window"),
-            cum_seqlens_q=arrays["cum_seqlens_q"],
-            cum_seqlens_k=arrays["cum_seqlens_k"],
-            q_len=q.shape[1],
-            kv_len=k.shape[1],
-            batch=q.shape[0],
-            heads=q.shape[2],
-        )
-        try:
-            tile_rules(mask, q.shape[1], k.shape[1])
-        except Unsupported as error:
-            reasons.append(str(error))
-        return 0
-
-    names = ("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k")
-    given = {name: a.get(name) for name in names}
-    if any(value is not None for value in given.values()):
-        jax.eval_shape(probe, given)
-    return reasons[0] if reasons else None
+    try:
+        call.read_mask(a, lambda mask: tile_rules(mask, q.shape[1], k.shape[1]))
+    except Unsupported as error:
+        return str(error)
+    return None
 
 
 def reason_against(a: Mapping[str, Any]) -> str | None:
@@ -74,20 +50,7 @@ def supports(inv: Any) -> str | None:
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
     """The static facts of a call, from its arguments by name."""
-    q, k, v = a["query"], a["key"], a["value"]
-    return Problem(
-        batch=q.shape[0],
-        q_len=q.shape[1],
-        kv_len=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=jnp.result_type(q.dtype, k.dtype, v.dtype).name,
-        scale=arg.scale_of(a.get("softmax_scale"), q.shape[3]),
-        soft_cap=a.get("logits_soft_cap"),
-        precision=dot_precision(a.get("precision")),
-    )
+    return call.problem_of(a, precision=dot_precision(a.get("precision")))
 
 
 def _as_config(fwd: tiles.Tiles, dq: tiles.Tiles, dkv: tiles.Tiles) -> dict[str, Any]:
