@@ -5,7 +5,7 @@
     python tools/gpu/check_flash.py --sweep    # time candidate tiles of every kernel
     python tools/gpu/check_flash.py --extras   # only what options cost against the plain call
 
-The last lines are the tables.
+The last lines are the tables. Exits with 1 when a case fails.
 """
 
 from __future__ import annotations
@@ -341,6 +341,7 @@ def main():
     more = [] if options.no_time or options.quick else extras()
     print("\n" + "\n".join([*rows, "", *table, "", *more]))
     print(f"{failed} of {len(rows)} correctness cases failed; {time.time() - start:.0f}s in all")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
