@@ -89,6 +89,17 @@ def test_lowers_for_a_hopper_gpu(name):
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.parametrize("d", [64, 256])
+def test_lowers_inside_a_shard_map_that_tracks_axes(d):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = AbstractMesh((2,), ("x",), axis_types=auto, abstract_device=H200)
+    specs = (jax.sharding.PartitionSpec("x"),) * 3
+    with jax.sharding.use_abstract_mesh(mesh):
+        f = jax.jit(jax.shard_map(gradient(CAUSAL), in_specs=specs, out_specs=specs))
+        text = f.trace(*heads(d, d, 300)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
 def test_every_supported_head_dim_fits_shared_memory():
     for d, dv in DIMS:
         for band in (Band(), Band(None, 0)):

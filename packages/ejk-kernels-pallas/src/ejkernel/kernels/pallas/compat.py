@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,53 @@ def result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtype
         if kind is not None and not kind.empty:
             return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@functools.cache
+def _untracked_call() -> Any:
+    """A primitive that runs ``call`` on operands whose mesh axes it does not see."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    primitive = Primitive("untracked_call")
+    primitive.multiple_results = True
+
+    @primitive.def_abstract_eval
+    def results(*operands: Any, call: Callable, out_types: tuple) -> list[Any]:
+        del call
+        like = operands[0]
+
+        def one(x: jax.ShapeDtypeStruct) -> Any:
+            spec = jax.sharding.PartitionSpec(*(None,) * len(x.shape))
+            sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)
+            return like.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding)
+
+        return [one(x) for x in out_types]
+
+    def lower(ctx: Any, *operands: Any, call: Callable, out_types: tuple) -> Any:
+        del out_types
+        seen = [x.update(manual_axis_type=type(x.manual_axis_type)()) for x in ctx.avals_in]
+        return mlir.lower_fun(call, multiple_results=True)(ctx.replace(avals_in=seen), *operands)
+
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+def untracked(
+    call: Callable[..., Sequence[jax.Array]], out_types: tuple[jax.ShapeDtypeStruct, ...]
+) -> Callable[..., Sequence[jax.Array]]:
+    """``call``, also inside a shard_map that tracks the axes over which its operands vary.
+
+    Since JAX 0.11 Pallas refuses such operands where single warps do different work.
+    """
+
+    def run(*operands: jax.Array) -> Sequence[jax.Array]:
+        axes = frozenset().union(*map(varying_axes, operands))
+        if not axes:
+            return call(*operands)
+        return _untracked_call().bind(*vary(operands, axes), call=call, out_types=out_types)
+
+    return run
 
 
 @functools.cache

@@ -218,4 +218,5 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
     rows = whole_rows(problem.q_len)
     out = jax.ShapeDtypeStruct((problem.batch, rows, problem.heads, dim), dtype)
     items = problem.batch * problem.heads * -(-problem.q_len // BLOCK_Q)
-    return launch(body, "flash_attention_backward_dq", items, out, scratch)
+    call = launch(body, "flash_attention_backward_dq", items, (out,), scratch)
+    return lambda *operands: call(*operands)[0]

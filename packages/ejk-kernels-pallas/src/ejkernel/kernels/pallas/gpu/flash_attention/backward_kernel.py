@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.masks import (
     COLUMN,
     hide_other_segments,
@@ -351,7 +352,7 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         jax.ShapeDtypeStruct((*kv_shape, dim), dtype),
         jax.ShapeDtypeStruct((*kv_shape, value_dim), dtype),
     )
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out,
         scratch_types=scratch,
@@ -366,3 +367,4 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
+    return untracked(kernel, out)

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band
 
@@ -106,7 +107,7 @@ def base2(problem: Problem, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 
 
 def launch(body: Callable[..., None], name: str, grid: int, out: Any, scratch: Any) -> Callable:
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out,
         scratch_types=scratch,
@@ -121,3 +122,4 @@ def launch(body: Callable[..., None], name: str, grid: int, out: Any, scratch: A
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
+    return untracked(kernel, out)

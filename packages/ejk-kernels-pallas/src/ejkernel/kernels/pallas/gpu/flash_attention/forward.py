@@ -206,7 +206,8 @@ class Forward:
             sink = r.sink[b, tile.head] * LOG2E
             top = jnp.maximum(m, sink)
             alpha = jnp.exp2(m - top)
-            total = total * alpha + jnp.exp2(sink - top)
+            # a row that sees no key stays empty, whatever the sink
+            total = jnp.where(total == 0.0, 0.0, total * alpha + jnp.exp2(sink - top))
             m = top
         else:
             alpha = 1.0
