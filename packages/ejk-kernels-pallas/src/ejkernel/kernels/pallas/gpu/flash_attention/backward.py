@@ -16,6 +16,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
     band_ranges,
+    falling_heads,
     ranges_by_query,
     walk_tables,
 )
@@ -128,6 +129,12 @@ def backward(
     if is_wide(problem):
         ids = () if q_ids is None or kv_ids is None else (q_ids, kv_ids)
         return _wide(problem, band, ranges, ids, q, k, v, do, lse, delta)
+    n_q = -(-problem.q_len // tiles.block_q)
+    tables, visited, falling = (), None, 0
+    if not circular:
+        *tables, visited = walk_tables(ranges, n_q)
+        if isinstance(ranges, np.ndarray):
+            falling = falling_heads(tables[0], problem.batch * problem.kv_heads, cores)
     plan = Plan(
         problem=problem,
         tiles=tiles,
@@ -138,6 +145,7 @@ def backward(
         range_batch=ranges.shape[0] > 1,
         range_head=ranges.shape[1] > 1,
         cores=cores,
+        falling=falling,
     )
     rows, keys = plan.n_q * tiles.block_q, plan.n_kv * tiles.block_kv
     unit = 1 / problem.scale if plan.lse_in_sum else LOG2E
@@ -147,17 +155,14 @@ def backward(
         *map(whole, (q, k, v, do)),
         _padded(start, rows, never),
         _padded(-delta, rows, 0.0),
+        *map(jnp.asarray, tables),
     ]
-    visited = None
-    if not circular:
-        walked, last, visited = walk_tables(ranges, plan.n_q)
-        operands += [walked, last]
     if q_ids is not None and kv_ids is not None:
         operands += [_padded(q_ids, rows, -1), _padded(kv_ids, keys, -2)]
     dq, dk, dv = build(plan)(*operands)
     dq = dq[:, : problem.q_len]
     if visited is not None:
-        seen = jnp.repeat(jnp.swapaxes(visited, 1, 2), tiles.block_q, axis=1)
+        seen = jnp.repeat(jnp.swapaxes(jnp.asarray(visited), 1, 2), tiles.block_q, axis=1)
         dq = jnp.where(seen[:, : problem.q_len, :, None], dq, 0.0)
     dk, dv = (x[:, : problem.kv_len] for x in (dk, dv))
     return (dq * problem.scale).astype(q.dtype), dk, dv

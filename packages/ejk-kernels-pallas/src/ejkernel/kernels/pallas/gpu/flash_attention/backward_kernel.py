@@ -48,20 +48,15 @@ def _spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 class _Program:
     """What one program works on, and how its roles walk the tiles in step."""
 
-    def __init__(self, plan: Plan, ranges: Any, last: Any) -> None:
+    def __init__(self, plan: Plan, ranges: Any, visitors: Any) -> None:
         problem = plan.problem
-        self.plan, self.ranges, self.last = plan, ranges, last
-        item = lax.axis_index("item")
-        self.position = lax.rem(item, plan.n_kv)
-        heads = lax.div(item, plan.n_kv)
-        self.kv_head = lax.rem(heads, problem.kv_heads)
-        self.batch = lax.div(heads, problem.kv_heads)
+        self.plan, self.ranges, self.visitors = plan, ranges, visitors
+        row, self.block, self.falling = plan.place(lax.axis_index("item"))
+        self.kv_head = lax.rem(row, problem.kv_heads)
+        self.batch = lax.div(row, problem.kv_heads)
         if plan.circular:
-            self.team = lax.div(self.position, plan.team)
-            self.member = lax.rem(self.position, plan.team)
-            self.block = self.position
-        else:
-            self.block = plan.n_kv - 1 - self.position
+            self.team = lax.div(self.block, plan.team)
+            self.member = lax.rem(self.block, plan.team)
 
     def walk(self, step: Callable[..., None]) -> None:
         """``step(head, query block, count of steps before, whether a mask is needed)``."""
@@ -81,12 +76,16 @@ class _Program:
             rb, rh = self._table_row(h)
             start, whole, whole_end, stop = (self.ranges[rb, rh, self.block, c] for c in range(4))
 
-            def upwards(i: Any, carry: None) -> None:
-                step(h, i, count + i - start, (i < whole) | (i >= whole_end))
+            length = lax.max(stop - start, 0)
+
+            def one_block(t: Any, carry: None) -> None:
+                i = start + t
+                if plan.falling:
+                    i = lax.select(self.falling, stop - 1 - t, i)
+                step(h, i, count + t, (i < whole) | (i >= whole_end))
                 return carry
 
-            length = lax.max(stop - start, 0)
-            lax.fori_loop(start, start + length, upwards, None)
+            lax.fori_loop(0, length, one_block, None)
             return count + length
 
         if plan.problem.group == 1:
@@ -102,7 +101,10 @@ class _Program:
         plan = self.plan
         if not plan.circular:
             rb, rh = self._table_row(h)
-            return self.last[rb, rh, i] - self.block
+            if not plan.falling:
+                return self.visitors[rb, rh, 0, i] - self.block
+            visitor = self.visitors[rb, rh, self.falling.astype(jnp.int32), i]
+            return lax.select(self.falling, self.block - visitor, visitor - self.block)
         size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
         first_round = lax.min(i, size - 1) - self.member
         rank = lax.select(self.member <= i, first_round, size + i - self.member)
@@ -148,9 +150,9 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
 
     def body(*refs: Any) -> None:
         q, k, v, do, lse, delta, *rest = refs
-        ranges = last = None
+        ranges = visitors = None
         if not plan.circular:
-            ranges, last, *rest = rest
+            ranges, visitors, *rest = rest
         ids = ()
         if plan.ids:
             *ids, rest = rest[0], rest[1], rest[2:]
@@ -158,7 +160,7 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         kv_full, q_full, do_full, q_empty, do_empty, ds_full, dq_full, dq_empty, done = barriers
         turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, plan.n_q)))
         wg = lax.axis_index("wg")
-        program = _Program(plan, ranges, last)
+        program = _Program(plan, ranges, visitors)
         b, j = program.batch, program.block
 
         @pl.when(wg < CONSUMERS)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.problem import Problem
@@ -41,6 +42,13 @@ class Plan:
       blocks and walk round, so that no two are at the same block at the same time.
     * otherwise key blocks run from the last to the first, query blocks upwards. Causal programs
       start at their own diagonal, again all at different query blocks.
+
+    Of causal programs the longest then start last and end alone. So the last heads (``falling``)
+    run the other way, key blocks from the first and query blocks downwards: a program may start
+    ``group`` visits after the one before it, just when shorter and shorter programs of the heads
+    before leave their multiprocessors, and all end together.
+
+    A program waits only for programs that were launched before it.
     """
 
     problem: Problem
@@ -52,6 +60,7 @@ class Plan:
     range_batch: bool
     range_head: bool
     cores: int
+    falling: int = 0
 
     @property
     def n_q(self) -> int:
@@ -70,6 +79,30 @@ class Plan:
     def team(self) -> int:
         """Key blocks that walk round together; all of them must be resident at once."""
         return min(self.n_q, self.n_kv, self.cores)
+
+    def place(self, item: Any) -> tuple[Any, Any, Any]:
+        """Row of (batch, key head), key block and whether query blocks fall, of a program."""
+        rows = self.problem.batch * self.problem.kv_heads
+        before = (rows - self.falling) * self.n_kv
+        row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
+        block = rising if self.circular else self.n_kv - 1 - rising
+        if not self.falling:
+            return row, block, False
+        late = item >= before
+        over = lax.max(item - before, 0)
+        row = lax.select(late, rows - self.falling + lax.rem(over, self.falling), row)
+        return row, lax.select(late, lax.div(over, self.falling), block), late
+
+
+def falling_heads(walked: np.ndarray, rows: int, cores: int) -> int:
+    """How many of ``rows`` heads run the other way: as many as run at once, if lengths differ.
+
+    ``walked`` are the ranges of query blocks as walked, ``[#b, #h, n_kv, 4]``.
+    """
+    lengths = np.maximum(walked[..., 3] - walked[..., 0], 0)
+    if (np.diff(lengths, axis=-1) > 0).any() or (lengths == lengths[..., :1]).all():
+        return 0
+    return min(max(round(cores / lengths.shape[-1]), 1), rows // 2)
 
 
 def band_ranges(band: Band, plan_q: tuple[int, int], plan_kv: tuple[int, int]) -> np.ndarray:
@@ -99,7 +132,7 @@ def band_ranges(band: Band, plan_q: tuple[int, int], plan_kv: tuple[int, int]) -
     return out
 
 
-def walk_tables(ranges: Any, n_q: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def walk_tables(ranges: Any, n_q: int) -> tuple[Any, Any, Any]:
     """The order of work for block ranges ``[#b, #h, n_kv, 4]``.
 
     The hull of every key block is widened until starts and stops both rise with the key block:
@@ -107,8 +140,9 @@ def walk_tables(ranges: Any, n_q: int) -> tuple[jax.Array, jax.Array, jax.Array]
     distance from the last of them.
 
     Returns:
-        ranges as walked int32 ``[#b, #h, n_kv, 4]``; the last key block that visits each query
-        block, int32 ``[#b, #h, n_q]``; whether any visits it, bool ``[#b, #h, n_q]``.
+        ranges as walked int32 ``[#b, #h, n_kv, 4]``; the last and the first key block that visit
+        each query block, int32 ``[#b, #h, 2, n_q]``; whether any visits it, bool
+        ``[#b, #h, n_q]``. NumPy arrays for NumPy ranges.
     """
     xp = np if isinstance(ranges, np.ndarray) else jnp
     start, full_start, full_stop, stop = (ranges[..., c] for c in range(4))
@@ -120,16 +154,16 @@ def walk_tables(ranges: Any, n_q: int) -> tuple[jax.Array, jax.Array, jax.Array]
         stop = np.maximum.accumulate(stop, axis=-1)
     else:
         axis = start.ndim - 1
-        start = jax.lax.cummin(jnp.asarray(start), axis=axis, reverse=True)
-        stop = jax.lax.cummax(jnp.asarray(stop), axis=axis)
+        start = lax.cummin(jnp.asarray(start), axis=axis, reverse=True)
+        stop = lax.cummax(jnp.asarray(stop), axis=axis)
     full_start = xp.where(empty, 0, full_start)
     full_stop = xp.where(empty, 0, full_stop)
     walked = xp.stack([start, full_start, full_stop, stop], axis=-1)
     index = np.arange(n_q)
     last = xp.sum(start[..., None] <= index, axis=-2) - 1
     first = xp.sum(stop[..., None] <= index, axis=-2)
-    as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    return as_int(walked), as_int(last), jnp.asarray(last >= first)
+    visitors = xp.stack([last, first], axis=-2)
+    return walked.astype(np.int32), visitors.astype(np.int32), last >= first
 
 
 def ranges_by_query(ranges: Any, n_q: int, group: int) -> Any:
