@@ -13,7 +13,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -25,16 +25,32 @@ from ejkernel.ops.execution.isolation import Surroundings
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.execution.timing import Timed, race
 from ejkernel.ops.execution.trials import Trial
+from ejkernel.ops.platforms import Platform
 
 BUDGET_SPENT = "the time budget was spent"
 STOPPED = "tuning was stopped"
 FAILED_BEFORE = "failed before: "
+NOT_TRIED = "not tried: "
 
 # Compiling may take this part of the budget; what is not ready by then is left out.
 COMPILE_SHARE = 0.7
 # A later candidate must be this much faster than the heuristic config to replace it: less is noise.
 LEAST_GAIN = 0.01
 MOST_WORKERS = 16
+# Their compilers run nothing on the device.
+QUIET = (Platform.TRITON, Platform.PALLAS)
+
+
+class Gate(Protocol):
+    """A ``threading.Lock``, or what behaves like one."""
+
+    def acquire(self) -> Any: ...
+
+    def release(self) -> Any: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: Any) -> Any: ...
 
 
 class Failures(Protocol):
@@ -49,7 +65,7 @@ class Failures(Protocol):
         ...
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Search:
     """The search of one call, run in a thread of its own.
 
@@ -62,7 +78,11 @@ class Search:
         on_trial: told every finished trial with its index.
         failures: what failed before, None = nothing is known or kept.
         note: told what else is worth a line.
-        inputs: bound arguments to run on; None = made-up ones.
+        inputs: gives bound arguments to run on; None = made-up ones.
+        gate: held by one search at a time, from its first check to the end of its timing and
+            while it makes its inputs, so that other searches may compile meanwhile; None = this
+            is the only search. The budget does not count the wait for it.
+        hopeless: ``index -> reason`` of configs that are not compiled.
     """
 
     inv: Invocation
@@ -73,10 +93,14 @@ class Search:
     on_trial: Callable[[Trial, int], None] = lambda trial, index: None
     failures: Failures | None = None
     note: Callable[[str], None] = lambda text: None
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    gate: Gate | None = None
+    hopeless: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
+        self.waited = 0.0
+        self.over = False
         self.stopped = threading.Event()
         self.trials: dict[int, Trial] = {}
         self.backward = False
@@ -93,58 +117,130 @@ class Search:
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
         """
-        with self._phase("inputs"):
-            bench = Workbench(self.inv, self.configs, self.policy.validate_backward, self.inputs)
+        with self._turn(), self._phase("inputs"):
+            inputs = None if self.inputs is None else self.inputs()
+            bench = Workbench(self.inv, self.configs, self.policy.validate_backward, inputs)
         self.backward = bench.backward
-        with self._phase("compile"):
-            ready = self._prepare(bench)
-        with self._phase("time"):
-            if ready:
-                self._time(bench, ready)
-            if not self.sound:
-                raise AutotuneError(self._all_failed())
-            self._warn_if_only_the_heuristic_ran()
-            return self._winner(bench)
+        left_out = self._left_out()
+        pool = self._pool()
+        try:
+            with self._phase("compile"):
+                compiling = {
+                    index: pool.submit(self.surroundings.run, self._compile, bench, cfg)
+                    for index, cfg in enumerate(self.configs)
+                    if index not in left_out
+                }
+                if self.gate is not None:
+                    self._await(list(compiling.values()))
+            with self._turn():
+                with self._phase("compile" if self.gate is None else "check"):
+                    ready = self._check_all(bench, compiling, left_out)
+                with self._phase("time"):
+                    return self._settle(bench, ready)
+        finally:  # a compiler that takes longer than the budget is not waited for
+            self.over = True
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _settle(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
+        if ready:
+            self._time(bench, ready)
+        if not self.sound:
+            raise AutotuneError(self._all_failed())
+        self._warn_if_only_the_heuristic_ran()
+        return self._winner(bench)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Generator[None]:
-        started = time.monotonic()
+        started, waited = time.monotonic(), self.waited
         try:
             yield
         finally:
-            self.phases[name] = round(time.monotonic() - started, 3)
+            seconds = time.monotonic() - started - (self.waited - waited)
+            self.phases[name] = round(self.phases.get(name, 0.0) + seconds, 3)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Generator[None]:
+        """The device for this search alone."""
+        if self.gate is None:
+            yield
+            return
+        self._enter()
+        try:
+            yield
+        finally:
+            self.gate.release()
+
+    def _enter(self) -> None:
+        started = time.monotonic()
+        assert self.gate is not None
+        self.gate.acquire()
+        self.waited += time.monotonic() - started
+
+    @contextlib.contextmanager
+    def _others_turn(self) -> Generator[None]:
+        """Inside a turn: let others have the device for a while."""
+        if self.gate is None:
+            yield
+            return
+        self.gate.release()
+        try:
+            yield
+        finally:
+            self._enter()
+
+    def _until(self, share: float = 1.0) -> float:
+        """When this part of the budget is spent, on ``time.monotonic``."""
+        return self.started + self.waited + share * self.budget_s
 
     # ---- compile and check -----------------------------------------------------------------
 
-    def _prepare(self, bench: Workbench) -> list[tuple[int, Candidate]]:
-        """The candidates that compile and compute the right values, in order."""
-        known = self._known_failures()
+    def _pool(self) -> futures.ThreadPoolExecutor:
         workers = max(1, min(len(self.configs), os.cpu_count() or 1, MOST_WORKERS))
-        pool = futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
+        return futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
+
+    def _compile(self, bench: Workbench, cfg: Any) -> Candidate:
+        if self.gate is None or self.inv.kernel.config_platform(cfg) in QUIET:
+            return bench.compile(cfg)
+        with self.gate:  # XLA compares its own kernels on the device while it compiles
+            if self.over:
+                raise TimeoutError
+            return bench.compile(cfg)
+
+    def _await(self, compiling: Sequence[futures.Future[Candidate]]) -> None:
+        """Until all are compiled, or one and what they may take of the budget is spent."""
+        pending, some = set(compiling), False
+        while pending and not self.stopped.is_set():
+            if some and time.monotonic() > self._until(COMPILE_SHARE):
+                return
+            done, pending = futures.wait(pending, 0.2, futures.FIRST_COMPLETED)
+            some = some or any(future.exception() is None for future in done)
+
+    def _check_all(
+        self,
+        bench: Workbench,
+        compiling: Mapping[int, futures.Future[Candidate]],
+        left_out: Mapping[int, str],
+    ) -> list[tuple[int, Candidate]]:
+        """The candidates that compile and compute the right values, in order."""
         ready: list[tuple[int, Candidate]] = []
-        try:
-            compiling: dict[int, futures.Future[Any]] = {
-                index: pool.submit(self.surroundings.run, bench.compile, cfg)
-                for index, cfg in enumerate(self.configs)
-                if index not in known
-            }
-            for index, cfg in enumerate(self.configs):
-                if index in known:
-                    self._trial(index, Trial(cfg, error=FAILED_BEFORE + known[index]))
-                    continue
-                found = self._checked(bench, compiling[index], index, wait=not ready)
-                if found is not None:
-                    ready.append((index, found))
-        finally:  # a compiler that takes longer than the budget is not waited for
-            pool.shutdown(wait=False, cancel_futures=True)
+        for index, cfg in enumerate(self.configs):
+            if index in left_out:
+                self._trial(index, Trial(cfg, error=left_out[index]))
+                continue
+            found = self._checked(bench, compiling[index], index, wait=not ready)
+            if found is not None:
+                ready.append((index, found))
         return ready
 
-    def _known_failures(self) -> dict[int, str]:
-        if self.failures is None:
-            return {}
-        reasons = [self.failures.reason(self.inv.key, cfg) for cfg in self.configs]
-        known = {index: reason for index, reason in enumerate(reasons) if reason is not None}
-        return known if len(known) < len(self.configs) else {}
+    def _left_out(self) -> dict[int, str]:
+        """Why configs are not compiled; empty when nothing would be left."""
+        reasons = {index: NOT_TRIED + why for index, why in self.hopeless.items()}
+        if self.failures is not None:
+            for index, cfg in enumerate(self.configs):
+                why = self.failures.reason(self.inv.key, cfg)
+                if why is not None:
+                    reasons[index] = FAILED_BEFORE + why
+        return reasons if len(reasons) < len(self.configs) else {}
 
     def _checked(
         self, bench: Workbench, future: futures.Future[Candidate], index: int, *, wait: bool
@@ -166,9 +262,10 @@ class Search:
 
     def _compiled(self, future: futures.Future[Candidate], wait: bool) -> Candidate:
         """The compiled candidate; TimeoutError when stopped or, unless ``wait``, out of time."""
-        deadline = self.started + COMPILE_SHARE * self.budget_s
         while not future.done():
-            left = deadline - time.monotonic()
+            if self.gate is not None:  # inside a turn nothing is waited for
+                raise TimeoutError
+            left = self._until(COMPILE_SHARE) - time.monotonic()
             if self.stopped.is_set() or not (wait or left > 0.0):
                 raise TimeoutError
             futures.wait([future], timeout=0.2 if wait else min(left, 0.2))
@@ -177,7 +274,7 @@ class Search:
     # ---- time ------------------------------------------------------------------------------
 
     def _time(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> None:
-        end = self.started + self.budget_s
+        end = self._until()
         forwards = list({id(c.forward): c.forward for _, c in ready}.values())
         half = end if not bench.backward else (time.monotonic() + end) / 2
         found = dict(zip(map(id, forwards), self._race(forwards, half), strict=True))
@@ -202,6 +299,7 @@ class Search:
             deadline=deadline,
             device=self.surroundings.device,
             stop=self.stopped.is_set,
+            busy_host=self.gate is not None,
         )
 
     @staticmethod
@@ -247,7 +345,8 @@ class Search:
         if least(group) >= best.total_ms or any(cfg == c.cfg for c in self.sound):
             return None
         try:
-            joined = bench.compile(cfg)
+            with self._others_turn():
+                joined = self._compile(bench, cfg)
             bench.check(joined)
         except Exception as error:
             self.note(f"best tiles do not go together: {first_line(str(error))}")
@@ -276,14 +375,18 @@ class Search:
         )
 
     def _warn_if_only_the_heuristic_ran(self) -> None:
-        unmeasured = (BUDGET_SPENT, STOPPED)
-        failed = [t for i, t in self.trials.items() if i and t.error and t.error not in unmeasured]
+        failed = [t for i, t in self.trials.items() if i and t.error and _failed(t.error)]
         if failed and len(failed) == len(self.configs) - 1:
             warn_once(
                 ("autotune", self.inv.key),
                 f"autotuning kernel {self.inv.kernel.name!r}: all {len(failed)} candidates "
                 f"failed, the heuristic config is used: {first_line(failed[0].error)}",
             )
+
+
+def _failed(error: str) -> bool:
+    """Whether this is more than a candidate that was never tried."""
+    return error not in (BUDGET_SPENT, STOPPED) and not error.startswith(NOT_TRIED)
 
 
 def _passing(error: Exception) -> bool:

@@ -27,6 +27,8 @@ MOST_CALLS = 200
 WARMUP_S = 0.5
 # Below this a launch from the host takes a noticeable part of the time.
 SHORT_S = 5e-4
+# The same while other threads of this process compile: they hold the interpreter for milliseconds.
+SHORT_BUSY_S = 2e-2
 CUPTI_CALLS = 20
 # A racer this much slower than the best leaves at once, whatever its place.
 HOPELESS = 2.0
@@ -121,9 +123,10 @@ kernel_clock = KernelClock()
 """The one of this process: what CUPTI refused once it is not asked again."""
 
 
-def clock_for(seconds: float, device: Any) -> Clock:
+def clock_for(seconds: float, device: Any, *, busy_host: bool = False) -> Clock:
     """The clock for programs of which the fastest takes about ``seconds`` seen from the host."""
-    if seconds < SHORT_S and getattr(device, "platform", None) in ("gpu", "cuda"):
+    short = SHORT_BUSY_S if busy_host else SHORT_S
+    if seconds < short and getattr(device, "platform", None) in ("gpu", "cuda"):
         return kernel_clock
     return QueueClock()
 
@@ -186,6 +189,7 @@ def race(
     deadline: float | None = None,
     device: Any = None,
     stop: Callable[[], bool] = lambda: False,
+    busy_host: bool = False,
 ) -> list[Timed | None]:
     """Time of each program by successive halving: the slower half leaves after each heat.
 
@@ -200,6 +204,7 @@ def race(
         deadline: on ``time.monotonic``; programs not reached before it give None.
         device: a jax.Device, decides how short programs are timed.
         stop: asked before every sample, True ends the race like the deadline.
+        busy_host: whether other threads of this process work meanwhile.
     """
 
     def over() -> bool:
@@ -214,7 +219,7 @@ def race(
     if not first:
         return []
     fastest = min(once for once, _ in first)
-    clock = clock_for(fastest, device)
+    clock = clock_for(fastest, device, busy_host=busy_host)
     running = []
     for once, lane in first:
         if once > 2 * HOPELESS * fastest and once > SAMPLE_S:

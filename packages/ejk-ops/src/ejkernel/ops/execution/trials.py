@@ -53,7 +53,8 @@ class AutotuneResult:
         seconds: how long it took.
         backward: whether gradients were validated and timed.
         interrupted: whether it was stopped before all candidates were measured.
-        phases: seconds that "inputs", "compile" (with the first runs) and "time" took.
+        phases: seconds that "inputs", "compile" (with the first runs) and "time" took; of a
+            search that shares the device, the first runs are a phase "check".
     """
 
     kernel: Any

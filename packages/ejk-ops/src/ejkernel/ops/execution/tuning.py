@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import AutotuneError, ConfigError, KernelNotSupported, warn_once
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.progress import Reporter
-from ejkernel.ops.execution.search import BUDGET_SPENT, Failures, Search
+from ejkernel.ops.execution.search import BUDGET_SPENT, Failures, Gate, Search
 from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.execution.timing import benchmark, check_counts, race
 from ejkernel.ops.execution.trials import AutotuneResult, Trial
@@ -40,6 +41,7 @@ __all__ = [
 GRACE_S = 10.0
 
 OnTrial = Callable[[Trial, int, int], None]
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -90,6 +92,10 @@ class Autotuner:
         policy: counts, budget and validation of gradients.
         on_trial: called with each finished trial, its index and the number of candidates.
         failures: remembers candidates that fail, which are then not tried again; None = nothing.
+        gate: a lock that searches of several threads share: they compile side by side, and have
+            the device one after the other; None = there is one search at a time.
+        hopeless: why a config of a call is not worth compiling, None when it is; the first
+            config is not asked about.
     """
 
     def __init__(
@@ -97,18 +103,29 @@ class Autotuner:
         policy: AutotunePolicy | None = None,
         on_trial: OnTrial | None = None,
         failures: Failures | None = None,
+        *,
+        gate: Gate | None = None,
+        hopeless: Callable[[Invocation, Any], str | None] | None = None,
     ):
         self.policy = AutotunePolicy() if policy is None else policy
         check_counts(self.policy.num_warmup, self.policy.num_iters)
         self.on_trial = on_trial
         self.failures = failures
+        self.gate = gate
+        self.hopeless = hopeless
+        self._running: set[Search] = set()
+
+    def stop(self) -> None:
+        """Let the calls that other threads are tuning end soon, with what was measured so far."""
+        for search in tuple(self._running):
+            search.stop()
 
     def tune(
         self,
         inv: Invocation,
         configs: Sequence[Any] | None = None,
         *,
-        inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+        inputs: Inputs | Callable[[], Inputs] | None = None,
     ) -> AutotuneResult:
         """Tune one call.
 
@@ -116,8 +133,9 @@ class Autotuner:
             inv: the call; its arrays may be abstract or tracers.
             configs: candidates, all of them tried; None = the ``policy.max_candidates`` best of
                 ``kernel.config_space(inv)``.
-            inputs: ``(args, kwargs)`` of the same call with concrete arrays to run on; None =
-                made up by ``kernel.sample_inputs``. Not for calls over a mesh.
+            inputs: ``(args, kwargs)`` of the same call with concrete arrays to run on, or a
+                function that makes them; None = made up by ``kernel.sample_inputs``. Not for
+                calls over a mesh.
 
         Raises:
             AutotuneError: no candidate runs; one line per candidate says why.
@@ -143,12 +161,14 @@ class Autotuner:
             told,
             self.failures,
             reporter.note,
-            None if inputs is None else _bound(kernel, *inputs),
+            None if inputs is None else functools.partial(_bound, kernel, inputs),
+            self.gate,
+            self._hopeless(inv, candidates),
         )
         outcome: list[tuple[Any, float]] = []
 
         def result(interrupted: bool = False) -> AutotuneResult:
-            (best, best_ms), seconds = outcome[0], time.monotonic() - started
+            (best, best_ms), seconds = outcome[0], time.monotonic() - started - search.waited
             trials = [search.trials[i] for i in sorted(search.trials)]
             return AutotuneResult(
                 kernel,
@@ -162,15 +182,24 @@ class Autotuner:
                 search.phases,
             )
 
+        self._running.add(search)
         try:
             outside_trace(
                 lambda: outcome.append(search.go()), search.surroundings, search.stop, GRACE_S
             )
         except KeyboardInterrupt:
             raise TuningInterrupted(result(True) if outcome else None) from None
-        done = result()
+        finally:
+            self._running.discard(search)
+        done = result(search.stopped.is_set())
         reporter.finish(done.best, done.best_ms, done.seconds)
         return done
+
+    def _hopeless(self, inv: Invocation, candidates: Sequence[Any]) -> dict[int, str]:
+        if self.hopeless is None:
+            return {}
+        reasons = {i: self.hopeless(inv, cfg) for i, cfg in enumerate(candidates) if i}
+        return {i: reason for i, reason in reasons.items() if reason is not None}
 
     def candidates(self, inv: Invocation, configs: Sequence[Any] | None = None) -> list[Any]:
         """What ``tune`` tries: the heuristic config first, then the others without repeats."""
@@ -193,9 +222,10 @@ class Autotuner:
 
 
 def _bound(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: Kernel[Any, Any], inputs: Inputs | Callable[[], Inputs]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as implementations receive them."""
+    args, kwargs = inputs() if callable(inputs) else inputs
     return kernel.bind(*kernel.prepare(tuple(args), dict(kwargs)))
 
 
