@@ -12,7 +12,9 @@ failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import functools
 import signal
 import sys
 import time
@@ -32,7 +34,6 @@ from ejkernel.modules._table import operation_class  # noqa: E402
 from ejkernel.modules.workloads import Call, call_of  # noqa: E402
 from ejkernel.modules.workloads.shapes import SHAPES  # noqa: E402
 from ejkernel.ops import (  # noqa: E402
-    AutotuneError,
     AutotunePolicy,
     Autotuner,
     AutotuneResult,
@@ -42,7 +43,7 @@ from ejkernel.ops import (  # noqa: E402
 from ejkernel.ops.config.building import TableBuilder, table_name  # noqa: E402
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation, call_invocation  # noqa: E402
-from ejkernel.ops.execution import search  # noqa: E402
+from ejkernel.ops.execution import pipeline, search  # noqa: E402
 from ejkernel.ops.execution.timing import kernel_clock  # noqa: E402
 
 TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
@@ -78,7 +79,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--ops", default="*", help="comma-separated globs on operations")
     p.add_argument("--cases", default="*", help="comma-separated globs on case names")
     p.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
-    p.add_argument("--per-call", type=float, default=30.0, help="seconds for one call")
+    p.add_argument("--per-call", type=float, default=60.0, help="seconds for one call")
+    p.add_argument("--ahead", type=int, default=2, help="calls that compile while one is timed")
     p.add_argument("--samples", type=int, default=10, help="samples of a finalist")
     p.add_argument("--workers", type=int, help="compiler threads; default: the cores, at most 16")
     p.add_argument("--again", action="store_true", help="tune what the table has already, too")
@@ -173,32 +175,46 @@ def summary(results: dict[str, AutotuneResult], failed: dict[str, str]) -> str:
 
 
 def tune_all(
-    todo: list[Job], tuner: Autotuner, builder: TableBuilder, end: float, *, trials: bool = False
+    todo: list[Job],
+    tuner: Autotuner,
+    builder: TableBuilder,
+    end: float,
+    *,
+    ahead: int = 0,
+    trials: bool = False,
 ) -> tuple[dict[str, AutotuneResult], dict[str, str], int]:
     """``(results, failures, how many were not reached)``; the table is written as it grows."""
     results: dict[str, AutotuneResult] = {}
     failed: dict[str, str] = {}
     print(HEAD, flush=True)
-    for index, job in enumerate(todo):
-        if time.monotonic() > end:
-            return results, failed, len(todo) - index
-        try:
-            result = tuner.tune(job.inv, inputs=((), job.call.concrete()))
-        except KeyboardInterrupt:  # a result cut short is not kept
-            return results, failed, len(todo) - index
-        except (AutotuneError, RuntimeError, ValueError) as error:
-            failed[job.name] = str(error).replace("\n", " | ")[:300]
-            print(f"{job.name:<46} FAILED {failed[job.name]}", flush=True)
-            continue
-        results[job.name] = result
-        builder.add(job.inv, result, job.call.name)
-        print(row(job.name, result), flush=True)
-        if trials:
-            print("      " + ", ".join(f"{k} {v:.1f} s" for k, v in result.phases.items()))
-        for trial in result.trials if trials else ():
-            ms = f"{trial.ms:.4f}" if trial.ms is not None else (trial.error or "")[:110]
-            print(f"      {ms:>9}  {tiles(trial.cfg)}")
-    return results, failed, 0
+    queue = (pipeline.Job(job.inv, functools.partial(_inputs, job), job) for job in todo)
+    outcomes = pipeline.tune_in_turn(tuner, queue, ahead=ahead, end=end)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outcomes):
+        for done, outcome in outcomes:
+            job = done.about
+            if not isinstance(outcome, AutotuneResult):
+                failed[job.name] = str(outcome).replace("\n", " | ")[:300]
+                print(f"{job.name:<46} FAILED {failed[job.name]}", flush=True)
+            elif not outcome.interrupted:  # a result cut short is not kept
+                results[job.name] = outcome
+                builder.add(job.inv, outcome, job.call.name)
+                print(row(job.name, outcome), flush=True)
+                if trials:
+                    print(details(outcome), flush=True)
+    return results, failed, len(todo) - len(results) - len(failed)
+
+
+def _inputs(job: Job) -> tuple[tuple[()], dict[str, Any]]:
+    return (), job.call.concrete()
+
+
+def details(result: AutotuneResult) -> str:
+    """Phases and candidates, one per line."""
+    lines = [", ".join(f"{k} {v:.1f} s" for k, v in result.phases.items())]
+    for trial in result.trials:
+        ms = f"{trial.ms:.4f}" if trial.ms is not None else (trial.error or "")[:110]
+        lines.append(f"{ms:>9}  {tiles(trial.cfg)}")
+    return "\n".join("      " + line for line in lines)
 
 
 def _interrupt(*_: Any) -> None:
@@ -224,7 +240,9 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     tuner = Autotuner(AutotunePolicy(True, num_iters=args.samples, budget_s=args.per_call))
     end = started + args.budget
-    results, failed, left = tune_all(todo, tuner, builder, end, trials=args.trials)
+    results, failed, left = tune_all(
+        todo, tuner, builder, end, ahead=args.ahead, trials=args.trials
+    )
     print(summary(results, failed))
     print(f"{len(builder.entries)} entries in {path}, {time.monotonic() - started:.0f} s", end="")
     print(f"; {left} calls left: run it again" if left else "; all done")
