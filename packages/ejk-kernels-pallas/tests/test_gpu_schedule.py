@@ -82,26 +82,28 @@ def test_visited_blocks_are_those_seen(band, q_len, kv_len, block_q, block_kv):
 # ---- the backward kernel -----------------------------------------------------------------------
 
 
-def backward_plan(q_len, kv_len, batch, kv_heads, band, cores=8):
-    p = Problem(batch, q_len, kv_len, kv_heads, kv_heads, 64, 64, "bfloat16", 1.0)
+def backward_plan(q_len, kv_len, batch, heads, band, cores=8):
+    p = Problem(batch, q_len, kv_len, heads, heads, 64, 64, "bfloat16", 1.0)
     tiles = BackwardTiles()
     circular = band.empty
     ranges = band_ranges(band, (q_len, tiles.block_q), (kv_len, tiles.block_kv))
     walked, visitors, _ = walk_tables(ranges, -(-q_len // tiles.block_q))
-    falling = 0 if circular else falling_heads(walked, batch * kv_heads, cores)
+    falling = 0 if circular else falling_heads(walked, batch * heads, cores)
     plan = Plan(p, tiles, band, circular, False, False, False, False, cores, falling)
     return plan, walked[0, 0], visitors[0, 0]
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("q_len, kv_len", [(1024, 1024), (640, 1500), (1300, 700)])
-@pytest.mark.parametrize("batch, kv_heads", [(1, 1), (2, 3)])
-def test_programs_wait_only_for_programs_before_them(band, q_len, kv_len, batch, kv_heads):
-    plan, walked, visitors = backward_plan(q_len, kv_len, batch, kv_heads, band)
-    items = np.arange(batch * kv_heads * plan.n_kv)
+@pytest.mark.parametrize("batch, heads", [(1, 1), (2, 3)])
+def test_programs_wait_only_for_programs_before_them(band, q_len, kv_len, batch, heads):
+    plan, walked, visitors = backward_plan(q_len, kv_len, batch, heads, band)
+    items = np.arange(batch * heads * plan.n_kv)
     row, block, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.place(items))
     launched = {(int(r), int(k)): n for n, (r, k) in enumerate(zip(row, block, strict=True))}
     assert len(launched) == len(items)
+    for (r, k), n in launched.items():  # heads that share k and v add to dk and dv in their order
+        assert r == 0 or launched[r - 1, k] < n
     if plan.circular:
         return
     for n, (r, k, down) in enumerate(zip(row, block, late, strict=True)):
@@ -114,7 +116,7 @@ def test_programs_wait_only_for_programs_before_them(band, q_len, kv_len, batch,
 
 def makespan(plan, walked, visitors, cores):
     """Visits until the last program ends; a visit takes 1, and waits for the one before its turn."""
-    items = np.arange(plan.problem.batch * plan.problem.kv_heads * plan.n_kv)
+    items = np.arange(plan.problem.batch * plan.problem.heads * plan.n_kv)
     rows, blocks, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.place(items))
     free, done = [0.0] * cores, {}
     for row, k, down in zip(rows, blocks, late, strict=True):

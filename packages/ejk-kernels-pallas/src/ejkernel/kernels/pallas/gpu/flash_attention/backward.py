@@ -134,7 +134,7 @@ def backward(
     if not circular:
         *tables, visited = walk_tables(ranges, n_q)
         if isinstance(ranges, np.ndarray):
-            falling = falling_heads(tables[0], problem.batch * problem.kv_heads, cores)
+            falling = falling_heads(tables[0], problem.batch * problem.heads, cores)
     plan = Plan(
         problem=problem,
         tiles=tiles,
@@ -164,5 +164,5 @@ def backward(
     if visited is not None:
         seen = jnp.repeat(jnp.swapaxes(jnp.asarray(visited), 1, 2), tiles.block_q, axis=1)
         dq = jnp.where(seen[:, : problem.q_len, :, None], dq, 0.0)
-    dk, dv = (x[:, : problem.kv_len] for x in (dk, dv))
+    dk, dv = (x[:, : problem.kv_len].astype(k.dtype) for x in (dk, dv))
     return (dq * problem.scale).astype(q.dtype), dk, dv

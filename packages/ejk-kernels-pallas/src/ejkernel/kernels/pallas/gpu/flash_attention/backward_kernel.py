@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,58 +53,51 @@ class _Program:
         problem = plan.problem
         self.plan, self.ranges, self.visitors = plan, ranges, visitors
         row, self.block, self.falling = plan.place(lax.axis_index("item"))
-        self.kv_head = lax.rem(row, problem.kv_heads)
-        self.batch = lax.div(row, problem.kv_heads)
+        self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
+        self.kv_head = lax.div(self.head, problem.group)
+        self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
         if plan.circular:
             self.team = lax.div(self.block, plan.team)
             self.member = lax.rem(self.block, plan.team)
 
-    def walk(self, step: Callable[..., None]) -> None:
-        """``step(head, query block, count of steps before, whether a mask is needed)``."""
+    def walk(self, step: Callable[..., None]) -> Any:
+        """``step(query block, count of steps before, whether a mask is needed)``; their number."""
         plan = self.plan
+        if plan.circular:
 
-        def one_head(g: Any, count: Any) -> Any:
-            h = self.kv_head * plan.problem.group + g
-            if plan.circular:
-
-                def round_trip(t: Any, carry: None) -> None:
-                    i = self.member + t
-                    step(h, lax.select(i >= plan.n_q, i - plan.n_q, i), count + t, False)
-                    return carry
-
-                lax.fori_loop(0, plan.n_q, round_trip, None)
-                return count + plan.n_q
-            rb, rh = self._table_row(h)
-            start, whole, whole_end, stop = (self.ranges[rb, rh, self.block, c] for c in range(4))
-
-            length = lax.max(stop - start, 0)
-
-            def one_block(t: Any, carry: None) -> None:
-                i = start + t
-                if plan.falling:
-                    i = lax.select(self.falling, stop - 1 - t, i)
-                step(h, i, count + t, (i < whole) | (i >= whole_end))
+            def round_trip(t: Any, carry: None) -> None:
+                i = self.member + t
+                step(lax.select(i >= plan.n_q, i - plan.n_q, i), t, False)
                 return carry
 
-            lax.fori_loop(0, length, one_block, None)
-            return count + length
+            lax.fori_loop(0, plan.n_q, round_trip, None)
+            return plan.n_q
+        row = self._table_row()
+        start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
+        length = lax.max(stop - start, 0)
 
-        if plan.problem.group == 1:
-            one_head(0, jnp.int32(0))
-        else:
-            lax.fori_loop(0, plan.problem.group, one_head, jnp.int32(0))
+        def one_block(t: Any, carry: None) -> None:
+            i = start + t
+            if plan.falling:
+                i = lax.select(self.falling, stop - 1 - t, i)
+            step(i, t, (i < whole) | (i >= whole_end))
+            return carry
 
-    def _table_row(self, h: Any) -> tuple[Any, Any]:
-        return (self.batch if self.plan.range_batch else 0, h if self.plan.range_head else 0)
+        lax.fori_loop(0, length, one_block, None)
+        return length
 
-    def turn(self, h: Any, i: Any) -> Any:
+    def _table_row(self) -> tuple[Any, Any]:
+        plan = self.plan
+        return (self.batch if plan.range_batch else 0, self.head if plan.range_head else 0)
+
+    def turn(self, i: Any) -> Any:
         """How many key blocks add to query block i before this one."""
         plan = self.plan
         if not plan.circular:
-            rb, rh = self._table_row(h)
+            row = self._table_row()
             if not plan.falling:
-                return self.visitors[rb, rh, 0, i] - self.block
-            visitor = self.visitors[rb, rh, self.falling.astype(jnp.int32), i]
+                return self.visitors[*row, 0, i] - self.block
+            visitor = self.visitors[*row, self.falling.astype(jnp.int32), i]
             return lax.select(self.falling, self.block - visitor, visitor - self.block)
         size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
         first_round = lax.min(i, size - 1) - self.member
@@ -136,7 +130,8 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     sums can start from them: -delta, and -lse over the scale (``plan.lse_in_sum``) or in base 2;
     such that the logit is -inf in rows that see nothing and rows past the end. Ids are padded to
     whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
-    ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits.
+    ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk
+    and dv are float32 too where heads share k and v.
     """
     problem, tiles = plan.problem, plan.tiles
     dtype = jnp.dtype(problem.dtype)
@@ -158,10 +153,11 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
             *ids, rest = rest[0], rest[1], rest[2:]
         dq, dk, dv, k_s, v_s, q_s, do_s, lse_s, delta_s, ds_s, dq_s, *barriers = rest
         kv_full, q_full, do_full, q_empty, do_empty, ds_full, dq_full, dq_empty, done = barriers
-        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, plan.n_q)))
+        n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
+        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns)))
         wg = lax.axis_index("wg")
         program = _Program(plan, ranges, visitors)
-        b, j = program.batch, program.block
+        b, h, j = program.batch, program.head, program.block
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
@@ -184,7 +180,7 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                 return x, tanh
 
             def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
-                def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+                def step(i: Any, n: Any, masked: Any) -> None:
                     slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
                     thread = thread_anew()
                     here = lax.div(thread, 128)
@@ -241,30 +237,54 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
 
                     pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
 
-                program.walk(step)
+                steps = program.walk(step)
                 plgpu.wgmma_wait(0)
+                if plan.shares:  # the writer must have read the last part of dq
+                    pl.when(steps > 0)(lambda: plgpu.barrier_wait(dq_empty))
                 return dk_acc[...], dv_acc[...]
 
             dk_sum, dv_sum = pl.run_scoped(
                 accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
             )
-            # both warpgroups read all of k for dq: its place is free when both are through
-            plgpu.barrier_arrive(done)
-            plgpu.barrier_wait(done)
-            k_s.at[rows][...] = (dk_sum * problem.scale).astype(dtype)
-            v_s.at[rows][...] = dv_sum.astype(dtype)
-            plgpu.commit_smem()
+            sums = ((dk_sum * problem.scale, k_s, dk), (dv_sum, v_s, dv))
             out = (b, pl.ds(first_row, ROWS), program.kv_head)
-            plgpu.copy_smem_to_gmem(k_s.at[rows], dk.at[out])
-            plgpu.copy_smem_to_gmem(v_s.at[rows], dv.at[out])
-            plgpu.wait_smem_to_gmem(0)
+
+            def add() -> None:
+                """Each head that shares k and v adds its part, one after the other."""
+                mine = turns.at[b, program.kv_head * problem.group, plan.n_q + j]
+                before = CONSUMERS * program.sharer
+                plgpu.semaphore_wait(mine, before, decrement=False, memory_scope="gpu")
+                for total, _, ref in sums:
+                    for c in range(0, total.shape[1], dq_columns):
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        dq_s.at[wg][...] = total[:, c : c + dq_columns]
+                        plgpu.commit_smem()
+                        part = ref.at[*out, pl.ds(c, dq_columns)]
+                        send = functools.partial(plgpu.copy_smem_to_gmem, dq_s.at[wg], part)
+                        pl.when(before == 0)(send)
+                        pl.when(before > 0)(functools.partial(send, reduction_op="add"))
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.semaphore_signal(mine, 1, memory_scope="gpu")
+
+            def write_whole() -> None:
+                # both warpgroups read all of k for dq: its place is free when both are through
+                plgpu.barrier_arrive(done)
+                plgpu.barrier_wait(done)
+                for total, staged, _ in sums:
+                    staged.at[rows][...] = total.astype(dtype)
+                plgpu.commit_smem()
+                for _, staged, ref in sums:
+                    plgpu.copy_smem_to_gmem(staged.at[rows], ref.at[out])
+                plgpu.wait_smem_to_gmem(0)
+
+            add() if plan.shares else write_whole()
 
         def produce() -> None:
             at = (b, pl.ds(j * block_kv, block_kv), program.kv_head)
             plgpu.copy_gmem_to_smem(k.at[at], k_s, kv_full)
             plgpu.copy_gmem_to_smem(v.at[at], v_s, kv_full)
 
-            def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+            def step(i: Any, n: Any, masked: Any) -> None:
                 del masked
                 slot = lax.rem(n, stages)
                 at = pl.ds(i * block_q, block_q)
@@ -286,9 +306,9 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
             program.walk(step)
 
         def write() -> None:
-            def step(h: Any, i: Any, n: Any, masked: Any) -> None:
+            def step(i: Any, n: Any, masked: Any) -> None:
                 del n, masked
-                turn = program.turn(h, i)
+                turn = program.turn(i)
 
                 def part(c: int) -> Any:
                     if by_rows:
@@ -349,16 +369,17 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         barrier(num_arrivals=CONSUMERS),
     ]
     kv_shape = (problem.batch, -(-problem.kv_len // 8) * 8, problem.kv_heads)
+    sum_dtype = jnp.float32 if plan.shares else dtype
     out = (
         jax.ShapeDtypeStruct((problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32),
-        jax.ShapeDtypeStruct((*kv_shape, dim), dtype),
-        jax.ShapeDtypeStruct((*kv_shape, value_dim), dtype),
+        jax.ShapeDtypeStruct((*kv_shape, dim), sum_dtype),
+        jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
     )
     kernel = plgpu.kernel(
         body,
         out_type=out,
         scratch_types=scratch,
-        grid=(problem.batch * problem.kv_heads * plan.n_kv,),
+        grid=(problem.batch * problem.heads * plan.n_kv,),
         grid_names=("item",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",

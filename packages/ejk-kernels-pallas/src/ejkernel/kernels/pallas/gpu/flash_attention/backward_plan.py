@@ -34,9 +34,10 @@ class BackwardTiles:
 class Plan:
     """Everything static about one backward call.
 
-    A program owns one key block of one key head and walks the query blocks that see it. The
+    A program owns one key block of one query head and walks the query blocks that see it. The
     partial dq of a step is added to global memory in a fixed order of key blocks (``turn``), so
-    that the sum is the same in every run. A program must rarely wait for its turn:
+    that the sum is the same in every run; so are dk and dv of the heads that share a key head. A
+    program must rarely wait for its turn:
 
     * ``circular``: every block is visited. Programs launched together start at different query
       blocks and walk round, so that no two are at the same block at the same time.
@@ -45,8 +46,8 @@ class Plan:
 
     Of causal programs the longest then start last and end alone. So the last heads (``falling``)
     run the other way, key blocks from the first and query blocks downwards: a program may start
-    ``group`` visits after the one before it, just when shorter and shorter programs of the heads
-    before leave their multiprocessors, and all end together.
+    a visit after the one before it, just when shorter and shorter programs of the heads before
+    leave their multiprocessors, and all end together.
 
     A program waits only for programs that were launched before it.
     """
@@ -71,6 +72,11 @@ class Plan:
         return -(-self.problem.kv_len // self.tiles.block_kv)
 
     @property
+    def shares(self) -> bool:
+        """Whether query heads share k and v."""
+        return self.problem.group > 1
+
+    @property
     def lse_in_sum(self) -> bool:
         """Whether the sum of a logit can start from its row's lse, which saves registers."""
         return self.problem.soft_cap is None and self.problem.scale != 0
@@ -81,8 +87,8 @@ class Plan:
         return min(self.n_q, self.n_kv, self.cores)
 
     def place(self, item: Any) -> tuple[Any, Any, Any]:
-        """Row of (batch, key head), key block and whether query blocks fall, of a program."""
-        rows = self.problem.batch * self.problem.kv_heads
+        """Row of (batch, head), key block and whether query blocks fall, of a program."""
+        rows = self.problem.batch * self.problem.heads
         before = (rows - self.falling) * self.n_kv
         row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
         block = rising if self.circular else self.n_kv - 1 - rising
