@@ -1,13 +1,14 @@
 """Small calls of the Triton kernels, for a checker of memory accesses on this GPU.
 
-    python tools/gpu/check_memory.py  # once plainly: the kernels are on disk after it
-    compute-sanitizer --tool memcheck --error-exitcode 9 python tools/gpu/check_memory.py --cached
-    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py --cached
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tools/gpu/check_memory.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tools/gpu/check_memory.py --control
 
-Lengths are odd, so that every tile at an end is cut. Most calls are not jitted and the allocator is
-CUDA's own: each operand and result is an allocation with an end of its own, which a checker can
-tell from its neighbours. Exits with 1 when a result is not finite. Parallel processes compile the
-kernels first, except with --cached.
+A checker knows only the allocations of CUDA, and JAX hands out parts of larger ones. So each launch
+is made by PyTorch's allocator without its cache: every operand and result is an allocation that
+ends with its last element. Lengths are odd, so that every tile at an end is cut. ``--control``
+takes an element from the end of each operand instead: a checker that then reports nothing sees
+nothing. Exits with 1 when a result is not finite.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import os
 import sys
 import time
 
-os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 sys.path.insert(0, __file__.rsplit("/", 3)[0])
 
+import ml_dtypes
 import numpy as np
-from tools.gpu.common import in_parallel, jax, jnp
+import torch
+from tools.gpu.common import jax, jnp
 
+from ejkernel.kernels.triton import bridge
 from ejkernel.kernels.triton.flash_attention import flash_attention
 from ejkernel.kernels.triton.page_attention import page_attention
-from ejkernel.kernels.triton.targets import compile_for, current_target
+from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo
 
 BF, F32, I8, E4 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
@@ -50,9 +54,6 @@ FLASH = {
     "segments": ((100, 100, 2, 2, 64, 64, BF), dict(causal=True, ids=True)),
     "float32": ((65, 65, 1, 1, 64, 64, F32), dict(causal=True)),
 }
-# Operations outside the kernels are a program each, compiled for its shapes: here there would be
-# too many of them, and arrays between kernels share an allocation instead.
-JITTED = ("bias sinks cap dense", "dropout", "segments")
 # name: (context lengths, heads, kv heads, head dim, page size, cache dtype), options
 PAGES = {
     "page 16": (((1, 17, 131), 4, 2, 64, 16, BF), {}),
@@ -92,7 +93,7 @@ def flash(name):
         out, back = jax.vjp(run, x)
         return out, back(jax.tree.map(jnp.ones_like, out))
 
-    return (jax.jit(whole) if name in JITTED else whole)(x, fixed)
+    return whole(x, fixed)
 
 
 def pages(name):
@@ -116,28 +117,73 @@ def pages(name):
 CALLS = {f"flash {n}": (flash, n) for n in FLASH} | {f"page {n}": (pages, n) for n in PAGES}
 
 
-def compile_ahead(call, target) -> None:
-    """In a worker: the kernels of a call, into the disk cache."""
-    run, name = CALLS[call]
-    with compile_for(target):
-        jax.jit(lambda: run(name)).trace().lower(lowering_platforms=(target.platform,))
+# ---- launches in allocations of their own ------------------------------------------------------
+
+BITS = {  # what NumPy and PyTorch exchange as integers
+    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
+    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
+    np.dtype(np.uint32): (np.int32, torch.uint32),
+}
+launches = 0
+
+
+def to_torch(x, short):
+    """A tensor with an allocation of its own, one element short if asked."""
+    x = np.ascontiguousarray(x)
+    raw, kind = BITS.get(x.dtype, (x.dtype, None))
+    flat = torch.from_numpy(x.view(raw).reshape(-1))
+    flat = (flat[: flat.numel() - 1] if short else flat).clone().cuda()
+    return flat if kind is None else flat.view(kind)
+
+
+def to_jax(tensor, aval):
+    raw, kind = BITS.get(np.dtype(aval.dtype), (None, None))
+    bits = tensor if kind is None else tensor.view(getattr(torch, np.dtype(raw).name))
+    return jnp.asarray(bits.cpu().numpy().view(aval.dtype).reshape(aval.shape))
+
+
+def launch_alone(*arrays, plan, short=False):
+    """The results of a plan, launched by Triton itself."""
+    global launches
+    launch, outs = plan.launch(current_target()), plan.outputs()
+    given = [to_torch(x, short) for x in arrays]
+    results = [to_torch(np.zeros(o.shape, o.dtype), False) for o in outs]
+    arguments = {}
+    for name, value in launch.arguments.items():
+        if isinstance(value, bridge.In):
+            x = given[value.index]
+            value = x if value.view is None else x.view(getattr(torch, value.view))
+        elif isinstance(value, bridge.Out):
+            value = results[value.index]
+        elif isinstance(value, bridge.TensorMap):
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            x = given[value.index]
+            value = TensorDescriptor(x, list(value.shape), list(value.strides), list(value.block))
+        arguments[name] = value
+    launch.kernel[launch.grid](
+        **arguments, **launch.constants, num_warps=launch.num_warps,
+        num_stages=launch.num_stages, **launch.options,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    launches += 1
+    return [to_jax(x, o) for x, o in zip(results, outs, strict=True)]
 
 
 def main() -> None:
-    start, failed = time.time(), 0
+    start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
     print(jax.devices()[0], flush=True)
-    if "--cached" not in sys.argv[1:]:
-        for error in filter(None, in_parallel((compile_ahead, n, current_target()) for n in CALLS)):
-            print(error, flush=True)
-        print(f"compiled [{time.time() - start:.1f}s]", flush=True)
-    for call, (run, name) in CALLS.items():
-        before = time.time()
-        out = jax.block_until_ready(run(name))
+    torch.empty(1, device="cuda")
+    bridge._primitive.def_impl(lambda *x, plan: launch_alone(*x, plan=plan, short=control))
+    for call, (run, name) in list(CALLS.items())[: 1 if control else None]:
+        before, earlier = time.time(), launches
+        out = run(name)
         good = all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(out))
+        good = good and launches > earlier
         failed += not good
         mark = "ok  " if good else "FAIL"
-        print(f"{mark} {call} [{time.time() - before:.1f}s]", flush=True)
-    print(f"{failed} not finite; {time.time() - start:.0f}s in all", flush=True)
+        print(f"{mark} {call}: {launches - earlier} launches [{time.time() - before:.1f}s]")
+    print(f"{failed} failed; {launches} launches, {time.time() - start:.0f}s in all", flush=True)
     sys.exit(bool(failed))
 
 
