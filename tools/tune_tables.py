@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import functools
 import signal
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -30,9 +27,6 @@ GROUP = "ejkernel.kernels"
 if not entry_points(group=GROUP):  # a machine lent for its GPU has the checkout alone
     sys.path[:0] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
 
-from ejkernel.modules._table import operation_class  # noqa: E402
-from ejkernel.modules.workloads import Call, call_of  # noqa: E402
-from ejkernel.modules.workloads.shapes import SHAPES  # noqa: E402
 from ejkernel.ops import (  # noqa: E402
     AutotunePolicy,
     Autotuner,
@@ -41,27 +35,13 @@ from ejkernel.ops import (  # noqa: E402
     target_device,
 )
 from ejkernel.ops.config.building import TableBuilder, table_name  # noqa: E402
-from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
-from ejkernel.ops.core.invocation import Invocation, call_invocation  # noqa: E402
+from ejkernel.ops.core.invocation import Invocation  # noqa: E402
 from ejkernel.ops.execution import pipeline, search  # noqa: E402
-from ejkernel.ops.execution.timing import kernel_clock  # noqa: E402
+from ejkernel.ops.execution.timing import busy_kernel_clock, kernel_clock  # noqa: E402
+from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
 
 TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
 GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
-# Operations in the order of how many people wait for them.
-FIRST = ("flash_attention", "page_attention", "grouped_matmul", "mla_decode")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One call to tune."""
-
-    call: Call
-    inv: Invocation
-
-    @property
-    def name(self) -> str:
-        return f"{self.call.operation} {self.call.name}"
 
 
 def register_checkout() -> None:
@@ -88,34 +68,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--list", action="store_true", help="show the calls and stop")
     p.add_argument("--trials", action="store_true", help="print every candidate")
     return p.parse_args(argv)
-
-
-def _matches(name: str, globs: str) -> bool:
-    return any(fnmatch.fnmatch(name, glob) for glob in globs.split(","))
-
-
-def jobs(ops: str, cases: str, device: str) -> Iterator[Job]:
-    """Calls of the shapes for ``device`` with something to choose, one per key, in order."""
-    seen: set[str] = set()
-    wanted = [
-        (operation, shape)
-        for shape in SHAPES
-        if shape.device == device and _matches(shape.name, cases)
-        for operation in shape.operations
-        if shape.serves(operation) and _matches(operation, ops)
-    ]
-    rank = {name: i for i, name in enumerate(FIRST)}
-    # shapes of models before sweeps, else in their order
-    wanted.sort(key=lambda pair: (rank.get(pair[0], len(rank)), not pair[1].source))
-    for operation, shape in wanted:
-        call = call_of(shape, operation)
-        kernel = operation_class(operation).shared()
-        inv = call_invocation(kernel, (), call.abstract())
-        if "mesh" in call.options or inv.key in seen:
-            continue
-        seen.add(inv.key)
-        if len(kernel.config_space(bind_abstract(inv))) > 1:
-            yield Job(call, inv)
 
 
 def tiles(cfg: Any) -> str:
@@ -165,17 +117,16 @@ def summary(results: dict[str, AutotuneResult], failed: dict[str, str]) -> str:
     times = sorted(result.seconds for result in results.values())
     if times:
         lines.append(f"seconds per call: median {times[len(times) // 2]:.1f}, most {times[-1]:.1f}")
-    if kernel_clock.samples or kernel_clock.refusal:
-        lines.append(
-            f"short kernels: {kernel_clock.samples} samples by CUPTI"
-            + (f", then from the host: {kernel_clock.refusal}" if kernel_clock.refusal else "")
-        )
+    for clock in (kernel_clock, busy_kernel_clock):
+        refused = f", then from the host: {clock.refusal}" if clock.refusal else ""
+        if clock.samples or refused:
+            lines.append(f"short kernels: {clock.samples} samples by CUPTI{refused}")
     lines += [f"FAILED {name}: {why}" for name, why in failed.items()]
     return "\n".join(lines)
 
 
 def tune_all(
-    todo: list[Job],
+    todo: list[TableCall],
     tuner: Autotuner,
     builder: TableBuilder,
     end: float,
@@ -204,7 +155,7 @@ def tune_all(
     return results, failed, len(todo) - len(results) - len(failed)
 
 
-def _inputs(job: Job) -> tuple[tuple[()], dict[str, Any]]:
+def _inputs(job: TableCall) -> tuple[tuple[()], dict[str, Any]]:
     return (), job.call.concrete()
 
 
@@ -225,7 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     register_checkout()
     target = target_device()
-    todo = list(jobs(args.ops, args.cases, "cpu" if target.kind.value == "cpu" else "gpu"))
+    kind = "cpu" if target.kind.value == "cpu" else "gpu"
+    todo = in_order(calls(args.ops, args.cases, kind))
     path = args.out or TABLES / table_name(target.fingerprint)
     builder = TableBuilder(path, target.fingerprint)
     known = [job for job in todo if builder.done(job.inv.key)]
@@ -238,7 +190,13 @@ def main(argv: list[str] | None = None) -> int:
     search.MOST_WORKERS = args.workers or search.MOST_WORKERS
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
-    tuner = Autotuner(AutotunePolicy(True, num_iters=args.samples, budget_s=args.per_call))
+    policy = AutotunePolicy(True, num_iters=args.samples, budget_s=args.per_call)
+    by_key = {job.inv.key: job for job in todo}
+
+    def out_of_question(inv: Invocation, cfg: Any) -> str | None:
+        return hopeless(by_key[inv.key], cfg)
+
+    tuner = Autotuner(policy, hopeless=out_of_question)
     end = started + args.budget
     results, failed, left = tune_all(
         todo, tuner, builder, end, ahead=args.ahead, trials=args.trials

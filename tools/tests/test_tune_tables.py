@@ -15,6 +15,8 @@ from ejkernel.ops import Kernel, OpConfig
 from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.execution import timing
 from ejkernel.ops.params import tile_field
+from tuned.calls import TableCall
+from tuned.calls import calls as calls_of
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ def calls(monkeypatch):
                     raise KeyboardInterrupt
                 return {"x": jnp.ones(n)}
 
-            call = SimpleNamespace(operation="op", name=f"n{n}", concrete=concrete)
-            yield tune_tables.Job(call, call_invocation(Op(), (), {"x": x}))
+            call = SimpleNamespace(
+                operation="op", name=f"n{n}", concrete=concrete, shape=None, source="", device="cpu"
+            )
+            yield TableCall(call, call_invocation(Op(), (), {"x": x}))
 
     monkeypatch.setattr(timing.QueueClock, "seconds", seconds)
-    monkeypatch.setattr(tune_tables, "jobs", jobs)
+    monkeypatch.setattr(tune_tables, "calls", jobs)
     return state
 
 
@@ -92,4 +96,4 @@ def test_the_budget_and_failures(calls, tmp_path, capsys):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="where XLA is alone")
 def test_shapes_give_jobs_where_there_is_something_to_choose():
-    assert list(tune_tables.jobs("flash_attention", "llama3*", "gpu")) == []  # only XLA here
+    assert list(calls_of("flash_attention", "llama3*", "gpu")) == []  # only XLA here

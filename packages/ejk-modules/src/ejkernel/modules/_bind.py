@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from ejkernel.modules._arrays import expected, forms, given, is_array
+from ejkernel.modules._arrays import alternatives, expected, forms, given, is_array
 from ejkernel.ops import InvalidArgument
 
 TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -143,7 +143,10 @@ class Boundary:
         with jaxtyped("context"):
             for p in self.parameters:
                 value = arguments[p.name]
-                if value is p.default or is_bearable(value, p.annotation, conf=conf):
+                # True is an int to Python, and a width of 1 to nobody who writes it
+                switch = isinstance(value, bool) and bool not in alternatives(p.annotation)
+                fits = not switch and is_bearable(value, p.annotation, conf=conf)
+                if value is p.default or fits:
                     continue
                 raise InvalidArgument(self._message(p, arguments))
 

@@ -131,6 +131,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         if "cum_seqlens_k" in kwargs:
             canonical.one_packing(arguments)
         self._require(arguments)
+        canonical.check_int32(arguments, *boundary.index_names)
         self.check_values(arguments)
         return (), boundary.differing(arguments)
 

@@ -51,17 +51,19 @@ def ambient_mesh() -> tuple[Any, Any]:
     return mesh.get_abstract_mesh(), mesh.thread_resources.env.physical_mesh
 
 
-def kernel_times(compiled: Any, arguments: Any, calls: int) -> list[float]:
+def kernel_times(compiled: Any, arguments: Any, calls: int, *, detach: bool = True) -> list[float]:
     """Milliseconds that the GPU kernels of each of ``calls`` calls took together, by CUPTI.
 
     JAX's profiler for its own Mosaic kernels counts the kernels of any compiled program.
+    ``detach``: take CUPTI out of the process afterwards.
 
     Raises:
         ImportError, RuntimeError, AttributeError: this JAX or this machine offers no CUPTI.
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    _, times = profiler.measure(compiled, iterations=calls)(*arguments)
+    cupti = profiler.Cupti(finalize=detach)
+    _, times = cupti.measure(compiled, iterations=calls)(*arguments)
     if times is None:
         return []
     return list(times) if isinstance(times, (list, tuple)) else [times]

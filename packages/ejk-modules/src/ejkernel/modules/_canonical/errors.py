@@ -7,6 +7,9 @@ from typing import Any
 from ejkernel.modules._arrays import given
 from ejkernel.ops import InvalidArgument
 
+MAX_LENGTH = 2**30
+"""No axis is longer; sums of two lengths of at most this still fit int32 positions."""
+
 
 def invalid(name: str, legal: str, value: Any) -> InvalidArgument:
     """Wrong class, dtype, rank, size or inconsistent axes."""

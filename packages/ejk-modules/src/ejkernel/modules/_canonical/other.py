@@ -47,6 +47,8 @@ def sparse_options(a: Arguments) -> None:
     """Counts and sizes of native sparse attention."""
     if a["block_size"] < 1:
         raise out_of_range("block_size", "an integer >= 1", a["block_size"])
+    # blocks that no sequence fills are all alike: the tokens of one are not padded to its size
+    a["block_size"] = min(a["block_size"], a["key"].shape[1] + 1)
     if a["max_block_count"] is not None and a["max_block_count"] < 1:
         raise out_of_range("max_block_count", "an integer >= 1, or None", a["max_block_count"])
     if isinstance(a["block_counts"], int) and a["block_counts"] < 1:
@@ -73,6 +75,10 @@ def cache_form(a: Arguments) -> None:
         raise invalid(
             "kv_cache", f"[pages, page_size, {shape}] for {keys.shape[1]} kv heads", cache
         )
+    for name in ("keys", "values"):
+        small = np.dtype(a[name].dtype).itemsize < 2
+        if small and a[name].dtype != cache.dtype:
+            raise invalid(name, f"floats of at least 16 bits, or kv_cache's {cache.dtype}", a[name])
     table = a["block_tables"]
     n = a["kv_lens"].shape[0]
     if table.ndim == 1 and n and table.shape[0] % n:
@@ -90,6 +96,8 @@ def pooling(a: Arguments) -> None:
         raise invalid("cu_seqlens", "int[sequences + 1], at least one entry", cu)
     if a["chunk_size"] is not None and a["chunk_size"] < 1:
         raise out_of_range("chunk_size", "an integer >= 1, or None", a["chunk_size"])
+    if a["chunk_size"] is not None:
+        a["chunk_size"] = min(a["chunk_size"], max(x.shape[axis], 1))
     if mask is not None:
         if mask.shape != x.shape[: axis + 1]:
             raise invalid("attention_mask", f"bool or int{list(x.shape[: axis + 1])}", mask)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules._canonical.errors import invalid, out_of_range
+from ejkernel.modules._canonical.errors import MAX_LENGTH, invalid, out_of_range
 
 Arguments = dict[str, Any]
 
@@ -21,13 +21,14 @@ def softmax_options(a: Arguments, query: str = "query") -> None:
     if scale is None:
         a["softmax_scale"] = float(max(a[query].shape[-1], 1)) ** -0.5
     elif isinstance(scale, (int, float)):
-        if not math.isfinite(scale):
-            raise out_of_range("softmax_scale", "a finite number", scale)
+        if not _fits(scale):
+            raise out_of_range("softmax_scale", "a finite number that float32 holds", scale)
         a["softmax_scale"] = float(scale)
     cap = a.get("logits_soft_cap")
     if isinstance(cap, (int, float)):
-        if not (math.isfinite(cap) and cap > 0):
-            raise out_of_range("logits_soft_cap", "a finite number > 0, or None", cap)
+        if not (_fits(cap) and cap > 0 and _narrow(cap) > 0):
+            legal = "a finite number > 0 that float32 holds, or None"
+            raise out_of_range("logits_soft_cap", legal, cap)
         a["logits_soft_cap"] = float(cap)
     if "sliding_window" in a:
         a["sliding_window"] = window(a["sliding_window"])
@@ -37,6 +38,19 @@ def softmax_options(a: Arguments, query: str = "query") -> None:
             a[name] = _float_dtype(
                 name, a[name], lower_bound=name in ("logits_dtype", "softmax_dtype")
             )
+
+
+def _narrow(value: float) -> float:
+    """The number as logits see it: float32 unless JAX may use float64."""
+    if jax.config.jax_enable_x64:  # ty: ignore[missing-attribute]
+        return float(value)
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _fits(value: float) -> bool:
+    """Finite, and still so as a float32 times log2(e), which kernels multiply logits by."""
+    return math.isfinite(value) and math.isfinite(_narrow(value * math.log2(math.e)))
 
 
 def precision(a: Arguments) -> None:
@@ -53,14 +67,14 @@ def precision(a: Arguments) -> None:
 
 
 def window(value: Any) -> tuple[int, int] | None:
-    """``(left, right)``, both >= 0."""
+    """``(left, right)``, both >= 0; wider than any array is as good as ``MAX_LENGTH``."""
     if value is None:
         return None
     sides = value if isinstance(value, tuple) else (value, value)
     left, right = (operator.index(side) for side in sides)
     if left < 0 or right < 0:
         raise out_of_range("sliding_window", "widths >= 0", value)
-    return left, right
+    return min(left, MAX_LENGTH), min(right, MAX_LENGTH)
 
 
 def _float_dtype(name: str, value: Any, *, lower_bound: bool) -> np.dtype:

@@ -32,6 +32,20 @@ def seed_to_array(a: Arguments, name: str = "dropout_seed") -> None:
         a[name] = np.asarray(int(value) & 0xFFFFFFFF, np.uint32).view(np.int32)
 
 
+def check_int32(a: Arguments, *names: str) -> None:
+    """Indices of a wider dtype keep their values as int32."""
+    low, high = -(2**31), 2**31 - 1
+    for name in names:
+        value = a[name]
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
+            continue
+        if np.can_cast(value.dtype, np.int32):
+            continue
+        wrong = value[(value < low) | (value > high)]
+        if wrong.size:
+            raise out_of_range(name, "values that fit int32", int(wrong.flat[0]))
+
+
 def integers_to_arrays(a: Arguments, *names: str) -> None:
     """Python integers that may change from call to call become int32 arrays."""
     for name in names:
@@ -42,13 +56,23 @@ def integers_to_arrays(a: Arguments, *names: str) -> None:
             a[name] = np.asarray(value, np.int32)
 
 
-def scalars_to_arrays(a: Arguments, *names: str) -> None:
-    """Python numbers that scale something become 0-d float arrays."""
+def scalars_to_arrays(a: Arguments, *names: str, divide: bool = False) -> None:
+    """Python numbers that scale something become 0-d float arrays.
+
+    Known ones are finite, and not 0 where something is divided by them.
+    """
     for name in names:
         value = a[name]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             wide = jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
-            a[name] = np.asarray(value, np.float64 if wide else np.float32)
+            with np.errstate(over="ignore"):
+                a[name] = np.asarray(value, np.float64 if wide else np.float32)
+        scale = a[name]
+        if not isinstance(scale, np.ndarray) or scale.dtype.kind != "f":
+            continue
+        if not np.isfinite(scale).all() or (divide and not scale.all()):
+            legal = "finite numbers other than 0" if divide else "finite numbers"
+            raise out_of_range(name, legal, value if scale.ndim == 0 else scale.tolist())
 
 
 def check_packed(a: Arguments, name: str, data: str, *, axis: int) -> None:

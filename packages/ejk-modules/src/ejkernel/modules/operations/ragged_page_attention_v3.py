@@ -94,7 +94,7 @@ class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
         if valid is not None:  # rows past the valid ones may hold anything
             canonical.check_sequences(a, lengths="kv_lens", rows=valid)
             canonical.check_tables(a, "kv_lens", "block_tables", "kv_cache", rows=valid)
-        canonical.scalars_to_arrays(a, "q_scale", "k_scale", "v_scale")
+        canonical.scalars_to_arrays(a, "q_scale", "k_scale", "v_scale", divide=True)
 
     @staticmethod
     def canonicalise(a: Arguments) -> None:

@@ -84,6 +84,10 @@ class KernelClock:
 
     CUPTI serves one customer at a time: under a profiler it refuses.
 
+    Args:
+        attached: CUPTI stays in the process between samples: taking it out is not safe while
+            other threads call the driver.
+
     Attributes:
         samples: how many CUPTI took.
         refusal: why it took no more, None as long as it does.
@@ -91,7 +95,8 @@ class KernelClock:
 
     worth = 4  # every call is timed by itself, free of the host
 
-    def __init__(self) -> None:
+    def __init__(self, *, attached: bool = False) -> None:
+        self.attached = attached
         self.fallback: QueueClock | None = None
         self.samples = 0
         self.refusal: str | None = None
@@ -113,7 +118,8 @@ class KernelClock:
         return self.fallback.seconds(racer, calls)
 
     def _kernels(self, racer: Any, calls: int) -> float:
-        times = compat.kernel_times(racer.compiled, racer.arguments, calls)
+        detach = {"detach": False} if self.attached else {}
+        times = compat.kernel_times(racer.compiled, racer.arguments, calls, **detach)
         if not times:
             raise RuntimeError("no kernel was seen")
         return statistics.median(times) * 1e-3
@@ -122,12 +128,15 @@ class KernelClock:
 kernel_clock = KernelClock()
 """The one of this process: what CUPTI refused once it is not asked again."""
 
+busy_kernel_clock = KernelClock(attached=True)
+"""The one for races beside which other threads compile."""
+
 
 def clock_for(seconds: float, device: Any, *, busy_host: bool = False) -> Clock:
     """The clock for programs of which the fastest takes about ``seconds`` seen from the host."""
     short = SHORT_BUSY_S if busy_host else SHORT_S
     if seconds < short and getattr(device, "platform", None) in ("gpu", "cuda"):
-        return kernel_clock
+        return busy_kernel_clock if busy_host else kernel_clock
     return QueueClock()
 
 

@@ -15,10 +15,16 @@ STEP_BYTES = 1 << 20
 
 
 def left_of(window) -> int | None:
-    """The only side of a window that a causal row has."""
+    """The only side of a window that a causal row has; no cache is longer than 2**30."""
     if window is None:
         return None
-    return int(window if isinstance(window, int) else window[0])
+    return min(int(window if isinstance(window, int) else window[0]), 2**30)
+
+
+def split_count(table: Tables, *wanted: int | None) -> int:
+    """The first number of splits that is given, at most one token each; 1 without any."""
+    splits = next((int(n) for n in wanted if n), 1)
+    return min(splits, max(table.capacity, 1))
 
 
 def head_scale(kv_heads: int, dtype, *scales) -> jax.Array:
@@ -40,7 +46,7 @@ def head_sinks(softmax_aux, heads: int, kv_heads: int, dtype):
 
 def step_tokens(table: Tables | None, length: int, row_bytes: int, pages: int | None = None) -> int:
     """Tokens per step: whole pages, about ``STEP_BYTES``, at most the length of the cache."""
-    size = table.page_size if table is not None else 1
+    size = max(table.page_size, 1) if table is not None else 1
     wanted = pages * size if pages else max(64, min(1024, STEP_BYTES // max(row_bytes, 1)))
     count = max(1, min(wanted, max(length, 1)) // size)
     return count * size

@@ -83,7 +83,7 @@ def _pool(
     groups = shape[:1] if cu is None else (cu.shape[0] - 1,)
     per_group = cdiv(rows, chunk or max(rows, 1))
     form = groups if chunk is None else (*groups, per_group)
-    if 0 in (rows, *groups):
+    if 0 in (rows, width, *groups):
         return jnp.zeros((*form, *channels), x.dtype)
     if cu is None:
         sums, length = (chunk_sums(t, chunk or rows, block) for t in (wide, ones))

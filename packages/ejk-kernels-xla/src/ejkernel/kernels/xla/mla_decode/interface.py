@@ -15,6 +15,7 @@ from ejkernel.kernels.xla._paged.decode import (
     head_scale,
     head_sinks,
     left_of,
+    split_count,
     step_tokens,
 )  # fmt: skip
 from ejkernel.kernels.xla._paged.layouts import LatentPages, Tables
@@ -59,7 +60,7 @@ def mla_decode(
     dtype = accumulation_dtype(query, latent_cache)
     row_bytes = b * dc * jnp.dtype(q.dtype).itemsize
     tokens = step_tokens(table, table.capacity, row_bytes, field(cfg, "pages_per_block"))
-    splits = int(num_splits or field(cfg, "num_splits") or 1)
+    splits = split_count(table, num_splits, field(cfg, "num_splits"))
     lens = jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, table.capacity)
     position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows), -1)
     tiles = Tiles(jnp.arange(b), position, jnp.zeros_like(lens), lens)

@@ -15,6 +15,7 @@ from ejkernel.kernels.xla._paged.decode import (
     head_scale,
     head_sinks,
     left_of,
+    split_count,
     step_tokens,
 )  # fmt: skip
 from ejkernel.kernels.xla._paged.layouts import SplitPages, Tables
@@ -63,7 +64,7 @@ def page_attention(
     row_bytes = b * hk * (d + dv) * jnp.dtype(q.dtype).itemsize
     pages = field(cfg, "pages_per_block")
     tokens = step_tokens(table, table.capacity, row_bytes, pages)
-    splits = int(num_splits or field(cfg, "num_splits") or 1)
+    splits = split_count(table, num_splits, field(cfg, "num_splits"))
     lens = jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, table.capacity)
     tiles = Tiles(jnp.arange(b), lens[:, None] - 1, jnp.zeros_like(lens), lens)
     spec = Spec(tokens, max(1, b * splits), logits_soft_cap, left_of(sliding_window), dtype)

@@ -48,7 +48,7 @@ def attend_ragged(
         tiles,
     )
     o = o * head_scale(kv_heads, dtype, v_scale)[:, None, None]
-    o = o.reshape(-1, h, d).astype(queries.dtype)
+    o = o.reshape(row.size, h, d).astype(queries.dtype)
     return jnp.zeros(queries.shape, queries.dtype).at[row.reshape(-1)].set(o, mode="drop")
 
 
