@@ -119,11 +119,11 @@ def test_the_nearest_bucket_serves_and_nothing_is_tuned(table, monkeypatch):
     for rows, tile in ((64, 32), (50, 32), (100, 32), (2000, 64), (16384, 64)):
         assert run.choose_config(kernel, x(rows)) == Tile("xla", tile=tile)
     assert set(events) == {"persistent", "memory"}  # two of these share a bucket
-    assert run.explanation(kernel, x(200, heads=2), window=3, causal=True).cfg.tile == 32
+    assert run.explanation(kernel, x(200, heads=2), scale=0.5).cfg.tile == 32
     forced = run.explanation(kernel, x(64), platform="xla")
     assert (forced.tier, forced.cfg.tile) == ("persistent", 32)
     # too different for the table: arithmetic, at once, unless tuning is asked for
-    for other in (x(64, dim=16), x(64, dtype=jnp.bfloat16)):
+    for other in (x(64, dim=16), x(64, dtype=jnp.bfloat16), x(60000), x(64, heads=32)):
         told = run.explanation(kernel, other)
         assert told.tier == "heuristics"
         assert "tables know this device" in dict(told.tiers)["autotune"]
@@ -166,14 +166,34 @@ def test_distances():
 
     here = payload(x(64), causal=True)
     assert distance(here, payload(x(50), causal=True)) == 0
-    near = distance(here, payload(x(4096), causal=True))
+    near = distance(here, payload(x(256), causal=True))
+    scaled = distance(here, payload(x(64), causal=True, scale=1.0))
     heads = distance(here, payload(x(64, heads=2), causal=True))
-    rule = distance(here, payload(x(64), causal=False, window=(3, 3), scale=1.0))
-    assert 0 < near == 6 < heads <= 8 < rule < float("inf")
+    assert 0 < scaled < near == 2 < heads < float("inf")
     forced = {**here, "platform": "xla"}
-    assert distance(here, forced) < 8 and distance(forced, here) == float("inf")
-    for other in (payload(x(64, dim=16)), payload(x(64, dtype=jnp.float16)), payload(x(64)[0])):
+    assert 0 < distance(here, forced) < heads and distance(forced, here) == float("inf")
+    for other in (
+        payload(x(64, dim=16), causal=True),
+        payload(x(64, dtype=jnp.float16), causal=True),
+        payload(x(64)[0], causal=True),
+        payload(x(512), causal=True),  # eight times as long
+        payload(x(64, heads=32), causal=True),
+        payload(x(256, heads=8), causal=True),  # eight times as much in all
+        payload(x(64), causal=False),
+        payload(x(64), causal=True, window=3),
+        {**here, "mesh": [["tp", 4]], "specs": ["", ""]},
+    ):
         assert distance(here, other) == float("inf")
+
+
+def test_sizes_of_windows_may_differ_and_their_kind_may_not():
+    def payload(window):
+        return Invocation(make(), (x(64),), {"window": window}).payload
+
+    assert payload_distance(payload(1023), payload((1023, 1023))) == 0
+    assert 0 < payload_distance(payload((1023, 0)), payload((4095, 0))) < 3
+    for other in ((None, 0), (127, 0), (1023, 1023), None):
+        assert payload_distance(payload((1023, 0)), payload(other)) == float("inf")
 
 
 def test_a_run_goes_on_where_it_stopped(table, clock, monkeypatch):

@@ -67,9 +67,8 @@ def test_near_calls_take_the_entry(h200):
         call(),
         call(batch=1, length=6000),
         call(heads=24, kv_heads=8),
-        call(sliding_window=(1023, 0)),
-        call(logits_soft_cap=30.0, softmax_scale=0.1),
-        call(mask_info=MaskInfo.from_segments(jnp.zeros((4, 4096), jnp.int32))),
+        call(heads=64, kv_heads=8, length=8192),
+        call(softmax_scale=0.1, return_lse=True),
     ]
     assert [h200(**arguments) for arguments in near] == [("persistent", CONFIG)] * len(near)
     assert h200(**call(), platform="xla") == ("persistent", CONFIG)
@@ -81,6 +80,16 @@ def test_others_are_left_to_arithmetic_and_never_tuned(h200):
         call(dtype="float32"),
         call(precision="highest"),
         call(bias=jax.ShapeDtypeStruct((1, 1, 4096, 4096), "bfloat16")),
+        call(causal=False),
+        call(sliding_window=(1023, 0)),
+        call(logits_soft_cap=30.0),
+        call(softmax_aux=jax.ShapeDtypeStruct((32, 1), "float32")),
+        call(mask_info=MaskInfo.from_segments(jnp.zeros((4, 4096), jnp.int32))),
+        call(length=512),
+        call(length=131072),
+        call(heads=32, kv_heads=32),  # no groups
+        call(heads=8, kv_heads=1),
+        call(batch=64, heads=64, kv_heads=16),
     ):
         tier, cfg = h200(**arguments)
         assert tier == "heuristics" and cfg != CONFIG

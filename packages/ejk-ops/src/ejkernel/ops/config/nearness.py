@@ -1,0 +1,156 @@
+"""How near two calls are: whether the tuned config of one is worth using for the other.
+
+What decides the work of a tile must be equal: operation, device, platform, dtypes, last axes (head
+dims), other axes that are part of the layout (page sizes), which arrays and options are given
+(bias, sinks, cap, window, segments), and the mask rule. Sizes may differ by a factor: every length,
+the width of a window, the number of heads, and batch times heads by ``FACTOR``, queries per key
+head by ``GROUP_FACTOR``. Further away, an entry says less than arithmetic does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+FACTOR = 4.0
+GROUP_FACTOR = 2.0
+# An octave of heads counts as this many of a length: entries with the same heads come first.
+HEADS_WEIGHT = 8.0
+# Entries for the platform that was asked for come before those for any.
+OTHER_PLATFORM = 4.0
+# Details that hardly matter: another sharding of an operand, a scale that is given.
+DETAIL = 1.0
+
+# Arguments that change what is computed and not how: any value serves.
+INDIFFERENT = frozenset({"softmax_scale", "scale", "return_lse"})
+# Static integers that are sizes; all others must be equal.
+SIZES = ("window", "chunk")
+# Arrays whose first axis is a pool: how much there is in it says nothing about one call.
+POOLS = ("cache", "pages")
+
+_ARRAY = {"shape", "dtype", "sharding", "free"}
+_LIMIT = math.log2(FACTOR) + 1e-9
+_GROUP_LIMIT = math.log2(GROUP_FACTOR) + 1e-9
+
+
+def payload_distance(entry: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+    """Distance of the payload of an entry from the payload of a call, in octaves.
+
+    0 for one bucket, infinite when the entry says nothing about the call.
+    """
+    same = ("schema", "kernel", "version", "device", "mesh", "specs")
+    if any(entry.get(k) != call.get(k) for k in same):
+        return math.inf
+    asked, tuned = call.get("platform", "auto"), entry.get("platform", "auto")
+    if tuned not in ("auto", asked):  # the best of one platform is not the best of all
+        return math.inf
+    ours, theirs = entry.get("arguments", {}), call.get("arguments", {})
+    if ours.keys() != theirs.keys():
+        return math.inf
+    heads: list[float] = []
+    distance = _sum(_argument(name, ours[name], theirs[name], heads) for name in ours)
+    if heads and max(heads) - min(heads) > _GROUP_LIMIT:
+        return math.inf
+    return distance + (0.0 if tuned == asked else OTHER_PLATFORM)
+
+
+def _argument(name: str, a: Any, b: Any, heads: list[float]) -> float:
+    """Distance of one argument; ``heads`` collects by how many octaves numbers of heads differ."""
+    if _is_array(a) and _is_array(b):
+        return _array(a, b, heads, pool=any(word in name for word in POOLS))
+    if a == b and type(a) is type(b):
+        return 0.0
+    if _is_array(a) or _is_array(b):
+        return math.inf
+    if name in INDIFFERENT:
+        return DETAIL
+    if _is_node(a) and _is_node(b):
+        return _node(a, b)
+    if any(word in name for word in SIZES):
+        return _size(_pair(a), _pair(b))
+    return math.inf
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Mapping) and x.keys() == _ARRAY
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, Mapping) and "node" in x
+
+
+def _pair(window: Any) -> Any:
+    """A window as ``[left, right]``."""
+    return [window, window] if type(window) is int else window
+
+
+def _size(a: Any, b: Any) -> float:
+    """Of static values that say how wide something is; what is given on one side is on both."""
+    if a == b and type(a) is type(b):
+        return 0.0
+    if type(a) is int and type(b) is int:  # a window of n sees n + 1 tokens
+        return _within(_octaves(a + 1, b + 1)) if a > 0 and b > 0 else math.inf
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return _sum(map(_size, a, b))
+    if isinstance(a, str) and isinstance(b, str):
+        return DETAIL
+    return math.inf
+
+
+def _node(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+    """Of pytrees such as masks: the same arrays in them, and the same kind of rule."""
+    if a["node"] != b["node"] or len(a["children"]) != len(b["children"]):
+        return math.inf
+    return _size(a["static"], b["static"]) + _sum(map(_child, a["children"], b["children"]))
+
+
+def _child(a: Any, b: Any) -> float:
+    if isinstance(a, list) and isinstance(b, list):
+        return _sum(map(_child, a, b)) if len(a) == len(b) else math.inf
+    return _argument("", a, b, [])
+
+
+def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, pool: bool) -> float:
+    ours, theirs = a["shape"], b["shape"]
+    if a["dtype"] != b["dtype"] or a["free"] != b["free"] or len(ours) != len(theirs):
+        return math.inf
+    free = set(a["free"])
+    # [..., heads, dim]; a cache of rank three is [pages, page size, dim]
+    head_axis = len(ours) - 2 if len(ours) > (3 if pool else 1) else None
+    sizes, rows = 0.0, 0.0
+    for axis, (m, n) in enumerate(zip(ours, theirs, strict=True)):
+        octaves = _octaves(m, n)
+        if axis in free:
+            if pool and axis == 0:
+                continue
+            sizes += _within(octaves)
+            rows += octaves if axis == 0 else 0.0
+        elif axis == head_axis:
+            heads.append(octaves)
+            sizes += HEADS_WEIGHT * _within(octaves)
+            rows += octaves
+        elif octaves:
+            return math.inf
+    placed = 0.0 if a["sharding"] == b["sharding"] else DETAIL
+    return sizes + placed if abs(rows) <= _LIMIT else math.inf
+
+
+def _octaves(a: int, b: int) -> float:
+    """log2 of the ratio, infinite where there is none."""
+    if a == b:
+        return 0.0
+    return math.log2(a / b) if a > 0 and b > 0 else math.inf
+
+
+def _within(octaves: float) -> float:
+    return abs(octaves) if abs(octaves) <= _LIMIT else math.inf
+
+
+def _sum(distances: Iterable[float]) -> float:
+    total = 0.0
+    for distance in distances:
+        total += distance
+        if total == math.inf:
+            break
+    return total

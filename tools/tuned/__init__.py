@@ -1,0 +1,1 @@
+"""The pieces of ``tools/tune_tables.py``: which calls, in which order, and what came of it."""
