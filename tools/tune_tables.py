@@ -2,6 +2,11 @@
 
     python tools/tune_tables.py --budget 300
     python tools/tune_tables.py --ops flash_attention --cases 'llama3*' --per-call 20
+    EJKERNEL_CACHE_DIR=build/tune python tools/tune_tables.py --prepare 'NVIDIA H200'
+
+While one call is on the device the next ones compile. Where time on the card is dear, the last
+line, run anywhere, compiles the Triton candidates beforehand: carry the folder to the card and set
+the same variable there.
 
 Every finished call is in the file at once: stop it with Ctrl-C or by its budget and run it again,
 it goes on where it was. A call that is in the table already, tuned with the versions installed
@@ -39,6 +44,7 @@ from ejkernel.ops.core.invocation import Invocation  # noqa: E402
 from ejkernel.ops.execution import pipeline, search  # noqa: E402
 from ejkernel.ops.execution.timing import busy_kernel_clock, kernel_clock  # noqa: E402
 from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
+from tuned.prepare import described, prepare  # noqa: E402
 
 TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
 GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
@@ -65,6 +71,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--workers", type=int, help="compiler threads; default: the cores, at most 16")
     p.add_argument("--again", action="store_true", help="tune what the table has already, too")
     p.add_argument("--out", type=Path, help="the table; default: the Triton package's")
+    p.add_argument(
+        "--prepare",
+        metavar="PRODUCT",
+        help="compile the Triton candidates for a card that is not here, as 'NVIDIA H200'",
+    )
+    p.add_argument("--cores", type=int, default=132, help="multiprocessors of that card")
     p.add_argument("--list", action="store_true", help="show the calls and stop")
     p.add_argument("--trials", action="store_true", help="print every candidate")
     return p.parse_args(argv)
@@ -168,6 +180,17 @@ def details(result: AutotuneResult) -> str:
     return "\n".join("      " + line for line in lines)
 
 
+def prepare_all(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    todo = in_order(calls(args.ops, args.cases, "gpu"))
+    print(f"{target_device().fingerprint}: {len(todo)} calls", flush=True)
+    done, failed = prepare(todo, Autotuner(AutotunePolicy(True)), started + args.budget)
+    print("\n".join(f"FAILED {line[:300]}" for line in failed))
+    left = f", {len(todo) - done} left: run it again" if done < len(todo) else ""
+    print(f"{done} calls ready, {time.monotonic() - started:.0f} s{left}")
+    return 1 if failed or not done else 0
+
+
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -175,6 +198,9 @@ def _interrupt(*_: Any) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     register_checkout()
+    if args.prepare:
+        with described(args.prepare, args.cores):
+            return prepare_all(args)
     target = target_device()
     kind = "cpu" if target.kind.value == "cpu" else "gpu"
     todo = in_order(calls(args.ops, args.cases, kind))

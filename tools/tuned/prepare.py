@@ -1,0 +1,91 @@
+"""Compile Triton candidates for a card that is not here, so that tuning there only runs them.
+
+The code goes into the cache that every process reads (``$EJKERNEL_CACHE_DIR/triton``); its keys
+hold the kernel's source, its types and options, the architecture and Triton's version, no path
+and no machine, so the folder may be carried to the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from ejkernel.ops import Autotuner
+from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.platforms import Platform
+from tuned.calls import TableCall
+
+
+@contextlib.contextmanager
+def described(product: str, cores: int | None) -> Iterator[None]:
+    """Everything inside is meant for the device of this name, e.g. "NVIDIA H200"."""
+    device = AbstractDevice(product, cores, "gpu")
+    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        yield
+
+
+def prepare(todo: Iterable[TableCall], tuner: Autotuner, end: float) -> tuple[int, list[str]]:
+    """Lower the Triton candidates of the calls in turn; ``(how many calls, what failed)``."""
+    done, failed = 0, []
+    for call in todo:
+        if time.monotonic() > end:
+            break
+        started, count = time.monotonic(), 0
+        inv = bind_abstract(call.inv)
+        for cfg in tuner.candidates(inv):
+            if call.inv.kernel.config_platform(cfg) is not Platform.TRITON:
+                continue
+            try:
+                lower(inv, cfg)
+                count += 1
+            except Exception as error:  # the tuner will see it again, and say so
+                failed.append(f"{call.name} {cfg!r}: {type(error).__name__}: {error}")
+        done += 1
+        print(f"{call.name:<46} {count} candidates {time.monotonic() - started:6.1f} s", flush=True)
+    return done, failed
+
+
+def lower(inv: Invocation, cfg: Any) -> None:
+    """Lower the forward pass, and both passes of what is trained, for CUDA."""
+    kernel = inv.kernel
+    resolved = kernel.implementation(inv, kernel.config_platform(cfg))
+    leaves, treedef = jax.tree.flatten((inv.abstract_args, inv.abstract_kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    arrays = [leaves[i] for i in positions]
+    floats = [i for i, x in enumerate(arrays) if _differentiable(x.dtype)]
+
+    def run(*given: Any) -> Any:
+        full = list(leaves)
+        for position, array in zip(positions, given, strict=True):
+            full[position] = array
+        args, kwargs = jax.tree.unflatten(treedef, full)
+        return kernel.call(resolved, args, kwargs, cfg)
+
+    def both(*given: Any) -> Any:
+        def of_floats(*values: Any) -> Any:
+            full = list(given)
+            for i, value in zip(floats, values, strict=True):
+                full[i] = value
+            return [x for x in jax.tree.leaves(run(*full)) if _differentiable(x.dtype)]
+
+        out, vjp = jax.vjp(of_floats, *(given[i] for i in floats))
+        return vjp(out)
+
+    passes = [run]
+    if kernel.trained and resolved.differentiable and floats:
+        passes.append(both)
+    for one in passes:
+        jax.jit(one).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+def _differentiable(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and np.dtype(dtype).itemsize > 1
