@@ -45,6 +45,11 @@ WRONG = [
     (FLASH, "softmax_aux", ones(3, 2), "softmax_aux: expected.*heads=4"),
     (FLASH, "attention_mask", ones(2, 12), r"attention_mask: expected bool\|int"),
     (FLASH, "attention_mask", ids(2, 11), "attention_mask: expected.*kv_len=12"),
+    (FLASH, "sliding_window", True, "sliding_window: expected int or tuple.*given bool True"),
+    (FLASH, "softmax_scale", np.bool_(True), "softmax_scale: expected float or None, given bool True"),
+    ("page_attention", "num_splits", True, "num_splits: expected int or None, given bool True"),
+    ("ragged_page_attention_v3", "keys", ones(6, 2, 8).astype(jnp.float8_e5m2), "keys: expected floats of at least 16 bits, or kv_cache's float32, given float8_e5m2"),
+    ("ragged_page_attention_v3", "values", ids(6, 2, 8).astype(jnp.int8), "values: expected floats of at least 16 bits, or kv_cache's float32, given int8"),
     (FLASH, "mask_info", "causal", "mask_info: expected MaskInfo or None, given str 'causal'"),
     (FLASH, "mask_info", MaskInfo.from_segments(ids(1, 6)), "mask_info.*q_len 12"),
     (FLASH, "mask_info", MaskInfo.from_segments(ids(3, 12)), "mask_info.*batch 2"),
@@ -127,6 +132,9 @@ BAD = [
     (FLASH, dict(dropout_prob=-0.1), "dropout_prob"),
     (FLASH, dict(logits_soft_cap=0.0), "logits_soft_cap: given 0.0, expected a finite number > 0"),
     (FLASH, dict(softmax_scale=float("nan")), "softmax_scale: given nan"),
+    (FLASH, dict(softmax_scale=1e39), r"softmax_scale: given 1e\+39, expected a finite number that float32 holds"),
+    (FLASH, dict(logits_soft_cap=3e38), r"logits_soft_cap: given 3e\+38, expected a finite number > 0 that float32 holds"),
+    (FLASH, dict(logits_soft_cap=1e-46), "logits_soft_cap: given 1e-46"),
     (FLASH, dict(cum_seqlens_k=jnp.arange(3)), "cum_seqlens_k: given without cum_seqlens_q"),
     (FLASH, dict(precision="exact"), "precision: given 'exact', expected default, high, highest"),
     (FLASH, dict(platform="cpu"), "auto, triton, pallas, xla, cuda"),
@@ -134,6 +142,10 @@ BAD = [
     ("page_attention", dict(num_splits=0), "num_splits: given 0, expected an integer >= 1"),
     ("page_attention", dict(context_lens=-LENS), r"context_lens\[0\]: given -5"),
     ("page_attention", dict(context_lens=LENS - 2, block_tables=TABLE), r"block_tables\[1, 1\]: given 7"),
+    ("page_attention", dict(context_lens=LENS.astype(np.int64) + 2**33), "context_lens: given 8589934597, expected values that fit int32"),
+    ("page_attention", dict(k_scale=float("nan")), "k_scale: given nan, expected finite numbers"),
+    ("page_attention", dict(v_scale=np.asarray([1, np.inf], np.float32)), r"v_scale: given \[1.0, inf\]"),
+    ("ragged_page_attention_v3", dict(k_scale=0), "k_scale: given 0, expected finite numbers other than 0"),
     ("ragged_page_attention", dict(num_seqs=4), "num_seqs: given 4, expected 0 to 3"),
     ("ragged_page_attention", dict(num_seqs=3, query_start_loc=STARTS), r"query_start_loc\[1:3\]: given \(3, 2\)"),
     ("ragged_page_attention", dict(num_seqs=1, query_start_loc=STARTS + 1), r"query_start_loc\[0\]: given 1"),
@@ -210,6 +222,54 @@ def test_any_integer_dtype_serves_as_an_index():
         )
         assert (out == plain).all()
     modules.flash_attention(**{**call(FLASH).arguments, "precision": "BF16_BF16_F32"})
+
+
+WIDE = 10**12
+
+
+@pytest.mark.parametrize(
+    ("operation", "large", "small"),
+    [
+        *((name, {"sliding_window": WIDE}, {"sliding_window": 100}) for name in (FLASH, "page_attention", "ragged_page_attention", "ragged_page_attention_v3", "ragged_decode_attention", "mla_decode")),
+        ("page_attention", {"num_splits": WIDE}, {"num_splits": 12}),
+        ("mla_decode", {"num_splits": WIDE}, {"num_splits": 12}),
+        ("native_sparse_attention", {"block_size": WIDE}, {"block_size": 13}),
+        ("mean_pooling", {"chunk_size": WIDE}, {"chunk_size": 12}),
+    ],
+)  # fmt: skip
+def test_sizes_past_every_array_are_as_good_as_the_largest(operation, large, small):
+    c = call(operation)
+    run = getattr(modules, operation)
+    outputs = [jax.tree.leaves(run(**{**c.arguments, **size})) for size in (large, small)]
+    for a, b in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+EMPTY = [
+    ("page_attention", {"key_cache": ones(7, 0, 2, 8), "value_cache": ones(7, 0, 2, 6)}),
+    ("page_attention", {"value_cache": ones(7, 4, 2, 0)}),
+    ("mla_decode", {"latent_cache": ones(7, 0, 12)}),
+    ("ragged_page_attention", {"kv_pages": ones(7, 0, 4, 8)}),
+    ("ragged_page_attention", {"queries": ones(6, 0, 8)}),
+    ("ragged_page_attention_v3", {"kv_cache": ones(7, 0, 4, 8)}),
+    ("ragged_page_attention_v3", {"queries": ones(6, 0, 8)}),
+    ("ragged_decode_attention", {"value": ones(2, 12, 2, 0)}),
+    ("mean_pooling", {"x": ones(2, 12, 0)}),
+]
+
+
+@pytest.mark.parametrize(("operation", "changes"), EMPTY)
+def test_axes_of_length_zero(operation, changes):
+    c = call(operation)
+    arguments = {**c.arguments, **changes}
+
+    def loss(floats):
+        out = getattr(modules, operation)(**{**arguments, **floats})
+        return jax.tree.leaves(out)[0].sum()
+
+    value, grads = jax.value_and_grad(loss)({n: arguments[n] for n in c.gradients})
+    assert value == 0
+    assert all(not np.asarray(g).any() for g in grads.values())
 
 
 def test_missing_unknown_and_repeated_arguments():

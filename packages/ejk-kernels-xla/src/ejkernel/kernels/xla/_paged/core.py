@@ -176,11 +176,11 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
 
 def _grouped(spec: Spec, x):
     """Every leading tile axis as ``[groups, group, ...]``."""
-    return jax.tree.map(lambda a: a.reshape(-1, spec.group, *a.shape[1:]), x)
+    return jax.tree.map(lambda a: a.reshape(a.shape[0] // spec.group, spec.group, *a.shape[1:]), x)
 
 
 def _flat(x):
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), x)
+    return jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

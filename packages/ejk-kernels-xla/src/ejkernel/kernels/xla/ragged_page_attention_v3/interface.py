@@ -99,9 +99,9 @@ def ragged_page_attention_v3(
     hk = keys.shape[1]
     n = kv_lens.shape[0]
     tables = jnp.asarray(block_tables, jnp.int32)
-    tables = tables if tables.ndim == 2 else tables.reshape(n, -1)
+    tables = tables if tables.ndim == 2 else tables.reshape(n, tables.size // max(n, 1))
     count = jnp.asarray(distribution, jnp.int32)[2]
-    if n > 0 and tables.shape[1] > 0 and queries.shape[0] > 0 and kv_cache.shape[0] > 0:
+    if 0 not in (*tables.shape, queries.shape[0], *kv_cache.shape[:2]):
         page, place = write_slots(
             kv_lens, tables, query_start_loc, count, queries.shape[0], kv_cache.shape[1]
         )
