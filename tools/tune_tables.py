@@ -3,10 +3,12 @@
     python tools/tune_tables.py --budget 300
     python tools/tune_tables.py --ops flash_attention --cases 'llama3*' --per-call 20
     EJKERNEL_CACHE_DIR=build/tune python tools/tune_tables.py --prepare 'NVIDIA H200'
+    python tools/tune_tables.py --report --page docs/tuned_h200.md
 
-While one call is on the device the next ones compile. Where time on the card is dear, the last
+While one call is on the device the next ones compile. Where time on the card is dear, the third
 line, run anywhere, compiles the Triton candidates beforehand: carry the folder to the card and set
-the same variable there.
+the same variable there. The last line needs no device, either: it shows how far the heuristic
+configurations are from the tuned ones.
 
 Every finished call is in the file at once: stop it with Ctrl-C or by its budget and run it again,
 it goes on where it was. A call that is in the table already, tuned with the versions installed
@@ -43,11 +45,11 @@ from ejkernel.ops.config.building import TableBuilder, table_name  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation  # noqa: E402
 from ejkernel.ops.execution import pipeline, search  # noqa: E402
 from ejkernel.ops.execution.timing import busy_kernel_clock, kernel_clock  # noqa: E402
+from tuned import report  # noqa: E402
 from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
 from tuned.prepare import described, prepare  # noqa: E402
 
 TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
-GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
 
 
 def register_checkout() -> None:
@@ -77,22 +79,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="compile the Triton candidates for a card that is not here, as 'NVIDIA H200'",
     )
     p.add_argument("--cores", type=int, default=132, help="multiprocessors of that card")
+    p.add_argument("--report", action="store_true", help="show what the table holds, and stop")
+    p.add_argument("--page", type=Path, help="with --report: write it to this Markdown file too")
     p.add_argument("--list", action="store_true", help="show the calls and stop")
     p.add_argument("--trials", action="store_true", help="print every candidate")
     return p.parse_args(argv)
 
 
 def tiles(cfg: Any) -> str:
-    """A config in few words: platform, forward tiles / backward tiles."""
-    fields = cfg.to_dict()
-    parts = [str(fields.pop("platform"))]
-    fields.pop("backend", None)
-    for value in fields.values():
-        if isinstance(value, dict):
-            parts.append("x".join(str(v) for v in value.values() if v is not None))
-    plain = {k: v for k, v in fields.items() if v is not None and not isinstance(v, dict)}
-    parts += [f"{k}={v}" for k, v in plain.items()]
-    return " ".join(part for part in parts if part)
+    """A config in few words."""
+    return report.tiles(cfg.to_dict())
 
 
 HEAD = f"{'call':<46} {'tuned ms':>9} {'heuristic':>9} {'ratio':>6} {'ok/all':>7} {'s':>5}  winner"
@@ -118,10 +114,10 @@ def ratio_of(result: AutotuneResult) -> float | None:
 
 def summary(results: dict[str, AutotuneResult], failed: dict[str, str]) -> str:
     ratios = {name: r for name, result in results.items() if (r := ratio_of(result)) is not None}
-    good = sum(r <= GOOD for r in ratios.values())
-    lines = [f"heuristic within {GOOD - 1:.0%} of tuned: {good} of {len(ratios)}"]
+    good = sum(r <= report.GOOD for r in ratios.values())
+    lines = [f"heuristic within {report.GOOD - 1:.0%} of tuned: {good} of {len(ratios)}"]
     worst = sorted(ratios, key=lambda name: -ratios[name])[:5]
-    lines += [f"  worst: {name} {ratios[name]:.3f}" for name in worst if ratios[name] > GOOD]
+    lines += [f"  worst: {name} {ratios[name]:.3f}" for name in worst if ratios[name] > report.GOOD]
     winners: dict[str, int] = {}
     for result in results.values():
         winners[result.best.platform] = winners.get(result.best.platform, 0) + 1
@@ -180,6 +176,25 @@ def details(result: AutotuneResult) -> str:
     return "\n".join("      " + line for line in lines)
 
 
+def show(args: argparse.Namespace) -> int:
+    """Print the tables; needs no device."""
+    paths = [args.out] if args.out else sorted(TABLES.glob("*.json"))
+    try:
+        found = [report.read(path) for path in paths]
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    for one in found:
+        print(f"{one.device}\n{report.as_text(one)}")
+    if args.page and len(found) == 1:
+        text = report.as_markdown(found[0], "tools/tune_tables.py")
+        args.page.write_text(text, encoding="utf-8")
+    elif args.page:
+        print(f"--page: {len(found)} tables, name one with --out", file=sys.stderr)
+        return 1
+    return 0 if found else 1
+
+
 def prepare_all(args: argparse.Namespace) -> int:
     started = time.monotonic()
     todo = in_order(calls(args.ops, args.cases, "gpu"))
@@ -197,6 +212,8 @@ def _interrupt(*_: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.report or args.page:
+        return show(args)
     register_checkout()
     if args.prepare:
         with described(args.prepare, args.cores):
