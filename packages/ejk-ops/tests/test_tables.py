@@ -233,6 +233,19 @@ def test_a_broken_table_warns_once_and_is_passed_over(tmp_path):
         assert executor(False).explanation(kernel, x(64)).tier == "heuristics"
 
 
+def test_what_memory_holds_is_used_where_it_can_be(table):
+    """Calls of one key may differ in floats, and platforms in what they do with them."""
+    kernel = make(table.path)
+    chain = ConfigSelectorChain(ConfigCache())
+    call = Invocation(kernel, (x(64),))
+    chain.cache.put(call.key, Tile("triton", tile=64))  # which needs a GPU
+    told = Executor(chain).explanation(kernel, x(64))
+    assert (told.tier, told.cfg.tile) == ("persistent", 32)
+    assert dict(told.tiers)["memory"].startswith("not used: ")
+    chain.cache.put(call.key, Tile("xla", tile=64))
+    assert Executor(chain).explanation(kernel, x(64)).tier == "memory"
+
+
 def test_user_files_come_before_tables(table, tmp_path):
     kernel = make(table.path)
     own = PersistentCache(tmp_path / "own")

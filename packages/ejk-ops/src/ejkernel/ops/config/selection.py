@@ -229,12 +229,18 @@ class ConfigSelectorChain:
         search.miss("overlay", "no overlay has the key or the kernel's name")
         return self._memory(search)
 
-    def _memory(self, search: _Search) -> Choice | None:
+    def _memory(self, search: _Search, answer: str = "hit") -> Choice | None:
         cfg = self.cache.get(search.inv.key)
-        if cfg is not None:
-            return search.hit("memory", search.kernel.convert_config(cfg, search.inv), "hit")
-        search.miss("memory", f"key not among the {len(self.cache)} stored")
-        return None
+        if cfg is None:
+            search.miss("memory", f"key not among the {len(self.cache)} stored")
+            return None
+        cfg = search.kernel.convert_config(cfg, search.inv)
+        # calls of one key may differ in the values of floats: not all platforms do dropout
+        refusal = _refusal(search.kernel, cfg, search.inv)
+        if refusal is not None:
+            search.miss("memory", f"not used: {refusal}")
+            return None
+        return search.hit("memory", cfg, answer)
 
     def _slow_tiers(self, search: _Search) -> Choice:
         """Persistent, autotune, heuristics, error."""
@@ -242,9 +248,11 @@ class ConfigSelectorChain:
             return self._persistent(search) or self._tune(search) or self._heuristics(search)
         with self.cache.tuning(search.inv.key):
             # another thread may have found one while this one waited
-            cfg = self.cache.get(search.inv.key)
-            if cfg is not None:
-                return search.hit("memory", cfg, "hit, found by another thread")
+            if self.cache.get(search.inv.key) is not None:
+                search.answers.pop()
+                found = self._memory(search, "hit, found by another thread")
+                if found is not None:
+                    return found
             found = self._persistent(search) or self._tune(search)
         return found or self._heuristics(search)
 
