@@ -177,3 +177,36 @@ def test_hopeless_candidates_are_not_compiled_and_say_why(log):
     result = Autotuner(POLICY, hopeless=hopeless).tune(Invocation(Op(), (np.ones(2),)))
     assert [t.error for t in result.trials] == [None, None, "not tried: it moves too much"]
     assert sum(what == "compile" for _, what in log.events) == 2
+
+
+def test_beside_compilers_programs_are_timed_by_their_kernels(monkeypatch):
+    gpu = type("Device", (), {"platform": "gpu"})()
+    clock = timing.clock_for(5e-3, gpu, busy_host=True)
+    assert clock is timing.busy_kernel_clock and clock.attached
+    assert isinstance(timing.clock_for(5e-3, gpu), timing.QueueClock)
+    assert isinstance(timing.clock_for(0.1, gpu, busy_host=True), timing.QueueClock)
+    answers = [RuntimeError("not divisible"), [0.5, 0.25, 0.25]]
+    asked = []
+
+    def times(compiled, arguments, calls, *, detach):
+        asked.append(detach)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(timing.compat, "kernel_times", times)
+    ready = type("Ready", (), {"compiled": None, "arguments": ()})()
+    clock = timing.KernelClock(attached=True)
+    assert clock.seconds(ready, 3) == pytest.approx(0.25e-3)
+    assert asked == [False, False] and clock.refusal is None
+
+
+def test_large_cotangents_repeat():
+    from ejkernel.ops.core.samples import DRAWN, sample_generator
+    from ejkernel.ops.execution.candidates import _random
+
+    made = np.asarray(_random((3, DRAWN // 2), jnp.float32, sample_generator())).reshape(-1)
+    assert made.shape == (3 * (DRAWN // 2),) and (made[DRAWN:] == made[: made.size - DRAWN]).all()
+    assert 0.1 <= made.min() < made.max() < 1
+    assert _random((2, 3), jnp.bfloat16, sample_generator()).shape == (2, 3)

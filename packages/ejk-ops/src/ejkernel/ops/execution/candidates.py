@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ import numpy as np
 from ejkernel.ops.compat import settings
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import is_array
-from ejkernel.ops.core.samples import random_array, sample_generator
+from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable
 from ejkernel.ops.platforms import parse_platform
 
@@ -107,6 +109,21 @@ class Unsound(RuntimeError):
 def _float_array(x: Any) -> bool:
     """Whether ``x`` has gradients: quantised eight-bit floats have none."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and np.dtype(x.dtype).itemsize > 1
+
+
+def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> jax.Array:
+    """``random_array``; what repeats is repeated on the device, where that takes no time."""
+    size = math.prod(shape)
+    if size <= DRAWN:
+        return jnp.asarray(random_array(shape, dtype, rng))
+    return _repeated(random_array((DRAWN,), dtype, rng), shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repeated(drawn: Any, shape: tuple[int, ...]) -> jax.Array:
+    size = math.prod(shape)
+    rows = jnp.broadcast_to(drawn, (-(-size // drawn.size), drawn.size))
+    return rows.reshape(-1)[:size].reshape(shape)
 
 
 def _is_split(cfg: Any) -> bool:
@@ -200,7 +217,7 @@ class Workbench:
             except Exception:
                 continue
             floats = [x for x in jax.tree_util.tree_leaves(out) if _float_array(x)]
-            return [jnp.asarray(random_array(x.shape, x.dtype, rng)) for x in floats]
+            return [_random(x.shape, x.dtype, rng) for x in floats]
         return []
 
     def compile(self, cfg: Any) -> Candidate:
