@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from tuned.calls import TableCall
 
 
 @contextlib.contextmanager
-def described(product: str, cores: int | None) -> Iterator[None]:
+def described(product: str, cores: int | None) -> Generator[None]:
     """Everything inside is meant for the device of this name, e.g. "NVIDIA H200"."""
     device = AbstractDevice(product, cores, "gpu")
     with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):

@@ -64,6 +64,8 @@ class TableBuilder:
         self._put(payload, result.best, {"case": case, **result.measured()})
         kernel = inv.kernel
         winner = kernel.config_platform(result.best)
+        if winner is not None:  # of an earlier run that another platform won
+            self.entries.pop(payload_key({**payload, "platform": winner.value}), None)
         for platform, trial in _best_by_platform(kernel, result).items():
             if platform is not winner:
                 measured = {"case": case, "ms": trial.ms, "spread": trial.spread, **made}

@@ -63,7 +63,7 @@ def tune_in_turn(
     surroundings = Surroundings.capture(target_device().device)
     pool = futures.ThreadPoolExecutor(ahead + 1, thread_name_prefix="ejkernel-pipeline")
     source = iter(jobs)
-    running: dict[futures.Future[AutotuneResult], Job] = {}
+    running: dict[futures.Future[Any], Job] = {}
 
     def fill() -> None:
         while len(running) <= ahead and (end is None or time.monotonic() <= end):

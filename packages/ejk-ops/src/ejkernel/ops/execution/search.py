@@ -41,16 +41,15 @@ MOST_WORKERS = 16
 QUIET = (Platform.TRITON, Platform.PALLAS)
 
 
+Compiling = dict[int, futures.Future[Any]]
+
+
 class Gate(Protocol):
     """A ``threading.Lock``, or what behaves like one."""
 
     def acquire(self) -> Any: ...
 
     def release(self) -> Any: ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exc: Any) -> Any: ...
 
 
 class Failures(Protocol):
@@ -125,7 +124,7 @@ class Search:
         pool = self._pool()
         try:
             with self._phase("compile"):
-                compiling = {
+                compiling: Compiling = {
                     index: pool.submit(self.surroundings.run, self._compile, bench, cfg)
                     for index, cfg in enumerate(self.configs)
                     if index not in left_out
@@ -201,12 +200,15 @@ class Search:
     def _compile(self, bench: Workbench, cfg: Any) -> Candidate:
         if self.gate is None or self.inv.kernel.config_platform(cfg) in QUIET:
             return bench.compile(cfg)
-        with self.gate:  # XLA compares its own kernels on the device while it compiles
+        self.gate.acquire()  # XLA compares its own kernels on the device while it compiles
+        try:
             if self.over:
                 raise TimeoutError
             return bench.compile(cfg)
+        finally:
+            self.gate.release()
 
-    def _await(self, compiling: Sequence[futures.Future[Candidate]]) -> None:
+    def _await(self, compiling: Sequence[futures.Future[Any]]) -> None:
         """Until all are compiled, or one and what they may take of the budget is spent."""
         pending, some = set(compiling), False
         while pending and not self.stopped.is_set():
@@ -218,7 +220,7 @@ class Search:
     def _check_all(
         self,
         bench: Workbench,
-        compiling: Mapping[int, futures.Future[Candidate]],
+        compiling: Compiling,
         left_out: Mapping[int, str],
     ) -> list[tuple[int, Candidate]]:
         """The candidates that compile and compute the right values, in order."""

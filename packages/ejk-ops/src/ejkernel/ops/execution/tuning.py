@@ -225,7 +225,7 @@ def _bound(
     kernel: Kernel[Any, Any], inputs: Inputs | Callable[[], Inputs]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as implementations receive them."""
-    args, kwargs = inputs() if callable(inputs) else inputs
+    args, kwargs = inputs if isinstance(inputs, tuple) else inputs()
     return kernel.bind(*kernel.prepare(tuple(args), dict(kwargs)))
 
 
