@@ -10,8 +10,8 @@ Needs the libtpu wheel beside jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
    memory that does not suffice is such a failure), or takes longer than ``--slowest`` seconds.
 2. The code of one tile without element mask is counted, beside JAX's flash and splash kernels at
    their best block size. A core issues a bundle a cycle; *bundles per pass* divides by the useful
-   matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs
-   fewer by more than a hundredth.
+   matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
+   unless ours already need no more than the matrix units take (such cases are named).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 from tools.tpu import chips  # noqa: E402
 
 PASS = 128**3
-TOLERANCE = 1.01  # what rearranging equal code changes
 JAX_BLOCKS = (512, 1024)
 
 
@@ -79,17 +78,21 @@ def count_all(chip: str, dims: list[int]) -> list[dict[str, Any]]:
 
 
 def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[dict[str, Any]]:
+    from jax.experimental.pallas import tpu as pltpu
     from tools.tpu.llo import kernel_code
 
     rows: list[dict[str, Any]] = []
     try:
         with chips.targeting(device):
             costs = list(source(dim))
+            columns = pltpu.get_tpu_info().mxu_column_size
     except Exception as error:  # JAX's kernels refuse some head dims
         print(f"{chip} d{dim}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return rows
-    compiled = None
+    compiled = failed = None
     for kernel, cost in zip(("fwd", "dq", "dkv"), costs, strict=True):
+        if cost.function == failed:
+            continue
         try:
             if cost.function != compiled:
                 for old in dump.iterdir():
@@ -98,6 +101,7 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
                 compiled = cost.function
             code = kernel_code(dump, cost.kernel)
         except Exception as error:
+            failed = cost.function
             print(f"{chip} d{dim} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
         useful = cost.products * cost.pairs * dim / PASS
@@ -109,6 +113,7 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
                 "tiles": cost.tiles,
                 "bundles": code.steady.bundles,
                 "per_pass": round(code.steady.bundles / useful, 2),
+                "cycles": _cycles(columns, code.steady.capacity["MXU"], dim),
                 "mxu": round(code.steady.share("MXU"), 3),
                 "spills": code.spills,
                 "vmem_mib": round(code.vmem / 2**20, 1),
@@ -117,6 +122,14 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
         )
         print(f"{chip} {rows[-1]}", file=sys.stderr, flush=True)
     return rows
+
+
+def _cycles(columns: int, units: int, dim: int) -> float:
+    """Cycles a pass takes in units of 128 columns, which accept a row a cycle; 0: not known.
+
+    The compiler does not count waiting for them: its code may be shorter.
+    """
+    return 0.0 if columns > 128 else 128 / units * max(1, 128 // dim)
 
 
 def in_child(*arguments: str) -> list[dict[str, Any]]:
@@ -150,7 +163,7 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
         "| d | kernel | | tile | bundles | per pass | of the better | MXU slots | spills | VMEM |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    faults = []
+    faults, notes = [], []
     for dim, kernel in dict.fromkeys((r["dim"], r["kernel"]) for r in rows):
         mine = [r for r in rows if (r["dim"], r["kernel"]) == (dim, kernel)]
         best = {}
@@ -165,17 +178,16 @@ def report_cost(chip: str, rows: list[dict[str, Any]]) -> list[str]:
                 f"| {dim} | {kernel} | {who} | {r['tiles']} | {r['bundles']} | {r['per_pass']} | "
                 f"{ratio} | {r['mxu']:.0%} | {r['spills']} | {r['vmem_mib']} MiB |"
             )
-        if (
-            least is not None
-            and "ejkernel" in best
-            and best["ejkernel"]["per_pass"] > TOLERANCE * least
-        ):
-            faults.append(
-                f"{chip} d{dim} {kernel}: {best['ejkernel']['per_pass']} bundles per pass, JAX's "
-                f"better {least}"
-            )
         if "ejkernel" not in best:
             faults.append(f"{chip} d{dim} {kernel}: not counted")
+        elif least is not None and best["ejkernel"]["per_pass"] > least:
+            count, cycles = (best["ejkernel"][name] for name in ("per_pass", "cycles"))
+            text = f"{chip} d{dim} {kernel}: {count} bundles per pass, JAX's better {least}"
+            if count > cycles:
+                faults.append(text)
+            else:
+                notes.append(f"{text}; the matrix units take {cycles:g} cycles")
+    print("".join(f"\n{note}" for note in notes))
     return faults
 
 

@@ -14,13 +14,14 @@ TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
+# What llo.py reads; text of all hundred passes would take three times as long as compilation.
+PASSES = "final_bundles|per-bundle-utilization|post-delay-converter"
 
 
 def prepare_environment(dump: Path | None = None) -> None:
     """Before JAX is imported: CPU stays the default, libtpu looks for no machine around it.
 
-    With ``dump`` the compiler writes there what it knows about every kernel (and is three times
-    slower).
+    With ``dump`` the compiler writes there the final code of every kernel.
     """
     os.environ.update(
         JAX_PLATFORMS="cpu",
@@ -31,8 +32,8 @@ def prepare_environment(dump: Path | None = None) -> None:
         TPU_LOG_DIR="disabled",
     )
     if dump is not None:
-        flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = flags
+        flags = (f"dump_to={dump}", "dump_llo_text=true", f"dump_llo_pass_label_regex={PASSES}")
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_{flag}" for flag in flags)
 
 
 def device(chip: str) -> Any:

@@ -29,58 +29,40 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
-from ejkernel.kernels.pallas.tpu.flash_attention.edges import (
-    Place,
-    edge_tiles,
-    place_mask,
-    strips,
-)
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
-    overlapped,
+    Pairs,
+    operand_specs,
+    operands,
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import KeysHeld, entry
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 
 
 def _kernel(layout: Layout, table: Any, *given: Any) -> None:
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *refs = given
-    n = len(layout.pair_names)
-    q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
+    wide = layout.tiles.transposed
+    x, refs = operands(layout, given, queries_on_lanes=not wide)
     dk_ref, dv_ref, dk_acc, dv_acc, *columns = refs
     b, ki, g, t = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     first = entry(layout, layout.kv_blocks, b, ki)
-    start, full_start, full_stop, stop = (table[first + i] for i in range(4))
-    qi = start + t
-    tiles, wide = layout.tiles, layout.tiles.transposed
+    step = step_of(layout, table, first, ki, t, keys_held=True, queries_on_lanes=not wide)
 
     @pl.when((t == 0) & (g == 0))
     def _begin() -> None:
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
         if not wide:
-            for row, spread in zip(kv_rows, columns, strict=True):
+            for row, spread in zip(x.kv_rows, columns, strict=True):
                 spread[...] = column(row[0])
-
-    def products(place: Place) -> Pair:
-        queries, keys = place
-        q, k, v, do = (
-            q_ref[0, 0, queries],
-            k_ref[0, 0, keys],
-            v_ref[0, 0, keys],
-            do_ref[0, 0, queries],
-        )
-        if wide:
-            return layout.dot(q, k, (1, 1)), layout.dot(do, v, (1, 1))
-        return layout.dot(k, q, (1, 1)), layout.dot(v, do, (1, 1))
 
     def add(place: Place, pair: Pair, mask: Any = None) -> None:
         queries, keys = place
-        q, do = q_ref[0, 0, queries], do_ref[0, 0, queries]
-        lse, delta = lse_ref[0, 0, :, queries], delta_ref[0, 0, :, queries]
+        q, do = x.q[0, 0, queries], x.do[0, 0, queries]
+        lse, delta = x.statistics(queries)
         if wide:
-            lse, delta = (fit(column(x), pair[0].shape[1]) for x in (lse, delta))
+            lse, delta = (fit(column(s), pair[0].shape[1]) for s in (lse, delta))
         p, ds = tile_gradients(layout, pair, mask, lse, delta, q.dtype)
         q, do = q.astype(ds.dtype), do.astype(p.dtype)
         if wide:
@@ -93,34 +75,13 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
     def masked(place: Place, pair: Pair) -> None:
         queries, keys = place
         if wide:
-            down = [column(r[0, :, queries]) for r in q_rows]
-            across = [r[0, :, keys] for r in kv_rows]
+            down = [column(r[0, :, queries]) for r in x.q_rows]
+            across = [r[0, :, keys] for r in x.kv_rows]
         else:
-            down, across = [c[keys] for c in columns], [r[0, :, queries] for r in q_rows]
-        sides = dict(queries_on_lanes=not wide, check_queries=True)
-        add(place, pair, place_mask(layout, qi, ki, place, down, across, **sides))
+            down, across = [c[keys] for c in columns], [r[0, :, queries] for r in x.q_rows]
+        add(place, pair, step.mask(place, down, across))
 
-    def places(i: Any, j: Any, size_q: int, size_kv: int) -> list[Place]:
-        q_strip = min(tiles.rows, size_q) if wide else size_q
-        kv_strip = min(tiles.columns if wide else tiles.rows, size_kv)
-        return [(x, y) for y in strips(j, size_kv, kv_strip) for x in strips(i, size_q, q_strip)]
-
-    full = (qi >= full_start) & (qi < full_stop)
-
-    if layout.some_full:
-
-        @pl.when(full)
-        def _full_tile() -> None:
-            overlapped(places(0, 0, tiles.block_q, tiles.block_kv), products, add)
-
-    if layout.some_partial:
-
-        @pl.when((qi < stop) & ~full)
-        def _masked_tile() -> None:
-            def part(i: Any, j: Any) -> None:
-                overlapped(places(i, j, tiles.edge_q, tiles.edge_kv), products, masked)
-
-            edge_tiles(layout, qi, ki, part)
+    step.run(x.products, add, masked)
 
     @pl.when((t == layout.steps - 1) & (g == layout.problem.group - 1))
     def _end() -> None:
@@ -138,7 +99,7 @@ def key_gradients(
     do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    pairs: list[tuple[jax.Array, jax.Array]],
+    pairs: Pairs,
 ) -> tuple[jax.Array, jax.Array]:
     """dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]`` of padded, head-major arrays.
 
@@ -147,7 +108,6 @@ def key_gradients(
     p, tiles = layout.problem, layout.tiles
     d, dv = layout.dim, layout.value_dim
     specs = KeysHeld(layout)
-    row_q, row_kv = [x for x, _ in pairs], [x for _, x in pairs]
     if tiles.transposed:
         scratch = [pltpu.VMEM((width, tiles.block_kv), jnp.float32) for width in (d, dv)]
     else:
@@ -159,16 +119,7 @@ def key_gradients(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=specs.grid,
-            in_specs=[
-                specs.query(d),
-                specs.key(d),
-                specs.key(dv),
-                specs.query(dv),
-                specs.statistic(),
-                specs.statistic(),
-                *map(specs.query_values, row_q),
-                *map(specs.key_values, row_kv),
-            ],
+            in_specs=operand_specs(specs, pairs),
             out_specs=[specs.key(d), specs.key(dv)],
             scratch_shapes=scratch,
         ),
@@ -185,4 +136,4 @@ def key_gradients(
         ),
         interpret=layout.chip.interpret,
         name="ejkernel_flash_dkv",
-    )(table, q, k, v, do, lse, delta, *row_q, *row_kv)
+    )(table, q, k, v, do, lse, delta, *(x for x, _ in pairs), *(x for _, x in pairs))

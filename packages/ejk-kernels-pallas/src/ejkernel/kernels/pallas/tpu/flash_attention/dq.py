@@ -28,60 +28,42 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
-from ejkernel.kernels.pallas.tpu.flash_attention.edges import (
-    Place,
-    edge_tiles,
-    place_mask,
-    strips,
-)
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
-    overlapped,
+    Pairs,
+    operand_specs,
+    operands,
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 
 
 def _kernel(layout: Layout, table: Any, *given: Any) -> None:
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *refs = given
-    n = len(layout.pair_names)
-    q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
+    wide = layout.tiles.transposed
+    x, refs = operands(layout, given, queries_on_lanes=wide)
     dq_ref, acc_ref, *columns = refs
-    b, qi, t = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    first = entry(layout, layout.q_blocks, b, qi)
-    start, full_start, full_stop, stop = (table[first + i] for i in range(4))
-    ki = start + t
-    tiles, wide = layout.tiles, layout.tiles.transposed
     # unless transposed: columns of lse and delta, then of the pairs
     statistics, columns = columns[:2], columns[2:]
+    b, qi, t = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    first = entry(layout, layout.q_blocks, b, qi)
+    step = step_of(layout, table, first, qi, t, queries_on_lanes=wide)
 
     @pl.when(t == 0)
     def _begin() -> None:
         acc_ref[...] = jnp.zeros_like(acc_ref)
         if not wide:
-            for row, spread in zip((lse_ref, delta_ref), statistics, strict=True):
+            for row, spread in zip((x.lse, x.delta), statistics, strict=True):
                 spread[...] = column(row[0, 0])
-            for row, spread in zip(q_rows, columns, strict=True):
+            for row, spread in zip(x.q_rows, columns, strict=True):
                 spread[...] = column(row[0])
-
-    def products(place: Place) -> Pair:
-        queries, keys = place
-        q, k, v, do = (
-            q_ref[0, 0, queries],
-            k_ref[0, 0, keys],
-            v_ref[0, 0, keys],
-            do_ref[0, 0, queries],
-        )
-        if wide:
-            return layout.dot(k, q, (1, 1)), layout.dot(v, do, (1, 1))
-        return layout.dot(q, k, (1, 1)), layout.dot(do, v, (1, 1))
 
     def add(place: Place, pair: Pair, mask: Any = None) -> None:
         queries, keys = place
-        k = k_ref[0, 0, keys]
+        k = x.k[0, 0, keys]
         if wide:
-            lse, delta = lse_ref[0, 0, :, queries], delta_ref[0, 0, :, queries]
+            lse, delta = x.statistics(queries)
         else:
             lse, delta = (fit(c[queries], pair[0].shape[1]) for c in statistics)
         _, ds = tile_gradients(layout, pair, mask, lse, delta, k.dtype)
@@ -94,34 +76,13 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
     def masked(place: Place, pair: Pair) -> None:
         queries, keys = place
         if wide:
-            down = [column(r[0, :, keys]) for r in kv_rows]
-            across = [r[0, :, queries] for r in q_rows]
+            down = [column(r[0, :, keys]) for r in x.kv_rows]
+            across = [r[0, :, queries] for r in x.q_rows]
         else:
-            down, across = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
-        sides = dict(queries_on_lanes=wide, check_queries=False)
-        add(place, pair, place_mask(layout, qi, ki, place, down, across, **sides))
+            down, across = [c[queries] for c in columns], [r[0, :, keys] for r in x.kv_rows]
+        add(place, pair, step.mask(place, down, across))
 
-    def places(i: Any, j: Any, size_q: int, size_kv: int) -> list[Place]:
-        q_strip = min(tiles.columns if wide else tiles.rows, size_q)
-        kv_strip = min(tiles.rows, size_kv) if wide else size_kv
-        return [(x, y) for x in strips(i, size_q, q_strip) for y in strips(j, size_kv, kv_strip)]
-
-    full = (ki >= full_start) & (ki < full_stop)
-
-    if layout.some_full:
-
-        @pl.when(full)
-        def _full_tile() -> None:
-            overlapped(places(0, 0, tiles.block_q, tiles.block_kv), products, add)
-
-    if layout.some_partial:
-
-        @pl.when((ki < stop) & ~full)
-        def _masked_tile() -> None:
-            def part(i: Any, j: Any) -> None:
-                overlapped(places(i, j, tiles.edge_q, tiles.edge_kv), products, masked)
-
-            edge_tiles(layout, qi, ki, part)
+    step.run(x.products, add, masked)
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:
@@ -138,7 +99,7 @@ def query_gradient(
     do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    pairs: list[tuple[jax.Array, jax.Array]],
+    pairs: Pairs,
 ) -> jax.Array:
     """dq ``[b, h, q, d]`` of padded, head-major arrays.
 
@@ -147,7 +108,6 @@ def query_gradient(
     p, tiles = layout.problem, layout.tiles
     d, dv = layout.dim, layout.value_dim
     specs = QueriesHeld(layout)
-    row_q, row_kv = [x for x, _ in pairs], [x for _, x in pairs]
     if tiles.transposed:
         scratch = [pltpu.VMEM((d, tiles.block_q), jnp.float32)]
     else:
@@ -159,16 +119,7 @@ def query_gradient(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=specs.grid,
-            in_specs=[
-                specs.query(d),
-                specs.key(d),
-                specs.key(dv),
-                specs.query(dv),
-                specs.statistic(),
-                specs.statistic(),
-                *map(specs.query_values, row_q),
-                *map(specs.key_values, row_kv),
-            ],
+            in_specs=operand_specs(specs, pairs),
             out_specs=specs.query(d),
             scratch_shapes=scratch,
         ),
@@ -183,4 +134,4 @@ def query_gradient(
         ),
         interpret=layout.chip.interpret,
         name="ejkernel_flash_dq",
-    )(table, q, k, v, do, lse, delta, *row_q, *row_kv)
+    )(table, q, k, v, do, lse, delta, *(x for x, _ in pairs), *(x for _, x in pairs))

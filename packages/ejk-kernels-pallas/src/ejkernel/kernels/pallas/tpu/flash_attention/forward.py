@@ -27,15 +27,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
-from ejkernel.kernels.pallas.tpu.flash_attention.edges import (
-    Place,
-    edge_tiles,
-    place_mask,
-    strips,
-)
-from ejkernel.kernels.pallas.tpu.flash_attention.gradients import overlapped
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import FLOOR, HIDDEN, Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 from ejkernel.types.problem import LOG2E
 
 
@@ -88,9 +82,7 @@ def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
     o_ref, lse_ref, m_ref, l_ref, acc_ref, *columns = refs
     b, h, qi, t = (pl.program_id(axis) for axis in range(4))
     first = entry(layout, layout.q_blocks, b, qi)
-    start, full_start, full_stop, stop = (table[first + i] for i in range(4))
-    ki = start + t
-    tiles = layout.tiles
+    step = step_of(layout, table, first, qi, t)
 
     @pl.when(t == 0)
     def _begin() -> None:
@@ -111,28 +103,9 @@ def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
     def masked(place: Place, product: jax.Array) -> None:
         queries, keys = place
         down, across = [c[queries] for c in columns], [r[0, :, keys] for r in kv_rows]
-        sides = dict(queries_on_lanes=False, check_queries=False)
-        add(place, product, place_mask(layout, qi, ki, place, down, across, **sides))
+        add(place, product, step.mask(place, down, across))
 
-    full = (ki >= full_start) & (ki < full_stop)
-
-    if layout.some_full:
-
-        @pl.when(full)
-        def _full_tile() -> None:
-            keys = pl.ds(0, tiles.block_kv)
-            overlapped([(x, keys) for x in strips(0, tiles.block_q, tiles.rows)], products, add)
-
-    if layout.some_partial:
-
-        @pl.when((ki < stop) & ~full)
-        def _masked_tile() -> None:
-            def part(i: Any, j: Any) -> None:
-                keys = pl.ds(j, tiles.edge_kv)
-                rows = strips(i, tiles.edge_q, min(tiles.rows, tiles.edge_q))
-                overlapped([(x, keys) for x in rows], products, masked)
-
-            edge_tiles(layout, qi, ki, part)
+    step.run(products, add, masked)
 
     @pl.when(t == layout.steps - 1)
     def _end() -> None:
@@ -149,7 +122,7 @@ def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
         total = jnp.where(seen, total, 1.0)
         o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
         lse = jnp.where(seen, (m + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
-        lse_ref[0, 0] = jnp.broadcast_to(lse, (tiles.block_q, LANES)).T[:1]
+        lse_ref[0, 0] = jnp.broadcast_to(lse, (layout.tiles.block_q, LANES)).T[:1]
 
 
 def forward(

@@ -1,16 +1,83 @@
-"""What both backward kernels do with a tile: from products to p and ds, in strips that overlap."""
+"""What both backward kernels share: their operands, two products of a tile, and p and ds of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import KeysHeld, QueriesHeld
+from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place
 
 Pair = tuple[jax.Array, jax.Array]
+Pairs = list[tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A backward kernel's operands in vector memory: a block of each array, rows of the pairs.
+
+    ``queries_on_lanes``: whether tiles are ``[keys, queries]``.
+    """
+
+    layout: Layout
+    queries_on_lanes: bool
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    q_rows: Sequence[Any]
+    kv_rows: Sequence[Any]
+
+    def products(self, place: Place) -> Pair:
+        """q k^T and do v^T of a place, or both transposed."""
+        queries, keys = place
+        q, k, v, do = (
+            self.q[0, 0, queries],
+            self.k[0, 0, keys],
+            self.v[0, 0, keys],
+            self.do[0, 0, queries],
+        )
+        dot = self.layout.dot
+        if self.queries_on_lanes:
+            return dot(k, q, (1, 1)), dot(v, do, (1, 1))
+        return dot(q, k, (1, 1)), dot(do, v, (1, 1))
+
+    def statistics(self, queries: Any) -> Pair:
+        """lse and delta of some queries, along lanes."""
+        return self.lse[0, 0, :, queries], self.delta[0, 0, :, queries]
+
+
+def operands(
+    layout: Layout, given: Sequence[Any], *, queries_on_lanes: bool
+) -> tuple[Operands, list[Any]]:
+    """The operands among a kernel's refs, and the rest: outputs and scratch."""
+    n = len(layout.pair_names)
+    arrays, rows = given[:6], given[6 : 6 + 2 * n]
+    made = Operands(layout, queries_on_lanes, *arrays, rows[:n], rows[n:])
+    return made, list(given[6 + 2 * n :])
+
+
+def operand_specs(specs: QueriesHeld | KeysHeld, pairs: Pairs) -> list[pl.BlockSpec]:
+    """Block specs of q, k, v, do, lse, delta and the pairs, in the order of ``operands``."""
+    d, dv = specs.layout.dim, specs.layout.value_dim
+    return [
+        specs.query(d),
+        specs.key(d),
+        specs.key(dv),
+        specs.query(dv),
+        specs.statistic(),
+        specs.statistic(),
+        *(specs.query_values(x) for x, _ in pairs),
+        *(specs.key_values(x) for _, x in pairs),
+    ]
 
 
 def tile_gradients(
@@ -35,18 +102,3 @@ def tile_gradients(
     if bent is not None:
         ds = ds * (1.0 - bent * bent)
     return (p, ds) if layout.tiles.unpacked else (p.astype(dtype), ds.astype(dtype))
-
-
-def overlapped(
-    places: Sequence[Any], products: Callable[[Any], Any], add: Callable[..., None]
-) -> None:
-    """``add(place, products(place))`` for every place, the products one place ahead.
-
-    Straight code: the compiler runs the matrix units on the next tile under the exponentials of
-    this one.
-    """
-    ready = products(places[0])
-    for n, place in enumerate(places):
-        following = products(places[n + 1]) if n + 1 < len(places) else None
-        add(place, ready)
-        ready = following

@@ -23,11 +23,11 @@ class Tiles:
 
     Attributes:
         block_q, block_kv: queries and keys of a grid step.
-        rows: rows of the held side whose products and exponentials overlap at a time.
+        rows, columns: tokens along sublanes and along lanes of the tiles that a block is cut into;
+            products of a tile run under the exponentials of the one before it.
         unpacked: probabilities enter their product as float32: a matrix unit of 128 columns takes
             them at the rate of bfloat16, and packing them costs vector slots.
-        transposed: gradients are accumulated as ``[d, tokens]`` (see dq and dkv), in parts of
-            ``rows`` by ``columns``.
+        transposed: gradients are accumulated as ``[d, tokens]`` (see dq and dkv).
     """
 
     block_q: int
@@ -35,7 +35,7 @@ class Tiles:
     rows: int
     unpacked: bool = False
     transposed: bool = False
-    columns: int = 512
+    columns: int = LARGEST
 
     @property
     def edge_q(self) -> int:
@@ -100,7 +100,6 @@ def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> T
         tiles,
         block_q=max(tiles.block_q // 2, LANES),
         block_kv=max(tiles.block_kv // 2, LANES),
-        columns=min(tiles.columns, tiles.block_q // 2, tiles.block_kv // 2),
     )
     return _fitting(smaller, problem, chip, accumulators)
 
@@ -134,14 +133,16 @@ def dkv_tiles(problem: Problem, chip: Chip) -> Tiles:
         rows, columns = min(256, block_q), min(512, block_kv)
         tiles = Tiles(block_q, block_kv, rows, transposed=True, columns=columns)
     elif chip.mxu > 128:
-        # no running maximum to wait for: one strip loads every weight once
-        tiles = Tiles(block_q, block_kv, block_kv)
+        # no running maximum to wait for: one strip loads every weight once, unless it spills so
+        # much that the one store of a bundle is the limit
+        columns = 256 if chip.generation == 6 else LARGEST
+        tiles = Tiles(block_q, block_kv, block_kv, columns=columns)
     else:
         if large:  # two gradients of 256 columns: as dq, on both sides
             block_q, block_kv = min(block_q, 512), min(block_kv, 512)
-        elif chip.generation <= 4:  # one load a bundle: fewer queries at a time spill less
-            block_q = min(block_q, 512)
-        tiles = Tiles(block_q, block_kv, min(512, block_kv))
+        # v4 fills fewer registers a bundle: fewer queries at a time spill less
+        columns = 256 if chip.generation <= 4 and not large else LARGEST
+        tiles = Tiles(block_q, block_kv, min(512, block_kv), columns=columns)
     return _fitting(tiles, problem, chip, 2)
 
 
@@ -153,9 +154,7 @@ def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> T
     """``tiles`` with what a config says instead, in whole registers of 128 lanes."""
     given = {mine: arg.field(params, theirs) for mine, theirs in fields.items()}
     sizes = {k: max(LANES, int(v)) for k, v in given.items() if v is not None}
-    new = replace(tiles, **sizes)
-    smaller = min(new.block_q, new.block_kv)
-    return replace(new, rows=min(new.rows, smaller), columns=min(new.columns, smaller))
+    return replace(tiles, **sizes)
 
 
 def neighbours(tiles: Tiles) -> list[Tiles]:
