@@ -146,6 +146,12 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "dropout": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, dropout=0.1)),
     "bias": ((2, 1000, 1100, 4, 4, 64, 64, BF), dict(bias=(1, 4))),
+    # rows by TMA that end inside a tile, before those of the next head
+    "bias odd rows": ((2, 1000, 1096, 4, 2, 128, 128, BF), dict(causal=True, bias=(1, 4))),
+    "bias cap dropout": (
+        (2, 1024, 1024, 4, 4, 128, 128, BF),
+        dict(causal=True, bias=(2, 4), cap=50.0, dropout=0.1),
+    ),
     "bias shared": ((2, 1024, 1024, 4, 2, 128, 128, BF), dict(causal=True, bias=(2, 1))),
     "dense mask": ((2, 1024, 1024, 4, 4, 64, 64, BF), dict(dense=True)),
     "negative scale": ((2, 512, 512, 4, 4, 64, 64, BF), dict(scale=-0.1)),

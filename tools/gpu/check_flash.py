@@ -5,6 +5,8 @@
     python tools/gpu/check_flash.py --sweep    # time candidate tiles of every kernel
     python tools/gpu/check_flash.py --extras   # only what options cost against the plain call
 
+``flash_variants.py`` beside this file times those options kernel by kernel, in variants.
+
 The last lines are the tables. Exits with 1 when a case fails.
 """
 
@@ -22,6 +24,7 @@ from tools.gpu.common import in_parallel, jax, jnp, milliseconds, precompile
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
+from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
@@ -282,6 +285,7 @@ def sweep(only=None, causal=True):
         )
         lse = lse.swapaxes(1, 2)
         delta = jnp.einsum("bqhd,bqhd->bhq", do.astype(F32), o.astype(F32))
+        lse, delta = row_terms(make_plan("dq", d, (64, 64), causal)[0].problem, lse, delta)
         operands = {"fwd": (q, k, v)}
         operands["dq"] = operands["dkv"] = operands["dkv cap"] = (q, k, v, do, lse, delta)
         words = row_words(jnp.asarray([[3, 0, 0]], jnp.int32), b, h, s)

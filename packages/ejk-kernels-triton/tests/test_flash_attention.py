@@ -49,6 +49,10 @@ CALLS = [
     small("dead_rows", k=28, mask={"causal": True, "causal_offset": -16}, sinks=(2, 2)),
     small("window", k=60, mask={"sliding_window": (9, 3)}, sinks=(3,)),
     small("window_causal_cap", mask={"causal": True, "sliding_window": (5, 5)}, cap=0.7),
+    # without a running maximum up to caps of 51, and with one
+    small("cap_50", q=20, k=36, cap=50.0, sinks=(2,), dtypes=BF16),
+    small("cap_60", q=20, k=36, cap=60.0, scale=-0.3, dtypes=BF16),
+    small("cap_float16", q=20, k=36, cap=20.0, dtypes=F16),
     small("segments", mask={"q_segment_ids": SEGMENTS, "causal": True}),
     small(
         "packed",
@@ -155,6 +159,15 @@ def loss(q, k, v, segment_ids, bias, **options):
         dropout_seed=5, cfg=CFG, **options,
     )  # fmt: skip
     return (o**2).sum() + jnp.where(lse == -jnp.inf, 0.0, lse).sum()
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_rows_of_which_every_logit_is_the_cap(sign: float) -> None:
+    q, k = sign * jnp.full((1, 16, 1, 16), 40.0), jnp.full((1, 32, 1, 16), 40.0)
+    v = jax.random.normal(jax.random.key(0), (1, 32, 1, 16))
+    o, lse = flash_attention(q, k, v, logits_soft_cap=50.0, return_lse=True)
+    np.testing.assert_allclose(o, jnp.broadcast_to(v.mean(1, keepdims=True), o.shape), atol=1e-6)
+    np.testing.assert_allclose(lse, sign * 50.0 + np.log(32), rtol=1e-6)
 
 
 def test_vmap_of_grad_equals_stacking() -> None:

@@ -24,17 +24,30 @@ def load_row_words(words, rows, i, length):
 
 
 @triton.jit
-def kept(r, s, first, column, threshold):
-    """Boolean tile: which probabilities survive.
-
-    ``r`` and ``s`` are the words of the rows, keys are ``first + column``; all broadcast.
-    """
+def words_from(r, first, threshold):
+    """The row words ``r`` for keys counted from ``first``, where a loop walks over keys."""
     r = r + first.to(tl.uint32) * tl.full([], _P5, tl.uint32)
+    # with a zero that the compiler does not know: else it keeps what follows for every element
+    # of a thread from one block to the next, in a register each
+    return r ^ (threshold.to(tl.uint32) >> 25)
+
+
+@triton.jit
+def mixed_words(r, s, column):
+    """uint32 tile for ``kept``: most of what dropout costs.
+
+    ``r`` and ``s`` are the words of the rows, ``column`` the keys; all broadcast.
+    """
     x = r + column.to(tl.uint32) * tl.full([], _P5, tl.uint32)
     x = x ^ (x >> 16)
     x = x * tl.full([], _M1, tl.uint32)
     x = x ^ (x >> 13) ^ s
-    x = x * tl.full([], _M2, tl.uint32)
+    return x * tl.full([], _M2, tl.uint32)
+
+
+@triton.jit
+def kept(x, threshold):
+    """Boolean tile: which probabilities survive, of ``mixed_words``."""
     # (x ^ (x >> 16)) >> 8 >= threshold, for thresholds from 1 to 2**24, is u > bound with u the
     # xor. Their upper halves decide unless equal, and then x >> 16 is the upper half of bound.
     bound = (threshold.to(tl.uint32) << 8) - 1

@@ -39,13 +39,18 @@ def online_softmax(x, m, l, scale, SCALED: tl.constexpr, GUARD: tl.constexpr):  
 
 @triton.jit
 def capped_weight(y):
-    """w in [-1, 0] with tanh(x) = 1 + 2 w, for y = 2 * log2(e) * x.
+    """w in [-1, 0] with tanh(x) = 1 + 2 w, for a tile y = 2 * log2(e) * x.
 
-    w = -1 / (1 + 2^y), the quotient as a squared reciprocal root, as below. A softmax of tanh
-    needs only w: constants drop out of it. The slope 1 - tanh^2 is -4 w (1 + w).
+    w = -1 / (1 + 2^y). Neighbours a and b share one reciprocal, 1 / a = b / (a * b), the quotient
+    as a squared reciprocal root, as below: the special-function unit is what a soft cap waits for.
+    Beyond 2^62, where w is 0 to any purpose, a product would overflow. A softmax of tanh needs only
+    w: constants drop out of it. The slope 1 - tanh^2 is -4 (w + w^2).
     """
-    root = tl.rsqrt(1.0 + tl.exp2(y))
-    return -root * root
+    y = tl.minimum(y, 62.0, propagate_nan=tl.PropagateNan.ALL)
+    a, b = tl.split(tl.reshape(1.0 + tl.exp2(y), [y.shape[0], y.shape[1] // 2, 2]))
+    root = tl.rsqrt(a * b)
+    both = -root * root
+    return tl.reshape(tl.join(both * b, both * a), y.shape)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from ejkernel.kernels.triton.flash_attention.plans import (
     DqPlan,
     ForwardPlan,
 )
+from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, bias_tiles
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo
@@ -87,7 +88,8 @@ def _attend_bwd(static: Static, residuals, cotangents):
         "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
     )
     delta = delta - dlse
-    tensors = dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, bias=bias, seed=seed)
+    row_lse, row_delta = row_terms(static.problem, lse, delta)
+    tensors = dict(q=q, k=k, v=v, do=do, lse=row_lse, delta=row_delta, bias=bias, seed=seed)
     (dq,) = _run(DqPlan, static, static.dq, mask, tensors)
     grads = {}
     for parts, part_tiles in static.dkv:

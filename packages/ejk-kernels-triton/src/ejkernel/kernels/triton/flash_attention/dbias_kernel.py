@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.common.tiles import load_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
-    finite_lse,
+    load_bias,
+    load_rows,
     mask_unseen,
     tile_logits,
 )
@@ -59,11 +60,10 @@ def flash_bwd_dbias(
     chunk_offset,
     scale,
     slope,
-    shift,
+    grad_scale,
     cap_in,
     bias_scale,
     keep_threshold,
-    keep_scale,
     ids_stride,
     positions_stride,
     ranges_batch,
@@ -80,6 +80,7 @@ def flash_bwd_dbias(
     DV_REST: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
@@ -120,6 +121,10 @@ def flash_bwd_dbias(
         k_main = load_tile(
             k, kv_token, j0, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, False, True, True
         )
+        more = load_bias(
+            bias, i, j, i0, j0, b, h, q_len, kv_len, bias_batch, bias_head,
+            BIAS_TMA, False, True, False,
+        )  # fmt: skip
         s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
         if D_REST > 0:
             q_more = load_tile(
@@ -150,12 +155,9 @@ def flash_bwd_dbias(
             )  # fmt: skip
             dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
         rows = (b * heads + h).to(tl.int64) * q_len
-        row_lse = finite_lse(lse + rows, i, q_len, shift)[:, None]
-        row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[:, None]
-        s = tile_logits(
-            s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-            bias_scale, scale, cap_in, CAPPED, SCALED, False,
-        )  # fmt: skip
+        row_lse = load_rows(lse + rows, i, q_len, float("inf"), False)[:, None]
+        row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
+        s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
         if CAPPED:
             steep = cap_slope(s)
         s = mask_unseen(
@@ -169,15 +171,15 @@ def flash_bwd_dbias(
             p = p * steep
         if DROPOUT:
             row_r, row_s = load_row_words(words, rows, i, q_len)
-            column = tl.arange(0, BLOCK_KV)[None, :]
-            keep = kept(row_r[:, None], row_s[:, None], j0, column, keep_threshold)
-            acc += tl.where(keep, p * keep_scale, 0.0) * dp - p * row_delta
+            mixed = mixed_words(row_r[:, None], row_s[:, None], j[None, :])
+            keep = kept(mixed, keep_threshold)
+            acc += tl.where(keep, p, 0.0) * dp - p * row_delta
         else:
             acc += p * (dp - row_delta)
 
     at = i.to(tl.int64)[:, None] * kv_len + j[None, :]
     tl.store(
         dbias + out.to(tl.int64) * q_len * kv_len + at,
-        acc,
+        acc * grad_scale,
         mask=(i < q_len)[:, None] & (j < kv_len)[None, :],
     )

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
 from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
-    finite_lse,
+    load_bias,
+    load_rows,
     mask_unseen,
     program_of,
     tile_logits,
@@ -67,7 +68,6 @@ def flash_bwd_dkv(
     chunk_offset,
     scale,
     slope,
-    shift,
     grad_scale,
     cap_in,
     bias_scale,
@@ -91,6 +91,7 @@ def flash_bwd_dkv(
     BLOCK_KV: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
@@ -101,6 +102,7 @@ def flash_bwd_dkv(
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    DP_LATE: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
     ORDER: tl.constexpr,
@@ -122,10 +124,6 @@ def flash_bwd_dkv(
 
     WANT_DK: tl.constexpr = dk is not None
     WANT_DV: tl.constexpr = dv is not None
-    # dp before the exponentials overlaps products with them; after, it holds fewer registers
-    # while whatever else a call has needs them, and lets narrow heads run three programs
-    EXTRAS: tl.constexpr = CAPPED or DROPOUT or (bias is not None) or (ranges is not None)
-    DP_LATE: tl.constexpr = EXTRAS or GROUP > 1 or D_MAIN + D_REST <= 64
     CHECK_D: tl.constexpr = D_MAIN + D_REST != D
     CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
     k_main = load_tile(
@@ -190,6 +188,10 @@ def flash_bwd_dkv(
                 if (phase == 1) and TMA and not EVEN_Q:
                     # a descriptor reads on into the next sequence, and 0 * inf is not 0
                     q_main = tl.where((i < q_len)[:, None], q_main, 0.0)
+                more = load_bias(
+                    bias, i, j, i0, first, b, h, q_len, kv_len, bias_batch, bias_head,
+                    BIAS_TMA, True, EVEN_Q, EVEN_KV,
+                )  # fmt: skip
                 s = tl.dot(k_main, tl.trans(q_main), input_precision=PRECISION)
                 if D_REST > 0:
                     q_more = load_tile(
@@ -213,20 +215,17 @@ def flash_bwd_dkv(
                     )  # fmt: skip
                     if (phase == 1) and TMA and not EVEN_Q:
                         do_more = tl.where((i < q_len)[:, None], do_more, 0.0)
+                row_lse = load_rows(lse + rows, i, q_len, float("inf"), EVEN_Q)[None, :]
                 if WANT_DK and not DP_LATE:
-                    dp = tl.zeros([BLOCK_KV, BLOCK_Q], tl.float32)
-                    if WANT_DV:
-                        # added to -delta, so that no thread holds delta beside the logits
-                        dp -= tl.load(delta + rows + i, mask=i < q_len, other=0.0)[None, :]
-                    dp = tl.dot(v_main, tl.trans(do_main), dp, input_precision=PRECISION)
+                    dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
                     if DV_REST > 0:
                         dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
 
-                row_lse = finite_lse(lse + rows, i, q_len, shift)[None, :]
-                s = tile_logits(
-                    s, i[None, :], j[:, None], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-                    bias_scale, scale, cap_in, CAPPED, SCALED, EVEN_KV,
-                )  # fmt: skip
+                if DROPOUT:
+                    # while the product runs
+                    row_r, row_s = load_row_words(words, rows, i, q_len)
+                    mixed = mixed_words(row_r[None, :], row_s[None, :], j[:, None])
+                s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
                 if CAPPED and WANT_DK:
                     steep = cap_slope(s)
                 if phase == 1:
@@ -239,32 +238,28 @@ def flash_bwd_dkv(
                 p = tl.exp2(s * slope - row_lse)
                 pd = p
                 if DROPOUT:
-                    row_r, row_s = load_row_words(words, rows, i, q_len)
-                    column = tl.arange(0, BLOCK_KV)[:, None]
-                    keep = kept(row_r[None, :], row_s[None, :], first, column, keep_threshold)
+                    keep = kept(mixed, keep_threshold)
                     pd = tl.where(keep, p, zero)
                 if WANT_DV:
                     kept_p = pd.to(do_main.dtype)
+                if CAPPED and WANT_DK:
+                    p = p * steep
+                    pd = pd * steep
+                if WANT_DV:
                     dv_main = tl.dot(kept_p, do_main, dv_main, input_precision=PRECISION)
                     if DV_REST > 0:
                         dv_more = tl.dot(kept_p, do_more, dv_more, input_precision=PRECISION)
                 if WANT_DK:
-                    if CAPPED:
-                        p = p * steep
-                        pd = pd * steep
                     if DP_LATE:
                         dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
                         if DV_REST > 0:
                             dp = tl.dot(v_more, tl.trans(do_more), dp, input_precision=PRECISION)
-                    if DP_LATE or not WANT_DV:
-                        row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[None, :]
+                    row_delta = load_rows(delta + rows, i, q_len, 0.0, EVEN_Q)[None, :]
                     if DROPOUT:
                         # less the factor keep_scale, which dk gets in the end
-                        ds = pd * dp - p * (row_delta / keep_scale)
-                    elif DP_LATE or not WANT_DV:
-                        ds = p * (dp - row_delta)
+                        ds = pd * dp - p * row_delta
                     else:
-                        ds = p * dp
+                        ds = p * (dp - row_delta)
                     ds = ds.to(q_main.dtype)
                     dk_main = tl.dot(ds, q_main, dk_main, input_precision=PRECISION)
                     if D_REST > 0:

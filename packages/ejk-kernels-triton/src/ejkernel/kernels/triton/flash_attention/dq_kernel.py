@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
 from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
-    finite_lse,
+    load_bias,
+    load_rows,
     mask_unseen,
     program_of,
     tile_logits,
@@ -65,12 +66,10 @@ def flash_bwd_dq(
     chunk_offset,
     scale,
     slope,
-    shift,
     grad_scale,
     cap_in,
     bias_scale,
     keep_threshold,
-    keep_scale,
     ids_stride,
     positions_stride,
     ranges_batch,
@@ -88,6 +87,7 @@ def flash_bwd_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
@@ -143,11 +143,11 @@ def flash_bwd_dq(
             DV_REST, False, True, CHECK_DV,
         )  # fmt: skip
     rows = (b * heads + h).to(tl.int64) * q_len
-    row_lse = finite_lse(lse + rows, i, q_len, shift)[:, None]
-    row_delta = tl.load(delta + rows + i, mask=i < q_len, other=0.0)[:, None]
+    row_lse = load_rows(lse + rows, i, q_len, float("inf"), False)[:, None]
+    row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
     if DROPOUT:
         row_r, row_s = load_row_words(words, rows, i, q_len)
-        row_delta = row_delta / keep_scale
+        column = tl.arange(0, BLOCK_KV)
 
     for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
@@ -175,6 +175,14 @@ def flash_bwd_dq(
             if (phase == 1) and TMA and not EVEN_KV:
                 # a descriptor reads on into the next sequence, and 0 * inf is not 0
                 k_main = tl.where((j < kv_len)[:, None], k_main, 0.0)
+            more = load_bias(
+                bias, i, j, first, j0, b, h, q_len, kv_len, bias_batch, bias_head,
+                BIAS_TMA, False, True, (phase == 0) or EVEN_KV,
+            )  # fmt: skip
+            if DROPOUT:
+                # while products run
+                row_from = words_from(row_r, j0, keep_threshold)
+                mixed = mixed_words(row_from[:, None], row_s[:, None], column[None, :])
             s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
             if D_REST > 0:
                 k_more = load_tile(
@@ -201,10 +209,7 @@ def flash_bwd_dq(
                     v_more = tl.where((j < kv_len)[:, None], v_more, 0.0)
                 dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
 
-            s = tile_logits(
-                s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-                bias_scale, scale, cap_in, CAPPED, SCALED, (phase == 0) or EVEN_KV,
-            )  # fmt: skip
+            s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
             if CAPPED:
                 steep = cap_slope(s)
             if phase == 1:
@@ -219,8 +224,7 @@ def flash_bwd_dq(
                 p = p * steep
             if DROPOUT:
                 # less the factor keep_scale, which dq gets in the end
-                column = tl.arange(0, BLOCK_KV)
-                keep = kept(row_r[:, None], row_s[:, None], j0, column[None, :], keep_threshold)
+                keep = kept(mixed, keep_threshold)
                 ds = tl.where(keep, p, 0.0) * dp - p * row_delta
             else:
                 ds = p * (dp - row_delta)

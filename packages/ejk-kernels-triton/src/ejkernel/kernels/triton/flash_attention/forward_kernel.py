@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.dropout import kept, load_row_words
+from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, online_softmax
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
@@ -30,7 +30,12 @@ from ejkernel.kernels.triton.common.structure import (
     masked_block,
 )
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
-from ejkernel.kernels.triton.flash_attention.scores import mask_unseen, program_of, tile_logits
+from ejkernel.kernels.triton.flash_attention.scores import (
+    load_bias,
+    mask_unseen,
+    program_of,
+    tile_logits,
+)
 
 
 @triton.jit
@@ -66,6 +71,7 @@ def flash_fwd(
     scale,
     slope,
     shift,
+    peak,
     cap_in,
     bias_scale,
     keep_threshold,
@@ -88,6 +94,7 @@ def flash_fwd(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
@@ -96,6 +103,7 @@ def flash_fwd(
     HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
+    FIXED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
@@ -135,11 +143,12 @@ def flash_fwd(
     rows = (b * heads + h).to(tl.int64) * q_len
     if DROPOUT:
         row_r, row_s = load_row_words(words, rows, i, q_len)
+        column = tl.arange(0, BLOCK_KV)
         # a zero the compiler does not know: a select of constants moves behind the conversion
         # of p, element by element instead of by pairs
         zero = keep_scale * 0.0
 
-    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_Q], 0.0 if FIXED else float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_Q, DV_MAIN], tl.float32)
     if DV_REST > 0:
@@ -169,6 +178,14 @@ def flash_fwd(
                 (phase == 1) and not EVEN_KV,
                 D_MAIN > D,
             )  # fmt: skip
+            more = load_bias(
+                bias, i, j, first, j0, b, h, q_len, kv_len, bias_batch, bias_head,
+                BIAS_TMA, False, True, (phase == 0) or EVEN_KV,
+            )  # fmt: skip
+            if DROPOUT:
+                # while products run
+                row_from = words_from(row_r, j0, keep_threshold)
+                mixed = mixed_words(row_from[:, None], row_s[:, None], column[None, :])
             s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
             if D_REST > 0:
                 k_more = load_tile(
@@ -177,27 +194,6 @@ def flash_fwd(
                 )  # fmt: skip
                 s = tl.dot(q_more, tl.trans(k_more), s, input_precision=PRECISION)
 
-            s = tile_logits(
-                s, i[:, None], j[None, :], b, h, q_len, kv_len, bias, bias_batch, bias_head,
-                bias_scale, scale, cap_in, CAPPED, SCALED, (phase == 0) or EVEN_KV,
-            )  # fmt: skip
-            if phase == 1:
-                s = mask_unseen(
-                    s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
-                    q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
-                    position_lo, position_hi, mask, mask_batch, mask_head,
-                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
-                )  # fmt: skip
-
-            p, m, l, alpha = online_softmax(  # noqa: E741
-                s, m, l, slope, False, (phase == 1) or bias is not None
-            )
-            if DROPOUT:
-                column = tl.arange(0, BLOCK_KV)
-                keep = kept(row_r[:, None], row_s[:, None], j0, column[None, :], keep_threshold)
-                p = tl.where(keep, p, zero)
-
-            acc = acc * alpha[:, None]
             v_main = load_tile(
                 v, kv_token, j0, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, TMA,
                 (phase == 1) and not EVEN_KV,
@@ -206,10 +202,32 @@ def flash_fwd(
             if (phase == 1) and TMA and not EVEN_KV:
                 # a descriptor reads on into the next sequence, and 0 * inf is not 0
                 v_main = tl.where((j < kv_len)[:, None], v_main, 0.0)
+            s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
+            if phase == 1:
+                s = mask_unseen(
+                    s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
+                    q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
+                    position_lo, position_hi, mask, mask_batch, mask_head,
+                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
+                )  # fmt: skip
+
+            if FIXED:
+                p = tl.exp2(s * slope - peak)
+                l += tl.sum(p, 1)  # noqa: E741
+            else:
+                p, m, l, alpha = online_softmax(  # noqa: E741
+                    s, m, l, slope, False, (phase == 1) or bias is not None
+                )
+                acc = acc * alpha[:, None]
+                if DV_REST > 0:
+                    acc_more = acc_more * alpha[:, None]
+            if DROPOUT:
+                keep = kept(mixed, keep_threshold)
+                p = tl.where(keep, p, zero)
+
             p = p.to(v_main.dtype)
             acc = tl.dot(p, v_main, acc, input_precision=PRECISION)
             if DV_REST > 0:
-                acc_more = acc_more * alpha[:, None]
                 v_more = load_tile(
                     v_rest, kv_token, j0, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
                     BLOCK_KV, DV_REST, TMA,
@@ -220,6 +238,8 @@ def flash_fwd(
                 acc_more = tl.dot(p, v_more, acc_more, input_precision=PRECISION)
 
     alive = l > 0.0
+    if FIXED:
+        m += peak
     m = m + shift
     if sink is not None:
         # one more logit per row, never in the output; a row without keys stays empty

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import In, Launch, Out, TensorMap, merge_leading
 from ejkernel.kernels.triton.flash_attention.dims import split_dim
+from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E, Problem
@@ -87,6 +88,14 @@ class AttentionPlan:
                 out[parameter] = operand
         return out
 
+    def biases(self, maps: bool) -> In | TensorMap | None:
+        """The bias, by TMA where its rows are whole 16 bytes."""
+        p, bias = self.problem, self.operand("bias")
+        if bias is None or not maps or p.kv_len % 8:
+            return bias
+        rows = math.prod((self.shape("bias") or ())[:3])
+        return TensorMap(bias.index, (rows, p.kv_len), (self.tiles.block_q, self.tiles.block_kv))
+
     def partial(self, even: bool) -> bool:
         """Whether any block needs an element mask; ``even``: tiles end with the walked axis."""
         rules = self.rules
@@ -100,8 +109,8 @@ class AttentionPlan:
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
 
-    def common(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments and constants every kernel here takes."""
+    def common(self, maps: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments and constants every kernel here takes; ``maps``: TMA is used."""
         p, rules = self.problem, self.rules
         biased = p.biased
         log2_scale = p.scale * LOG2E
@@ -126,16 +135,18 @@ class AttentionPlan:
                 0 if shape[1] == 1 else tile,
             )
 
-        mask, bias = strides("mask"), strides("bias")
+        mask = strides("mask")
+        bias = self.shape("bias") or (1, 1)
         ranges = self.shape("ranges") or (1, 1, 1, 4)
         chunk = rules.chunk
         arguments: dict[str, Any] = {
             name: self.operand(name)
             for name in (
-                "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "bias", "words", "ranges",
+                "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "words", "ranges",
             )
         }  # fmt: skip
         arguments |= {
+            "bias": self.biases(maps),
             "q_len": p.q_len,
             "kv_len": p.kv_len,
             "heads": p.heads,
@@ -148,24 +159,23 @@ class AttentionPlan:
             "chunk_offset": chunk[1] if chunk else None,
             "scale": float(log2_scale),
             "slope": float(2 * cap * LOG2E if cap else 1.0 if scaled else log2_scale),
-            "shift": float(cap * LOG2E) if cap else 0.0,
             "cap_in": float(2 / cap * (1.0 if scaled else log2_scale)) if cap else 0.0,
             "bias_scale": float(LOG2E if scaled else 1.0 / p.scale) if biased else 0.0,
             "keep_threshold": p.keep_threshold,
-            "keep_scale": float(p.keep_scale),
             "ids_stride": leading("q_ids", 1),
             "positions_stride": leading("q_positions", 1),
             "ranges_batch": 0 if ranges[0] == 1 else ranges[1] * ranges[2],
             "ranges_head": 0 if ranges[1] == 1 else ranges[2],
             "mask_batch": mask[0],
             "mask_head": mask[1],
-            "bias_batch": bias[0],
-            "bias_head": bias[1],
+            "bias_batch": 0 if bias[0] == 1 else bias[1] * p.q_len,
+            "bias_head": 0 if bias[1] == 1 else p.q_len,
         }
         constants = {
             **self.columns(),
             "BLOCK_Q": self.tiles.block_q,
             "BLOCK_KV": self.tiles.block_kv,
+            "BIAS_TMA": isinstance(arguments["bias"], TensorMap),
             "HAS_LO": band.lo is not None,
             "HAS_HI": band.hi is not None,
             "POSITION_LO": placed and positions.lo is not None,
@@ -177,6 +187,32 @@ class AttentionPlan:
             "PRECISION": p.precision,
         }
         return arguments, constants
+
+    def over_queries(self, kernel: Any, target: Target, arguments: Any, constants: Any) -> Launch:
+        """A launch of one program per query block, which walks over keys."""
+        p, t = self.problem, self.tiles
+        maps = self.uses_tensor_maps(target)
+        blocks = -(-p.q_len // t.block_q)
+        even = p.kv_len % t.block_kv == 0
+        shared, same = self.common(maps)
+        shared |= {
+            "q": self.operand("q"),
+            **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
+            **self.walked("v", ("v", "v_rest"), t.block_kv, maps),
+            "q_blocks": blocks,
+            "batch": p.batch,
+        }
+        same |= {
+            "TMA": maps,
+            "EVEN_KV": even,
+            "HAS_PARTIAL": self.partial(even),
+            "LONGEST_FIRST": self.rules.band.hi is not None,
+            "ORDER": self.order(),
+        }
+        return Launch(
+            kernel, shared | arguments, same | constants, (blocks * p.batch * p.heads,),
+            t.num_warps, t.num_stages, t.options,
+        )  # fmt: skip
 
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
@@ -226,33 +262,22 @@ class ForwardPlan(AttentionPlan):
     def launch(self, target):
         from ejkernel.kernels.triton.flash_attention.forward_kernel import flash_fwd
 
-        p, t = self.problem, self.tiles
-        maps = self.uses_tensor_maps(target)
-        arguments, constants = self.common()
-        blocks = -(-p.q_len // t.block_q)
-        sink = self.shape("sink")
-        arguments |= {
-            "q": self.operand("q"),
-            **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
-            **self.walked("v", ("v", "v_rest"), t.block_kv, maps),
+        p, sink = self.problem, self.shape("sink")
+        span = 2 * logit_shift(p)  # of the logits in base 2
+        arguments = {
             "sink": self.operand("sink"),
             "sink_batch": 0 if sink is None or sink[0] == 1 else p.heads,
+            "shift": logit_shift(p),
+            "peak": min(0.0, 104.0 - span),
+            "keep_scale": p.keep_scale,
             "o": Out(0),
             "lse": Out(1),
-            "q_blocks": blocks,
-            "batch": p.batch,
         }
-        constants |= {
-            "TMA": maps,
-            "EVEN_KV": p.kv_len % t.block_kv == 0,
-            "HAS_PARTIAL": self.partial(p.kv_len % t.block_kv == 0),
-            "LONGEST_FIRST": self.rules.band.hi is not None,
-            "ORDER": self.order(),
-        }
-        return Launch(
-            flash_fwd, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
-            t.num_stages, t.options,
-        )  # fmt: skip
+        # a soft cap bounds the logits, so that one number can take the place of running maxima
+        # where exp2 of any logit less it lies between 2^-104 and 2^44: not in float16, whose
+        # numbers are fewer; 2^17 keys then still sum values up to 2^66
+        fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
+        return self.over_queries(flash_fwd, target, arguments, {"FIXED": fixed})
 
 
 @dataclass(frozen=True)
@@ -266,33 +291,10 @@ class DqPlan(AttentionPlan):
     def launch(self, target):
         from ejkernel.kernels.triton.flash_attention.dq_kernel import flash_bwd_dq
 
-        p, t = self.problem, self.tiles
-        maps = self.uses_tensor_maps(target)
-        arguments, constants = self.common()
-        blocks = -(-p.q_len // t.block_q)
-        arguments |= {
-            "q": self.operand("q"),
-            **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
-            **self.walked("v", ("v", "v_rest"), t.block_kv, maps),
-            "do": self.operand("do"),
-            "lse": self.operand("lse"),
-            "delta": self.operand("delta"),
-            "dq": Out(0),
-            "q_blocks": blocks,
-            "batch": p.batch,
-            "grad_scale": float(p.scale * p.keep_scale),
-        }
-        constants |= {
-            "TMA": maps,
-            "EVEN_KV": p.kv_len % t.block_kv == 0,
-            "HAS_PARTIAL": self.partial(p.kv_len % t.block_kv == 0),
-            "LONGEST_FIRST": self.rules.band.hi is not None,
-            "ORDER": self.order(),
-        }
-        return Launch(
-            flash_bwd_dq, arguments, constants, (blocks * p.batch * p.heads,), t.num_warps,
-            t.num_stages, t.options,
-        )  # fmt: skip
+        p = self.problem
+        arguments = {name: self.operand(name) for name in ("do", "lse", "delta")}
+        arguments |= {"dq": Out(0), "grad_scale": p.scale * gradient_factor(p)}
+        return self.over_queries(flash_bwd_dq, target, arguments, {})
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,16 @@ class DkvPlan(AttentionPlan):
     """q, k, v, do, lse, delta -> dk, dv, or the one of them that ``parts`` names."""
 
     parts: tuple[str, ...] = ("dk", "dv")
+
+    def dp_late(self) -> bool:
+        """Whether dp = do v^T waits for the exponentials.
+
+        Before them it overlaps with them; after, it holds fewer registers while whatever else a
+        call has needs them, and lets narrow heads run three programs.
+        """
+        p = self.problem
+        held = p.biased or p.dropout > 0.0 or "ranges" in self.names or p.group > 1
+        return held or sum(split_dim(p.dim)) <= 64
 
     def outputs(self):
         p = self.problem
@@ -313,7 +325,7 @@ class DkvPlan(AttentionPlan):
 
         p, t = self.problem, self.tiles
         maps = self.uses_tensor_maps(target)
-        arguments, constants = self.common()
+        arguments, constants = self.common(maps)
         blocks = -(-p.kv_len // t.block_kv)
         arguments |= {
             **self.walked("q", ("q", "q_rest"), t.block_q, maps),
@@ -326,7 +338,8 @@ class DkvPlan(AttentionPlan):
             **{part: Out(n) for n, part in enumerate(self.parts)},
             "kv_blocks": blocks,
             "batch": p.batch,
-            "grad_scale": float(p.scale * p.keep_scale),
+            "keep_scale": p.keep_scale,
+            "grad_scale": p.scale * gradient_factor(p),
         }
         constants |= {
             "TMA": maps,
@@ -334,6 +347,7 @@ class DkvPlan(AttentionPlan):
             "EVEN_Q": p.q_len % t.block_q == 0,
             "EVEN_KV": p.kv_len % t.block_kv == 0,
             "HAS_PARTIAL": self.partial(p.q_len % t.block_q == 0),
+            "DP_LATE": self.dp_late(),
             # under a causal mask the first keys are seen by the most rows: they are first anyway
             "LONGEST_FIRST": self.rules.band.hi is None and self.rules.band.lo is not None,
             "ORDER": self.order(),
@@ -363,7 +377,7 @@ class DbiasPlan(AttentionPlan):
         from ejkernel.kernels.triton.flash_attention.dbias_kernel import flash_bwd_dbias
 
         p, t = self.problem, self.tiles
-        arguments, constants = self.common()
+        arguments, constants = self.common(maps=False)
         q_blocks, kv_blocks = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
         rows = (p.batch // self.sum_batch) * (p.heads // self.sum_heads)
         arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "lse", "delta")}
@@ -373,6 +387,7 @@ class DbiasPlan(AttentionPlan):
             "kv_blocks": kv_blocks,
             "sum_batch": self.sum_batch,
             "sum_heads": self.sum_heads,
+            "grad_scale": gradient_factor(p),
         }
         return Launch(
             flash_bwd_dbias, arguments, constants, (q_blocks * kv_blocks * rows,), t.num_warps, 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.softmax import LOG2E, capped_weight
+from ejkernel.kernels.triton.common.softmax import capped_weight
 from ejkernel.kernels.triton.common.structure import visible
 
 
@@ -36,42 +36,70 @@ def program_of(pid, blocks, batch, heads, ORDER: tl.constexpr):
 
 
 @triton.jit
-def tile_logits(
-    s,
+def load_bias(
+    bias,
     i,
     j,
+    i0,
+    j0,
     b,
     h,
     q_len,
     kv_len,
-    bias,
     bias_batch,
     bias_head,
+    TMA: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS_INSIDE: tl.constexpr,
+    KEYS_INSIDE: tl.constexpr,
+):
+    """A tile of the bias, None without one; i0 and j0 are the first of ``i`` and ``j``.
+
+    ``bias_batch`` and ``bias_head`` count rows. KEYS_INSIDE: every j is a key; what is not reads
+    as 0. So do rows past the last unless ROWS_INSIDE, which is also for kernels whose rows do not
+    meet: those of another head, or the last again, are not stored.
+    """
+    if bias is None:
+        more = None
+    elif TMA:
+        more = bias.load([b * bias_batch + h * bias_head + i0, j0])
+        if not ROWS_INSIDE:
+            more = tl.where((i < q_len)[:, None], more, 0.0)
+    else:
+        # rows are reached in 64 bits once each; columns count within a row
+        row = b * bias_batch + h * bias_head + tl.minimum(i, q_len - 1)
+        at = bias + row.to(tl.int64)[:, None] * kv_len
+        j = j[None, :]
+        if KEYS_INSIDE:
+            more = tl.load(at + j)
+        else:
+            more = tl.load(at + j, mask=j < kv_len, other=0.0)
+    if TRANSPOSED and bias is not None:
+        more = tl.trans(more)
+    return more
+
+
+@triton.jit
+def tile_logits(
+    s,
+    more,
     bias_scale,
     scale,
     cap_in,
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
-    KEYS_INSIDE: tl.constexpr,
 ):
     """Products to logits x in base 2, up to what a softmax adds: x = slope * s + shift.
 
-    ``slope`` and ``shift`` are numbers of the call. ``bias_scale`` brings a bias to the units of
-    s, ``scale`` is applied here only when SCALED. With a soft cap s is ``capped_weight`` of what
-    ``cap_in`` multiplies. KEYS_INSIDE: every j is a key.
+    ``slope`` and ``shift`` are numbers of the call. ``bias_scale`` brings the bias ``more`` to the
+    units of s, ``scale`` is applied here only when SCALED. With a soft cap s is ``capped_weight``
+    of what ``cap_in`` multiplies.
     """
     if SCALED:
         s = s * scale
-    if bias is not None:
-        corner = bias + b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
-        # rows are reached in 64 bits once each; columns count within a row. Rows past the last
-        # read it again: what they give is masked or not stored
-        at = corner + tl.minimum(i, q_len - 1).to(tl.int64) * kv_len
-        if KEYS_INSIDE:
-            more = tl.load(at + j)
-        else:
-            more = tl.load(at + j, mask=j < kv_len, other=0.0)
-        s = s + more.to(tl.float32) * bias_scale
+    if more is not None:
+        # not a sum, which would become the start of the product and wait for the bias
+        s = tl.fma(more.to(tl.float32), bias_scale, s)
     if CAPPED:
         s = capped_weight(s * cap_in)
     return s
@@ -79,9 +107,8 @@ def tile_logits(
 
 @triton.jit
 def cap_slope(w):
-    """1 - tanh^2 for w of ``capped_weight``."""
-    quarter = -4.0 * w
-    return quarter * w + quarter
+    """(1 - tanh^2) / -4 for w of ``capped_weight``."""
+    return tl.fma(w, w, w)
 
 
 @triton.jit
@@ -145,10 +172,10 @@ def mask_unseen(
 
 
 @triton.jit
-def finite_lse(lse, rows, q_len, shift):
-    """Row sums in base 2 for the backward pass, less the shift of the logits.
-
-    Rows that see nothing get +inf, so p = 0.
-    """
-    value = tl.load(lse + rows, mask=rows < q_len, other=float("inf")) * LOG2E - shift
-    return tl.where(value == float("-inf"), float("inf"), value)
+def load_rows(values, i, length, EMPTY: tl.constexpr, EVEN: tl.constexpr):
+    """Float32 of the rows ``i``, EMPTY past the last; EVEN: none is."""
+    if EVEN:
+        row = tl.load(values + i)
+    else:
+        row = tl.load(values + i, mask=i < length, other=EMPTY)
+    return row
