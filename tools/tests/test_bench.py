@@ -9,9 +9,11 @@ import pytest
 
 from bench import __main__ as command
 from bench import plot, report
-from ejkernel.modules.bench.case import Case
+from ejkernel.modules.bench.case import Case, case_of
 from ejkernel.modules.bench.limits import Limits
-from ejkernel.modules.bench.runner import run_case
+from ejkernel.modules.bench.runner import compile_ahead, run_case
+from ejkernel.modules.workloads import call_of
+from ejkernel.modules.workloads.shapes import SHAPES
 
 
 def small_case() -> Case:
@@ -39,6 +41,26 @@ def test_a_case_becomes_rows_with_ratios(tmp_path):
     assert "not run: needs a GPU" in as_markdown.read_text()
     picture = plot.write(as_json)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_programs_compiled_ahead_are_those_that_are_timed():
+    def broken(a, b):
+        raise ValueError("no such form")
+
+    small = small_case()
+    small.contenders["broken"] = broken
+    shape = next(s for s in SHAPES if s.name == "cpu-d64-s512-causal")
+    real = case_of(call_of(shape, "flash_attention"), peers=False)
+    limits = Limits({"float32": 1e9}, 1e9)
+    runs = [(small, "fwd+bwd"), (real, "fwd")]
+    for (case, mode), made in zip(runs, compile_ahead(runs), strict=True):
+        rows = run_case(case, mode, limits, rounds=1, target_s=0.001, programs=made)
+        again = run_case(case, mode, limits, rounds=1, target_s=0.001)
+        assert [(r.contender, r.note, r.temp_mb) for r in rows] == [
+            (r.contender, r.note, r.temp_mb) for r in again
+        ]
+        assert rows[0].ms > 0
+    assert made.keys() == real.contenders.keys()
 
 
 def test_list_and_unknown_names(capsys):

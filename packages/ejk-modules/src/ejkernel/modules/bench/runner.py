@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,11 +47,53 @@ class Row:
         return asdict(self)
 
 
-def _compile(fn, args):
-    compiled = jax.jit(fn).lower(*args).compile()
+MOST_COMPILERS = 16
+Compiled = tuple[Any, float | None] | str
+"""A program and the MB it holds while it runs, or why there is none."""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
+    body = forward_and_backward(fn, case.grad_argnums) if mode == "fwd+bwd" else fn
+    return jax.jit(body).lower(*args)
+
+
+def _compile(lower: Callable[[], Any]) -> Compiled:
+    try:
+        compiled = lower().compile()
+    except Exception as error:
+        return _first_line(error)
     stats = compiled.memory_analysis()
     temp = None if stats is None else getattr(stats, "temp_size_in_bytes", None)
     return compiled, None if temp is None else temp / 2**20
+
+
+def compile_ahead(runs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]:
+    """The programs of every contender of every run, by compilers side by side; nothing runs."""
+    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS))) as pool:
+        found = []
+        for case, mode in runs:
+            args = tuple(jax.eval_shape(case.call.make).values()) if case.call else case.inputs()
+            futures = {}
+            for name, fn in case.contenders.items():
+                if isinstance(fn, str):
+                    continue
+                try:  # tracing takes turns anyway, so it happens here
+                    form = _lowered(case, mode, fn, args)
+                except Exception as error:
+                    form = error
+                futures[name] = pool.submit(_compile, lambda form=form: _raised(form))
+            found.append(futures)
+        return [{name: f.result() for name, f in futures.items()} for futures in found]
+
+
+def _raised(form: Any) -> Any:
+    if isinstance(form, Exception):
+        raise form
+    return form
 
 
 def _chosen(case: Case) -> dict[str, str]:
@@ -84,10 +128,12 @@ def run_case(
     rounds: int = 9,
     target_s: float = 0.2,
     tier: str | None = None,
+    programs: Mapping[str, Compiled] | None = None,
 ) -> list[Row]:
     """Time every contender of a case; one that fails becomes a row that says why.
 
-    ``tier``: of the first contender's config, where it is known; None = asked now.
+    ``tier``: of the first contender's config, where it is known; None = asked now. ``programs``:
+    what ``compile_ahead`` made of the contenders; None = compiled now.
     """
     if tier is None:
         tier = tier_of(case)
@@ -98,12 +144,17 @@ def run_case(
         if isinstance(fn, str):
             failed[name] = fn
             continue
-        body = forward_and_backward(fn, case.grad_argnums) if mode == "fwd+bwd" else fn
+        made = (
+            programs[name] if programs else _compile(lambda fn=fn: _lowered(case, mode, fn, args))
+        )
+        if isinstance(made, str):
+            failed[name] = made
+            continue
+        compiled, temps[name] = made
         try:
-            compiled, temps[name] = _compile(body, args)
             jax.block_until_ready(compiled(*args))
         except Exception as error:
-            failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            failed[name] = _first_line(error)
             continue
         calls[name] = Program(compiled, args)
     times = time_together(calls, rounds=rounds, target_s=target_s) if calls else {}
@@ -155,12 +206,17 @@ def run_cases(
     on_row: Callable[[Row], None] = lambda row: None,
     **options: Any,
 ) -> Iterator[Row]:
-    """The rows of all cases in all modes, one after the other; ``on_row`` hears of each."""
-    tiers: dict[int, str] = {}
-    for case, mode in steps(cases, modes):
-        if id(case) not in tiers:
-            tiers[id(case)] = tier_of(case)
+    """The rows of all cases in all modes, one after the other; ``on_row`` hears of each.
+
+    On a GPU everything is compiled before anything is timed, unless tracing would tune.
+    """
+    cases = list(cases)
+    runs = steps(cases, modes)
+    tiers = {id(case): tier_of(case) for case in cases}
+    ahead = jax.default_backend() == "gpu" and "autotune" not in tiers.values()
+    made = compile_ahead(runs) if ahead else [None] * len(runs)
+    for (case, mode), programs in zip(runs, made, strict=True):
         tier = tiers[id(case)]
-        for row in run_case(case, mode, limits, tier=tier, **options):
+        for row in run_case(case, mode, limits, tier=tier, programs=programs, **options):
             on_row(row)
             yield row
