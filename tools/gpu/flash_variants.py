@@ -3,10 +3,11 @@
     python tools/gpu/flash_variants.py               # all options, some 90 s
     python tools/gpu/flash_variants.py cap dropout   # these
 
-Causal, bfloat16, batch 4, 4096 rows, 16 heads of 128. A row is a kernel with an option: tiles
-(queries, keys, warps, stages), constants that differ from what ships, time, and speed against the
-plain kernel as shipped. The first row of a kernel is what ships. The last lines add up the shipped
-and the fastest rows of an option.
+Causal, bfloat16, batch 4, 4096 rows, 16 heads of 128, but for plain attention of narrow and of
+grouped heads ("d64", "gqa"). A row is a kernel with an option: tiles (queries, keys, warps,
+stages), constants that differ from what ships, time, and speed against the plain kernel as shipped.
+The first row of a kernel is what ships. The last lines add up the shipped and the fastest rows of
+an option.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 from ejktest.attention_at_size import BF, F32, draw
 
-B, S, H, D = 4, 4096, 16, 128
+B, S, H = 4, 4096, 16
+DEFAULT = (B, S, H, H, 128)  # batch, rows, heads, key heads, dim
+SIZES = {"d64": (8, 2048, 32, 32, 64), "gqa": (2, 8192, 32, 8, 128)}
 KINDS = {"fwd": plans.ForwardPlan, "dq": plans.DqPlan, "dkv": plans.DkvPlan}
 TYPES = {"lse": F32, "delta": F32, "words": jnp.uint32}
 POINTERS = {"BIAS_TMA": False}
@@ -39,6 +42,8 @@ LATE, EARLY = {"DP_LATE": True}, {"DP_LATE": False}
 # what ships
 OPTIONS: dict[str, tuple[dict[str, Any], Any, list[tuple[str, Any, dict[str, Any]]]]] = {
     "plain": ({}, None, [("dkv", None, LATE)]),
+    "d64": ({}, None, [("dkv", None, LATE), ("dkv", (64, 64, 4, 3), {})]),
+    "gqa": ({}, None, [("dkv", None, LATE)]),
     "cap": (
         dict(soft_cap=30.0),
         None,
@@ -104,21 +109,23 @@ class Changed:
         )
 
 
-def problem_of(fields: dict[str, Any]) -> Problem:
-    return Problem(B, S, S, H, H, D, D, "bfloat16", D**-0.5, seed_batches=B, **fields)
+def variant_sizes(option: str) -> tuple[int, ...]:
+    return SIZES.get(option, DEFAULT)
 
 
 def variant(kind: str, option: str, tile: Any, constants: dict[str, Any]):
     """(plan, operand types)"""
     fields, bias, _ = OPTIONS[option]
-    problem, target = problem_of(fields), current_target()
-    shapes: dict[str, tuple[int, ...]] = {n: (B, S, H, D) for n in "qkv"}
+    b, s, h, hk, d = variant_sizes(option)
+    problem = Problem(b, s, s, h, hk, d, d, "bfloat16", d**-0.5, seed_batches=b, **fields)
+    target = current_target()
+    shapes: dict[str, tuple[int, ...]] = {"q": (b, s, h, d), "k": (b, s, hk, d), "v": (b, s, hk, d)}
     if kind != "fwd":
-        shapes |= {"do": (B, S, H, D), "lse": (B, H, S), "delta": (B, H, S)}
+        shapes |= {"do": (b, s, h, d), "lse": (b, h, s), "delta": (b, h, s)}
     if bias:
-        shapes["bias"] = (*bias, S, S)
+        shapes["bias"] = (*bias, s, s)
     if problem.dropout:
-        shapes["words"] = (B, H, 2, S)
+        shapes["words"] = (b, h, 2, s)
     if tile is None:
         dq, dkv = tiles.backward_tiles(problem, target)
         shipped = {"fwd": tiles.forward_tiles(problem, target), "dq": dq, "dkv": dkv}[kind]
@@ -129,13 +136,13 @@ def variant(kind: str, option: str, tile: Any, constants: dict[str, Any]):
     return (Changed(plan, tuple(constants.items())) if constants else plan), avals
 
 
-def inputs() -> dict[str, jax.Array]:
-    q, k, v, do = draw(2, B, S, S, H, H, D, D, BF)
+def inputs(b: int, s: int, h: int, hk: int, d: int) -> dict[str, jax.Array]:
+    q, k, v, do = draw(2, b, s, s, h, hk, d, d, BF)
     o, lse = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, return_lse=True))(
         q, k, v
     )
     delta = jnp.einsum("bqhd,bqhd->bhq", do.astype(F32), o.astype(F32))
-    words = row_words(jnp.asarray([[3, 0, 0]], jnp.int32), B, H, S)
+    words = row_words(jnp.asarray([[3, 0, 0]], jnp.int32), b, h, s)
     return dict(q=q, k=k, v=v, do=do, lse=lse.swapaxes(1, 2), delta=delta, words=words)
 
 
@@ -144,6 +151,11 @@ def operands(plan, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     arrays = dict(arrays)
     arrays["lse"], arrays["delta"] = row_terms(inner.problem, arrays["lse"], arrays["delta"])
     return [arrays[name] for name in inner.names]
+
+
+def base(option: str) -> str:
+    """What an option is compared with: plain attention of the same sizes."""
+    return option if option in SIZES else "plain"
 
 
 def main() -> None:
@@ -162,7 +174,7 @@ def main() -> None:
     made = [variant(kind, option, tile, constants) for option, kind, tile, constants in rows]
     errors = precompile([(plan, avals, current_target()) for plan, avals in made])
     print(f"compiled {len(rows)} in {time.time() - start:.0f}s", flush=True)
-    arrays, at = inputs(), None
+    arrays, at, sizes = {}, None, None
     shipped: dict[tuple[str, str], float] = {}
     best: dict[tuple[str, str], float] = {}
     failed = 0
@@ -172,6 +184,9 @@ def main() -> None:
         name = f"{t.block_q}x{t.block_kv} w{t.num_warps} s{t.num_stages}"
         name += "".join(f" {k}={v}" for k, v in constants.items())
         name = f"{option:9s} {kind:4s} {name:30s}"
+        if variant_sizes(option) != sizes:
+            sizes = variant_sizes(option)
+            arrays = inputs(*sizes)
         if option != at:
             arrays.pop("bias", None)
             if OPTIONS[option][1]:
@@ -188,12 +203,12 @@ def main() -> None:
             continue
         shipped.setdefault((option, kind), ms)
         best[option, kind] = min(ms, best.get((option, kind), ms))
-        ratio = shipped.get(("plain", kind), ms) / ms
+        ratio = shipped.get((base(option), kind), ms) / ms
         print(f"{name} {ms:7.3f} ms {ratio:5.2f}x", flush=True)
     for option in options:
         for label, table in (("shipped", shipped), ("fastest", best)):
             parts = [table.get((option, kind), float("nan")) for kind in KINDS]
-            plain = [shipped.get(("plain", kind), float("nan")) for kind in KINDS]
+            plain = [shipped.get((base(option), kind), float("nan")) for kind in KINDS]
             print(
                 f"{option:9s} {label}: fwd {parts[0]:.3f} ms {plain[0] / parts[0]:.2f}x, "
                 f"fwd+dq+dkv {sum(parts):.3f} ms {sum(plain) / sum(parts):.2f}x"

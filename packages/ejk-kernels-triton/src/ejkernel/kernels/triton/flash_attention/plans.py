@@ -303,15 +303,18 @@ class DkvPlan(AttentionPlan):
 
     parts: tuple[str, ...] = ("dk", "dv")
 
-    def dp_late(self) -> bool:
+    def dp_late(self, target: Target) -> bool:
         """Whether dp = do v^T waits for the exponentials.
 
-        Before them it overlaps with them; after, it holds fewer registers while whatever else a
-        call has needs them, and lets narrow heads run three programs.
+        Before them Hopper's product runs while they are computed; after, it holds fewer registers
+        while whatever else a call has needs them.
         """
         p = self.problem
-        held = p.biased or p.dropout > 0.0 or "ranges" in self.names or p.group > 1
-        return held or sum(split_dim(p.dim)) <= 64
+        late = p.biased or p.dropout > 0.0
+        if not target.hopper:
+            late |= p.soft_cap is not None or p.group > 1 or "ranges" in self.names
+            late |= sum(split_dim(p.dim)) <= 64
+        return late
 
     def outputs(self):
         p = self.problem
@@ -347,7 +350,7 @@ class DkvPlan(AttentionPlan):
             "EVEN_Q": p.q_len % t.block_q == 0,
             "EVEN_KV": p.kv_len % t.block_kv == 0,
             "HAS_PARTIAL": self.partial(p.q_len % t.block_q == 0),
-            "DP_LATE": self.dp_late(),
+            "DP_LATE": self.dp_late(target),
             # under a causal mask the first keys are seen by the most rows: they are first anyway
             "LONGEST_FIRST": self.rules.band.hi is None and self.rules.band.lo is not None,
             "ORDER": self.order(),
