@@ -13,12 +13,14 @@ import os
 import sys
 
 from demo_lm.single import SHOWN
+from ejkernel.modules.cli.app import at_least_one
+from ejkernel.modules.cli.interrupt import Interrupts, leave
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="demo", description=__doc__.splitlines()[0])
-    p.add_argument("--steps", type=int, default=120, help="training steps")
-    p.add_argument("--tokens", type=int, default=160, help="bytes to generate")
+    p.add_argument("--steps", type=at_least_one, default=120, help="training steps")
+    p.add_argument("--tokens", type=at_least_one, default=160, help="bytes to generate")
     p.add_argument("--prompt", default="The for statement ", help="text to continue")
     p.add_argument("--out", default="demo-out", help="folder for the pictures")
     p.add_argument("--seed", type=int, default=0)
@@ -31,19 +33,26 @@ def main(argv: list[str] | None = None) -> int:
     if args.op == "ring_attention":
         # virtual devices, so that there is a ring to see; read when jax is imported
         os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    try:
-        if args.op:
-            from demo_lm.single import show
+    with Interrupts() as interrupts:
+        try:
+            return _run(args)
+        except (KeyboardInterrupt, Exception):
+            if not interrupts.seen:
+                raise
+            print("\nstopped", file=sys.stderr)
+            return 130
 
-            show(args.op)
-            return 0
-        from demo_lm.run import run
 
-        return run(args)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+def _run(args: argparse.Namespace) -> int:
+    if args.op:
+        from demo_lm.single import show
+
+        show(args.op)
+        return 0
+    from demo_lm.run import run
+
+    return run(args)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(leave(main()))

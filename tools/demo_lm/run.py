@@ -14,6 +14,7 @@ from demo_lm.decode import PAGE, empty_cache, generate
 from demo_lm.model import Size, forward, init
 from demo_lm.text import documents, pack
 from demo_lm.train import train
+from demo_lm.why import which, why
 from ejkernel.modules import FlashAttention, PageAttention, get_default_executor
 from ejkernel.types import MaskInfo
 
@@ -21,7 +22,7 @@ SAMPLES = 3
 
 
 def explain_all(size: Size, batch: int, segment_ids) -> None:
-    """One line per operation, then the whole explanation of the training call."""
+    """Which kernel ran each operation and why, then the whole explanation of the training call."""
     f32 = jnp.float32
     q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), f32)
     kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), f32)
@@ -32,10 +33,10 @@ def explain_all(size: Size, batch: int, segment_ids) -> None:
     one = jax.ShapeDtypeStruct((SAMPLES, 1, size.heads, size.head_dim), f32)
     lens = jnp.ones((SAMPLES,), jnp.int32)
     decoding = explain(PageAttention(), one, cache[0]["k"], cache[0]["v"], lens, tables)
-    print("\nwhat ran")
+    print("\nwhat ran, and why")
     for step, e in (("training", training), ("decoding", decoding)):
-        print(f"  {step}: {e.implementation}, config from {e.tier}: {e.cfg}")
-    print("\nwhy, for training")
+        print(f"  {step}  {which(e)}\n            {why(e)}")
+    print("\nthe whole answer for training")
     print(training)
 
 

@@ -15,7 +15,7 @@ from demo_lm.text import Packed
 
 def train(params, data: Packed, size: Size, *, steps: int, batch: int, seed: int):
     """Returns (params, bits per byte at every step)."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(20, steps // 4 + 1), steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(20, steps // 4 + 1), steps + 1)
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     state = optimiser.init(params)
 

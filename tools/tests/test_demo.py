@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from demo import main
 from demo_lm.single import SHOWN, show
 from demo_lm.text import documents, pack
 
@@ -26,7 +27,24 @@ def test_an_operation_is_shown_with_its_error(op, capsys):
     show(op)
     text = capsys.readouterr().out
     assert float(re.search(r"rms ratio (\S+) against", text)[1]) < 1e-5
-    assert "/xla/any" in text
+    ran = re.search(rf"^ran +{op}/xla/any, .* from heuristics$", text, re.MULTILINE)
+    assert ran and re.search(r"^why +(not|the only)", text, re.MULTILINE)
+
+
+def test_a_run_of_one_step(tmp_path, capsys):
+    words = ["--steps", "1", "--tokens", "2", "--prompt", "a", "--out", str(tmp_path)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    for step, name in (("training", "flash_attention"), ("decoding", "page_attention")):
+        line = rf"^  {step}  {name}/xla/any, .* from heuristics\n +not .*triton/gpu.*: it needs a gpu"
+        assert re.search(line, said, re.MULTILINE), said
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_numbers_of_steps_that_cannot_be(capsys):
+    with pytest.raises(SystemExit):
+        main(["--steps", "0"])
+    assert "--steps: given 0, expected a number >= 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from demo_lm.why import which, why
 from ejkernel.modules import get_default_executor
 from ejkernel.modules._table import operation_class
 from ejktest.tolerance import measure
@@ -31,10 +32,10 @@ def features(data: bytes, heads: int, dim: int, seed: int) -> jax.Array:
 
 
 def report(name: str, out, reference, *args, **options) -> None:
-    """Which kernel ran and how far it is from the oracle."""
+    """Which kernel ran, why, and how far it is from the oracle."""
     kernel = operation_class(name).shared()
     e = get_default_executor().explanation(kernel, *args, **options)
-    print(f"ran       {e.implementation}, config from {e.tier}")
+    print(f"ran       {which(e)}\nwhy       {why(e)}")
     print(f"error     {measure(out, reference)} against float64")
 
 

@@ -13,3 +13,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ejkernel.modules.cli.app import run
 
     return run(argv)
+
+
+def command() -> int:
+    """The ``ejk`` script: ``main``, and a process that ends at once after Ctrl-C."""
+    from ejkernel.modules.cli.interrupt import leave
+
+    return leave(main())

@@ -1,6 +1,6 @@
 """``python -m ejkernel.modules.cli``: the ``ejk`` command where no script was installed."""
 
-from ejkernel.modules.cli import main
+from ejkernel.modules.cli import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

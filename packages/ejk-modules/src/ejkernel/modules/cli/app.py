@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from ejkernel.modules.cli.interrupt import Interrupts
 from ejkernel.modules.cli.output import Output, make_output
 
 COMMANDS = {
@@ -32,13 +35,22 @@ class CommandError(Exception):
         self.status = status
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaint is JSON too where JSON was asked for."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        if Parser.as_json:
+            make_output(json=True).data({"error": message})
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """All subcommands with their arguments; imports their modules, none of which needs JAX."""
     from ejkernel.modules._version import __version__
 
-    top = argparse.ArgumentParser(
-        prog="ejk", description="Look into ejkernel: what runs here, why, and how fast."
-    )
+    top = Parser(prog="ejk", description="Look into ejkernel: what runs here, why, and how fast.")
     top.add_argument("--version", action="version", version=f"ejk {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
@@ -54,7 +66,11 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed words; ``key=value`` words may stand anywhere after the subcommand."""
     top = parser()
-    args, rest = top.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    Parser.as_json = "--json" in given
+    first = list(itertools.takewhile(("--json", "--plain").__contains__, given))
+    given = [*given[len(first) :], *first]  # how to speak may be said before the command too
+    args, rest = top.parse_known_args(given)
     words = getattr(args, "words", None)
     stray = [w for w in rest if words is None or "=" not in w or w.startswith("-")]
     if stray:
@@ -65,6 +81,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             args.words.insert(0, args.shape)
             args.shape = "*"
     return args
+
+
+def at_least_one(text: str) -> int:
+    """A whole number >= 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}, expected a number >= 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time > 0, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"given {text}, expected seconds > 0")
+    return value
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
@@ -80,13 +114,14 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's start-up chatter is for its developers
     out = make_output(args.json, args.plain)
     try:
-        return _guarded(args, out)
+        with Interrupts() as interrupts:
+            return _guarded(args, out, interrupts)
     except BrokenPipeError:  # the reader, e.g. head, has seen enough
         sys.stdout = open(os.devnull, "w")
         return OK
 
 
-def _guarded(args: argparse.Namespace, out: Output) -> int:
+def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> int:
     try:
         return args.module.run(args, out)
     except CommandError as error:
@@ -94,10 +129,10 @@ def _guarded(args: argparse.Namespace, out: Output) -> int:
     except KeyboardInterrupt:
         return _fail(out, "interrupted", INTERRUPTED)
     except Exception as error:
-        known = _expected(error)
+        known = "interrupted" if interrupts.seen else _expected(error)
         if known is None:
             raise
-        return _fail(out, known, USAGE)
+        return _fail(out, known, INTERRUPTED if interrupts.seen else USAGE)
 
 
 def _fail(out: Output, message: str, status: int) -> int:
@@ -116,6 +151,8 @@ def _expected(error: Exception) -> str | None:
         from ejkernel.ops import ConfigError, InvalidArgument, KernelNotFound, KernelNotSupported
 
         ours = (UnknownName, ConfigError, InvalidArgument, KernelNotFound, KernelNotSupported)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror or error}"
     # a wrong value on the command line is a ValueError of the function that it reaches
     if isinstance(error, ours) or type(error) is ValueError:
         return str(error)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules.cli.app import FAILED, INTERRUPTED, CommandError
+from ejkernel.modules.cli.app import FAILED, INTERRUPTED, CommandError, at_least_one, seconds
 from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
 from ejkernel.modules.cli.output import Output
 
@@ -23,8 +23,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--peers", default="*", help="comma-separated globs on what runs beside")
     parser.add_argument("--modes", default="fwd,fwd+bwd", help="fwd, fwd+bwd or both")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--target-s", type=float, default=0.1, metavar="S", help="s per round")
+    parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N")
+    parser.add_argument("--target-s", type=seconds, default=0.1, metavar="S", help="s per round")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the record goes")
 
 
@@ -37,8 +37,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     modes = args.modes.split(",")
     if not set(modes) <= set(MODES):
         raise CommandError(f"--modes {args.modes}: expected {' and '.join(MODES)}")
-    if args.rounds < 1:
-        raise CommandError(f"--rounds {args.rounds}: expected a number >= 1")
     calls = calls_of(args.operation, args.shape, args.words)
     say_where(out, calls)
     cases = [case_of(call) for call in calls]
@@ -81,8 +79,18 @@ def _teller(advance: Callable[[str], None]) -> Callable[[Any], None]:
 
 
 def keep_peers(cases: list[Any], patterns: str) -> None:
-    """Drop the contenders that no glob matches; ours stays."""
-    wanted = patterns.split(",")
+    """Drop the contenders that no glob matches; ours stays.
+
+    Raises:
+        UnknownName: a glob that matches none of any case.
+    """
+    from ejkernel.modules.workloads.find import UnknownName
+
+    wanted = [w for w in patterns.split(",") if w]
+    known = [name for case in cases for name in list(case.contenders)[1:]]
+    for pattern in wanted:
+        if pattern != "*" and not fnmatch.filter(known, pattern):
+            raise UnknownName("peer", pattern, known)
     for case in cases:
         for i, name in enumerate(list(case.contenders)):
             if i and not any(fnmatch.fnmatch(name, w) for w in wanted):

@@ -180,7 +180,7 @@ def cache() -> Iterator[Check]:
 
     root = env.cache_dir()
     parent = next((p for p in (root, *root.parents) if p.exists()), root)
-    if not os.access(parent, os.W_OK):
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
         yield Check(
             "settings", "cache", "warn", f"{root} cannot be written: configs last for the process",
             "export EJKERNEL_CACHE_DIR=/somewhere/writable",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan", "": ""}
@@ -35,7 +36,7 @@ class Output:
     def data(self, content: Any) -> None:
         """The result; printed with ``--json``, else ignored."""
         if self.json:
-            print(json.dumps(content, indent=1, default=str))
+            print(json.dumps(_finite(content), indent=1, default=str))
 
     # ---- for people -------------------------------------------------------------------------
 
@@ -202,6 +203,17 @@ def make_output(json: bool = False, plain: bool = False) -> Output:
         return RichOutput()
     except ImportError:
         return Output()
+
+
+def _finite(content: Any) -> Any:
+    """What JSON can say: it has no word for numbers that are not finite."""
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content
 
 
 def counted(number: int, noun: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules.cli.app import INTERRUPTED, CommandError
+from ejkernel.modules.cli.app import INTERRUPTED, CommandError, at_least_one, seconds
 from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
 from ejkernel.modules.cli.output import Output, counted
 
@@ -27,10 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, operation_optional=True)
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="a file of recorded calls")
     parser.add_argument("--force", action="store_true", help="tune again what is tuned already")
-    parser.add_argument("--budget", type=float, metavar="S", help="seconds per call (60)")
-    parser.add_argument("--total", type=float, metavar="S", help="seconds for everything")
-    parser.add_argument("--iters", type=int, metavar="N", help="samples of the finalists (10)")
-    parser.add_argument("--candidates", type=int, metavar="N", help="most configs per call (12)")
+    parser.add_argument("--budget", type=seconds, metavar="S", help="seconds per call (60)")
+    parser.add_argument("--total", type=seconds, metavar="S", help="seconds for everything")
+    parser.add_argument("--iters", type=at_least_one, metavar="N", help="samples of the finalists (10)")
+    parser.add_argument("--candidates", type=at_least_one, metavar="N", help="most configs per call (12)")
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="also write the winners to a file"
     )

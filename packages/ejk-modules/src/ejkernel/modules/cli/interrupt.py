@@ -1,0 +1,75 @@
+"""Ctrl-C that is not lost.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage
+collector, of which JAX has one, it is printed and dropped; inside the start of an extension module
+it comes out as an ImportError.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Self
+
+AGAIN_S = 0.05
+
+
+class Interrupts:
+    """While entered, Ctrl-C arrives where it is heard; ``seen`` says whether there was one.
+
+    Does nothing outside the main thread, or where something else handles the signal already.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
+            signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.seen = True
+        if _in_collector(frame):
+            timer = threading.Timer(AGAIN_S, self._again)
+            timer.daemon = True
+            timer.start()
+            return
+        raise KeyboardInterrupt
+
+    def _again(self) -> None:
+        if self._installed:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _in_collector(frame: FrameType | None) -> bool:
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave(status: int) -> int:
+    """End the process at once after Ctrl-C: threads of XLA may still compile and would crash
+    under an ordinary exit. Other statuses are handed back."""
+    if status == 130:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

@@ -1,0 +1,116 @@
+"""``ejk`` with wrong words, unwritable folders and Ctrl-C: one line, or JSON, and a status."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ejkernel.modules.cli import checks, main
+from ejkernel.modules.cli.interrupt import Interrupts
+from ejkernel.modules.cli.output import Output
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        ([], "required: COMMAND"),
+        (["explain", "mean_pooling", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["bench", "mean_pooling", "--rounds", "0"], "--rounds: given 0, expected a number >= 1"),
+        (["bench", "mean_pooling", "--target-s", "-1"], "--target-s: given -1, expected seconds"),
+        (["tune", "mean_pooling", "--budget", "nan"], "--budget: given nan, expected seconds > 0"),
+        (["tune", "mean_pooling", "--iters", "1.5"], "--iters: given 1.5, expected a number >= 1"),
+    ],
+)
+def test_wrong_words_are_json_where_json_is_asked_for(capsys, words, message):
+    for asked in ([*words, "--json"], ["--json", *words]):
+        with pytest.raises(SystemExit) as stopped:
+            main(asked)
+        assert stopped.value.code == 2
+        told = capsys.readouterr()
+        assert message in json.loads(told.out)["error"] and message in told.err
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().out == ""
+
+
+def test_how_to_speak_may_come_first(capsys):
+    assert main(["--json", "shapes", "mean_pooling"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_peers_that_are_not_there(capsys):
+    assert main(["bench", "mean_pooling", "s=16", "--peers", "jax-xl,cudnn", "--json"]) == 2
+    assert "did you mean jax-xla" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_json_has_no_numbers_that_json_cannot_say(capsys):
+    Output(json=True).data({"ms": float("nan"), "rows": [(1.0, float("inf"))]})
+    assert json.loads(capsys.readouterr().out) == {"ms": None, "rows": [[1.0, None]]}
+
+
+def test_a_folder_that_is_none(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    found = [c for c in checks.cache() if c.status == "warn"]
+    assert len(found) == 1 and "cannot be written" in found[0].found
+    out = tmp_path / "file" / "report.html"
+    assert main(["report", "--no-doctor", "--out", str(out), "--json"]) == 2
+    assert str(tmp_path / "file") in json.loads(capsys.readouterr().out)["error"]
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------
+
+
+def test_interrupt_in_a_callback_of_the_collector_is_heard_later():
+    def callback(phase, info):
+        if phase == "start" and not interrupts.seen:
+            signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(callback)
+    try:
+        with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+            gc.collect()  # Python drops what the callback raises
+            assert interrupts.seen
+            time.sleep(10)
+    finally:
+        gc.callbacks.remove(callback)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_after_an_interrupt_is_an_interrupt(capsys, monkeypatch):
+    from ejkernel.modules.cli import shapes
+
+    def start_of_an_extension(args, out):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("Encountered an error while initializing the extension.") from None
+
+    monkeypatch.setattr(shapes, "run", start_of_an_extension)
+    assert main(["shapes", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
+
+
+def test_the_process_ends_with_130():
+    code = (
+        "import signal, ejkernel.modules.cli.shapes as s\n"
+        "from ejkernel.modules.cli import command\n"
+        "s.run = lambda *a: signal.raise_signal(signal.SIGINT)\n"
+        "raise SystemExit(command())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "shapes"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130 and done.stderr.strip() == "ejk: interrupted"
