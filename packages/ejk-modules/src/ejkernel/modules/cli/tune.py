@@ -29,8 +29,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="tune again what is tuned already")
     parser.add_argument("--budget", type=seconds, metavar="S", help="seconds per call (60)")
     parser.add_argument("--total", type=seconds, metavar="S", help="seconds for everything")
-    parser.add_argument("--iters", type=at_least_one, metavar="N", help="samples of the finalists (10)")
-    parser.add_argument("--candidates", type=at_least_one, metavar="N", help="most configs per call (12)")
+    for name, says in (
+        ("--iters", "samples of the finalists (10)"),
+        ("--candidates", "most configs per call (12)"),
+    ):
+        parser.add_argument(name, type=at_least_one, metavar="N", help=says)
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="also write the winners to a file"
     )
