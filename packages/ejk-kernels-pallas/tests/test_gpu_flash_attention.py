@@ -27,6 +27,7 @@ if compat.mosaic_gpu_problem() is not None:
 from ejkernel.kernels.pallas.gpu.flash_attention import core, interface, support, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.arguments import DIMS
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.interface import flash_attention
 from ejkernel.types.call import problem_of
 from ejkernel.types.problem import Problem
@@ -102,12 +103,26 @@ def test_lowers_inside_a_shard_map_that_tracks_axes(d):
 
 def test_every_supported_head_dim_fits_shared_memory():
     for d, dv in DIMS:
-        for band in (Band(), Band(None, 0)):
+        for rules in (Rules(), Rules(Band(None, 0)), Rules(Band(-512, 0)), Rules(arrays=True)):
             p = Problem(1, 4096, 4096, 8, 8, d, dv, "bfloat16", 1.0)
-            t = tiles.forward_tiles(p, Rules(band), Chip())
+            t = tiles.forward_tiles(p, rules, Chip())
             assert t.shared(p) <= Chip().shared
             assert t.consumers * t.consumer_registers + t.producer_registers <= 512
             assert t.consumer_registers % 8 == t.producer_registers % 8 == 0
+
+
+@pytest.mark.parametrize("cap", [1e-3, 5.0, 27.0, 30.0, 50.0, 55.0, 56.0, 1e4, None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_capped_logits_are_shifted_by_a_constant_where_exponentials_fit(cap, dtype):
+    p = Problem(1, 4096, 4096, 8, 8, 128, 128, dtype, -0.3, soft_cap=cap)
+    form = Form(p, Rules(), tiles.forward_tiles(p, Rules(), Chip()), (), frozenset(), 132)
+    if cap is None or cap > 55 or dtype == "float16":
+        assert form.shift is None
+        return
+    ends = np.float32(2.0) ** (np.float32([-1, 1]) * np.float32(form.log2_scale) - form.shift)
+    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    assert ends[0] * 2.0**-40 > tiny  # a value of 2^-40 still counts
+    assert ends[1] * 2.0**20 * 2.0**20 < huge  # a million keys, values of a million
 
 
 # ---- what surrounds the kernels ----------------------------------------------------------------

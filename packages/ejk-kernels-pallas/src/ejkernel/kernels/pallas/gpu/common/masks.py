@@ -41,8 +41,9 @@ def hide_outside(
     rows_left: Any | None = None,
     columns_left: Any | None = None,
     transposed: bool = False,
+    fill: float = -np.inf,
 ) -> jax.Array:
-    """-inf where the band or the end of the keys hides a pair.
+    """``fill`` where the band or the end of the keys hides a pair.
 
     An element at (row r, column c) is the pair of query r and key c, ``transposed`` of key r and
     query c; key minus query of the first element is ``distance``. Rows from ``rows_left`` on, or
@@ -73,7 +74,7 @@ def hide_outside(
         column = arith.shli(arith.andi(lane, const(3)), const(1))
         key, query = (row, column) if transposed else (column, row)
         base = arith.addi(distance.registers.item(), arith.subi(key, query))
-        hidden = arith.constant(f32, ir.FloatAttr.get(f32, -np.inf))
+        hidden = arith.constant(f32, ir.FloatAttr.get(f32, fill))
         compare = arith.CmpIPredicate
         out = np.empty_like(x.registers)
         # a register holds two columns of a row; its index: eight columns, and the upper or
@@ -102,10 +103,12 @@ def hide_outside(
     return apply(x, *scalars)
 
 
-def hide_other_segments(x: jax.Array, row_ids: Any, column_ids: Any) -> jax.Array:
-    """-inf where the ids of a row and of a column differ; ids are references."""
+def hide_other_segments(
+    x: jax.Array, row_ids: Any, column_ids: Any, fill: float = -np.inf
+) -> jax.Array:
+    """``fill`` where the ids of a row and of a column differ; ids are references."""
     rows, columns = (
         lax.broadcast_in_dim(read(ids, layout, optimized=False), x.shape, (axis,))
         for ids, layout, axis in ((row_ids, ROW, 0), (column_ids, COLUMN, 1))
     )
-    return jnp.where(rows == columns, x, -jnp.inf)
+    return jnp.where(rows == columns, x, fill)

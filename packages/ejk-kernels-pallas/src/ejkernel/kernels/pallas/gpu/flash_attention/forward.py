@@ -25,103 +25,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common import schedule
-from ejkernel.kernels.pallas.gpu.common.masks import ROW, hide_other_segments, hide_outside
+from ejkernel.kernels.pallas.gpu.common.rescale import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.common.tma import whole, whole_rows
-from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
-from ejkernel.types.problem import LOG2E, Problem
-from ejkernel.types.structure import Rules
-
-ROWS = 64  # query rows of one warpgroup's product
-F32 = jnp.float32
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
+    F32,
+    ROWS,
+    one_id,
+    only_ids,
+    softmax,
+    start,
+)
+from ejkernel.types.problem import LOG2E
 
 
 @dataclass(frozen=True)
-class Forward:
-    """One compiled form of the kernel.
-
-    Attributes:
-        problem, rules, tiles: what is computed and how.
-        operands: names of the operands after q, k and v: of ``ranges`` int32 [#b, #h, blocks, 4],
-            ``q_ids`` and ``kv_ids`` int32 [#b, padded length], ``sink`` float32 [#b, h].
-        shared: the operands whose batch axis has size 1; "ranges_head" if its head axis has.
-        programs: how many programs run: the multiprocessors.
-    """
-
-    problem: Problem
-    rules: Rules
-    tiles: ForwardTiles
-    operands: tuple[str, ...]
-    shared: frozenset[str]
-    programs: int
-
-    # ---- sizes ------------------------------------------------------------------------------
-
-    @property
-    def q_blocks(self) -> int:
-        return -(-self.problem.q_len // self.tiles.block_q)
-
-    @property
-    def count(self) -> int:
-        return self.q_blocks * self.problem.batch * self.problem.heads
-
-    @property
-    def grid(self) -> int:
-        return min(self.programs, self.count)
-
-    @property
-    def log2_scale(self) -> float:
-        """Factor that turns products into base-2 logits; 1 when they are scaled one by one."""
-        return 1.0 if self.scaled else self.problem.scale * LOG2E
-
-    @property
-    def scaled(self) -> bool:
-        return self.problem.soft_cap is not None or self.problem.scale <= 0.0
-
-    @property
-    def masks(self) -> bool:
-        """Whether any block may need an element mask."""
-        ragged = self.problem.kv_len % self.tiles.block_kv != 0
-        return ragged or self.rules.arrays or not self.rules.band.empty
-
-    # ---- tiles ------------------------------------------------------------------------------
-
-    def order(self) -> np.ndarray:
-        """The tiles of each program."""
-        p, t = self.problem, self.tiles
-        if self.rules.arrays:
-            costs = np.ones(self.q_blocks)
-        else:
-            costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, t.block_q, t.block_kv)
-        return schedule.assign(p.batch * p.heads, costs, t.head_group, self.grid)
-
-    def _number(self, r: Any, i: Any) -> jax.Array:
-        """Number of this program's i-th tile, negative after the last."""
-        return r.order[lax.axis_index("program"), i]
-
-    def _tile(self, r: Any, number: Any) -> Tile:
-        p, t = self.problem, self.tiles
-        row, block = lax.div(number, self.q_blocks), lax.rem(number, self.q_blocks)
-        batch, head = lax.div(row, p.heads), lax.rem(row, p.heads)
-        if self.rules.arrays:
-            rb = 0 if "ranges" in self.shared else batch
-            rh = 0 if "ranges_head" in self.shared else head
-            start, full_start, full_stop, stop = (r.ranges[rb, rh, block, c] for c in range(4))
-            stop = jnp.maximum(stop, 1)
-            start = jnp.minimum(start, stop - 1)
-        else:
-            first = block * t.block_q
-            last = jnp.minimum(first + t.block_q, p.q_len) - 1
-            start, full_start, full_stop, stop = schedule.band_blocks(
-                first, last, p.kv_len, self.rules.band, t.block_kv
-            )
-        return Tile(batch, head, block, start, full_start, full_stop, stop)
+class Forward(Form):
+    """The kernel of one form, a function of q, k, v and the form's operands."""
 
     # ---- producer ---------------------------------------------------------------------------
 
@@ -138,9 +63,9 @@ class Forward:
             plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot])
 
         def per_tile(carry):
-            i, n, number = carry
-            following = self._number(r, i + 1)
-            tile = self._tile(r, number)
+            i, n, ahead = carry
+            tile = self.arrived(r, ahead)
+            ahead = self.ahead(r, i + 1, ahead[2])
             slot = lax.rem(i, t.q_stages)
             pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
             rows = pl.ds(tile.block * t.block_q, t.block_q)
@@ -156,46 +81,13 @@ class Forward:
 
             n = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, n)
             load(r.v, r.v_smem, r.v_ready, r.v_free, tile, tile.start, n)
-            return i + 1, n + 1, following
+            return i + 1, n + 1, ahead
 
         zero = jnp.int32(0)
-        lax.while_loop(lambda c: c[2] >= 0, per_tile, (zero, zero, self._number(r, 0)))
+        carry = (zero, zero, self.ahead(r, zero))
+        lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
 
     # ---- consumers --------------------------------------------------------------------------
-
-    def _hide(self, r: Any, s: jax.Array, tile: Tile, j: Any) -> jax.Array:
-        """-inf where this warpgroup's rows do not see keys of block j."""
-        p, t = self.problem, self.tiles
-        first_row = tile.block * t.block_q + lax.axis_index("wg") * ROWS
-        first_key = j * t.block_kv
-        end = p.kv_len - first_key if p.kv_len % t.block_kv else None
-        if end is not None or not self.rules.band.empty:
-            s = hide_outside(s, self.rules.band, first_key - first_row, columns_left=end)
-        if "q_ids" in self.operands:
-            b = 0 if "q_ids" in self.shared else tile.batch
-            rows, keys = pl.ds(first_row, ROWS), pl.ds(first_key, t.block_kv)
-            s = hide_other_segments(s, r.q_ids.at[b, rows], r.kv_ids.at[b, keys])
-        return s
-
-    def _logits(self, r: Any, s: jax.Array, tile: Tile, j: Any) -> jax.Array:
-        """Scores of a block as base-2 logits up to the factor ``log2_scale``, hidden ones -inf."""
-        p = self.problem
-        if p.soft_cap is not None:
-            s = (p.soft_cap * LOG2E) * jnp.tanh(s * (p.scale / p.soft_cap))
-        elif self.scaled:
-            s = s * (p.scale * LOG2E)
-        if not self.masks:
-            return s
-        return lax.cond(tile.masked(j), lambda: self._hide(r, s, tile, j), lambda: s)
-
-    def _softmax(self, s, m, total):
-        """One step of the online softmax: (p, m, total, factor of what was summed before)."""
-        c = self.log2_scale
-        m_new = jnp.maximum(m, jnp.max(s, axis=1) * c)
-        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if self.masks else m_new
-        p = jnp.exp2(s * c - lax.broadcast_in_dim(shift, s.shape, [0]))
-        alpha = jnp.exp2(m - shift)
-        return p, m_new, total * alpha + jnp.sum(p, axis=1), alpha
 
     def _finish(self, r: Any, tile: Tile, o, m, total) -> None:
         """Divides, and hands o and lse of a tile to TMA."""
@@ -250,16 +142,22 @@ class Forward:
             plgpu.wgmma(s_acc, q, r.k_smem.at[lax.rem(n, t.stages)].T)
 
         def step(carry, o_acc):
-            i, following, tile, j, n, p_now, m, total = carry
+            i, ahead, tile, j, n, p_now, m, total = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
             i2 = i + new.astype(jnp.int32)
-            following2, tile2 = lax.cond(
-                new,
-                lambda: (self._number(r, i + 2), self._tile(r, following)),
-                lambda: (following, tile),
-            )
+
+            def read_on():
+                return self.ahead(r, i + 2, ahead[2])
+
+            if self.rules.arrays:
+                tile2, ahead2 = lax.cond(new, lambda: self.arrived(r, ahead), lambda: tile), None
+            else:
+                tile2, ahead2 = lax.cond(
+                    new, lambda: (self.arrived(r, ahead), read_on()), lambda: (tile, ahead)
+                )
             j2 = jnp.where(new, tile2.stop - 1, j - 1)
+            ids = one_id(self, r, tile2, j2)
             q_slot = lax.rem(i2, t.q_stages)
             pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready.at[q_slot]))
             plgpu.barrier_wait(r.k_ready.at[next_slot])
@@ -278,26 +176,38 @@ class Forward:
                     plgpu.wgmma(o_acc, p_now, v)
                     if t.turns:
                         plgpu.barrier_arrive(r.turn.at[lax.rem(wg + 1, t.consumers)])
+                # what is read here, behind the products, keeps nobody waiting
+                read = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 if t.turns and half else 1)
                 plgpu.barrier_arrive(r.k_free.at[next_slot])
                 last = j2 == tile2.start
                 pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
-                s = self._logits(r, s, tile2, j2)
-                before = m + jnp.where(new, -jnp.inf, 0.0)
-                p2, m2, total2, alpha = self._softmax(s, before, total)
+                before = lax.cond(new, lambda: start(self), lambda: (m, total))
+                p2, m2, total2, alpha = softmax(self, r, s, tile2, j2, ids, *before)
                 # waiting here ends the block of code: the exponentials stay before the next wait
                 plgpu.barrier_wait(r.v_ready.at[next_slot])
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(r.v_free.at[slot])
-                pl.when(new)(lambda: self._finish(r, tile, o, m, total))
-                o_acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
-                return p2.astype(p.dtype), m2, total2
 
-            p2, m2, total2 = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
-            return i2, following2, tile2, j2, n + 1, p2, m2, total2
+                def finish():
+                    self._finish(r, tile, o, m, total)
+                    return jnp.zeros_like(o)
+
+                def go_on():
+                    if alpha is None:
+                        return o
+                    if t.slack:
+                        return scale_rows(o, alpha)
+                    return o * lax.broadcast_in_dim(alpha, o.shape, [0])
+
+                o_acc[...] = lax.cond(new, finish, go_on)
+                return read, p2.astype(p.dtype), m2, total2
+
+            ahead3, *sums = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
+            return i2, ahead3, tile2, j2, n + 1, *sums
 
         def walk(o_acc):
-            tile = self._tile(r, self._number(r, 0))
+            tile = self.tile(r, self.number(r, 0))
             j = tile.stop - 1
             plgpu.barrier_wait(r.q_ready.at[0])
             plgpu.barrier_wait(r.k_ready.at[0])
@@ -309,16 +219,17 @@ class Forward:
             s = pl.run_scoped(first, plgpu.ACC(shape, F32))
             plgpu.barrier_arrive(r.k_free.at[0])
             pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_free.at[0]))
-            m = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, F32), ROW)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
-            p_now, m, total, _ = self._softmax(self._logits(r, s, tile, j), m, total)
+            ids = one_id(self, r, tile, j)
+            p_now, m, total, _ = softmax(self, r, s, tile, j, ids, *start(self))
             plgpu.barrier_wait(r.v_ready.at[0])
             zero = jnp.int32(0)
-            carry = (zero, self._number(r, 1), tile, j, zero, p_now.astype(p.dtype), m, total)
+            ahead = self.ahead(r, zero + 1)
+            p_now = p_now.astype(p.dtype)
+            carry = (zero, ahead, tile, j, zero, p_now, m, total)
 
             def more(carry):
-                _, following, tile, j, *_ = carry
-                return (following >= 0) | (j > tile.start)
+                _, (number, *_), tile, j, *_ = carry
+                return (number >= 0) | (j > tile.start)
 
             carry = lax.while_loop(more, lambda carry: step(carry, o_acc), carry)
             _, _, tile, _, n, p_now, m, total = carry
@@ -362,6 +273,11 @@ class Forward:
         """(o [b, q, h, dv], lse float32 [b, h, q])."""
         t, p = self.tiles, self.problem
         inputs = ("q", "k", "v", "order", *self.operands)
+        ids: list[jax.Array] = []
+        if "q_ids" in self.operands:
+            inputs += ("q_one_id", "kv_one_id")
+            given = dict(zip(self.operands, operands, strict=True))
+            ids = [only_ids(given["q_ids"], ROWS, -1), only_ids(given["kv_ids"], t.block_kv, -2)]
 
         def body(*refs, **scratch):
             names = (*inputs, "o", "lse")
@@ -390,5 +306,5 @@ class Forward:
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
         )
-        o, lse = kernel(*map(whole, (q, k, v)), jnp.asarray(self.order()), *operands)
+        o, lse = kernel(*map(whole, (q, k, v)), jnp.asarray(self.order()), *operands, *ids)
         return o[:, : p.q_len], lse[:, :, : p.q_len]

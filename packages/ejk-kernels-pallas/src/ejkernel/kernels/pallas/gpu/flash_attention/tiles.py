@@ -28,6 +28,8 @@ class ForwardTiles:
         hand_over: keys of the second product after which the turn passes; 0 = all.
         o_columns: columns of o that are staged in shared memory at once.
         head_group: heads whose tiles are worked on together.
+        slack: powers of two by which a row's maximum may grow before what was summed is scaled
+            anew; 0 scales at every step.
     """
 
     consumers: int = 2
@@ -38,6 +40,7 @@ class ForwardTiles:
     hand_over: int = 0
     o_columns: int = 64
     head_group: int = 1
+    slack: int = 8
 
     @property
     def block_q(self) -> int:
@@ -87,6 +90,10 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         tiles = replace(tiles, q_stages=1)
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, block_kv=64, hand_over=0)
+    if rules.arrays or rules.band.lo is not None:
+        # short tiles: o leaves in one piece, so that their ends wait for no copy
+        whole_o = replace(tiles, o_columns=problem.value_dim)
+        tiles = whole_o if whole_o.shared(problem) <= chip.shared else tiles
     return replace(tiles, head_group=head_group(problem, whole and widest > 64, chip))
 
 

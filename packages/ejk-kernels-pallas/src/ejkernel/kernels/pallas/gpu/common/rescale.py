@@ -1,0 +1,76 @@
+"""Scaling the rows of a tile of sums in the registers of one warpgroup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as _arith
+from jaxlib.mlir.dialects import llvm as _llvm
+from jaxlib.mlir.dialects import scf as _scf
+from jaxlib.mlir.dialects import vector as _vector
+
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW
+
+# the compiler's own operations, whose stubs are stricter than they are
+arith: Any = _arith
+llvm: Any = _llvm
+scf: Any = _scf
+vector: Any = _vector
+
+
+def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """``x * factors[:, None]`` of float32 ``x`` in the layout of products.
+
+    A warp whose rows all have the factor 1 leaves them alone: one vote instead of a multiplication
+    a register.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT, ROW),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
+    )
+    def apply(_: Any, x: Any, factors: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+        zero = ir.DenseI64ArrayAttr.get([0])
+        rows = [
+            vector.extract(r, dynamic_position=[], static_position=zero)
+            for r in factors.registers.flat
+        ]
+        differ = [arith.cmpf(arith.CmpFPredicate.UNE, row, one) for row in rows]
+        some = arith.extui(i32, arith.ori(*differ))
+        some = llvm.inline_asm(
+            i32,
+            [some],
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.u32 $0, 1, 0, p; }",
+            "=r,r",
+            has_side_effects=True,
+        )
+        some = arith.cmpi(
+            arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0))
+        )
+        old = list(x.registers.flat)
+        branch = scf.IfOp(some, [r.type for r in old], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            new = []
+            at: Any
+            pair: Any
+            for at, pair in np.ndenumerate(x.registers):
+                row = vector.broadcast(pair.type, rows[at[4]])
+                new.append(arith.mulf(pair, row))
+            scf.yield_(new)
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(old)
+        out = np.empty_like(x.registers)
+        for index, value in zip(np.ndindex(out.shape), branch.results, strict=True):
+            out[index] = value
+        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+
+    return apply(x, factors)

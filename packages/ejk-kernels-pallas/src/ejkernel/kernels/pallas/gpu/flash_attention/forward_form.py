@@ -1,0 +1,128 @@
+"""What the parts of the forward kernel share: a call's sizes, and its tiles in their order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.kernels.pallas.gpu.common import schedule
+from ejkernel.kernels.pallas.gpu.common.schedule import Tile
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
+from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.structure import Rules
+
+
+@dataclass(frozen=True)
+class Form:
+    """One compiled form of the kernel.
+
+    Attributes:
+        problem, rules, tiles: what is computed and how.
+        operands: names of the operands after q, k and v: of ``ranges`` int32 [#b, #h, blocks, 4],
+            ``q_ids`` and ``kv_ids`` int32 [#b, padded length], ``sink`` float32 [#b, h].
+        shared: the operands whose batch axis has size 1; "ranges_head" if its head axis has.
+        programs: how many programs run: the multiprocessors.
+    """
+
+    problem: Problem
+    rules: Rules
+    tiles: ForwardTiles
+    operands: tuple[str, ...]
+    shared: frozenset[str]
+    programs: int
+
+    # ---- sizes ------------------------------------------------------------------------------
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.problem.q_len // self.tiles.block_q)
+
+    @property
+    def count(self) -> int:
+        return self.q_blocks * self.problem.batch * self.problem.heads
+
+    @property
+    def grid(self) -> int:
+        return min(self.programs, self.count)
+
+    @property
+    def log2_scale(self) -> float:
+        """Positive factor of base-2 logits: of the tangents of capped ones, else of products."""
+        p = self.problem
+        if p.soft_cap is not None:
+            return p.soft_cap * LOG2E
+        return p.scale * LOG2E if p.scale > 0.0 else 1.0
+
+    @property
+    def shift(self) -> float | None:
+        """What capped base-2 logits are shifted by, if by a constant and not by the rows' maxima.
+
+        They lie in [-c, c]. Up to c = 80 (a cap of 55) exponentials so shifted lie in
+        [2^-80, 2^80], and float32 leaves 2^46 on either side for values and for numbers of keys.
+        float16 has not that range for p.
+        """
+        p, c = self.problem, math.ceil(self.log2_scale)
+        if p.soft_cap is None or c > 80 or p.dtype != "bfloat16":
+            return None
+        return float(min(c, 80 - c))
+
+    @property
+    def masks(self) -> bool:
+        """Whether any block may need an element mask."""
+        ragged = self.problem.kv_len % self.tiles.block_kv != 0
+        return ragged or self.rules.arrays or not self.rules.band.empty
+
+    # ---- tiles ------------------------------------------------------------------------------
+
+    def order(self) -> np.ndarray:
+        """The tiles of each program."""
+        p, t = self.problem, self.tiles
+        if self.rules.arrays:
+            costs = np.ones(self.q_blocks)
+        else:
+            costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, t.block_q, t.block_kv)
+        order = schedule.assign(p.batch * p.heads, costs, t.head_group, self.grid)
+        return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)  # numbers are read ahead
+
+    def number(self, r: Any, i: Any) -> jax.Array:
+        """Number of this program's i-th tile, negative after the last."""
+        return r.order[lax.axis_index("program"), i]
+
+    def tile(self, r: Any, number: Any) -> Tile:
+        p, t = self.problem, self.tiles
+        row, block = lax.div(number, self.q_blocks), lax.rem(number, self.q_blocks)
+        batch, head = lax.div(row, p.heads), lax.rem(row, p.heads)
+        if self.rules.arrays:
+            rb = 0 if "ranges" in self.shared else batch
+            rh = 0 if "ranges_head" in self.shared else head
+            start, full_start, full_stop, stop = (r.ranges[rb, rh, block, c] for c in range(4))
+            stop = jnp.maximum(stop, 1)
+            start = jnp.minimum(start, stop - 1)
+        else:
+            first = block * t.block_q
+            last = jnp.minimum(first + t.block_q, p.q_len) - 1
+            start, full_start, full_stop, stop = schedule.band_blocks(
+                first, last, p.kv_len, self.rules.band, t.block_kv
+            )
+        return Tile(batch, head, block, start, full_start, full_stop, stop)
+
+    def ahead(self, r: Any, i: Any, following: Any = None) -> tuple:
+        """What is known of tile i a tile early: (number, blocks, number of the next).
+
+        Blocks are read from memory, at the number ``following`` read before, only if arrays
+        decide them; else they are computed when the tile comes.
+        """
+        if not self.rules.arrays:
+            return self.number(r, i), None, None
+        number = self.number(r, i) if following is None else following
+        return number, self.tile(r, jnp.maximum(number, 0)), self.number(r, i + 1)
+
+    def arrived(self, r: Any, ahead: tuple) -> Tile:
+        number, tile, _ = ahead
+        return self.tile(r, number) if tile is None else tile

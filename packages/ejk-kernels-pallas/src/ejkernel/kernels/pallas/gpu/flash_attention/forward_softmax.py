@@ -1,0 +1,102 @@
+"""The softmax of a forward step: logits to probabilities and to what is kept of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.common.masks import ROW, hide_other_segments, hide_outside
+from ejkernel.kernels.pallas.gpu.common.schedule import Tile
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.types.problem import LOG2E
+from ejkernel.types.structure import Band
+
+ROWS = 64  # query rows of one warpgroup
+F32 = jnp.float32
+
+
+def only_ids(ids: jax.Array, block: int, other: int) -> jax.Array:
+    """The id of every block ``[b, blocks]`` of ids; ``other`` where they differ."""
+    ids = ids.reshape(ids.shape[0], -1, block)
+    first = ids[..., 0]
+    return jnp.where(jnp.all(ids == first[..., None], axis=-1), first, other)
+
+
+def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
+    """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2."""
+    if "q_ids" not in form.operands:
+        return ()
+    b = 0 if "q_ids" in form.shared else tile.batch
+    q_group = tile.block * form.tiles.consumers + lax.axis_index("wg")
+    return r.q_one_id[b, q_group], r.kv_one_id[b, j]
+
+
+def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float) -> jax.Array:
+    """``fill`` where this warpgroup's rows do not see keys of block j."""
+    p, t, band = form.problem, form.tiles, form.rules.band
+    first_row = tile.block * t.block_q + lax.axis_index("wg") * ROWS
+    first_key = j * t.block_kv
+    end = p.kv_len - first_key if p.kv_len % t.block_kv else None
+
+    def hide(x, band, end):
+        if end is None and band.empty:
+            return x
+        return hide_outside(x, band, first_key - first_row, columns_left=end, fill=fill)
+
+    def hide_segments(x):
+        b = 0 if "q_ids" in form.shared else tile.batch
+        rows, keys = pl.ds(first_row, ROWS), pl.ds(first_key, t.block_kv)
+        return hide_other_segments(x, r.q_ids.at[b, rows], r.kv_ids.at[b, keys], fill)
+
+    def when(test, change):
+        return lax.cond(test, lambda: change(x), lambda: x)
+
+    if form.rules.arrays:
+
+        def both(x):
+            x = hide(x, band, end)
+            if "q_ids" not in form.operands:
+                return x
+            return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: hide_segments(x))
+
+        return when(tile.masked(j), both)
+    # either edge by itself: few blocks meet both
+    if band.lo is not None:
+        x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
+    if band.hi is not None or end is not None:
+        x = when(j >= tile.full_stop, lambda x: hide(x, Band(hi=band.hi), end))
+    return x
+
+
+def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, m, total):
+    """One step of the online softmax: (p, m, total, factor of what was summed before).
+
+    m, by which the sums are shifted, follows a row's maximum no closer than ``slack``.
+    """
+    p, c = form.problem, form.log2_scale
+    if p.soft_cap is not None:
+        s = jnp.tanh(s * (p.scale / p.soft_cap))
+    elif p.scale <= 0.0:
+        s = s * (p.scale * LOG2E)
+    if form.shift is not None:
+        x = _hide(form, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
+        return x, m, total + jnp.sum(x, axis=1), None
+    s = _hide(form, r, s, tile, j, one_id, -jnp.inf)
+    top = jnp.maximum(m, jnp.max(s, axis=1) * c)
+    if form.tiles.slack:
+        top = jnp.where(top > m + form.tiles.slack, top, m)
+    shift = jnp.where(top == -jnp.inf, 0.0, top) if form.masks else top
+    x = jnp.exp2(s * c - lax.broadcast_in_dim(shift, s.shape, [0]))
+    alpha = jnp.exp2(m - shift)
+    return x, top, total * alpha + jnp.sum(x, axis=1), alpha
+
+
+def start(form: Form):
+    """(m, total) of rows of which nothing has been seen."""
+    low = -jnp.inf if form.shift is None else form.shift
+    return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in (low, 0.0))
