@@ -61,9 +61,8 @@ def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
         with ir.InsertionPoint(branch.then_block):
             new = []
             at: Any
-            pair: Any
             for at, pair in np.ndenumerate(x.registers):
-                row = vector.broadcast(pair.type, rows[at[4]])
+                row = vector.broadcast(old[0].type, rows[at[4]])
                 new.append(arith.mulf(pair, row))
             scf.yield_(new)
         with ir.InsertionPoint(branch.else_block):
