@@ -48,10 +48,31 @@ def given_blocks(ranges, index):
 
 
 @triton.jit
-def masked_block(t, start, full_start, full_stop):
-    """Number of the t-th block that needs an element mask: those before, then those after."""
-    left = full_start - start
-    return tl.where(t < left, start + t, full_stop + t - left)
+def phase_steps(start, full_start, full_stop, stop, PHASE: tl.constexpr, HAS_FULL: tl.constexpr):
+    """How many blocks a phase has: 0 those that need no element mask, 1 the others.
+
+    Without HAS_FULL the others are all.
+    """
+    if PHASE == 0:
+        steps = full_stop - full_start
+    elif HAS_FULL:
+        steps = (full_start - start) + (stop - full_stop)
+    else:
+        steps = stop - start
+    return steps
+
+
+@triton.jit
+def phase_block(t, start, full_start, full_stop, PHASE: tl.constexpr, HAS_FULL: tl.constexpr):
+    """Number of the t-th block of a phase; of phase 1 those before the full ones come first."""
+    if PHASE == 0:
+        block = full_start + t
+    elif HAS_FULL:
+        left = full_start - start
+        block = tl.where(t < left, start + t, full_stop + t - left)
+    else:
+        block = start + t
+    return block
 
 
 @triton.jit

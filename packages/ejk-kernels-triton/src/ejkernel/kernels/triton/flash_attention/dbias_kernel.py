@@ -121,10 +121,6 @@ def flash_bwd_dbias(
         k_main = load_tile(
             k, kv_token, j0, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, False, True, True
         )
-        more = load_bias(
-            bias, i, j, i0, j0, b, h, q_len, kv_len, bias_batch, bias_head,
-            BIAS_TMA, False, True, False,
-        )  # fmt: skip
         s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
         if D_REST > 0:
             q_more = load_tile(
@@ -157,6 +153,10 @@ def flash_bwd_dbias(
         rows = (b * heads + h).to(tl.int64) * q_len
         row_lse = load_rows(lse + rows, i, q_len, float("inf"), False)[:, None]
         row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
+        more = load_bias(
+            bias, i, j, i0, j0, b, h, q_len, kv_len, bias_batch, bias_head,
+            BIAS_TMA, False, True, False,
+        )  # fmt: skip
         s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
         if CAPPED:
             steep = cap_slope(s)

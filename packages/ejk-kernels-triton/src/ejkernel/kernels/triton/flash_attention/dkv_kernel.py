@@ -22,7 +22,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
-from ejkernel.kernels.triton.common.structure import band_blocks, given_blocks, masked_block
+from ejkernel.kernels.triton.common.structure import (
+    band_blocks,
+    given_blocks,
+    phase_block,
+    phase_steps,
+)
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
@@ -164,20 +169,9 @@ def flash_bwd_dkv(
         rows = (b * heads + h).to(tl.int64) * q_len
         for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
             # phase 0: blocks whose every row sees every key; phase 1: the others
-            if phase == 1:
-                steps = (full_start - start) + (stop - full_stop)
-                if not HAS_FULL:
-                    steps = stop - start
-            else:
-                steps = full_stop - full_start
+            steps = phase_steps(start, full_start, full_stop, stop, phase, HAS_FULL)
             for t in tl.range(0, steps, disable_licm=GROUP > 1):
-                if phase == 1:
-                    if HAS_FULL:
-                        q_block = masked_block(t, start, full_start, full_stop)
-                    else:
-                        q_block = start + t
-                else:
-                    q_block = full_start + t
+                q_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
                 i0 = q_block * BLOCK_Q
                 i = i0 + tl.arange(0, BLOCK_Q)
 

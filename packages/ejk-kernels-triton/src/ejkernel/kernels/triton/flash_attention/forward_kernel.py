@@ -27,7 +27,8 @@ from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, online_softmax
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
     given_blocks,
-    masked_block,
+    phase_block,
+    phase_steps,
 )
 from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
@@ -156,20 +157,9 @@ def flash_fwd(
 
     for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
-        if phase == 1:
-            steps = (full_start - start) + (stop - full_stop)
-            if not HAS_FULL:
-                steps = stop - start
-        else:
-            steps = full_stop - full_start
+        steps = phase_steps(start, full_start, full_stop, stop, phase, HAS_FULL)
         for t in tl.range(0, steps):
-            if phase == 1:
-                if HAS_FULL:
-                    kv_block = masked_block(t, start, full_start, full_stop)
-                else:
-                    kv_block = start + t
-            else:
-                kv_block = full_start + t
+            kv_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
             j0 = kv_block * BLOCK_KV
             j = j0 + tl.arange(0, BLOCK_KV)
 

@@ -128,9 +128,8 @@ def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
             return tile, tile
         return Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)
     if target.platform == "rocm":
-        # one stage as forward; the bias takes the registers of half the keys of wide heads
-        wide = problem.biased and dim > 128
-        return Tiles(64, 32, 4, 1), Tiles(32, 32 if wide else 64, 4, 1)
+        # one stage as forward; wide heads have registers for half the keys
+        return Tiles(64, 32, 4, 1), Tiles(32, 64 if dim <= 128 else 32, 4, 1)
     if target.hopper:
         return _hopper_backward(problem, target, dim)
     if problem.biased:
@@ -170,8 +169,8 @@ def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles,
     rows = 32 if (extras + problem.biased > 1 and dim > 64) or not maps else 64
     if dim <= 64 and not problem.biased:
         # 64 KiB: three programs a multiprocessor, one exponentiates while others multiply; that
-        # leaves a thread 168 of the registers of a multiprocessor. Two more would not spill a few
-        # bytes but leave two programs: 368 TFLOP/s, not 441
+        # leaves a thread 168 of the registers of a multiprocessor. Left to itself the compiler takes
+        # a few more, which leave two programs: 368 TFLOP/s, not 441
         registers = None if extras else 168
         return Tiles(64, 64, 4, 3), Tiles(rows, 64, 4, 3, registers)
     # 96 KiB: two programs; a third stage would leave one. Two accumulators of 64 x 128 are 128
