@@ -132,7 +132,7 @@ def test_blocks_in_parts_and_strips(kind, monkeypatch):
 
     def cut(problem, cfg):
         found = chosen(problem, cfg)
-        names, sizes = ("fwd", "dq", "dkv"), {"block_q": 256, "block_kv": 256, "rows": 128}
+        names, sizes = ("fwd", "dq", "dkv"), {"block_q": 256, "block_kv": 256, "rows": 64}
         smaller = {n: replace(getattr(found, n), columns=128, **sizes) for n in names}
         # the running maximum of a strip is over all keys of a step, as shipped
         smaller["fwd"] = replace(found.fwd, **sizes)
