@@ -292,7 +292,7 @@ class DqPlan(AttentionPlan):
         from ejkernel.kernels.triton.flash_attention.dq_kernel import flash_bwd_dq
 
         p = self.problem
-        arguments = {name: self.operand(name) for name in ("do", "lse", "delta")}
+        arguments: dict[str, Any] = {n: self.operand(n) for n in ("do", "lse", "delta")}
         arguments |= {"dq": Out(0), "grad_scale": p.scale * gradient_factor(p)}
         return self.over_queries(flash_bwd_dq, target, arguments, {})
 
