@@ -76,7 +76,7 @@ def compile_ahead(runs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS))) as pool:
         found = []
         for case, mode in runs:
-            args = tuple(jax.eval_shape(case.call.make).values()) if case.call else case.inputs()
+            args = _shapes(case)
             futures = {}
             for name, fn in case.contenders.items():
                 if isinstance(fn, str):
@@ -88,6 +88,14 @@ def compile_ahead(runs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]
                 futures[name] = pool.submit(_compile, lambda form=form: _raised(form))
             found.append(futures)
         return [{name: f.result() for name, f in futures.items()} for futures in found]
+
+
+def _shapes(case: Case) -> tuple:
+    """Arrays of a case by shape and dtype, in the order of its inputs."""
+    if case.call is None:
+        return case.inputs()
+    shapes = jax.eval_shape(case.call.make)  # which sorts its keys
+    return tuple(shapes[name] for name in case.call.names)
 
 
 def _raised(form: Any) -> Any:
