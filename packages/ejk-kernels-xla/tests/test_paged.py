@@ -352,6 +352,19 @@ def test_gradient_of_a_float_cache_beside_a_quantised_one():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sinks_of_minus_infinity_are_none(splits):
+    q, k, v, bt = normal(B, H, D), normal(PAGES, PS, HK, D), normal(PAGES, PS, HK, D), tables()
+    sinks = jnp.full((H, 2), -jnp.inf)
+
+    def loss(q, sinks):
+        return page_attention(q, k, v, LENS, bt, softmax_aux=sinks, num_splits=splits).sum()
+
+    (dq, dsinks), without = jax.grad(loss, (0, 1))(q, sinks), jax.grad(loss)(q, None)
+    np.testing.assert_allclose(dq, without, atol=1e-6)
+    assert (dsinks == 0).all()
+
+
 def test_gradients_with_numpy_caches_and_tables():
     q, k, v = np.ones((2, 2, 8), np.float32), *(np.ones((3, 4, 1, 8), np.float32) for _ in "kv")
     lens, tables = np.array([3, 6]), np.array([[1, 0], [0, 2]])

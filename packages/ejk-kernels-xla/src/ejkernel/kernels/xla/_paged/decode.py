@@ -73,7 +73,9 @@ def merge_splits(o: jax.Array, lse: jax.Array, sinks, splits: int):
     alive = jnp.max(lse, axis=0) != NEG_INF
     parts = lse
     if sinks is not None:
-        sink = jax.nn.logsumexp(sinks, axis=-1)[None, None, :, :, None]
+        # a sink of -inf adds nothing, also not a gradient of 0 / 0
+        sink = jnp.maximum(sinks, jnp.finfo(sinks.dtype).min)
+        sink = jax.nn.logsumexp(sink, axis=-1)[None, None, :, :, None]
         parts = jnp.concatenate([lse, jnp.broadcast_to(sink, (1, *lse.shape[1:]))])
     # rows that see nothing take part with a harmless value, so that gradients stay finite
     whole = jax.nn.logsumexp(jnp.where(alive, parts, 0.0), axis=0)
