@@ -5,10 +5,12 @@
     EJKERNEL_CACHE_DIR=build/tune python tools/tune_tables.py --prepare 'NVIDIA H200'
     python tools/tune_tables.py --report --page docs/tuned_h200.md
 
-While one call is on the device the next ones compile. Where time on the card is dear, the third
-line, run anywhere, compiles the Triton candidates beforehand: carry the folder to the card and set
-the same variable there. The last line needs no device, either: it shows how far the heuristic
-configurations are from the tuned ones.
+The third line, run anywhere, compiles the Triton candidates beforehand, where time on the card is
+dear: carry the folder to the card and set the same variable there. The last line needs no device,
+either: it shows how far the heuristic configurations are from the tuned ones.
+
+With ``--ahead 2`` the next two calls compile while one is on the device. Compilers side by side
+share one interpreter, so candidates may miss their time: ``--trials`` shows which.
 
 Every finished call is in the file at once: stop it with Ctrl-C or by its budget and run it again,
 it goes on where it was. A call that is in the table already, tuned with the versions installed
@@ -68,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--cases", default="*", help="comma-separated globs on case names")
     p.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     p.add_argument("--per-call", type=float, default=60.0, help="seconds for one call")
-    p.add_argument("--ahead", type=int, default=2, help="calls that compile while one is timed")
+    p.add_argument("--ahead", type=int, default=0, help="calls that compile while one is timed")
     p.add_argument("--samples", type=int, default=10, help="samples of a finalist")
     p.add_argument("--workers", type=int, help="compiler threads; default: the cores, at most 16")
     p.add_argument("--again", action="store_true", help="tune what the table has already, too")
