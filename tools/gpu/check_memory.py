@@ -23,7 +23,7 @@ sys.path.insert(0, __file__.rsplit("/", 3)[0])
 
 import ml_dtypes
 import numpy as np
-import torch
+import torch  # ty: ignore
 from tools.gpu.common import jax, jnp
 
 from ejkernel.kernels.triton import bridge

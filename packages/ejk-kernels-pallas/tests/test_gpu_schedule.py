@@ -115,7 +115,7 @@ def test_programs_wait_only_for_programs_before_them(band, q_len, kv_len, batch,
 
 
 def makespan(plan, walked, visitors, cores):
-    """Visits until the last program ends; a visit takes 1, and waits for the one before its turn."""
+    """Visits until the last program ends; a visit takes 1 and waits for that before its turn."""
     items = np.arange(plan.problem.batch * plan.problem.heads * plan.n_kv)
     rows, blocks, late = (np.broadcast_to(np.asarray(x), items.shape) for x in plan.place(items))
     free, done = [0.0] * cores, {}

@@ -67,13 +67,13 @@ def _untracked_call() -> Any:
 
 def untracked(
     call: Callable[..., Sequence[jax.Array]], out_types: tuple[jax.ShapeDtypeStruct, ...]
-) -> Callable[..., Sequence[jax.Array]]:
+) -> Callable[..., Any]:
     """``call``, also inside a shard_map that tracks the axes over which its operands vary.
 
     Since JAX 0.11 Pallas refuses such operands where single warps do different work.
     """
 
-    def run(*operands: jax.Array) -> Sequence[jax.Array]:
+    def run(*operands: jax.Array) -> Any:
         axes = frozenset().union(*map(varying_axes, operands))
         if not axes:
             return call(*operands)

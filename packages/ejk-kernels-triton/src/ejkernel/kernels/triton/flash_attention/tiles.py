@@ -169,8 +169,8 @@ def _hopper_backward(problem: Problem, target: Target, dim: int) -> tuple[Tiles,
     rows = 32 if (extras + problem.biased > 1 and dim > 64) or not maps else 64
     if dim <= 64 and not problem.biased:
         # 64 KiB: three programs a multiprocessor, one exponentiates while others multiply; that
-        # leaves a thread 168 of the registers of a multiprocessor. Left to itself the compiler takes
-        # a few more, which leave two programs: 368 TFLOP/s, not 441
+        # leaves a thread 168 registers. Left to itself the compiler takes a few more, which leave
+        # two programs: 368 TFLOP/s, not 441
         registers = None if extras else 168
         return Tiles(64, 64, 4, 3), Tiles(rows, 64, 4, 3, registers)
     # 96 KiB: two programs; a third stage would leave one. Two accumulators of 64 x 128 are 128
