@@ -272,6 +272,13 @@ def test_axes_of_length_zero(operation, changes):
     assert all(not np.asarray(g).any() for g in grads.values())
 
 
+def test_what_can_be_explained_and_cut():
+    with pytest.raises(TypeError, match="operation: given 3, expected a name"):
+        modules.explain(3)
+    with pytest.raises(InvalidArgument, match="x: expected an array, given list"):
+        modules.zigzag_shard([1, 2], 1)
+
+
 def test_missing_unknown_and_repeated_arguments():
     kernel, q = modules.FlashAttention(), ones(1, 4, 2, 8)
     with pytest.raises(TypeError, match="missing the argument 'value'"):

@@ -189,3 +189,10 @@ def test_specs_are_pure_functions():
     assert layout.spec(("#batch", "#heads", "q_len", "kv_len"), (1, 6, 5, 5)) == P(
         None, "y", None, None
     )
+
+
+def test_a_spec_for_an_absent_argument_may_be_short():
+    q, k, v = qkv()
+    specs = (P("dp"),) * 4  # the last one is for the bias, which is not there
+    out = modules.flash_attention(q, k, v, mesh=mesh_of((2, 1)), in_specs=specs)
+    assert_same(out, modules.flash_attention(q, k, v))

@@ -16,6 +16,7 @@ def _kernel(operation: Any) -> Kernel:
     """The kernel that a name, a public function, a Kernel class or a Kernel stands for."""
     from ejkernel.modules._op import Operation
     from ejkernel.modules._table import operation_class
+    from ejkernel.ops import Kernel
 
     if isinstance(operation, type) and issubclass(operation, Operation):
         return operation.shared()
@@ -25,6 +26,11 @@ def _kernel(operation: Any) -> Kernel:
         if not isinstance(operation, Operation):
             name = operation if isinstance(operation, str) else operation.__name__
             return operation_class(name).shared()
+    if not isinstance(operation, Kernel):
+        raise TypeError(
+            f"operation: given {operation!r}, expected a name, a function of ejkernel.modules, "
+            "a Kernel class of it, or a Kernel"
+        )
     return operation
 
 

@@ -100,6 +100,8 @@ def read_specs(
                 f"{len(argument.words)} axes"
             )
         for word, entry in zip(argument.words, spec, strict=False):
+            if argument.shape is None and word == "_":
+                continue  # an absent argument of unknown axes has nothing to spread
             _spread(layout, f"in_specs[{index}] ({argument.name})", word.lstrip("#"), entry)
 
 

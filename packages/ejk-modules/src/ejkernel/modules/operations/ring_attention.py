@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules import _canonical as canonical
 from ejkernel.modules import _ring
-from ejkernel.modules._arrays import Array, F, I
+from ejkernel.modules._arrays import Array, F, I, given
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
@@ -135,6 +135,8 @@ def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:
     axis_size = operator.index(axis_size)
     if axis_size < 1:
         raise ValueError(f"axis_size: given {axis_size!r}, expected an integer >= 1")
+    if not hasattr(x, "ndim"):
+        raise InvalidArgument(f"x: expected an array, given {given(x)}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: given {axis}, expected within the {x.ndim} axes of x")
     axis %= x.ndim
