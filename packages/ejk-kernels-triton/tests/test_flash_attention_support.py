@@ -47,7 +47,7 @@ def with_dims(d: int, dv: int | None = None, dtype="bfloat16"):
     return {
         "query": array(2, 64, 8, d, dtype=dtype),
         "key": array(2, 64, 2, d, dtype=dtype),
-        "value": array(2, 64, 2, dv or d, dtype=dtype),
+        "value": array(2, 64, 2, d if dv is None else dv, dtype=dtype),
     }
 
 
@@ -82,6 +82,7 @@ REFUSED = [
     ("query: head dim 60", with_dims(60)),
     ("query: head dim 264", with_dims(264)),
     ("value: head dim 20", with_dims(64, 20)),
+    ("value: head dim 0", with_dims(64, 0)),
     ("logits_dtype: float64", {"logits_dtype": "float64"}),
     (
         "mask_info: more than one set of segment ids",

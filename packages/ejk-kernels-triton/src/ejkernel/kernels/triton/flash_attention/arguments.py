@@ -21,8 +21,8 @@ def refusal(q_shape: tuple, v_shape: tuple, dtype: Any, logits_dtype: Any) -> st
     if jnp.dtype(logits_dtype) == jnp.dtype("float64"):
         return "logits_dtype: float64 is not supported"
     for argument, dim in (("query", q_shape[3]), ("value", v_shape[3])):
-        if dim > MAX_DIM or dim % 8:
-            return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
+        if not 0 < dim <= MAX_DIM or dim % 8:
+            return f"{argument}: head dim {dim} is not a multiple of 8 from 8 to {MAX_DIM}"
     return None
 
 

@@ -26,7 +26,7 @@ from ejkernel.kernels.triton.flash_attention.plans import (
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, bias_tiles
 from ejkernel.kernels.triton.targets import current_target
-from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo, softmax
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import (
     block_ranges,
@@ -83,11 +83,7 @@ def _attend_fwd(static: Static, q, k, v, bias, sink, mask, seed):
 def _attend_bwd(static: Static, residuals, cotangents):
     q, k, v, bias, sink, mask, seed, o, lse = residuals
     do, dlse = cotangents
-    # softmax gradient: ds = p * (dp - delta); a gradient of lse enters as p * dlse
-    delta = jnp.einsum(
-        "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
-    )
-    delta = delta - dlse
+    delta = softmax.row_delta(o, do, dlse)
     row_lse, row_delta = row_terms(static.problem, lse, delta)
     tensors = dict(q=q, k=k, v=v, do=do, lse=row_lse, delta=row_delta, bias=bias, seed=seed)
     (dq,) = _run(DqPlan, static, static.dq, mask, tensors)
@@ -95,16 +91,14 @@ def _attend_bwd(static: Static, residuals, cotangents):
     for parts, part_tiles in static.dkv:
         found = _run(DkvPlan, static, part_tiles, mask, tensors, parts=parts)
         grads |= zip(parts, found, strict=True)
-    dbias = dsink = None
+    dbias = None
     if bias is not None:
         p = static.problem
         tile = bias_tiles(static.dq, current_target())
         fields = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
         (dbias,) = _run(DbiasPlan, static, tile, mask, tensors, **fields)
         dbias = dbias.astype(bias.dtype)
-    if sink is not None:
-        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))
-        dsink = -jnp.sum(share * delta, axis=(0, 2))[None]
+    dsink = softmax.sink_gradient(sink, lse, delta)
     return dq, grads["dk"], grads["dv"], dbias, dsink, None, None
 
 

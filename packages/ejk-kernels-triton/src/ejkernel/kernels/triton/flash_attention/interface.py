@@ -11,7 +11,7 @@ from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.arguments import check_supported, dot_precision
 from ejkernel.kernels.triton.flash_attention.core import Static, attend
 from ejkernel.kernels.triton.targets import current_target
-from ejkernel.types import MaskInfo, call
+from ejkernel.types import MaskInfo, call, softmax
 from ejkernel.types import attention as arg
 from ejkernel.types.problem import Problem
 
@@ -99,10 +99,9 @@ def flash_attention(
     )
     bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, h)
     mask = call.mask_of(arguments)
-    if 0 in (b, q_len, kv_len, h, dv):
-        o = jnp.zeros((b, q_len, h, dv), query.dtype)
-        lse = jnp.full((b, q_len, h), -jnp.inf, jnp.float32)
-        return (o, lse) if return_lse else o
+    nothing = softmax.without_work(q, k, v)
+    if nothing is not None:
+        return nothing if return_lse else nothing[0]
     o, lse = attend(
         choose_tiles(problem, cfg),
         q.astype(dtype),

@@ -20,7 +20,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
-from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo, softmax
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Rules, Unsupported, block_ranges, operands, split_mask
 
@@ -152,17 +152,9 @@ def _attend_fwd(static: Static, q, k, v, sink, mask):
 def _attend_bwd(static: Static, residuals, cotangents):
     q, k, v, sink, mask, o, lse = residuals
     do, dlse = cotangents
-    # softmax gradient: ds = p * (dp - delta); a gradient of lse enters as p * dlse
-    delta = jnp.einsum(
-        "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
-    )
-    delta = delta - dlse
+    delta = softmax.row_delta(o, do, dlse)
     grads = vary(_backward(static, q, k, v, do, lse, delta, mask), varying_axes(q))
-    dsink = None
-    if sink is not None:
-        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))
-        dsink = -jnp.sum(share * delta, axis=(0, 2))[None]
-    return *grads, dsink, None
+    return *grads, softmax.sink_gradient(sink, lse, delta), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

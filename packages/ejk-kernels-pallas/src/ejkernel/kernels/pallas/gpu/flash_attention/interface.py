@@ -12,7 +12,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.arguments import refusal
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.core import Static, attend, mask_rules
-from ejkernel.types import MaskInfo, call
+from ejkernel.types import MaskInfo, call, softmax
 from ejkernel.types import attention as arg
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Rules, Unsupported
@@ -96,10 +96,9 @@ def flash_attention(
     problem = call.problem_of(arguments)
     mask = call.mask_of(arguments)
     rules, _ = mask_rules(mask)
-    if 0 in (b, q_len, kv_len, h):
-        o = jnp.zeros((b, q_len, h, dv), query.dtype)
-        lse = jnp.full((b, q_len, h), -jnp.inf, jnp.float32)
-        return (o, lse) if return_lse else o
+    nothing = softmax.without_work(q, k, v)
+    if nothing is not None:
+        return nothing if return_lse else nothing[0]
     o, lse = attend(
         choose_tiles(problem, rules, cfg),
         q.astype(dtype),

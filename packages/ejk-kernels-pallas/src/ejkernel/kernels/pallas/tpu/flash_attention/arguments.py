@@ -20,8 +20,8 @@ def refusal(
     if jnp.dtype(logits_dtype) == jnp.dtype("float64"):
         return "logits_dtype: float64 is not supported"
     for argument, dim in (("query", q_shape[3]), ("value", v_shape[3])):
-        if dim > MAX_DIM:
-            return f"{argument}: head dim {dim} is larger than {MAX_DIM}"
+        if not 0 < dim <= MAX_DIM:
+            return f"{argument}: head dim {dim} is not between 1 and {MAX_DIM}"
     if biased:
         return "bias: a [q, k] bias would be read once a head, which costs more than the products"
     if dropout:

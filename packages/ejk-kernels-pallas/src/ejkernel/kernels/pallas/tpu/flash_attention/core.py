@@ -22,7 +22,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
-from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo, softmax
 from ejkernel.types.problem import LOG2E, Problem
 
 # The lse of a row that sees nothing, as the gradients read it: exp2(x - NEVER) is 0.
@@ -88,11 +88,7 @@ def _attend_bwd(static: Static, residuals, cotangents):
     q, k, v, sink, mask, o, lse = residuals
     do, dlse = cotangents
     p = static.problem
-    # softmax gradient: ds = p * (dp - delta); a gradient of lse enters as p * dlse
-    delta = jnp.einsum(
-        "bqhd,bqhd->bhq", do, o, preferred_element_type=jnp.float32, precision="highest"
-    )
-    delta = delta - dlse
+    delta = softmax.row_delta(o, do, dlse)
     base2 = jnp.where(lse == -jnp.inf, NEVER, lse * LOG2E)
 
     def operands(layout: Layout) -> tuple[jax.Array, ...]:
@@ -109,15 +105,11 @@ def _attend_bwd(static: Static, residuals, cotangents):
     dq = query_gradient(layout, table, *operands(layout), pairs)
     layout, table, pairs = _prepare(static, static.dkv, mask, transposed=True)
     dk, dv = key_gradients(layout, table, *operands(layout), pairs)
-    dsink = None
-    if sink is not None:
-        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, :, None] - lse))
-        dsink = -jnp.sum(share * delta, axis=(0, 2))[None]
     return (
         _natural(dq, p.q_len, p.dim),
         _natural(dk, p.kv_len, p.dim),
         _natural(dv, p.kv_len, p.value_dim),
-        dsink,
+        softmax.sink_gradient(sink, lse, delta),
         None,
     )
 

@@ -11,7 +11,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import current_chip
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.arguments import dot_precision, refusal
 from ejkernel.kernels.pallas.tpu.flash_attention.core import Static, attend
-from ejkernel.types import MaskInfo, call
+from ejkernel.types import MaskInfo, call, softmax
 from ejkernel.types import attention as arg
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported
@@ -94,10 +94,9 @@ def flash_attention(
         raise Unsupported(reason)
     problem = call.problem_of(arguments, precision=dot_precision(precision))
     mask = call.mask_of(arguments)
-    if 0 in (b, q_len, kv_len, h, dv):
-        o = jnp.zeros((b, q_len, h, dv), query.dtype)
-        lse = jnp.full((b, q_len, h), -jnp.inf, jnp.float32)
-        return (o, lse) if return_lse else o
+    nothing = softmax.without_work(q, k, v)
+    if nothing is not None:
+        return nothing if return_lse else nothing[0]
     o, lse = attend(
         choose_tiles(problem, cfg),
         q.astype(dtype),
