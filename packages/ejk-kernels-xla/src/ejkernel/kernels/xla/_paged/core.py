@@ -67,7 +67,7 @@ def _walk(spec: Spec, tiles: Tiles, capacity: int):
     some = stop > start
     lo = jnp.min(jnp.where(some, start, capacity)) // spec.tokens
     hi = -(-jnp.max(jnp.where(some, stop, 0)) // spec.tokens)
-    return lo, hi
+    return lo.astype(jnp.int32), hi.astype(jnp.int32)
 
 
 def _logits(spec: Spec, q, k, scale):

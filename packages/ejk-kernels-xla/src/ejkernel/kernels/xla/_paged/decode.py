@@ -92,6 +92,8 @@ def attend_rows(
     q ``[n, rows, hk, g, d]`` -> o ``[n, rows, hk, g, dv]``, lse ``[n, rows, hk, g]``.
     """
     n = q.shape[0]
+    # where JAX's default integer is 64 bits wide, some were made of that and some were not
+    tiles = Tiles(*(x.astype(jnp.int32) for x in tiles))
     if q.size == 0 or layout.capacity == 0:
         lse = jnp.full(q.shape[:-1], NEG_INF, spec.accumulate)
         return jnp.zeros((*q.shape[:-1], layout.value_dim(arrays)), spec.accumulate), lse

@@ -167,7 +167,8 @@ class Contiguous:
         return Block(k, v, jnp.where(position >= c * tokens, position, -1))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
-        at = (0, self._start(c, dk.shape[1]), 0, 0)
+        zero = jnp.zeros((), c.dtype)
+        at = (zero, self._start(c, dk.shape[1]).astype(c.dtype), zero, zero)
 
         def add(grad, d):
             held = jax.lax.dynamic_slice(grad, at, d.shape)

@@ -1,0 +1,38 @@
+"""With JAX's 64-bit types on: float64 stays float64, and any width of indices serves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel.modules as modules
+from ejktest.calls import CALLS, call
+
+
+def widened(x, floats, integers):
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.asarray(np.asarray(x), floats)
+    return jnp.asarray(np.asarray(x), integers if x.dtype == jnp.int32 else x.dtype)
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_every_operation_with_64_bit_types(operation):
+    c = call(operation)
+    run = getattr(modules, operation)
+    narrow = jax.tree.leaves(run(**c.arguments))
+    widths = [(jnp.float64, jnp.int64), (jnp.float32, jnp.int32)]
+    indexed = any(x.dtype == jnp.int32 for x in c.arrays.values())
+    for floats, integers in widths if indexed else widths[:1]:
+        with jax.enable_x64(True):
+            arrays = {name: widened(x, floats, integers) for name, x in c.arrays.items()}
+
+            def loss(given, arrays=arrays):
+                out = jax.tree.leaves(run(**{**arrays, **given, **c.static}))
+                return sum(jnp.where(jnp.isfinite(x), x, 0).sum() for x in out), out
+
+            given = {name: arrays[name] for name in c.gradients}
+            grads, out = jax.jit(jax.grad(loss, has_aux=True))(given)
+        assert out[0].dtype == floats
+        assert all(g.dtype == floats and np.isfinite(g).all() for g in grads.values())
+        for a, b in zip(out, narrow, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
