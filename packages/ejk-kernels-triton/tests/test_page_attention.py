@@ -103,6 +103,12 @@ def test_against_the_formula(name):
     assert not np.asarray(got, np.float32)[lens == 0].any()
 
 
+def test_no_more_splits_than_tokens():
+    problem = Problem(1, 4, 2, 64, 64, 3, 16, 3, "bfloat16", "bfloat16", "bfloat16", 0.125)
+    assert tiles.configured(problem, cuda_target(90), None, 10**12).splits == 3 * 16
+    assert tiles.configured(problem, cuda_target(90), {"num_splits": 5}, None).splits == 5
+
+
 def test_config_and_splits_change_rounding_only_and_runs_repeat():
     args = draw(lens=(200, 16, 90))
     base = np.asarray(page_attention(*args))

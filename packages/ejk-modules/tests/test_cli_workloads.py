@@ -78,6 +78,7 @@ def test_words_become_a_call():
         (lambda: find.operation_name("flash_atention"), "did you mean flash_attention"),
         (lambda: find.operation_name("zzz"), "there are: attention"),
         (lambda: find.shapes_of("flash_attention", "llama3-8b"), "llama3-8b-4k"),
+        (lambda: find.shapes_of("flash_attention", "qqq"), "and [0-9]+ more"),
         (lambda: find.from_words("flash_attention", ["hedas=4"]), "did you mean heads"),
         (lambda: find.from_words("page_attention", ["dtype=bf16"]), "bfloat16"),
         (lambda: find.from_words("flash_attention", ["batch=two"]), "expected int"),

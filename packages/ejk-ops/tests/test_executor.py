@@ -259,6 +259,8 @@ def test_platform_choice_on_cpu(x):
     assert scale_of(executor(kernel, x, platform="triton"), x) == 2
     assert scale_of(executor(kernel, x, cfg=Named(platform="triton")), x) == 2
     assert scale_of(executor(kernel, x, cfg={"platform": "triton"}), x) == 2
+    with pytest.raises(TypeError, match=r"platform must be .* got \['xla'\]"):
+        executor(kernel, x, platform=["xla"])
     with pytest.raises(ValueError, match="contradict"):
         executor(kernel, x, cfg=Named(platform="triton"), platform="xla")
     with pytest.raises(KernelNotSupported, match=r"run_pallas.*run_triton, run_xla") as error:

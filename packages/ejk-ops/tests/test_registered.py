@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.ops import (
     ConfigCache,
@@ -91,6 +92,31 @@ def kernel(monkeypatch, tmp_path):
 
 
 X = jnp.ones(40)
+
+
+def test_why_the_others_were_not_chosen(kernel):
+    @kernel.registry.register("double", "triton", "gpu", 60)
+    def triton(x, factor=None, *, cfg=None):
+        return x * factor
+
+    @kernel.registry.register("double", "cuda", "gpu", 60)
+    def cuda(x, factor=None, *, cfg=None):
+        return x * factor
+
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+
+    def reasons(**given):
+        with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+            return dict(Executor().explanation(kernel, X, **given).skipped)
+
+    def of(other, **given):
+        (reason,) = (why for name, why in reasons(**given).items() if other in name)
+        return reason
+
+    assert "priority 60, this" in of("xla")
+    assert of("xla", platform="triton") == "platform='triton' was asked for"
+    assert of("triton", cfg={"platform": "xla"}) == "platform='xla' was asked for"
+    assert not any("asked for" in why for why in reasons().values())
 
 
 def test_dispatch_and_configs(kernel):

@@ -25,6 +25,9 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+SHOWN = 25  # names that a message lists when none is near
+
+
 class UnknownName(LookupError):
     """No such operation, case or argument; ``near``: the names that look like it."""
 
@@ -35,7 +38,9 @@ class UnknownName(LookupError):
         if self.near:
             hint = f"did you mean {' or '.join(self.near)}?"
         else:
-            hint = f"there are: {', '.join(known) or 'none'}"
+            shown = ", ".join(known[:SHOWN]) or "none"
+            more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+            hint = f"there are: {shown}{more}"
         super().__init__(f"unknown {what} {name!r}; {hint}")
 
 

@@ -153,7 +153,8 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     ) -> tuple[tuple[str, str], ...]:
         """``(name, reason)`` of every implementation but ``resolved``."""
         inv = bind_abstract(inv)
-        forced = parse_platform(inv.info.get("requested_platform")) or self.config_platform(cfg)
+        requested = parse_platform(inv.info.get("requested_platform"))
+        configured = self.config_platform(cfg)
         self.registry.load()  # also what this device would never need
         survey = self.survey(inv, None)
         chosen = None if resolved is None else resolved.impl
@@ -161,9 +162,14 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         for impl in survey.usable:
             if impl is chosen:
                 continue
-            reason = "another one has higher priority"
-            if forced is not None and impl.platform is not forced:
-                reason = f"platform {forced.value!r} was asked for"
+            if requested is not None and impl.platform is not requested:
+                reason = f"platform={requested.value!r} was asked for"
+            elif chosen is not None and chosen.priority > impl.priority:
+                reason = f"{chosen.name} has priority {chosen.priority}, this {impl.priority}"
+            elif configured is not None and impl.platform is not configured:
+                reason = f"the config is for platform {configured.value!r}"
+            else:
+                reason = "another one of the same priority goes first"
             rows.append((impl.name, reason))
         rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
         return tuple(rows)

@@ -119,7 +119,7 @@ def flash_attention(
 def choose_tiles(problem: Problem, cfg: Any) -> Static:
     """The tiles of all kernels: heuristics, then what the config says instead."""
     target = current_target()
-    fwd_params, bwd_params = tiles.field(cfg, "fwd_params"), tiles.field(cfg, "bwd_params")
+    fwd_params, bwd_params = arg.field(cfg, "fwd_params"), arg.field(cfg, "bwd_params")
     dq, dkv = tiles.backward_tiles(problem, target)
     return Static(
         problem,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ejkernel.kernels.triton.flash_attention.dims import exact_dim, split_dim
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.attention import field
 from ejkernel.types.problem import Problem
 
 
@@ -248,13 +249,6 @@ FIELDS = {
 }
 # the key gradients have the names of FIELDS; warps and stages are those of both
 DQ_FIELDS = FIELDS | {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
-
-
-def field(source: Any, name: str) -> Any:
-    """``source.name`` or ``source[name]``; None when absent."""
-    if source is None:
-        return None
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:

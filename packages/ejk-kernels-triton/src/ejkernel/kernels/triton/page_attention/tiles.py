@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target, current_target, too_old
+from ejkernel.types.attention import field
 
 MAX_DIM = 256
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
@@ -104,13 +105,6 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     return max(1, min(shares, problem.batch * longest))
 
 
-def field(source: Any, name: str) -> Any:
-    """``source.name`` or ``source[name]``; None when absent."""
-    if source is None:
-        return None
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-
-
 def configured(problem: Problem, target: Target, cfg: Any, num_splits: int | None) -> Tiles:
     """``choose``, then what the config says instead, then ``num_splits``."""
     tiles = choose(problem, target)
@@ -121,7 +115,9 @@ def configured(problem: Problem, target: Target, cfg: Any, num_splits: int | Non
         if field(cfg, name) is not None:
             tiles = replace(tiles, **{name: int(field(cfg, name))})
     splits = num_splits if num_splits is not None else field(cfg, "num_splits")
-    return tiles if splits is None else replace(tiles, splits=int(splits))
+    if splits is None:
+        return tiles
+    return replace(tiles, splits=min(int(splits), max(problem.capacity, 1)))  # a token each
 
 
 def refusal(query: Any, key_cache: Any, value_cache: Any) -> str | None:
