@@ -112,19 +112,20 @@ def test_matches_the_oracle(name):
     check(NAMED[name], x, *results)
 
 
-def test_transposed_gradients():
+@pytest.mark.parametrize("name", ["causal_gqa_bf16", "positions"])
+def test_transposed_gradients(name):
     """The form of the gradients for matrix units of 256 columns."""
-    call = NAMED["causal_gqa_bf16"]
+    call = NAMED[name]
     x = arrays(call)
     with interpreter(kind="TPU v6 lite"):
         check(call, x, *run(attend, call, x))
 
 
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v6 lite"])
-def test_blocks_in_parts_and_strips(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "block_q"), [("TPU v4", 256), ("TPU v6 lite", 128)])
+def test_blocks_in_parts_and_strips(kind, block_q, monkeypatch):
     """Blocks with and without mask, cut as large blocks are, in both forms of the gradients."""
     call = small(
-        "strips", q=300, k=520, h=1, hk=1, blocks=(256, 256),
+        "strips", q=300, k=520, h=1, hk=1, blocks=(block_q, 256),
         mask={"q_segment_ids": ids((0, 290), (1, 10)), "kv_segment_ids": ids((0, 510), (1, 10)),
         "causal": True, "causal_offset": 256},
     )  # fmt: skip
@@ -132,7 +133,7 @@ def test_blocks_in_parts_and_strips(kind, monkeypatch):
 
     def cut(problem, cfg):
         found = chosen(problem, cfg)
-        names, sizes = ("fwd", "dq", "dkv"), {"block_q": 256, "block_kv": 256, "rows": 64}
+        names, sizes = ("fwd", "dq", "dkv"), {"block_q": block_q, "block_kv": 256, "rows": 64}
         smaller = {n: replace(getattr(found, n), columns=128, **sizes) for n in names}
         # the running maximum of a strip is over all keys of a step, as shipped
         smaller["fwd"] = replace(found.fwd, **sizes)
