@@ -57,13 +57,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
+    """The lowered program, or as a string why there is none."""
     body = forward_and_backward(fn, case.grad_argnums) if mode == "fwd+bwd" else fn
-    return jax.jit(body).lower(*args)
-
-
-def _compile(lower: Callable[[], Any]) -> Compiled:
     try:
-        compiled = lower().compile()
+        return jax.jit(body).lower(*args)
+    except Exception as error:
+        return _first_line(error)
+
+
+def _compile(lowered: Any) -> Compiled:
+    if isinstance(lowered, str):
+        return lowered
+    try:
+        compiled = lowered.compile()
     except Exception as error:
         return _first_line(error)
     stats = compiled.memory_analysis()
@@ -77,16 +83,11 @@ def compile_ahead(runs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]
         found = []
         for case, mode in runs:
             args = _shapes(case)
-            futures = {}
-            for name, fn in case.contenders.items():
-                if isinstance(fn, str):
-                    continue
-                try:  # tracing takes turns anyway, so it happens here
-                    form = _lowered(case, mode, fn, args)
-                except Exception as error:
-                    form = error
-                futures[name] = pool.submit(_compile, lambda form=form: _raised(form))
-            found.append(futures)
+            found.append({  # tracing takes turns anyway, so it happens here
+                name: pool.submit(_compile, _lowered(case, mode, fn, args))
+                for name, fn in case.contenders.items()
+                if not isinstance(fn, str)
+            })  # fmt: skip
         return [{name: f.result() for name, f in futures.items()} for futures in found]
 
 
@@ -94,14 +95,8 @@ def _shapes(case: Case) -> tuple:
     """Arrays of a case by shape and dtype, in the order of its inputs."""
     if case.call is None:
         return case.inputs()
-    shapes = jax.eval_shape(case.call.make)  # which sorts its keys
-    return tuple(shapes[name] for name in case.call.names)
-
-
-def _raised(form: Any) -> Any:
-    if isinstance(form, Exception):
-        raise form
-    return form
+    given = case.call.abstract()
+    return tuple(given[name] for name in case.call.names)
 
 
 def _chosen(case: Case) -> dict[str, str]:
@@ -152,9 +147,7 @@ def run_case(
         if isinstance(fn, str):
             failed[name] = fn
             continue
-        made = (
-            programs[name] if programs else _compile(lambda fn=fn: _lowered(case, mode, fn, args))
-        )
+        made = programs[name] if programs else _compile(_lowered(case, mode, fn, args))
         if isinstance(made, str):
             failed[name] = made
             continue
