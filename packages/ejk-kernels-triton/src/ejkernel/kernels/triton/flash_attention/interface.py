@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention import tiles
-from ejkernel.kernels.triton.flash_attention.arguments import check_supported, dot_precision
+from ejkernel.kernels.triton.flash_attention.arguments import check_supported
 from ejkernel.kernels.triton.flash_attention.core import Static, attend
+from ejkernel.kernels.triton.flash_attention.support import problem_of
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo, call, softmax
 from ejkernel.types import attention as arg
@@ -88,16 +89,8 @@ def flash_attention(
     arguments |= {"query": q, "key": k, "value": v}
     dtype = jnp.result_type(q, k, v)
     check_supported(q, v, dtype, logits_dtype)
-    b, q_len, h, _ = q.shape
-    kv_len, dv = k.shape[1], v.shape[3]
-    problem = call.problem_of(
-        arguments,
-        dropout=arg.probability(dropout_prob),
-        precision=dot_precision(precision),
-        biased=bias is not None,
-        seed_batches=max(q.shape[0], 1),
-    )
-    bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, h)
+    problem = problem_of(arguments)
+    bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, q.shape[2])
     mask = call.mask_of(arguments)
     nothing = softmax.without_work(q, k, v)
     if nothing is not None:

@@ -12,6 +12,7 @@ from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.arguments import dot_precision, refusal
 from ejkernel.kernels.triton.flash_attention.fits import fits
 from ejkernel.kernels.triton.targets import current_target, too_old
+from ejkernel.types import attention as arg
 from ejkernel.types import call
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported, split_mask
@@ -43,10 +44,14 @@ def supports(inv: Any) -> str | None:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call, from its arguments by name."""
+    """The static facts of a call, from its arguments by name.
+
+    Raises:
+        InvalidArgument, ValueError: an illegal scale, soft cap or probability.
+    """
     return call.problem_of(
         a,
-        dropout=a.get("dropout_prob") or 0.0,
+        dropout=arg.probability(a.get("dropout_prob", 0.0)),
         precision=dot_precision(a.get("precision")),
         biased=a.get("bias") is not None,
         seed_batches=max(a["query"].shape[0], 1),

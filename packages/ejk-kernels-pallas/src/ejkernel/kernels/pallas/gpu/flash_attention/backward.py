@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -129,12 +130,6 @@ def backward(
     if is_wide(problem):
         ids = () if q_ids is None or kv_ids is None else (q_ids, kv_ids)
         return _wide(problem, band, ranges, ids, q, k, v, do, lse, delta)
-    n_q = -(-problem.q_len // tiles.block_q)
-    tables, visited, falling = (), None, 0
-    if not circular:
-        *tables, visited = walk_tables(ranges, n_q)
-        if isinstance(ranges, np.ndarray):
-            falling = falling_heads(tables[0], problem.batch * problem.heads, cores)
     plan = Plan(
         problem=problem,
         tiles=tiles,
@@ -145,8 +140,13 @@ def backward(
         range_batch=ranges.shape[0] > 1,
         range_head=ranges.shape[1] > 1,
         cores=cores,
-        falling=falling,
     )
+    tables, visited = (), None
+    if not circular:
+        *tables, visited = walk_tables(ranges, plan.n_q)
+        if isinstance(ranges, np.ndarray):
+            falling = falling_heads(tables[0], problem.batch * problem.heads, cores)
+            plan = replace(plan, falling=falling)
     rows, keys = plan.n_q * tiles.block_q, plan.n_kv * tiles.block_kv
     unit = 1 / problem.scale if plan.lse_in_sum else LOG2E
     never = -np.inf * np.sign(unit)

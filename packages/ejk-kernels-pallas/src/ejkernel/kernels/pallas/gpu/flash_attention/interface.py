@@ -88,8 +88,6 @@ def flash_attention(
     dtype = jnp.result_type(q, k, v)
     bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, q.shape[2])
     dropout = arg.probability(dropout_prob)
-    b, q_len, h, _ = q.shape
-    kv_len, dv = k.shape[1], v.shape[3]
     reason = refusal(q.shape, v.shape, dtype, logits_dtype, bias is not None, dropout)
     if reason is not None:
         raise Unsupported(reason)
