@@ -23,7 +23,7 @@ from ejkernel.ops import (
     target_device,
 )
 from ejkernel.ops.platforms import Platform
-from ejkernel.ops.utils.buckets import bucket, bucket_distance, bucket_shape
+from ejkernel.ops.utils.buckets import bucket, bucket_shape
 
 
 def described(kind, platform, cores=None):
@@ -175,9 +175,3 @@ def test_buckets():
     assert bucket_shape((3, 100, 8, 64), (0, 1)) == (16, 128, 8, 64)
     assert bucket_shape((100, 100), (-1,)) == (100, 128)
     assert bucket_shape((), ()) == ()
-
-
-def test_bucket_distance():
-    assert bucket_distance((64, 128), (64, 128)) == 0
-    assert bucket_distance((64, 128), (128, 64)) == 2
-    assert bucket_distance((64,), (64, 1)) == bucket_distance((0,), (16,)) == float("inf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 SMALLEST = 16
@@ -22,20 +21,3 @@ def bucket_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     rank = len(shape)
     chosen = {axis % rank for axis in axes} if rank else set()
     return tuple(bucket(n) if i in chosen else int(n) for i, n in enumerate(shape))
-
-
-def bucket_distance(a: Sequence[int], b: Sequence[int]) -> float:
-    """How far two shapes lie apart: the sum of |log2| of the ratios of their sizes.
-
-    Infinite for different ranks, and where one size is zero and the other is not.
-    """
-    if len(a) != len(b):
-        return math.inf
-    total = 0.0
-    for m, n in zip(a, b, strict=True):
-        if m == n:
-            continue
-        if m <= 0 or n <= 0:
-            return math.inf
-        total += abs(math.log2(m / n))
-    return total
