@@ -81,6 +81,12 @@ def draw(seed, b, q, k, h, hk, d, dv, dtype):
     ]
 
 
+def small(*lead):
+    """q, k and v, bfloat16 ``[*lead, 2, 300, 4, 64]``."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+
+
 def index(q, k):
     return jnp.arange(q)[:, None], jnp.arange(k)[None, :]
 
@@ -175,6 +181,19 @@ def bound(name) -> float:
     if CASES[name][1].get("precision") == "highest":
         return 1e-5
     return BOUND[jnp.dtype(CASES[name][0][-1]).name]
+
+
+def assert_sound(name, errors, same) -> None:
+    """What ``check`` found of a case: within the bound, and the second run has the same bits."""
+    print(name, {n: f"{e:.1e}" for n, e in errors.items()})
+    assert same
+    assert {n: e for n, e in errors.items() if not e <= bound(name)} == {}
+
+
+def names_in_run(request) -> list[str]:
+    """The cases that this run of pytest asks of the file of ``request``."""
+    here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
+    return [x.callspec.params["name"] for x in here]
 
 
 def inputs(name):

@@ -41,8 +41,7 @@ def hopper():
 @pytest.fixture(scope="module")
 def found(hopper, request: pytest.FixtureRequest):
     """Name -> errors and repeatability of every case of this run; compilers run side by side."""
-    here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
-    names = [x.callspec.params["name"] for x in here]
+    names = cases.names_in_run(request)
     with ThreadPoolExecutor(8) as pool:
         yield {name: pool.submit(cases.check, name, flash_attention) for name in names}
 
@@ -50,15 +49,7 @@ def found(hopper, request: pytest.FixtureRequest):
 @pytest.mark.parametrize("name", NAMES)
 def test_against_float32(name: str, found) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    errors, same = found[name].result()
-    print(name, {n: f"{e:.1e}" for n, e in errors.items()})
-    assert same
-    assert {n: e for n, e in errors.items() if not e <= cases.bound(name)} == {}
-
-
-def arrays(*lead: int):
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+    cases.assert_sound(name, *found[name].result())
 
 
 def loss(q, k, v):
@@ -76,7 +67,7 @@ def near(actual, desired) -> None:
 
 
 def test_vmap_of_grad() -> None:
-    x = arrays(3)
+    x = cases.small(3)
     mapped = jax.jit(jax.vmap(grad))(*x)
     for i in range(3):
         for a, b in zip(mapped, jax.jit(grad)(*(a[i] for a in x)), strict=True):
@@ -84,7 +75,7 @@ def test_vmap_of_grad() -> None:
 
 
 def test_checkpoint_and_shard_map() -> None:
-    x = arrays()
+    x = cases.small()
     plain = jax.jit(grad)(*x)
     again = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*x)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
@@ -97,7 +88,7 @@ def test_checkpoint_and_shard_map() -> None:
 
 def test_rows_without_keys() -> None:
     """Zero, with lse -inf; no gradient passes through them, sinks included."""
-    q, k, v = arrays()
+    q, k, v = cases.small()
 
     def run(q, sinks):
         o, lse = flash_attention(

@@ -33,8 +33,7 @@ def known(gpu, request: pytest.FixtureRequest):
 
     Processes compile kernels while threads compile and run references.
     """
-    here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
-    names = [x.callspec.params["name"] for x in here]
+    names = cases.names_in_run(request)
     with ThreadPoolExecutor(4) as pool:
         found = {name: pool.submit(cases.expected, name) for name in names}
         in_parallel((lower_case, name, current_target()) for name in names)
@@ -44,15 +43,7 @@ def known(gpu, request: pytest.FixtureRequest):
 @pytest.mark.parametrize("name", cases.CASES)
 def test_against_float32(name: str, known) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    errors, same = cases.check(name, flash_attention, known.pop(name).result())
-    print(name, {n: f"{e:.1e}" for n, e in errors.items()})
-    assert same
-    assert {n: e for n, e in errors.items() if not e <= cases.bound(name)} == {}
-
-
-def arrays(*lead: int):
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+    cases.assert_sound(name, *cases.check(name, flash_attention, known.pop(name).result()))
 
 
 def loss(q, k, v):
@@ -64,7 +55,7 @@ grad = jax.grad(loss, (0, 1, 2))
 
 
 def test_vmap_of_grad_has_the_bits_of_single_calls() -> None:
-    x = arrays(3)
+    x = cases.small(3)
     mapped = jax.jit(jax.vmap(grad))(*x)
     for i in range(3):
         for a, b in zip(mapped, jax.jit(grad)(*(a[i] for a in x)), strict=True):
@@ -73,7 +64,7 @@ def test_vmap_of_grad_has_the_bits_of_single_calls() -> None:
 
 def test_checkpoint_and_scan() -> None:
     """Up to the rounding of what XLA fuses differently around the kernels."""
-    q, k, v = arrays()
+    q, k, v = cases.small()
 
     def layer(x, _):
         return flash_attention(x, k, v, causal=True), None
@@ -89,7 +80,7 @@ def test_checkpoint_and_scan() -> None:
 
 
 def test_shard_map_on_one_device() -> None:
-    x = arrays()
+    x = cases.small()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     P = jax.sharding.PartitionSpec
     mapped = jax.shard_map(
@@ -106,7 +97,7 @@ def test_lengths_of_both_divisibilities_in_one_process() -> None:
     """The same tiles on 256, 257, 272 rows: code made for one length is not used for another."""
     exact = jax.jit(cases.reference, compiler_options=cases.UNTUNED)
     for n in (256, 257, 272, 265):
-        q, k, v = (x[:, :n] for x in arrays())
+        q, k, v = (x[:, :n] for x in cases.small())
         o = flash_attention(q, k, v)
         want, _ = exact(q, k, v)
         assert cases.relative(o, want) <= cases.BOUND["bfloat16"]
@@ -114,7 +105,7 @@ def test_lengths_of_both_divisibilities_in_one_process() -> None:
 
 def test_rows_without_keys() -> None:
     """Zero, with lse -inf; no gradient passes through them, sinks included."""
-    q, k, v = arrays()
+    q, k, v = cases.small()
     sinks = jnp.ones((4, 1))
 
     def run(q, sinks):
