@@ -39,7 +39,9 @@ def _owner(cu: Any, total: int) -> Any:
     """Sequence of each token, -1 for padding, ``[total]``."""
     xp = namespace(cu)
     token = xp.arange(total, dtype=np.int32)
-    owner = xp.searchsorted(cu, token, side="right").astype(np.int32) - 1
+    # unrolled, the search is one kernel on a GPU; a loop would be several launches a step
+    how = {} if is_numpy(cu) else {"method": "scan_unrolled"}
+    owner = xp.searchsorted(cu, token, side="right", **how).astype(np.int32) - 1
     return xp.where(token < cu[-1], owner, np.int32(-1))
 
 
