@@ -32,7 +32,11 @@ from ejktest.attention_at_size import BF, F32, draw
 
 B, S, H = 4, 4096, 16
 DEFAULT = (B, S, H, H, 128)  # batch, rows, heads, key heads, dim
-SIZES = {"d64": (8, 2048, 32, 32, 64), "gqa": (2, 8192, 32, 8, 128)}
+SIZES = {
+    "d64": (8, 2048, 32, 32, 64),
+    "gqa": (2, 8192, 32, 8, 128),
+    "short": (32, 512, 16, 16, 128),
+}
 KINDS = {"fwd": plans.ForwardPlan, "dq": plans.DqPlan, "dkv": plans.DkvPlan}
 TYPES = {"lse": F32, "delta": F32, "words": jnp.uint32}
 POINTERS = {"BIAS_TMA": False}
@@ -44,6 +48,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, list[tuple[str, Any, dict[str, Any
     "plain": ({}, None, [("dkv", None, LATE)]),
     "d64": ({}, None, [("dkv", None, LATE), ("dkv", (64, 64, 4, 3), {})]),
     "gqa": ({}, None, [("dkv", None, LATE)]),
+    "short": (
+        {},
+        None,
+        [
+            ("fwd", (64, 64, 4, 2), {}), ("fwd", (64, 128, 4, 2), {}), ("fwd", (64, 32, 4, 4), {}),
+            ("fwd", (128, 64, 8, 2), {}), ("fwd", (128, 64, 8, 3), {}), ("fwd", (128, 128, 8, 2), {}),
+        ],
+    ),
     "cap": (
         dict(soft_cap=30.0),
         None,
@@ -66,6 +78,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, list[tuple[str, Any, dict[str, Any
         (B, H),
         [
             ("fwd", None, POINTERS), ("fwd", (128, 64, 8, 2), {}), ("fwd", (64, 32, 4, 4), {}),
+            ("fwd", (64, 32, 4, 3), {}),
             ("dq", None, POINTERS), ("dkv", None, POINTERS), ("dkv", None, EARLY),
             ("dkv", (32, 64, 4, 3), {}),
         ],
@@ -75,6 +88,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, list[tuple[str, Any, dict[str, Any
         (1, H),
         [
             ("fwd", None, POINTERS), ("fwd", (128, 64, 8, 2), {}), ("fwd", None, {"ORDER": 0}),
+            ("fwd", (64, 32, 4, 4), {}), ("fwd", (64, 32, 4, 3), {}),
             ("dq", None, POINTERS), ("dkv", None, EARLY), ("dkv", None, {"ORDER": 0}),
         ],
     ),
@@ -83,7 +97,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any, list[tuple[str, Any, dict[str, Any
         (1, 1),
         [
             ("fwd", None, POINTERS), ("fwd", None, {"ORDER": 0}), ("fwd", None, {"ORDER": 2}),
-            ("dkv", None, {"ORDER": 0}),
+            ("fwd", (64, 32, 4, 4), {}), ("dkv", None, {"ORDER": 0}), ("dkv", None, EARLY),
         ],
     ),
 }  # fmt: skip

@@ -310,9 +310,9 @@ class DkvPlan(AttentionPlan):
         while whatever else a call has needs them.
         """
         p = self.problem
-        late = p.biased or p.dropout > 0.0
+        late = p.dropout > 0.0
         if not target.hopper:
-            late |= p.soft_cap is not None or p.group > 1 or "ranges" in self.names
+            late |= p.biased or p.soft_cap is not None or p.group > 1 or "ranges" in self.names
             late |= sum(split_dim(p.dim)) <= 64
         return late
 

@@ -96,8 +96,8 @@ def _forward(problem: Problem, target: Target) -> Tiles:
         return Tiles(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 4, 1)
     if problem.biased:
         if target.hopper and dim <= 128:
-            # programs overlap as below; the tiles of the bias take the room of a third stage
-            return Tiles(64, 64, 4, 2)
+            # programs overlap as below; with tiles of the bias three stages fit of 32 keys
+            return Tiles(64, 32, 4, 3)
         # tiles of the bias are staged in shared memory beside keys and values, and held in
         # registers beside the logits
         return Tiles(64, 64 if dim <= 128 else 32, 8, 2)
