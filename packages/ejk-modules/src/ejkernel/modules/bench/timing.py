@@ -59,7 +59,8 @@ def time_together(
     """Time several zero-argument calls in turns, so that a slow moment hits all of them.
 
     Each round calls every contender often enough to fill ``target_s`` and waits for the device
-    once at the end, which keeps dispatch out of the time of all but the shortest kernels. Those
+    once at the end, which keeps dispatch out of the time of all but the shortest kernels. The next
+    round starts with another contender: a GPU that the one before has heated runs slower. Those
     (on a GPU, where the contender is a ``Program``) are timed once more by the device itself; if
     one is, all are, so that their times compare.
     """
@@ -69,9 +70,11 @@ def time_together(
         calls[name] = max(1, min(1000, round(target_s / max(_run(fn, 1), 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
+    turns = list(contenders.items())
     for _ in range(rounds):
-        for name, fn in contenders.items():
+        for name, fn in turns:
             samples[name].append(_run(fn, calls[name]))
+        turns = [*turns[1:], turns[0]]
     result = {name: _timing(values, calls[name]) for name, values in samples.items()}
     if min((t.median for t in result.values()), default=1.0) < SHORT_S:
         on_device = {name: device_timing(fn) for name, fn in contenders.items()}
