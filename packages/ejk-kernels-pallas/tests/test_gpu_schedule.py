@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel.kernels.pallas.gpu.common import schedule
+from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
@@ -15,8 +17,10 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     falling_heads,
     walk_tables,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band
+from ejkernel.types.structure import Band, Rules
 
 BANDS = (Band(), Band(None, 0), Band(None, 37), Band(None, -100), Band(-64, 0), Band(-70, 130))
 
@@ -139,3 +143,30 @@ def test_causal_programs_end_together(length, heads):
     rising = makespan(replace(plan, falling=0), walked, visitors, cores)
     assert plan.falling > 0
     assert makespan(plan, walked, visitors, cores) < min(1.12 * even, 0.95 * rising)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 8), (3, 8)])
+def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
+    batch, heads, length = 3, 8, 16384
+    p = Problem(batch, length, length, heads, heads, 128, 128, "bfloat16", 1.0)
+    rules = Rules(Band(None, 0), arrays=True)
+    tiles = forward_tiles(p, rules, Chip())
+    shared = {"ranges"} if shape[0] == 1 else set()
+    shared |= {"ranges_head"} if shape[1] == 1 else set()
+    form = Form(p, rules, tiles, ("ranges",), frozenset(shared), 132)
+    n, rng = form.q_blocks, np.random.default_rng(sum(shape))
+    ranges = np.zeros((*shape, n, 4), np.int32)
+    for row in ranges.reshape(-1, n, 4):  # packed sequences of any lengths
+        starts = np.unique(rng.integers(0, n, 6))
+        row[:, 0] = [max([0, *starts[starts <= i]]) for i in range(n)]
+        row[:, 3] = np.arange(n) + 1
+    order = np.asarray(form.order(jnp.asarray(ranges)))
+    assert (order[:, -2:] == -1).all()
+    assert sorted(order[order >= 0]) == list(range(batch * heads * n))
+    wide = np.broadcast_to(ranges, (batch, heads, n, 4)).reshape(-1, 4)
+    costs = wide[:, 3] - wide[:, 0] + schedule.TILE_COST
+    by_length, by_row = (
+        np.where(x >= 0, costs[x], 0).sum(axis=1)
+        for x in (order, schedule.assign(batch * heads, np.ones(n), 1, 132))
+    )
+    assert by_length.max() <= 1.1 * by_length.mean() < by_row.max()

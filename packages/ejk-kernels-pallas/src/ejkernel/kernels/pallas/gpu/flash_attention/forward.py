@@ -7,14 +7,14 @@ warpgroup copies q, k and v tiles to shared memory with TMA; two or three others
 each. A consumer's step issues the product of q with the next key block and the product of p with
 the current value block, then does the softmax of the next block while the second product runs.
 Steps run on across tiles: the first product of the next tile is issued with the last of this one.
-Consumers may take turns to issue, so that one's softmax falls on the other's products.
+Programs of a cluster walk over the same keys, and each copies a share of a block to all of them.
 
 Bound: 4 * q_len * kv_len * d FLOPs a head (half when causal) on the tensor cores; one exponential
 a score on the special function units, 16 a clock and multiprocessor: at d = 64 as long as the
 products, at d = 128 half. Least bytes q, k, v, o once: a tenth of the time at 4096 keys and d 128.
 
-Sources: Shah et al. 2024, FlashAttention-3, sections 3.1 (warp specialisation, turns) and 3.2
-(overlap within a warpgroup); Dao 2023, FlashAttention-2, section 3.
+Sources: Shah et al. 2024, FlashAttention-3, sections 3.1 (warp specialisation) and 3.2 (overlap
+within a warpgroup); Dao 2023, FlashAttention-2, section 3.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rescale import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.common.tma import whole, whole_rows
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
     ROWS,
@@ -60,7 +61,8 @@ class Forward(Form):
             rows = pl.ds(j * t.block_kv, t.block_kv)
             kv_head = lax.div(tile.head, self.problem.group)
             source = ref.at[tile.batch, rows, kv_head]
-            plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot])
+            axes = MEMBER if t.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot], collective_axes=axes)
 
         def per_tile(carry):
             i, n, ahead = carry
@@ -134,15 +136,23 @@ class Forward(Form):
         plgpu.set_max_registers(t.consumer_registers, action="increase")
         rows = pl.ds(wg * ROWS, ROWS)
         shape = (ROWS, t.block_kv)
-        if t.turns:
-            pl.when(wg == 0)(lambda: plgpu.barrier_arrive(r.turn.at[0]))
 
-        def product(s_acc, i, n):
-            q = r.q_smem.at[lax.rem(i, t.q_stages), rows]
-            plgpu.wgmma(s_acc, q, r.k_smem.at[lax.rem(n, t.stages)].T)
+        def hold(i):
+            """The columns of q that are kept in registers."""
+            if not t.q_held:
+                return None
+            return read(r.q_smem.at[lax.rem(i, t.q_stages), rows, pl.ds(0, t.q_held)], LAYOUT)
+
+        def product(s_acc, held, i, n):
+            q, k = r.q_smem.at[lax.rem(i, t.q_stages)], r.k_smem.at[lax.rem(n, t.stages)]
+            if t.q_held:
+                plgpu.wgmma(s_acc, held, k.at[:, pl.ds(0, t.q_held)].T)
+            if t.q_held < p.dim:
+                others = pl.ds(t.q_held, p.dim - t.q_held)
+                plgpu.wgmma(s_acc, q.at[rows, others], k.at[:, others].T)
 
         def step(carry, o_acc):
-            i, ahead, tile, j, n, p_now, m, total = carry
+            i, ahead, tile, j, n, held, p_now, m, total = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
             i2 = i + new.astype(jnp.int32)
@@ -160,25 +170,15 @@ class Forward(Form):
             ids = one_id(self, r, tile2, j2)
             q_slot = lax.rem(i2, t.q_stages)
             pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready.at[q_slot]))
+            held2 = lax.cond(new, lambda: hold(i2), lambda: held)
             plgpu.barrier_wait(r.k_ready.at[next_slot])
 
-            if t.turns:
-                plgpu.barrier_wait(r.turn.at[wg])
-
             def overlapped(s_acc):
-                product(s_acc, i2, n + 1)
-                v, half = r.v_smem.at[slot], t.hand_over
-                if t.turns and half:
-                    plgpu.wgmma(o_acc, p_now[:, :half], v.at[pl.ds(0, half)])
-                    plgpu.barrier_arrive(r.turn.at[lax.rem(wg + 1, t.consumers)])
-                    plgpu.wgmma(o_acc, p_now[:, half:], v.at[pl.ds(half, t.block_kv - half)])
-                else:
-                    plgpu.wgmma(o_acc, p_now, v)
-                    if t.turns:
-                        plgpu.barrier_arrive(r.turn.at[lax.rem(wg + 1, t.consumers)])
+                product(s_acc, held2, i2, n + 1)
+                plgpu.wgmma(o_acc, p_now, r.v_smem.at[slot])
                 # what is read here, behind the products, keeps nobody waiting
-                read = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 if t.turns and half else 1)
+                ahead3 = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 plgpu.barrier_arrive(r.k_free.at[next_slot])
                 last = j2 == tile2.start
                 pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
@@ -201,10 +201,10 @@ class Forward(Form):
                     return o * lax.broadcast_in_dim(alpha, o.shape, [0])
 
                 o_acc[...] = lax.cond(new, finish, go_on)
-                return read, p2.astype(p.dtype), m2, total2
+                return ahead3, p2.astype(p.dtype), m2, total2
 
             ahead3, *sums = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
-            return i2, ahead3, tile2, j2, n + 1, *sums
+            return i2, ahead3, tile2, j2, n + 1, held2, *sums
 
         def walk(o_acc):
             tile = self.tile(r, self.number(r, 0))
@@ -212,8 +212,11 @@ class Forward(Form):
             plgpu.barrier_wait(r.q_ready.at[0])
             plgpu.barrier_wait(r.k_ready.at[0])
 
+            zero = jnp.int32(0)
+            held = hold(zero)
+
             def first(s_acc):
-                product(s_acc, jnp.int32(0), jnp.int32(0))
+                product(s_acc, held, zero, zero)
                 return s_acc[...]
 
             s = pl.run_scoped(first, plgpu.ACC(shape, F32))
@@ -222,20 +225,22 @@ class Forward(Form):
             ids = one_id(self, r, tile, j)
             p_now, m, total, _ = softmax(self, r, s, tile, j, ids, *start(self))
             plgpu.barrier_wait(r.v_ready.at[0])
-            zero = jnp.int32(0)
             ahead = self.ahead(r, zero + 1)
             p_now = p_now.astype(p.dtype)
-            carry = (zero, ahead, tile, j, zero, p_now, m, total)
+            carry = (zero, ahead, tile, j, zero, held, p_now, m, total)
 
             def more(carry):
                 _, (number, *_), tile, j, *_ = carry
                 return (number >= 0) | (j > tile.start)
 
             carry = lax.while_loop(more, lambda carry: step(carry, o_acc), carry)
-            _, _, tile, _, n, p_now, m, total = carry
+            _, _, tile, _, n, _, p_now, m, total = carry
             plgpu.wgmma(o_acc, p_now, r.v_smem.at[lax.rem(n, t.stages)])
             self._finish(r, tile, o_acc[...], m, total)
             plgpu.wait_smem_to_gmem(0)
+            if t.cluster > 1:  # nobody leaves while another may still signal to it
+                plgpu.barrier_arrive(r.done.at[0])
+                plgpu.barrier_wait(r.done.at[0])
 
         pl.run_scoped(walk, plgpu.ACC((ROWS, p.value_dim), F32))
 
@@ -244,39 +249,47 @@ class Forward(Form):
     def _scratch(self) -> dict[str, Any]:
         t, p = self.tiles, self.problem
         dtype = jnp.dtype(p.dtype)
-        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
-        def smem(*shape):
-            return plgpu.SMEM(shape, dtype, transforms=tiled)
+        def smem(*shape, swizzle=t.swizzle):
+            columns = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+            transforms = (columns, plgpu.SwizzleTransform(swizzle))
+            return plgpu.SMEM(shape, dtype, transforms=transforms)
 
         def free(n):
             return plgpu.Barrier(num_arrivals=t.consumers, num_barriers=n)
+
+        def free_everywhere(n):
+            if t.cluster == 1:
+                return free(n)
+            return plgpu.ClusterBarrier(
+                collective_axes=(MEMBER,), num_arrivals=t.consumers, num_barriers=n
+            )
 
         scratch = {
             "q_smem": smem(t.q_stages, t.block_q, p.dim),
             "k_smem": smem(t.stages, t.block_kv, p.dim),
             "v_smem": smem(t.stages, t.block_kv, p.value_dim),
-            "o_smem": smem(t.block_q, t.o_columns),
+            "o_smem": smem(t.block_q, t.o_columns, swizzle=128),
             "lse_smem": plgpu.SMEM((t.block_q,), F32),
             "q_ready": plgpu.Barrier(num_barriers=t.q_stages),
             "k_ready": plgpu.Barrier(num_barriers=t.stages),
             "v_ready": plgpu.Barrier(num_barriers=t.stages),
             "q_free": free(t.q_stages),
-            "k_free": free(t.stages),
-            "v_free": free(t.stages),
+            "k_free": free_everywhere(t.stages),
+            "v_free": free_everywhere(t.stages),
         }
-        if t.turns:
-            scratch["turn"] = plgpu.Barrier(num_barriers=t.consumers)
+        if t.cluster > 1:
+            scratch["done"] = free_everywhere(1)
         return scratch
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array):
         """(o [b, q, h, dv], lse float32 [b, h, q])."""
         t, p = self.tiles, self.problem
         inputs = ("q", "k", "v", "order", *self.operands)
+        given = dict(zip(self.operands, operands, strict=True))
         ids: list[jax.Array] = []
         if "q_ids" in self.operands:
             inputs += ("q_one_id", "kv_one_id")
-            given = dict(zip(self.operands, operands, strict=True))
             ids = [only_ids(given["q_ids"], ROWS, -1), only_ids(given["kv_ids"], t.block_kv, -2)]
 
         def body(*refs, **scratch):
@@ -286,7 +299,8 @@ class Forward(Form):
             pl.when(wg == t.consumers)(lambda: self._produce(r))
             pl.when(wg < t.consumers)(lambda: self._consume(r))
 
-        rows = self.q_blocks * t.block_q
+        rows = self.strips * t.cluster * t.block_q
+        together: dict[str, Any] = {"cluster": (t.cluster,), "cluster_names": (MEMBER,)}
         kernel = plgpu.kernel(
             body,
             out_type=(
@@ -296,6 +310,7 @@ class Forward(Form):
             scratch_types=self._scratch(),
             grid=(self.grid,),
             grid_names=("program",),
+            **(together if t.cluster > 1 else {}),
             num_threads=t.consumers + 1,
             thread_name="wg",
             kernel_name="flash_attention_forward",
@@ -306,5 +321,6 @@ class Forward(Form):
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
         )
-        o, lse = kernel(*map(whole, (q, k, v)), jnp.asarray(self.order()), *operands, *ids)
+        order = self.order(given.get("ranges"))
+        o, lse = kernel(*map(whole, (q, k, v)), order, *operands, *ids)
         return o[:, : p.q_len], lse[:, :, : p.q_len]

@@ -17,6 +17,15 @@ from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Rules
 
+MEMBER = "member"  # the axis of programs in a cluster
+SORTED = 1024  # tiles that XLA sorts in one launch; eight a program even out, their keys fit L2
+
+
+def _dealt(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
+    """``schedule.assign``, and a place more: numbers are read ahead."""
+    order = schedule.assign(rows, costs, group, programs)
+    return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -44,12 +53,14 @@ class Form:
         return -(-self.problem.q_len // self.tiles.block_q)
 
     @property
-    def count(self) -> int:
-        return self.q_blocks * self.problem.batch * self.problem.heads
+    def strips(self) -> int:
+        """Tiles of a head: query blocks, those of a cluster counted once."""
+        return -(-self.q_blocks // self.tiles.cluster)
 
     @property
     def grid(self) -> int:
-        return min(self.programs, self.count)
+        count = self.strips * self.problem.batch * self.problem.heads
+        return min(self.programs // self.tiles.cluster, count)
 
     @property
     def log2_scale(self) -> float:
@@ -80,15 +91,33 @@ class Form:
 
     # ---- tiles ------------------------------------------------------------------------------
 
-    def order(self) -> np.ndarray:
-        """The tiles of each program."""
-        p, t = self.problem, self.tiles
-        if self.rules.arrays:
-            costs = np.ones(self.q_blocks)
+    def order(self, ranges: jax.Array | None = None) -> jax.Array:
+        """The tiles of each program, int32 ``[programs, n]``; -1 after the last.
+
+        ``ranges``: the operand, if arrays decide what a tile visits.
+        """
+        p, t, n = self.problem, self.tiles, self.strips
+        rows = p.batch * p.heads
+        if ranges is not None:
+            return self._order_by_length(ranges, rows, n)
+        if t.cluster > 1:
+            costs = np.ones(n)
         else:
             costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, t.block_q, t.block_kv)
-        order = schedule.assign(p.batch * p.heads, costs, t.head_group, self.grid)
-        return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)  # numbers are read ahead
+        return jnp.asarray(_dealt(rows, costs, t.head_group, self.grid))
+
+    def _order_by_length(self, ranges: jax.Array, rows: int, n: int) -> jax.Array:
+        """Places are dealt ahead of time, and the longest tile of a few heads takes the first."""
+        group = max(d for d in range(1, rows + 1) if rows % d == 0 and (d == 1 or d * n <= SORTED))
+        places = group * n
+        # lengths are taken to fall evenly, as under a causal mask
+        order = _dealt(rows // group, np.arange(places, 0, -1) / group, 1, self.grid)
+        lengths = jnp.broadcast_to(
+            ranges[..., 3] - ranges[..., 0], (self.problem.batch, self.problem.heads, n)
+        )
+        longest = jnp.argsort(-lengths.reshape(-1, places), axis=-1).astype(jnp.int32)
+        tile = order // places * places + longest[order // places, order % places]
+        return jnp.where(order < 0, -1, tile)
 
     def number(self, r: Any, i: Any) -> jax.Array:
         """Number of this program's i-th tile, negative after the last."""
@@ -96,7 +125,9 @@ class Form:
 
     def tile(self, r: Any, number: Any) -> Tile:
         p, t = self.problem, self.tiles
-        row, block = lax.div(number, self.q_blocks), lax.rem(number, self.q_blocks)
+        row, block = lax.div(number, self.strips), lax.rem(number, self.strips)
+        if t.cluster > 1:
+            block = block * t.cluster + lax.axis_index(MEMBER)
         batch, head = lax.div(row, p.heads), lax.rem(row, p.heads)
         if self.rules.arrays:
             rb = 0 if "ranges" in self.shared else batch

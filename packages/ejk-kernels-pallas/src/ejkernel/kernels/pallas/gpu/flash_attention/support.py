@@ -55,9 +55,10 @@ def _power_of_two(n: int) -> bool:
 
 
 def _config(fwd: tiles.ForwardTiles, bwd: Any) -> dict[str, Any]:
-    fwd_params = {"kv_blocksize": fwd.block_kv, "num_stages": fwd.stages}
-    if _power_of_two(fwd.block_q):  # three consumers are what no block size stands for
-        fwd_params["q_blocksize"] = fwd.block_q
+    blocks = {"q_blocksize": fwd.block_q, "kv_blocksize": fwd.block_kv}
+    # 192 queries and 160 keys are what no block size stands for: left out, they are chosen again
+    fwd_params = {name: n for name, n in blocks.items() if _power_of_two(n)}
+    fwd_params["num_stages"] = fwd.stages
     return {
         "fwd_params": fwd_params,
         "bwd_params": {
@@ -81,7 +82,8 @@ def candidates(inv: Any) -> list[dict[str, Any]]:
     fwd, bwd = tiles.forward_tiles(problem, rules, chip), backward_tiles(problem)
     near = [
         replace(fwd, consumers=2),
-        replace(fwd, consumers=2, block_kv=64, hand_over=0, stages=3),
+        replace(fwd, block_kv=128),
+        replace(fwd, consumers=2, block_kv=64, stages=3),
         replace(fwd, stages=fwd.stages + 1),
     ]
     found = [_config(t, bwd) for t in (fwd, *near) if t.shared(problem) <= chip.shared]

@@ -22,12 +22,14 @@ class ForwardTiles:
 
     Attributes:
         consumers: warpgroups that compute, 64 query rows each.
-        block_kv: keys of one step, a multiple of 64.
+        block_kv: keys of one step, a multiple of 32.
         stages, q_stages: buffers of k and v, and of q, in shared memory.
-        turns: whether consumers take turns to issue products.
-        hand_over: keys of the second product after which the turn passes; 0 = all.
+        q_held: columns of q that consumers keep in registers, a multiple of 64; the others are
+            read from shared memory for every product.
+        cluster: programs that take neighbouring query blocks of a head together and share the
+            copies of k and v; more than 1 only if all tiles visit the same keys.
         o_columns: columns of o that are staged in shared memory at once.
-        head_group: heads whose tiles are worked on together.
+        head_group: heads whose tiles are worked on together, where lengths are known.
         slack: powers of two by which a row's maximum may grow before what was summed is scaled
             anew; 0 scales at every step.
     """
@@ -36,8 +38,8 @@ class ForwardTiles:
     block_kv: int = 128
     stages: int = 2
     q_stages: int = 2
-    turns: bool = True
-    hand_over: int = 0
+    q_held: int = 0
+    cluster: int = 1
     o_columns: int = 64
     head_group: int = 1
     slack: int = 8
@@ -47,17 +49,20 @@ class ForwardTiles:
         return ROWS * self.consumers
 
     @property
+    def swizzle(self) -> int:
+        """Bytes of a row of shared memory's pattern; a product's keys are whole rows of it."""
+        return 128 if self.block_kv % 64 == 0 else 64
+
+    @property
     def consumer_registers(self) -> int:
         """Of a thread, a multiple of 8; the producer leaves most of its share."""
-        return 160 if self.consumers == 3 else 232
+        return 160 if self.consumers == 3 else 240
 
     @property
     def producer_registers(self) -> int:
-        return (
-            REGISTERS // 128
-            - self.consumers * self.consumer_registers
-            - (0 if self.consumers == 3 else 8)
-        )
+        groups = self.consumers + 1
+        start = REGISTERS // (128 * groups) // 8 * 8  # of every thread, before any gives
+        return groups * start - self.consumers * self.consumer_registers
 
     def shared(self, problem: Problem) -> int:
         """Bytes of shared memory."""
@@ -73,38 +78,56 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     widest = max(problem.dim, problem.value_dim)
     whole = rules.band.empty and not rules.arrays
     if widest <= 64:
-        # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit, share k
-        # and v, and find enough to do without taking turns
-        tiles = ForwardTiles(consumers=3, turns=False)
+        # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
+        # k and v
+        tiles = ForwardTiles(consumers=3)
     elif widest <= 128:
-        # o, s and p take 160 registers at 128 keys: two consumers of 232. Masked tiles differ
-        # too much from step to step for turns to pay
-        tiles = ForwardTiles(hand_over=64) if whole else ForwardTiles(turns=False)
+        tiles = _of_128(problem, whole)
+    elif problem.value_dim <= 128:
+        # o takes 64 registers: as many keys as above, q from shared memory
+        tiles = ForwardTiles()
     else:
-        # o alone takes 128 registers: half as many keys a step; with so few exponentials a
-        # product the consumers fall into step by themselves
-        tiles = ForwardTiles(block_kv=64, turns=False)
-    if widest > 128 and problem.value_dim <= 128:
-        tiles = replace(tiles, block_kv=128)
+        # o alone takes 128 registers: half as many keys a step. Half of q fits beside them where
+        # neither masks nor a cap's constants need the rest
+        simple = problem.soft_cap is None and not rules.arrays and rules.band.lo is None
+        held = simple and (whole or problem.q_len % 128 == problem.kv_len % 64 == 0)
+        tiles = ForwardTiles(block_kv=64, q_held=128 if held else 0)
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, q_stages=1)
     if tiles.shared(problem) > chip.shared:
-        tiles = replace(tiles, block_kv=64, hand_over=0)
+        tiles = replace(tiles, block_kv=64)
     if rules.arrays or rules.band.lo is not None:
         # short tiles: o leaves in one piece, so that their ends wait for no copy
         whole_o = replace(tiles, o_columns=problem.value_dim)
         tiles = whole_o if whole_o.shared(problem) <= chip.shared else tiles
-    return replace(tiles, head_group=head_group(problem, whole and widest > 64, chip))
+    return replace(tiles, head_group=_head_group(problem, whole, chip))
 
 
-def head_group(problem: Problem, alike: bool, chip: Chip) -> int:
+def _of_128(problem: Problem, whole: bool) -> ForwardTiles:
+    """Tiles of heads of 128, where shared memory gives what products read, or the power runs out.
+
+    o takes 64 registers, s and p 96 at 128 keys: 32 of 240 are left for q, of which products then
+    read nothing. Without masks 160 keys in their place read as little more, step less often, and
+    two programs may copy k and v for each other, which saves half of the reads of L2.
+    """
+    blocks = -(-problem.q_len // 128)
+    padded = {keys: -(-problem.kv_len // keys) * keys for keys in (128, 160)}
+    # keys past the end are computed too: 160 a step must save more than that. Programs without
+    # a partner compute rows past the end
+    if whole and padded[160] <= 1.05 * padded[128] and (blocks % 2 == 0 or blocks > 16):
+        return ForwardTiles(block_kv=160, q_stages=1, cluster=2)
+    # a cap that follows maxima has constants where q would be
+    return ForwardTiles(q_held=128 if problem.soft_cap is None else 0)
+
+
+def _head_group(problem: Problem, whole: bool, chip: Chip) -> int:
     """Heads to work on together.
 
-    Where tiles differ in length, several heads at once let short tiles fill the ends of long
-    ones; their keys and values should fit a third of the near L2, the rest is in flight. Tiles
-    ``alike`` need none: one key head at a time is read from L2 most often.
+    Tiles alike need none: one key head at a time is read from L2 most often. Where tiles differ in
+    length, several heads at once let short tiles fill the ends of long ones; their keys and values
+    should fit a third of the near L2, the rest is in flight.
     """
-    if alike:
+    if whole and max(problem.dim, problem.value_dim) > 64:
         return problem.group
     bytes_a_head = problem.kv_len * (problem.dim + problem.value_dim) * problem.itemsize
     return problem.group * max(1, chip.cache // 3 // max(bytes_a_head, 1))
@@ -117,8 +140,7 @@ def override_forward(tiles: ForwardTiles, params: Any) -> ForwardTiles:
     if block_q is not None:
         tiles = replace(tiles, consumers=2)  # three are no power of two; one leaves half idle
     if block_kv is not None and block_kv != tiles.block_kv:
-        block_kv = max(block_kv // ROWS, 1) * ROWS
-        tiles = replace(tiles, block_kv=block_kv, hand_over=min(tiles.hand_over, block_kv // 2))
+        tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
     return tiles if stages is None else replace(tiles, stages=max(stages, 2))
 
 
