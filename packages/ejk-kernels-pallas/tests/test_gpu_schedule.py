@@ -161,7 +161,7 @@ def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
         row[:, 0] = [max([0, *starts[starts <= i]]) for i in range(n)]
         row[:, 3] = np.arange(n) + 1
     order = np.asarray(form.order(jnp.asarray(ranges)))
-    assert (order[:, -2:] == -1).all()
+    assert (order[:, -2:] == -1).all() and (order[:, 0] >= 0).all()
     assert sorted(order[order >= 0]) == list(range(batch * heads * n))
     wide = np.broadcast_to(ranges, (batch, heads, n, 4)).reshape(-1, 4)
     costs = wide[:, 3] - wide[:, 0] + schedule.TILE_COST

@@ -60,7 +60,7 @@ def time_together(
 
     Each round calls every contender often enough to fill ``target_s`` and waits for the device
     once at the end, which keeps dispatch out of the time of all but the shortest kernels. The next
-    round starts with another contender: a GPU that the one before has heated runs slower. Those
+    round has another order: a GPU that the contender before has heated runs slower. Those
     (on a GPU, where the contender is a ``Program``) are timed once more by the device itself; if
     one is, all are, so that their times compare.
     """
@@ -71,8 +71,8 @@ def time_together(
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
     turns = list(contenders.items())
-    for _ in range(rounds):
-        for name, fn in turns:
+    for number in range(rounds):
+        for name, fn in turns[:: -1 if number % 2 else 1]:
             samples[name].append(_run(fn, calls[name]))
         turns = [*turns[1:], turns[0]]
     result = {name: _timing(values, calls[name]) for name, values in samples.items()}

@@ -4,7 +4,9 @@ A persistent kernel starts one program a multiprocessor and walks over tiles, (b
 query block) pairs numbered ``row * blocks + block``. Which program takes which tile is decided
 here, ahead of time, as the hardware would decide it: tiles stand in a queue, and the program that
 is free first takes the next one. In the queue, heads whose keys and values fit the L2 cache
-together follow each other, and within such a group the longest tiles come first.
+together follow each other, and within such a group the longest tiles come first. Lengths that are
+known only when the kernel runs are sorted there, and what is decided here is who takes the
+longest, the second longest, and so on (``assign_places``).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ejkernel.types.structure import Band
 Scalar = jax.Array | int
 
 QUEUED = 2**16  # tiles up to which the queue is played through
+PLACED = 2**12  # places that are dealt out together
 TILE_COST = 0.5  # of starting and ending a tile, in key blocks
 
 
@@ -85,19 +88,14 @@ def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) ->
         padded[: len(numbers)] = numbers
         waves = padded.reshape(width, programs)
         waves[1::2] = waves[1::2, ::-1]  # back and forth: costs that rise and fall even out
-        lists = waves.T
-    else:
-        taken: list[list[int]] = [[] for _ in range(programs)]
-        free = [(0.0, p) for p in range(programs)]
-        for number in numbers:
-            time, p = heapq.heappop(free)
-            taken[p].append(int(number))
-            heapq.heappush(free, (time + costs[number % len(costs)] + TILE_COST, p))
-        lists = np.full((programs, max(map(len, taken))), -1)
-        for p, mine in enumerate(taken):
-            lists[p, : len(mine)] = mine
-    end = np.full((programs, 1), -1)
-    return np.concatenate([lists, end], axis=1).astype(np.int32)
+        return np.pad(waves.T, [(0, 0), (0, 1)], constant_values=-1).astype(np.int32)
+    taken: list[list[int]] = [[] for _ in range(programs)]
+    free = [(0.0, p) for p in range(programs)]
+    for number in numbers:
+        time, p = heapq.heappop(free)
+        taken[p].append(int(number))
+        heapq.heappush(free, (time + costs[number % len(costs)] + TILE_COST, p))
+    return _padded(taken)
 
 
 def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
@@ -106,6 +104,48 @@ def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarra
     Every program has at least one tile if there are at least as many tiles as programs.
     """
     return _assigned(rows, tuple(float(c) for c in costs), group, programs)
+
+
+def assign_places(groups: int, places: int, programs: int) -> np.ndarray:
+    """int32 ``[programs, n]``: like ``assign``, of tiles known by the order of their lengths.
+
+    Place ``g * places + i`` is the i-th longest tile of group g.
+    """
+    taken: list[list[int]] = [[] for _ in range(programs)]
+    some = max(PLACED // places, 1)
+    for first in range(0, groups, some):
+        dealt = _dealt(min(some, groups - first), places, programs)
+        for mine, more in zip(taken, dealt, strict=True):
+            mine += [first * places + number for number in more]
+    return _padded(taken)
+
+
+@functools.lru_cache(maxsize=64)
+def _dealt(groups: int, places: int, programs: int) -> list[list[int]]:
+    """The places of each program.
+
+    Packed sequences of one length have tiles whose costs fall like a line, those of many lengths
+    like its powers. Each place goes to the program that so is left with least work, whichever of
+    them is true.
+    """
+    line = np.arange(places, 0, -1) / places
+    falls = np.stack([line**power for power in (0, 1, 2, 3, 5)], axis=1)
+    falls = falls / falls.mean(axis=0) + TILE_COST / 8
+    load = np.zeros((programs, falls.shape[1]))
+    taken: list[list[int]] = [[] for _ in range(programs)]
+    for number in range(groups * places):
+        after = load + falls[number % places]
+        p = int(np.argmin(after.max(axis=1)))
+        load[p] = after[p]
+        taken[p].append(number)
+    return taken
+
+
+def _padded(taken: list[list[int]]) -> np.ndarray:
+    lists = np.full((len(taken), max(map(len, taken)) + 1), -1, np.int32)
+    for p, mine in enumerate(taken):
+        lists[p, : len(mine)] = mine
+    return lists
 
 
 def band_costs(q_len: int, kv_len: int, band: Band, block_q: int, block_kv: int) -> np.ndarray:

@@ -18,12 +18,11 @@ from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Rules
 
 MEMBER = "member"  # the axis of programs in a cluster
-SORTED = 1024  # tiles that XLA sorts in one launch; eight a program even out, their keys fit L2
+SORTED = 256  # tiles ordered together by length: two a program, their keys and values fit L2
 
 
-def _dealt(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:
-    """``schedule.assign``, and a place more: numbers are read ahead."""
-    order = schedule.assign(rows, costs, group, programs)
+def _read_ahead(order: np.ndarray) -> np.ndarray:
+    """An end more: numbers are read before the tile before them."""
     return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
 
 
@@ -104,14 +103,13 @@ class Form:
             costs = np.ones(n)
         else:
             costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, t.block_q, t.block_kv)
-        return jnp.asarray(_dealt(rows, costs, t.head_group, self.grid))
+        return jnp.asarray(_read_ahead(schedule.assign(rows, costs, t.head_group, self.grid)))
 
     def _order_by_length(self, ranges: jax.Array, rows: int, n: int) -> jax.Array:
         """Places are dealt ahead of time, and the longest tile of a few heads takes the first."""
         group = max(d for d in range(1, rows + 1) if rows % d == 0 and (d == 1 or d * n <= SORTED))
         places = group * n
-        # lengths are taken to fall evenly, as under a causal mask
-        order = _dealt(rows // group, np.arange(places, 0, -1) / group, 1, self.grid)
+        order = _read_ahead(schedule.assign_places(rows // group, places, self.grid))
         lengths = jnp.broadcast_to(
             ranges[..., 3] - ranges[..., 0], (self.problem.batch, self.problem.heads, n)
         )
