@@ -131,6 +131,10 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "full d256": ((2, 1024, 1024, 4, 4, 256, 256, BF), {}),
     "causal d256": ((2, 1024, 1024, 4, 4, 256, 256, BF), dict(causal=True)),
     "odd causal": ((2, 1037, 1037, 4, 4, 128, 128, BF), dict(causal=True)),
+    # programs in pairs, blocks of keys that do not divide the length, a block without a partner
+    "pairs": ((2, 2048, 2048, 4, 4, 128, 128, BF), {}),
+    "odd pairs": ((2, 2150, 3000, 4, 2, 128, 128, BF), dict(sinks=True)),
+    "odd causal d256": ((2, 1037, 1037, 4, 2, 256, 256, BF), dict(causal=True)),
     "odd full d64": ((3, 1000, 777, 4, 2, 64, 64, BF), {}),
     "offset q<k": ((2, 300, 1100, 4, 4, 64, 64, BF), dict(causal=True, causal_offset=800)),
     "offset -200": ((2, 1024, 1024, 4, 4, 64, 64, BF), dict(causal=True, causal_offset=-200)),
