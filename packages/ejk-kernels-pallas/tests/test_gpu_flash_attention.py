@@ -306,3 +306,23 @@ def test_configs_give_the_tiles_they_come_from():
             first = interface.choose_tiles(p, Rules(Band(None, 0)), support.heuristic(inv))
         assert first.fwd == tiles.forward_tiles(p, Rules(Band(None, 0)), Chip())
         assert first.bwd == backward_tiles(p)
+
+
+SHORT = {  # (queries, keys, head dim), options: whether the kernels for every GPU go first
+    "vision": ((576, 576, 64), {}, True),
+    "window": ((8192, 8192, 64), dict(causal=True, sliding_window=127), True),
+    "packed": ((8192, 8192, 64), dict(cum_seqlens_q=np.array([0, 4000, 8192], np.int32)), True),
+    "cross": ((448, 1500, 64), {}, True),
+    "causal": ((4096, 4096, 64), dict(causal=True), False),
+    "full": ((1024, 1024, 64), {}, False),
+    "wider": ((576, 576, 128), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_walks_of_narrow_heads_go_to_the_kernels_for_every_gpu(name):
+    (q_len, kv_len, d), options, behind = SHORT[name]
+    arguments = dict(query=struct(1, q_len, 4, d), key=struct(1, kv_len, 4, d))
+    inv = SimpleNamespace(arguments=arguments | dict(value=arguments["key"]) | options)
+    found = support.priority_for(inv)
+    assert (found < 100) == behind and found > 50  # libraries have 50

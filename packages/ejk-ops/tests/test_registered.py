@@ -119,6 +119,29 @@ def test_why_the_others_were_not_chosen(kernel):
     assert not any("asked for" in why for why in reasons().values())
 
 
+def test_priority_may_depend_on_the_call(kernel):
+    def short_last(inv):
+        return 20 if inv.arguments["x"].shape[0] < 100 else 80
+
+    @kernel.registry.register("double", "cuda", "gpu", 80, priority_for=short_last)
+    def cuda(x, factor=None, *, cfg=None):
+        return x * factor
+
+    @kernel.registry.register("double", "triton", "gpu", 60)
+    def triton(x, factor=None, *, cfg=None):
+        return x * factor
+
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        assert kernel.registry.get("double") is cuda  # of no call in particular
+        for x, platform, other in ((X, "triton", "cuda"), (jnp.ones(200), "cuda", "triton")):
+            found = Executor().explanation(kernel, x)
+            assert found.platform == platform
+            (why,) = (why for name, why in found.skipped if other in name)
+            ours, theirs = {"triton": (60, 20), "cuda": (80, 60)}[platform]
+            assert why == f"double/{platform}/gpu has priority {ours}, this {theirs}"
+
+
 def test_dispatch_and_configs(kernel):
     executor = Executor()
     np.testing.assert_allclose(executor(kernel, X), 2)

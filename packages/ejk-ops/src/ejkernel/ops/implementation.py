@@ -77,6 +77,8 @@ class Implementation:
         config_cls: class of its config, None when the operation's own class serves.
         version: raised when old tuning results no longer hold.
         differentiable: whether reverse mode works through it.
+        priority_for: ``(inv) -> int``, its priority for a call where that depends on the shapes;
+            None = ``priority``.
         order: position among all registrations, settles ties.
     """
 
@@ -92,6 +94,7 @@ class Implementation:
     config_cls: type | None = None
     version: int = 1
     differentiable: bool = True
+    priority_for: Callable[[Any], int] | None = None
     order: int = 0
     on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
 
@@ -128,6 +131,10 @@ class Implementation:
     def why_not(self, inv: Any) -> str | None:
         """None when it can do the call, else the reason. Static facts only."""
         return None if self.supports is None or inv is None else self.supports(inv)
+
+    def priority_of(self, inv: Any) -> int:
+        """Its priority for a call, or for any (None)."""
+        return self.priority if self.priority_for is None or inv is None else self.priority_for(inv)
 
     @property
     def name(self) -> str:

@@ -70,6 +70,7 @@ class KernelRegistry:
         config_cls: type | None = None,
         version: int = 1,
         differentiable: bool = True,
+        priority_for: Callable[[Any], int] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
         """Decorator that registers an implementation and returns it unchanged.
@@ -96,6 +97,7 @@ class KernelRegistry:
                 config_cls,
                 version,
                 differentiable,
+                priority_for,
             )
             self._add(implementation, replace)
             return fn
@@ -117,14 +119,15 @@ class KernelRegistry:
         config_cls: type | None = None,
         version: int = 1,
         differentiable: bool = True,
+        priority_for: Callable[[Any], int] | str | None = None,
         replace: bool = False,
     ) -> None:
         """Register the function ``target="package.module:function"`` without importing it.
 
         The module is imported, and the signature compared with the others, when
-        ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates`` and
-        ``sample_inputs`` may be such strings too, each imported on its first call, so that a
-        package's ``register`` imports nothing:
+        ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates``,
+        ``sample_inputs`` and ``priority_for`` may be such strings too, each imported on its first
+        call, so that a package's ``register`` imports nothing:
 
             registry.register_lazy(
                 "flash_attention", "xla", "any",
@@ -146,6 +149,7 @@ class KernelRegistry:
             config_cls,
             version,
             differentiable,
+            lazily(priority_for),
             on_load=self._check_signature,
         )
         self._add(implementation, replace)
@@ -264,7 +268,7 @@ class KernelRegistry:
                 usable.append(implementation)
             else:
                 refused.append((implementation, reason))
-        usable.sort(key=lambda i: rank(i, target))
+        usable.sort(key=lambda i: rank(i, target, inv))
         refused.sort(key=lambda pair: rank(pair[0], target))
         return Survey(algorithm, forced, target, tuple(usable), tuple(refused))
 

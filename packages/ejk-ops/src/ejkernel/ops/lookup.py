@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.interpret import interpreting
@@ -65,11 +66,11 @@ def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | No
     return reason
 
 
-def rank(i: Implementation, target: TargetDevice) -> tuple[int, bool, bool, int]:
+def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int, bool, bool, int]:
     """Sort key, best first: priority, the device's own platform, hardware, registration order."""
     native = i.platform is target.native_platform
     # Off its hardware a kernel is interpreted, and of Pallas only TPU kernels can be.
-    return (-i.priority, not native, i.backend not in (target.kind, Backend.TPU), i.order)
+    return (-i.priority_of(inv), not native, i.backend not in (target.kind, Backend.TPU), i.order)
 
 
 def argument_of(refusal: Refusal) -> str | None:

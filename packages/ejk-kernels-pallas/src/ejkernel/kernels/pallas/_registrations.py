@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PACKAGE = "ejkernel.kernels.pallas"
+# Kernels that run on every GPU have priority 100; one made for this GPU goes before them, or
+# between them and libraries for calls that they do faster.
+AHEAD, BEHIND = 110, 90
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,7 @@ class Registration:
     """An algorithm's name in the registry, its public function and the modules that know it.
 
     ``backend`` is "tpu" or "gpu". ``module`` holds the function; ``support`` holds ``supports``,
-    ``heuristic`` and ``candidates`` (those named in ``hooks``). Paths are inside this package.
+    ``heuristic`` and the others named in ``hooks``. Paths are inside this package.
     """
 
     algorithm: str
@@ -40,7 +43,8 @@ REGISTRATIONS = (
         "gpu",
         "gpu.flash_attention.interface",
         "gpu.flash_attention.support",
-        priority=110,  # on a Hopper GPU ahead of the kernels that run on every GPU
+        priority=AHEAD,
+        hooks=("supports", "heuristic", "candidates", "priority_for"),
     ),
     Registration(
         "flash_attention",

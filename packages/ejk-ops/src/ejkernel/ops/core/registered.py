@@ -164,8 +164,9 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                 continue
             if requested is not None and impl.platform is not requested:
                 reason = f"platform={requested.value!r} was asked for"
-            elif chosen is not None and chosen.priority > impl.priority:
-                reason = f"{chosen.name} has priority {chosen.priority}, this {impl.priority}"
+            elif chosen is not None and chosen.priority_of(inv) > impl.priority_of(inv):
+                ours, this = chosen.priority_of(inv), impl.priority_of(inv)
+                reason = f"{chosen.name} has priority {ours}, this {this}"
             elif configured is not None and impl.platform is not configured:
                 reason = f"the config is for platform {configured.value!r}"
             else:
