@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ejkernel.modules import MeanPoolingConfig
-from ejkernel.modules.cli import main
+from ejkernel.modules.cli import main, sections
 from ejkernel.modules.operations.mean_pooling import MeanPooling
 
 WORDS = ["s=64", "d=16", "dtype=float32"]
@@ -297,6 +297,12 @@ def test_bench_then_report(capsys, candidates, tmp_path, monkeypatch):
     for name in ("What ran", "Against the bound", "Tuning landscape", "Tuned configurations"):
         assert name in text
     assert "<svg" in text and "http" not in text and "<script" not in text
+
+
+@pytest.mark.parametrize("ms, shown", [(0.0070081, "7.008 µs"), (0.1, "0.1 ms"), (12.5, "12.5 ms")])
+def test_times_in_plots_are_short(ms, shown):
+    row = {"case": "a", "mode": "fwd", "contender": "ejkernel", "ms": ms, "percent_of_limit": 50.0}
+    assert f">{shown}<" in sections.against_the_bound([{"op": "op", "rows": [row]}])
 
 
 def test_report_of_nothing_is_a_page_about_the_machine(capsys, tmp_path):

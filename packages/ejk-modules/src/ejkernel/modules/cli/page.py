@@ -36,7 +36,7 @@ section { background:var(--card); border:1px solid var(--rule); border-radius:12
 .tile b { display:block; font-size:24px; font-weight:650; letter-spacing:-0.02em;
   font-variant-numeric:tabular-nums; }
 .tile span { color:var(--dim); }
-.wide { overflow-x:auto; }
+.wide { overflow-x:auto; } .wide + .wide { margin-top:18px; }
 table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums; }
 th { text-align:left; color:var(--dim); font-weight:550; white-space:nowrap; }
 th,td { padding:5px 14px 5px 0; border-bottom:1px solid var(--rule); vertical-align:top; }
