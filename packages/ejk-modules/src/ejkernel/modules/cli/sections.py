@@ -112,7 +112,7 @@ def against_the_bound(benches: Sequence[Record]) -> str:
     why = (
         "The bound is the slower of arithmetic and memory, at the rates of a large matrix product "
         "and a large copy measured in the same run. A little over 100% is possible: caches make a "
-        "small copy faster than the large one, and a chip that holds its power, not its clock, runs "
+        "small copy faster than the large one, and a chip that holds its power, not its clock, is "
         "faster on numbers that change fewer bits than the random ones of that product."
     )
     return page.section("bound", "Against the bound and beside peers", why, *parts)
