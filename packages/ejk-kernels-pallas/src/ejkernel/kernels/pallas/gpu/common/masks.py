@@ -33,6 +33,11 @@ def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     return compat.load_registers(ref, layout=layout, optimized=optimized)
 
 
+def spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """A vector along one axis of a tile, the same along the other."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
 def hide_outside(
     x: jax.Array,
     band: Band,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 GROUP = 8  # rows that a tiled copy moves together
 
@@ -17,3 +20,9 @@ def whole(x: jax.Array) -> jax.Array:
     """``[b, rows, h, d]`` with rows of zeros added to fill the last group; a copy if there are."""
     missing = whole_rows(x.shape[1]) - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else x
+
+
+def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+    """Shared memory in the pattern that wgmma and TMA read, in rows of ``swizzle`` bytes."""
+    columns = plgpu.TilingTransform((GROUP, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(columns, plgpu.SwizzleTransform(swizzle)))

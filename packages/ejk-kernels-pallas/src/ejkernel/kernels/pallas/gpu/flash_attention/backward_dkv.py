@@ -26,7 +26,10 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_other_segments,
     hide_outside,
     read,
+    spread,
 )
+from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -35,11 +38,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     STAGES,
     WidePlan,
     base2,
-    for_one_warp,
     launch,
-    spread,
-    tiled,
-    whole_rows,
 )
 
 SHAPE = (ROWS, ROWS)  # keys by queries
@@ -131,7 +130,7 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
                 x, slope = base2(problem, s)
                 if plan.masks:
                     x = lax.cond(masked, lambda x: program.hide(x, r.ids, i), lambda x: x, x)
-                p = jnp.exp2(x + spread(read(r.lse_s.at[slot], COLUMN), 1))
+                p = jnp.exp2(x + spread(read(r.lse_s.at[slot], COLUMN), SHAPE, 1))
                 plgpu.barrier_arrive(r.q_empty.at[slot])
                 passed = p if slope is None else p * slope
                 p = p.astype(dtype)
@@ -176,7 +175,7 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 dp = pl.run_scoped(products, plgpu.ACC(SHAPE))
-                dp = dp + spread(read(r.delta_s.at[slot], COLUMN), 1)
+                dp = dp + spread(read(r.delta_s.at[slot], COLUMN), SHAPE, 1)
                 plgpu.barrier_arrive(r.do_empty.at[slot])
                 plgpu.barrier_wait(r.p_full.at[p_slot])
                 p = read(r.p_s.at[p_slot], LAYOUT)

@@ -24,7 +24,10 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_other_segments,
     hide_outside,
     read,
+    spread,
 )
+from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -33,12 +36,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     STAGES,
     WidePlan,
     base2,
-    for_one_warp,
     launch,
-    spread,
-    thread_anew,
-    tiled,
-    whole_rows,
 )
 
 BLOCK_Q = CONSUMERS * ROWS
@@ -119,7 +117,7 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
             x, slope = base2(problem, s)
             if plan.masks:
                 x = lax.cond(masked, lambda x: program.hide(x, r.ids, first_q, j), lambda x: x, x)
-            p = jnp.exp2(x + spread(lse, 0))
+            p = jnp.exp2(x + spread(lse, SHAPE, 0))
             return p if slope is None else p * slope
 
         def accumulate(dq_acc: Any) -> jax.Array:
@@ -145,7 +143,7 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
                         p = probabilities(s, j, masked)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(r.v_empty.at[v_slot])
-                        return (p * (dp + spread(delta, 0))).astype(dtype)
+                        return (p * (dp + spread(delta, SHAPE, 0))).astype(dtype)
 
                     return pl.run_scoped(with_products, plgpu.ACC(SHAPE))
 

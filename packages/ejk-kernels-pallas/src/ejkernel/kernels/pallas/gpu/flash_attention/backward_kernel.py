@@ -18,32 +18,16 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_other_segments,
     hide_outside,
     read,
+    spread,
 )
+from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
+from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, thread_anew
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import thread_anew
 from ejkernel.types.problem import LOG2E
 
 CONSUMERS = 2
 ROWS = 64  # of a warpgroup's product
 CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the 128-byte swizzle that wgmma and TMA read."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _for_each_warp(body: Callable[[Any], None]) -> None:
-    if hasattr(plgpu, "warp_map"):
-        plgpu.warp_map(body)
-    else:
-        pl.core_map(plgpu.WarpMesh(axis_name="warp"))(lambda: body(lax.axis_index("warp")))
-
-
-def _spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 class _Program:
@@ -191,15 +175,15 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                         plgpu.barrier_wait(do_full.at[slot])
                         if plan.lse_in_sum:
                             row_lse = read(lse_s.at[slot], COLUMN)
-                            s_acc[...] = _spread(row_lse, shape, 1)
+                            s_acc[...] = spread(row_lse, shape, 1)
                         row_delta = read(delta_s.at[slot], COLUMN)
-                        dp_acc[...] = _spread(row_delta, shape, 1)
+                        dp_acc[...] = spread(row_delta, shape, 1)
                         plgpu.wgmma(s_acc, k_s.at[mine], q_s.at[slot].T)
                         plgpu.wgmma(dp_acc, v_s.at[mine], do_s.at[slot].T)
                         x, tanh = logits(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), i, masked)
                         if not plan.lse_in_sum:
                             row_lse = read(lse_s.at[slot], COLUMN)
-                            x = x + _spread(row_lse, shape, 1)
+                            x = x + spread(row_lse, shape, 1)
                         p = jnp.exp2(x)
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])
                         ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -346,18 +330,18 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                 pl.when(index == 0)(produce)
                 pl.when(index == 1)(write)
 
-            _for_each_warp(warp)
+            for_each_warp(warp)
 
     barrier = plgpu.Barrier
     scratch = [
-        _tiled((block_kv, dim), dtype),
-        _tiled((block_kv, value_dim), dtype),
-        _tiled((stages, block_q, dim), dtype),
-        _tiled((stages, block_q, value_dim), dtype),
+        tiled((block_kv, dim), dtype),
+        tiled((block_kv, value_dim), dtype),
+        tiled((stages, block_q, dim), dtype),
+        tiled((stages, block_q, value_dim), dtype),
         plgpu.SMEM((stages, block_q), jnp.float32),
         plgpu.SMEM((stages, block_q), jnp.float32),
-        _tiled((2, block_kv, block_q), dtype),
-        _tiled((CONSUMERS, ROWS, dq_columns), jnp.float32),
+        tiled((2, block_kv, block_q), dtype),
+        tiled((CONSUMERS, ROWS, dq_columns), jnp.float32),
         barrier(num_arrivals=2),  # k and v
         barrier(num_arrivals=2, num_barriers=stages),  # q and lse
         barrier(num_arrivals=2, num_barriers=stages),  # do and delta
@@ -368,7 +352,7 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         barrier(num_arrivals=1),
         barrier(num_arrivals=CONSUMERS),
     ]
-    kv_shape = (problem.batch, -(-problem.kv_len // 8) * 8, problem.kv_heads)
+    kv_shape = (problem.batch, whole_rows(problem.kv_len), problem.kv_heads)
     sum_dtype = jnp.float32 if plan.shares else dtype
     out = (
         jax.ShapeDtypeStruct((problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32),

@@ -14,12 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.types.problem import LOG2E, Problem
@@ -52,50 +47,6 @@ class WidePlan:
 
     def table_row(self, batch: Any, head: Any) -> tuple[Any, Any]:
         return (batch if self.range_batch else 0, head if self.range_head else 0)
-
-
-def whole_rows(length: int) -> int:
-    """Lengths that TMA can tile: whole groups of eight rows."""
-    return -(-length // 8) * 8
-
-
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the 128-byte swizzle that wgmma and TMA read."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def for_one_warp(body: Callable[[], None]) -> None:
-    """Runs ``body`` in the first warp of this warpgroup."""
-    if hasattr(plgpu, "warp_map"):
-        plgpu.warp_map(lambda warp: pl.when(warp == 0)(body))
-    else:
-        pl.core_map(plgpu.WarpMesh(axis_name="warp"))(
-            lambda: pl.when(lax.axis_index("warp") == 0)(body)
-        )
-
-
-def spread(x: jax.Array, axis: int) -> jax.Array:
-    return lax.broadcast_in_dim(x, (ROWS, ROWS), (axis,))
-
-
-def thread_anew() -> jax.Array:
-    """The thread's number, int32; two of them are not known to be equal.
-
-    Addresses made from it stay where they are used. Those of fixed operands would be computed
-    before the walk, a register for each 16 columns.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def number(_: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        x: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(x, (), is_signed=True)
-
-    return number()
 
 
 def base2(problem: Problem, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:

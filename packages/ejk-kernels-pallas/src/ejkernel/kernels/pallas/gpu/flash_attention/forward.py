@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rescale import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
-from ejkernel.kernels.pallas.gpu.common.tma import whole, whole_rows
+from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
@@ -250,10 +250,8 @@ class Forward(Form):
         t, p = self.tiles, self.problem
         dtype = jnp.dtype(p.dtype)
 
-        def smem(*shape, swizzle=t.swizzle):
-            columns = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-            transforms = (columns, plgpu.SwizzleTransform(swizzle))
-            return plgpu.SMEM(shape, dtype, transforms=transforms)
+        def smem(*shape):
+            return tiled(shape, dtype, t.swizzle)
 
         def free(n):
             return plgpu.Barrier(num_arrivals=t.consumers, num_barriers=n)
@@ -269,7 +267,7 @@ class Forward(Form):
             "q_smem": smem(t.q_stages, t.block_q, p.dim),
             "k_smem": smem(t.stages, t.block_kv, p.dim),
             "v_smem": smem(t.stages, t.block_kv, p.value_dim),
-            "o_smem": smem(t.block_q, t.o_columns, swizzle=128),
+            "o_smem": tiled((t.block_q, t.o_columns), dtype),
             "lse_smem": plgpu.SMEM((t.block_q,), F32),
             "q_ready": plgpu.Barrier(num_barriers=t.q_stages),
             "k_ready": plgpu.Barrier(num_barriers=t.stages),
