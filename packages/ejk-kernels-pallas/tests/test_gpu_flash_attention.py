@@ -18,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
+from ejkernel.ops import ConfigError
 from ejkernel.types import InvalidArgument, MaskInfo
 from ejkernel.types.structure import Unsupported
 
@@ -205,15 +206,16 @@ def doubles(monkeypatch):
 
 
 HALF = ("float16",) * 3
-SIZES = {"b": 2, "q": 200, "k": 200, "h": 4, "hk": 2, "d": 64, "dtypes": HALF}
+SIZES = {"b": 2, "q": 400, "k": 400, "h": 4, "hk": 2, "d": 64, "dtypes": HALF}
+SIZES |= {"blocks": (128, 128)}
 CALLS = [
-    Call("plain", **SIZES | {"k": 150}),
-    Call("offset", **SIZES, mask={"causal": True, "causal_offset": -30}),
+    Call("plain", **SIZES | {"k": 300}),
+    Call("offset", **SIZES, mask={"causal": True, "causal_offset": -150}),
     Call("window", **SIZES, mask={"sliding_window": (30, 10)}, sinks=(4, 2), cap=5.0),
     Call(
         "packed",
         **SIZES | {"b": 1},
-        mask={"cum_seqlens_q": np.array([0, 30, 30, 171, 190]), "causal": True},
+        mask={"cum_seqlens_q": np.array([0, 60, 60, 342, 380]), "causal": True},
     ),
 ]
 
@@ -295,18 +297,50 @@ def test_bad_shapes_name_the_argument():
         jax.eval_shape(flash_attention, x, struct(1, 64, 2, 128), x)
 
 
-def test_configs_give_the_tiles_they_come_from():
-    for d, dv in DIMS:
-        x, v = struct(1, 512, 2, d), struct(1, 512, 2, dv)
-        inv = SimpleNamespace(arguments=dict(query=x, key=x, value=v, causal=True))
-        with on(H200):
-            for config in support.candidates(inv):
-                p = problem_of(inv.arguments)
-                static = interface.choose_tiles(p, Rules(Band(None, 0)), config)
-                assert static.fwd.shared(p) <= Chip().shared
-            first = interface.choose_tiles(p, Rules(Band(None, 0)), support.heuristic(inv))
-        assert first.fwd == tiles.forward_tiles(p, Rules(Band(None, 0)), Chip())
-        assert first.bwd == backward_tiles(p)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, dv", DIMS)
+def test_configs_give_the_tiles_they_come_from(d, dv, causal):
+    x, v = struct(1, 1280, 2, d), struct(1, 1280, 2, dv)
+    inv = SimpleNamespace(arguments=dict(query=x, key=x, value=v, causal=causal))
+    p, rules = problem_of(inv.arguments), Rules(Band(None, 0) if causal else Band())
+    with on(H200):
+        for config in support.candidates(inv):
+            interface.choose_tiles(p, rules, config)  # none is refused
+        first = interface.choose_tiles(p, rules, support.heuristic(inv))
+    assert first.fwd == tiles.forward_tiles(p, rules, Chip())
+    assert first.bwd == backward_tiles(p)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, dv", DIMS)
+@pytest.mark.parametrize("blocks", [{}, {"kv_blocksize": 64}, {"kv_blocksize": 256}])
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
+    p = Problem(1, 1280, 1280, 2, 2, d, dv, "bfloat16", 1.0)
+    rules, params = Rules(Band(None, 0) if causal else Band()), {**blocks, "num_stages": stages}
+    chosen = tiles.forward_tiles(p, rules, Chip())
+    try:
+        t = tiles.override_forward(chosen, p, Chip(), params)
+    except ConfigError as error:
+        assert "fwd_params" in str(error) and "shared memory" in str(error)
+        assert stages > 2 or blocks.get("kv_blocksize") == 256
+        return
+    assert t.shared(p) <= Chip().shared
+    assert t.stages == max(stages, 2) and t.block_kv == blocks.get("kv_blocksize", chosen.block_kv)
+    assert t.block_kv * 2 % t.swizzle == 0 and t.block_kv <= 256  # keys of one product
+
+
+def test_backward_tiles_that_cannot_be_are_refused(doubles):
+    x = jnp.zeros((1, 128, 1, 128), jnp.bfloat16)
+    for bad in (
+        {"kv_blocksize": 64},  # half of what two warpgroups own
+        {"q_blocksize": 128},
+        {"num_stages": 4},
+    ):
+        (name,) = bad
+        with pytest.raises(ConfigError, match=f"bwd_params: {name}={bad[name]}"):
+            flash_attention(x, x, x, cfg={"bwd_params": bad})
+    flash_attention(x, x, x, cfg={"bwd_params": {"num_stages": 3, "q_blocksize": 64}})
 
 
 SHORT = {  # (queries, keys, head dim), options: whether the kernels for every GPU go first
@@ -316,10 +350,12 @@ SHORT = {  # (queries, keys, head dim), options: whether the kernels for every G
     "cross": ((448, 1500, 64), {}, True),
     "causal": ((4096, 4096, 64), dict(causal=True), False),
     "full": ((1024, 1024, 64), {}, False),
+    "no queries": ((0, 1024, 64), {}, True),
     "wider": ((576, 576, 128), {}, False),
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SHORT)
 def test_short_walks_of_narrow_heads_go_to_the_kernels_for_every_gpu(name):
     (q_len, kv_len, d), options, behind = SHORT[name]

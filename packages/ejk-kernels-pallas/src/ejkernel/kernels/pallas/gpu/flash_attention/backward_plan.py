@@ -13,6 +13,8 @@ from ejkernel.types.blocks import matrix_range
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band
 
+BARRIERS = 512  # bytes kept for barriers and alignment
+
 
 @dataclass(frozen=True)
 class BackwardTiles:
@@ -27,6 +29,15 @@ class BackwardTiles:
     block_q: int = 64
     block_kv: int = 128
     stages: int = 2
+
+    def shared(self, problem: Problem) -> int:
+        """Bytes of shared memory of the fused kernel."""
+        d, dv, size = problem.dim, problem.value_dim, problem.itemsize
+        kv = self.block_kv * (d + dv) * size
+        q = self.stages * self.block_q * ((d + dv) * size + 2 * 4)  # and of lse and delta
+        ds = 2 * self.block_kv * self.block_q * size
+        dq = self.block_q * d * 4
+        return kv + q + ds + dq + BARRIERS
 
 
 @dataclass(frozen=True)

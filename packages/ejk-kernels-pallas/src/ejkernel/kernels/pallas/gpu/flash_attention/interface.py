@@ -67,8 +67,8 @@ def flash_attention(
         return_lse: also return lse float32 ``[b, q, h]``: natural log, with sinks.
         logits_dtype: lower bound of the accumulation dtype; float64 is not supported.
         bias, dropout_prob, dropout_seed: not supported. precision: without meaning here.
-        cfg: ``fwd_params`` (q_blocksize 128, kv_blocksize a multiple of 64, num_stages)
-            and ``bwd_params`` (the same).
+        cfg: ``fwd_params`` (q_blocksize, taken as 128; kv_blocksize, a multiple of 64; num_stages)
+            and ``bwd_params`` (num_stages; blocks have one size for each head dim).
 
     Returns:
         o ``[b, q, h, dv]`` in the query's dtype, or (o, lse).
@@ -78,7 +78,8 @@ def flash_attention(
 
     Raises:
         InvalidArgument: an array of wrong dtype, rank or size. ValueError: an illegal value.
-        Unsupported: what ``supports`` gives a reason for.
+        Unsupported: what ``supports`` gives a reason for. ConfigError: tiles of ``cfg`` that do not
+            fit shared memory, or backward blocks of another size.
 
     Source: Shah et al. 2024, FlashAttention-3, section 3.
     """
@@ -116,6 +117,8 @@ def choose_tiles(problem: Problem, rules: Rules, cfg: Any) -> Static:
     return Static(
         problem,
         chip,
-        tiles.override_forward(tiles.forward_tiles(problem, rules, chip), fwd_params),
-        tiles.override_backward(backward_tiles(problem), problem, bwd_params),
+        tiles.override_forward(
+            tiles.forward_tiles(problem, rules, chip), problem, chip, fwd_params
+        ),
+        tiles.override_backward(backward_tiles(problem), problem, chip, bwd_params),
     )

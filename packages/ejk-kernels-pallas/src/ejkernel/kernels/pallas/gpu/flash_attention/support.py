@@ -67,10 +67,11 @@ def priority_for(inv: Any) -> int:
     problem, rules = call.problem_of(inv.arguments), _rules(inv.arguments)
     if max(problem.dim, problem.value_dim) > 64:
         return AHEAD
+    if rules.arrays or problem.q_len <= FEW_QUERIES:
+        return BEHIND
     block = 64
     seen = band_costs(problem.q_len, problem.kv_len, rules.band, block, block).mean() * block
-    short = rules.arrays or seen <= FEW_KEYS or problem.q_len <= FEW_QUERIES
-    return BEHIND if short else AHEAD
+    return BEHIND if seen <= FEW_KEYS else AHEAD
 
 
 def _power_of_two(n: int) -> bool:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BARRIERS, BackwardTiles
+from ejkernel.ops.errors import ConfigError
 from ejkernel.types.attention import field
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Rules
 
 REGISTERS = 65536  # of a multiprocessor
 ROWS = 64  # of one warpgroup's product
-BARRIERS = 512  # bytes kept for barriers and alignment
 
 
 @dataclass(frozen=True)
@@ -133,27 +133,54 @@ def _head_group(problem: Problem, whole: bool, chip: Chip) -> int:
     return problem.group * max(1, chip.cache // 3 // max(bytes_a_head, 1))
 
 
-def override_forward(tiles: ForwardTiles, params: Any) -> ForwardTiles:
-    """What a config's ``fwd_params`` say instead: q_blocksize (128), kv_blocksize, num_stages."""
+def override_forward(
+    tiles: ForwardTiles, problem: Problem, chip: Chip, params: Any
+) -> ForwardTiles:
+    """What a config's ``fwd_params`` say instead: q_blocksize (128), kv_blocksize, num_stages.
+
+    Raises:
+        ConfigError: the tiles do not fit shared memory.
+    """
     block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
     stages = field(params, "num_stages")
     if block_q is not None:
         tiles = replace(tiles, consumers=2)  # three are no power of two; one leaves half idle
     if block_kv is not None and block_kv != tiles.block_kv:
         tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
-    return tiles if stages is None else replace(tiles, stages=max(stages, 2))
+    if stages is not None:
+        tiles = replace(tiles, stages=max(stages, 2))
+    what = f"kv_blocksize={tiles.block_kv}, num_stages={tiles.stages}"
+    _check_fits(f"fwd_params: {what}", tiles.shared(problem), chip)
+    return tiles
 
 
-def override_backward(tiles: BackwardTiles, problem: Problem, params: Any) -> BackwardTiles:
-    """What a config's ``bwd_params`` say instead: the same fields.
+def override_backward(
+    tiles: BackwardTiles, problem: Problem, chip: Chip, params: Any
+) -> BackwardTiles:
+    """What a config's ``bwd_params`` say instead: num_stages.
 
-    Wide heads fill shared memory with the one form there is: they keep their tiles.
+    Block sizes have one form for each head dim. Wide heads fill shared memory with theirs: they
+    keep their tiles.
+
+    Raises:
+        ConfigError: other block sizes, or the tiles do not fit shared memory.
     """
     if max(problem.dim, problem.value_dim) > 128:
         return tiles
-    given = {
-        "block_q": field(params, "q_blocksize"),
-        "block_kv": field(params, "kv_blocksize"),
-        "stages": field(params, "num_stages"),
-    }
-    return replace(tiles, **{name: value for name, value in given.items() if value is not None})
+    for name, only in (("q_blocksize", tiles.block_q), ("kv_blocksize", tiles.block_kv)):
+        given = field(params, name)
+        if given not in (None, only):
+            raise ConfigError(
+                f"bwd_params: {name}={given!r}: the Hopper kernel for heads of {problem.dim} "
+                f"takes {only} only"
+            )
+    stages = field(params, "num_stages")
+    if stages is not None:
+        tiles = replace(tiles, stages=stages)
+    _check_fits(f"bwd_params: num_stages={tiles.stages}", tiles.shared(problem), chip)
+    return tiles
+
+
+def _check_fits(what: str, need: int, chip: Chip) -> None:
+    if need > chip.shared:
+        raise ConfigError(f"{what}: {need} bytes of shared memory, a program has {chip.shared}")
