@@ -156,6 +156,29 @@ def test_interpretation_serves_forced_platforms_only(registry, monkeypatch):
         assert registry.get("op", "pallas") is mosaic
 
 
+def test_a_priority_by_call_counts_among_what_runs_here_only(registry):
+    calls = []
+
+    def by_call(inv):
+        calls.append(inv)
+        return {"long": 110, "short": 90}[inv]
+
+    mosaic = add(registry, "pallas", "gpu", 110, priority_for=by_call)
+    add(registry, "pallas", "tpu", 100)
+    triton = add(registry, "triton", "gpu", 100)
+    xla = add(registry, "xla", "any", supports=lambda inv: None)
+    picky = dict(supports=lambda inv: "not this one", priority_for=lambda inv: 1 / 0)
+    add(registry, "cuda", "gpu", 50, **picky)
+    with h200(), interpret_mode():
+        assert registry.get("op", inv="long") is mosaic
+        assert registry.get("op", inv="short") is triton
+        assert registry.get("op") is mosaic
+        for call in ("long", "short", None):  # forced: the interpreted one never goes first
+            assert registry.get("op", "pallas", inv=call) is mosaic
+    calls.clear()
+    assert registry.get("op", inv="short") is xla and not calls  # nobody asks what cannot run here
+
+
 def test_unknown_algorithm_and_unregistered_platform(registry):
     add(registry, "xla", "any")
     with pytest.raises(KernelNotFound, match=r"'flesh' is unknown: registered are op;.*pip"):
@@ -246,12 +269,14 @@ def test_describe_and_listing(registry):
     assert registry.describe() == "nothing registered" and registry.list_algorithms() == []
     add(registry, "xla", "any", algorithm="b", version=3)
     add(registry, "triton", "gpu", 100, algorithm="a", differentiable=False)
+    add(registry, "pallas", "gpu", 9, algorithm="a", priority_for=lambda inv: 110)
     assert registry.list_algorithms() == ["a", "b"]
     assert registry.list_implementations("c") == []
     lines = registry.describe().splitlines()
     assert lines[0].split() == "algorithm platform backend priority gradients version".split()
     assert lines[1].split() == ["a", "triton", "gpu", "100", "no", "1"]
-    assert lines[2].split() == ["b", "xla", "any", "0", "yes", "3"]
+    assert lines[2].split() == ["a", "pallas", "gpu", "9,", "by", "call", "yes", "1"]
+    assert lines[3].split() == ["b", "xla", "any", "0", "yes", "3"]
     assert "'z'" in registry.describe("z")
 
 
@@ -278,6 +303,22 @@ def lazy_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield name
     sys.modules.pop(name, None)
+
+
+def test_a_priority_that_cannot_be_imported_makes_choice_pass_on(registry, lazy_module):
+    xla = add(registry, "xla", "any")
+    registry.register_lazy(
+        "op",
+        "xla",
+        "cpu",
+        50,
+        target=f"{lazy_module}:op",
+        priority_for="no_such_module_of_kernels:priority_for",
+    )
+    assert registry.survey("op").usable[0].backend == "cpu"  # of no call: not asked
+    assert lazy_module not in sys.modules
+    with pytest.warns(EjkernelWarning, match="op/xla/cpu is not used.*no_such_module_of_kernels"):
+        assert registry.get("op", inv="call") is xla
 
 
 def test_lazy_registration_imports_on_use(registry, lazy_module):

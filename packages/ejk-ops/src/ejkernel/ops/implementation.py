@@ -77,8 +77,8 @@ class Implementation:
         config_cls: class of its config, None when the operation's own class serves.
         version: raised when old tuning results no longer hold.
         differentiable: whether reverse mode works through it.
-        priority_for: ``(inv) -> int``, its priority for a call where that depends on the shapes;
-            None = ``priority``.
+        priority_for: ``(inv) -> int``, its priority for a call that it supports, from static
+            facts, where that depends on the shapes; None = ``priority``.
         order: position among all registrations, settles ties.
     """
 
@@ -133,7 +133,7 @@ class Implementation:
         return None if self.supports is None or inv is None else self.supports(inv)
 
     def priority_of(self, inv: Any) -> int:
-        """Its priority for a call, or for any (None)."""
+        """Its priority for a call that it supports, or for any (None)."""
         return self.priority if self.priority_for is None or inv is None else self.priority_for(inv)
 
     @property

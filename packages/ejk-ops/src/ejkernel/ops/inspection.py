@@ -21,7 +21,8 @@ def table(implementations: Sequence[Implementation]) -> str:
     rows = [_HEAD]
     for i in implementations:
         gradients = "yes" if i.differentiable else "no"
-        facts = (i.platform, i.backend, i.priority, gradients, i.version)
+        priority = i.priority if i.priority_for is None else f"{i.priority}, by call"
+        facts = (i.platform, i.backend, priority, gradients, i.version)
         rows.append((i.algorithm, *map(str, facts)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

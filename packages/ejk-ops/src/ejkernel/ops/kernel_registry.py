@@ -77,7 +77,8 @@ class KernelRegistry:
 
         All implementations of an algorithm have the same parameters, ``cfg`` aside: same names,
         order and kinds. Convention for ``priority``: native code 100, other accelerator paths 50,
-        XLA 0. The meaning of the other arguments is that of the attributes of ``Implementation``.
+        XLA 0; ``priority_for`` moves between them from call to call. The meaning of the other
+        arguments is that of the attributes of ``Implementation``.
 
         Raises:
             ValueError: unknown platform or backend, a backend the platform cannot run on, a
@@ -251,7 +252,7 @@ class KernelRegistry:
     ) -> Survey:
         with self._lock:
             known = list(self._by_algorithm.get(algorithm, ()))
-        usable, refused = [], []
+        usable, refused = [], []  # of (rank, implementation), of (implementation, reason)
         for implementation in known:
             if forced is not None and implementation.platform is not forced:
                 continue
@@ -261,16 +262,16 @@ class KernelRegistry:
             if reason is None:
                 try:
                     reason = implementation.why_not(inv)
+                    if reason is None:
+                        usable.append((rank(implementation, target, inv), implementation))
                 except LazyLoadError as error:
                     reason = str(error)
                     self._warn_lazy(implementation, error)
-            if reason is None:
-                usable.append(implementation)
-            else:
+            if reason is not None:
                 refused.append((implementation, reason))
-        usable.sort(key=lambda i: rank(i, target, inv))
+        usable.sort(key=lambda pair: pair[0])
         refused.sort(key=lambda pair: rank(pair[0], target))
-        return Survey(algorithm, forced, target, tuple(usable), tuple(refused))
+        return Survey(algorithm, forced, target, tuple(i for _, i in usable), tuple(refused))
 
     def resolve(
         self,
@@ -315,7 +316,8 @@ class KernelRegistry:
                 the call, the highest priority (ties: the device's own platform, then the one
                 registered first); a named platform keeps to its own implementations.
             backend: keep only implementations for this hardware or for any.
-            inv: the call. With it, implementations whose ``supports`` gives a reason are left out.
+            inv: the call. With it, implementations whose ``supports`` gives a reason are left out,
+                and ``priority_for`` counts.
 
         Raises:
             ValueError: unknown platform or backend name.
@@ -370,7 +372,7 @@ class KernelRegistry:
             return sorted(self._by_algorithm)
 
     def list_implementations(self, algorithm: str) -> list[Implementation]:
-        """All implementations of an algorithm, highest priority first; empty when unknown."""
+        """All implementations of an algorithm, highest ``priority`` first; empty when unknown."""
         self.load()
         self._packages.warn_failures()
         with self._lock:
@@ -378,7 +380,10 @@ class KernelRegistry:
             return sorted(known, key=lambda i: (-i.priority, i.order))
 
     def describe(self, algorithm: str | None = None) -> str:
-        """A table of what is registered: one line per implementation."""
+        """A table of what is registered: one line per implementation.
+
+        "..., by call" after a priority: some calls have another (``priority_for``).
+        """
         names = self.list_algorithms() if algorithm is None else [normalized(algorithm)]
         found = [i for name in names for i in self.list_implementations(name)]
         if not found:

@@ -66,11 +66,17 @@ def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | No
     return reason
 
 
-def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int, bool, bool, int]:
-    """Sort key, best first: priority, the device's own platform, hardware, registration order."""
+def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int | bool, ...]:
+    """Sort key, best first.
+
+    What runs here before what would be interpreted; then priority, the device's own platform,
+    hardware, registration order. ``inv`` is a call that ``i`` supports.
+    """
+    interpreted = i.backend not in (Backend.ANY, target.kind)
     native = i.platform is target.native_platform
     # Off its hardware a kernel is interpreted, and of Pallas only TPU kernels can be.
-    return (-i.priority_of(inv), not native, i.backend not in (target.kind, Backend.TPU), i.order)
+    other = i.backend not in (target.kind, Backend.TPU)
+    return (interpreted, -i.priority_of(inv), not native, other, i.order)
 
 
 def argument_of(refusal: Refusal) -> str | None:
