@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import plot, report
+from ejkernel.modules.bench import timing
 from ejkernel.modules.bench.case import Case, case_of
 from ejkernel.modules.bench.limits import Limits
 from ejkernel.modules.bench.runner import compile_ahead, run_case
@@ -42,6 +44,17 @@ def test_a_case_becomes_rows_with_ratios(tmp_path):
     assert "not run: needs a GPU" in as_markdown.read_text()
     picture = plot.write(as_json)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_rounds_have_changing_orders(count):
+    names = [f"c{i}" for i in range(count)]
+    rounds = [timing._turns(names, number) for number in range(2 * count)]
+    assert all(sorted(turns) == names for turns in rounds)
+    assert sorted(turns[0] for turns in rounds) == sorted(2 * names)
+    # and each is timed both right after its neighbours and before them
+    pairs = {pair for turns in rounds for pair in itertools.pairwise(turns)}
+    assert all((b, a) in pairs for a, b in pairs)
 
 
 def test_programs_compiled_ahead_are_those_that_are_timed():

@@ -59,8 +59,7 @@ def time_together(
     """Time several zero-argument calls in turns, so that a slow moment hits all of them.
 
     Each round calls every contender often enough to fill ``target_s`` and waits for the device
-    once at the end, which keeps dispatch out of the time of all but the shortest kernels. The next
-    round has another order: a GPU that the contender before has heated runs slower. Those
+    once at the end, which keeps dispatch out of the time of all but the shortest kernels. Those
     (on a GPU, where the contender is a ``Program``) are timed once more by the device itself; if
     one is, all are, so that their times compare.
     """
@@ -70,17 +69,25 @@ def time_together(
         calls[name] = max(1, min(1000, round(target_s / max(_run(fn, 1), 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
-    turns = list(contenders.items())
     for number in range(rounds):
-        for name, fn in turns[:: -1 if number % 2 else 1]:
-            samples[name].append(_run(fn, calls[name]))
-        turns = [*turns[1:], turns[0]]
+        for name in _turns(list(contenders), number):
+            samples[name].append(_run(contenders[name], calls[name]))
     result = {name: _timing(values, calls[name]) for name, values in samples.items()}
     if min((t.median for t in result.values()), default=1.0) < SHORT_S:
         on_device = {name: device_timing(fn) for name, fn in contenders.items()}
         if all(on_device.values()):
             return {name: t for name, t in on_device.items() if t is not None}
     return result
+
+
+def _turns(names: list[str], number: int) -> list[str]:
+    """The order of a round: forwards and backwards, then from the next contender on.
+
+    A GPU that the contender before has heated runs slower: none always follows the same one.
+    """
+    first = number // 2 % max(len(names), 1)
+    turned = names[first:] + names[:first]
+    return turned[::-1] if number % 2 else turned
 
 
 def _timing(seconds: list[float], calls: int, clock: str = "host") -> Timing:
