@@ -328,6 +328,7 @@ def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
     assert t.shared(p) <= Chip().shared
     assert t.stages == max(stages, 2) and t.block_kv == blocks.get("kv_blocksize", chosen.block_kv)
     assert t.block_kv * 2 % t.swizzle == 0 and t.block_kv <= 256  # keys of one product
+    assert t.block_kv / 2 < t.consumer_registers - 40  # half a row of logits in a thread
 
 
 def test_backward_tiles_that_cannot_be_are_refused(doubles):

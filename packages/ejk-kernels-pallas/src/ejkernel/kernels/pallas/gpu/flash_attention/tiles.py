@@ -147,6 +147,8 @@ def override_forward(
         tiles = replace(tiles, consumers=2)  # three are no power of two; one leaves half idle
     if block_kv is not None and block_kv != tiles.block_kv:
         tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
+    if tiles.block_kv > 192:
+        tiles = replace(tiles, consumers=2)  # a third has no registers for so many logits
     if stages is not None:
         tiles = replace(tiles, stages=max(stages, 2))
     what = f"kv_blocksize={tiles.block_kv}, num_stages={tiles.stages}"
