@@ -92,6 +92,14 @@ def test_lowers_for_a_hopper_gpu(name):
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.parametrize("name", ["d128", "d256", "packed"])
+def test_lowers_where_numbers_have_64_bits(name):
+    f, shapes = LOWERED[name]
+    with on(H200), jax.enable_x64(True):
+        text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
 @pytest.mark.parametrize("d", [64, 256])
 def test_lowers_inside_a_shard_map_that_tracks_axes(d):
     auto = (jax.sharding.AxisType.Auto,)

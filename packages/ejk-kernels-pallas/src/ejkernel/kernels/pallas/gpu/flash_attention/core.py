@@ -73,7 +73,8 @@ def _folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> 
 
     @jax.custom_batching.custom_vmap
     def call(*arrays):
-        return run(problem, dict(zip(names, arrays, strict=True)))
+        with jax.enable_x64(False):  # the kernels count in int32
+            return run(problem, dict(zip(names, arrays, strict=True)))
 
     @call.def_vmap
     def rule(size, mapped, *arrays):
