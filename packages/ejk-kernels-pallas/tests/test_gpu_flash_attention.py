@@ -8,6 +8,7 @@ the ranges is not read, one inside the full range is not masked.
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -17,8 +18,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from ejkernel.kernels.pallas import compat
+from ejkernel.kernels.pallas._registrations import REGISTRATIONS
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.ops import ConfigError
+from ejkernel.ops.implementation import LazyFunction
 from ejkernel.types import InvalidArgument, MaskInfo
 from ejkernel.types.structure import Unsupported
 
@@ -111,14 +114,22 @@ def test_lowers_inside_a_shard_map_that_tracks_axes(d):
     assert "mosaic_gpu" in text
 
 
-def test_every_supported_head_dim_fits_shared_memory():
-    for d, dv in DIMS:
-        for rules in (Rules(), Rules(Band(None, 0)), Rules(Band(-512, 0)), Rules(arrays=True)):
-            p = Problem(1, 4096, 4096, 8, 8, d, dv, "bfloat16", 1.0)
-            t = tiles.forward_tiles(p, rules, Chip())
-            assert t.shared(p) <= Chip().shared
-            assert t.consumers * t.consumer_registers + t.producer_registers <= 512
-            assert t.consumer_registers % 8 == t.producer_registers % 8 == 0
+@pytest.mark.parametrize("d, dv", DIMS)
+def test_tiles_are_what_the_kernels_take(d, dv):
+    masks = (Rules(), Rules(Band(None, 0)), Rules(Band(-512, 0)), Rules(arrays=True))
+    lengths = (1, 100, 777, 1600, 4096)
+    for rules, q_len, kv_len, cap in itertools.product(masks, lengths, lengths, (None, 30.0, 99.0)):
+        p = Problem(1, q_len, kv_len, 8, 8, d, dv, "bfloat16", 1.0, soft_cap=cap)
+        t = tiles.forward_tiles(p, rules, Chip())
+        assert t.shared(p) <= Chip().shared
+        assert t.consumers * t.consumer_registers + t.producer_registers <= 512
+        assert t.consumer_registers % 8 == t.producer_registers % 8 == 0
+        assert t.block_kv * 2 % t.swizzle == t.q_held % 64 == dv % t.o_columns == 0
+        assert t.q_held == 0 or (t.consumers == 2 and t.q_held <= d)  # three have no registers
+        # programs of a cluster wait for each other: all of them visit all keys
+        assert t.cluster == 1 or rules == Rules()
+        form = Form(p, rules, t, (), frozenset(), 132)
+        assert form.strips * t.cluster * t.block_q >= q_len and 1 <= form.grid * t.cluster <= 132
 
 
 @pytest.mark.parametrize("cap", [1e-3, 5.0, 27.0, 30.0, 50.0, 55.0, 56.0, 1e4, None])
@@ -350,6 +361,12 @@ def test_backward_tiles_that_cannot_be_are_refused(doubles):
         with pytest.raises(ConfigError, match=f"bwd_params: {name}={bad[name]}"):
             flash_attention(x, x, x, cfg={"bwd_params": bad})
     flash_attention(x, x, x, cfg={"bwd_params": {"num_stages": 3, "q_blocksize": 64}})
+
+
+@pytest.mark.parametrize("entry", REGISTRATIONS, ids=lambda entry: entry.backend)
+def test_what_is_registered_as_text_exists(entry):
+    for target in (entry.target, *entry.hook_targets.values()):
+        assert callable(LazyFunction(target).resolve())
 
 
 SHORT = {  # (queries, keys, head dim), options: whether the kernels for every GPU go first
