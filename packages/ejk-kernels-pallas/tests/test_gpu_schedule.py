@@ -40,6 +40,18 @@ def test_every_tile_is_computed_once(rows, blocks, group, programs, causal):
     assert sorted(table[table >= 0]) == list(range(rows * blocks))
 
 
+# one tile, a tile a program, groups dealt in several parts, one group larger than a part
+@pytest.mark.parametrize("groups, places", [(1, 1), (132, 1), (37, 250), (1, 9000), (5000, 1)])
+def test_every_place_is_dealt_once(groups, places):
+    programs = min(132, groups * places)
+    table = schedule.assign_places(groups, places, programs)
+    assert table.shape[0] == programs
+    assert (table[:, -1] == -1).all() and (table[:, 0] >= 0).all()
+    ended = np.cumsum(table < 0, axis=1) > 0
+    assert (table[ended] == -1).all()
+    assert sorted(table[table >= 0]) == list(range(groups * places))
+
+
 @pytest.mark.parametrize("blocks", [32, 128])
 def test_causal_loads_are_even(blocks):
     costs = np.arange(1, blocks + 1)
