@@ -330,6 +330,14 @@ def test_configs_give_the_tiles_they_come_from(d, dv, causal):
     assert first.bwd == backward_tiles(p)
 
 
+def test_given_blocks_take_the_form_that_arithmetic_gives_them():
+    small, large = (Problem(1, n, n, 2, 2, 128, 128, "bfloat16", 1.0) for n in (1024, 4096))
+    chosen = [tiles.forward_tiles(p, Rules(), Chip()) for p in (small, large)]
+    assert [t.cluster for t in chosen] == [1, 2]
+    given = {"q_blocksize": 128, "kv_blocksize": chosen[0].block_kv, "num_stages": 2}
+    assert tiles.override_forward(chosen[1], large, Chip(), given) == chosen[0]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, dv", DIMS)
 @pytest.mark.parametrize("blocks", [{}, {"kv_blocksize": 64}, {"kv_blocksize": 256}])

@@ -116,8 +116,14 @@ def _of_128(problem: Problem, whole: bool) -> ForwardTiles:
     # a partner compute rows past the end
     if whole and padded[160] <= 1.05 * padded[128] and (blocks % 2 == 0 or blocks > 16):
         return ForwardTiles(block_kv=160, q_stages=1, cluster=2)
+    return _alone(problem, ForwardTiles())
+
+
+def _alone(problem: Problem, tiles: ForwardTiles) -> ForwardTiles:
+    """Tiles of heads of 128 for programs without a partner: q takes the place of more keys."""
     # a cap that follows maxima has constants where q would be
-    return ForwardTiles(q_held=128 if problem.soft_cap is None else 0)
+    held = 128 if problem.soft_cap is None else 0
+    return replace(tiles, cluster=1, q_stages=2, q_held=held)
 
 
 def _head_group(problem: Problem, whole: bool, chip: Chip) -> int:
@@ -146,6 +152,8 @@ def override_forward(
     if block_q is not None:
         tiles = replace(tiles, consumers=2)  # three are no power of two; one leaves half idle
     if block_kv is not None and block_kv != tiles.block_kv:
+        if tiles.cluster > 1:  # pairs pay with 160 keys only
+            tiles = _alone(problem, tiles)
         tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
     if tiles.block_kv > 192:
         tiles = replace(tiles, consumers=2)  # a third has no registers for so many logits
