@@ -103,6 +103,8 @@ def test_reasons():
         assert "dense" in (support.supports(Call(q, k, v, attention_mask=dense)) or "")
         padding = jax.ShapeDtypeStruct((1, 1024), "bool")
         assert support.supports(Call(q, k, v, attention_mask=padding)) is None
+        with jax.enable_x64(True):
+            assert "jax_enable_x64" in (support.supports(Call(q, k, v)) or "")
     assert "TPU" in (support.supports(Call(q, k, v)) or "")
 
 

@@ -97,10 +97,12 @@ def current_chip() -> Chip:
     """The target TPU, or one to interpret where there is none.
 
     Raises:
-        Unsupported: the target is no TPU and interpretation is off.
+        Unsupported: the target is no TPU and interpretation is off, or JAX counts in 64 bits.
     """
     target = target_device()
     if target.kind is Backend.TPU:
+        if jax.config.jax_enable_x64:  # ty: ignore[missing-attribute]
+            raise Unsupported("jax_enable_x64 is on: TPU kernels cannot hold 64-bit numbers")
         return facts_of(target.name, target.cores)
     if not interpreting():
         raise Unsupported(
