@@ -167,6 +167,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
             elif chosen is not None and chosen.priority_of(inv) > impl.priority_of(inv):
                 ours, this = chosen.priority_of(inv), impl.priority_of(inv)
                 reason = f"{chosen.name} has priority {ours}, this {this}"
+                reason += "" if impl.priority_for is None else " for this call"
             elif configured is not None and impl.platform is not configured:
                 reason = f"the config is for platform {configured.value!r}"
             else:
