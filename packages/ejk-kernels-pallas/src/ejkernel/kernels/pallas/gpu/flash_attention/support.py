@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.arguments import refusal
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.core import mask_rules
+from ejkernel.ops.errors import ConfigError
 from ejkernel.types import call
 from ejkernel.types.structure import Rules, Unsupported
 
@@ -104,11 +105,14 @@ def candidates(inv: Any) -> list[dict[str, Any]]:
     """Configs worth timing: the heuristic's, and forward tiles beside it that fit."""
     problem, rules, chip = call.problem_of(inv.arguments), _rules(inv.arguments), current_chip()
     fwd, bwd = tiles.forward_tiles(problem, rules, chip), backward_tiles(problem)
-    near = [
-        replace(fwd, consumers=2),
-        replace(fwd, block_kv=128),
-        replace(fwd, consumers=2, block_kv=64, stages=3),
-        replace(fwd, stages=fwd.stages + 1),
-    ]
-    found = [_config(t, bwd) for t in (fwd, *near) if t.shared(problem) <= chip.shared]
-    return [c for i, c in enumerate(found) if c not in found[:i]]
+    found = [_config(fwd, bwd)]
+    for given in (
+        {"q_blocksize": 128},
+        {"kv_blocksize": 128},
+        {"q_blocksize": 128, "kv_blocksize": 64, "num_stages": 3},
+        {"num_stages": fwd.stages + 1},
+    ):
+        with contextlib.suppress(ConfigError):  # it does not fit
+            near = _config(tiles.override_forward(fwd, problem, chip, given), bwd)
+            found += [near] if near not in found else []
+    return found
