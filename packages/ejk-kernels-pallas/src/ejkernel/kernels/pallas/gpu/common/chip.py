@@ -10,6 +10,7 @@ from ejkernel.types.structure import Unsupported
 
 # Shared memory of a Hopper block, bytes (CUDA C++ programming guide, compute capability 9.0).
 SHARED = 232448
+BARRIERS = 512  # bytes of it that a kernel keeps for barriers and alignment
 
 
 @dataclass(frozen=True)

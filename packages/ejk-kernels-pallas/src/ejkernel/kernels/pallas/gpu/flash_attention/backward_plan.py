@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band
-
-BARRIERS = 512  # bytes kept for barriers and alignment
 
 
 @dataclass(frozen=True)

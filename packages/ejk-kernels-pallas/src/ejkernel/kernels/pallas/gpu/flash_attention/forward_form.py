@@ -99,15 +99,13 @@ class Form:
         rows = p.batch * p.heads
         if ranges is not None:
             return self._order_by_length(ranges, rows, n)
-        if t.cluster > 1:
-            costs = np.ones(n)
-        else:
-            costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, t.block_q, t.block_kv)
+        strip = t.cluster * t.block_q
+        costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, strip, t.block_kv)
         return jnp.asarray(_read_ahead(schedule.assign(rows, costs, t.head_group, self.grid)))
 
     def _order_by_length(self, ranges: jax.Array, rows: int, n: int) -> jax.Array:
         """Places are dealt ahead of time, and the longest tile of a few heads takes the first."""
-        group = max(d for d in range(1, rows + 1) if rows % d == 0 and (d == 1 or d * n <= SORTED))
+        group = max(d for d in range(1, max(SORTED // n, 1) + 1) if rows % d == 0)
         places = group * n
         order = _read_ahead(schedule.assign_places(rows // group, places, self.grid))
         lengths = jnp.broadcast_to(

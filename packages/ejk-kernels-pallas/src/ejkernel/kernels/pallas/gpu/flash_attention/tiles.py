@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.pallas.gpu.common.chip import Chip
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BARRIERS, BackwardTiles
+from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS, Chip
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types.attention import field
 from ejkernel.types.problem import Problem
