@@ -94,19 +94,25 @@ def kernel(monkeypatch, tmp_path):
 X = jnp.ones(40)
 
 
-def test_why_the_others_were_not_chosen(kernel):
-    @kernel.registry.register("double", "triton", "gpu", 60)
-    def triton(x, factor=None, *, cfg=None):
+def add(kernel, platform, priority, **options):
+    @kernel.registry.register("double", platform, "gpu", priority, **options)
+    def double(x, factor=None, *, cfg=None):
         return x * factor
 
-    @kernel.registry.register("double", "cuda", "gpu", 60)
-    def cuda(x, factor=None, *, cfg=None):
-        return x * factor
+    return double
 
+
+def on_h200():
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def test_why_the_others_were_not_chosen(kernel):
+    add(kernel, "triton", 60)
+    add(kernel, "cuda", 60)
 
     def reasons(**given):
-        with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        with on_h200():
             return dict(Executor().explanation(kernel, X, **given).skipped)
 
     def of(other, **given):
@@ -123,16 +129,9 @@ def test_priority_may_depend_on_the_call(kernel):
     def short_last(inv):
         return 20 if inv.arguments["x"].shape[0] < 100 else 80
 
-    @kernel.registry.register("double", "cuda", "gpu", 80, priority_for=short_last)
-    def cuda(x, factor=None, *, cfg=None):
-        return x * factor
-
-    @kernel.registry.register("double", "triton", "gpu", 60)
-    def triton(x, factor=None, *, cfg=None):
-        return x * factor
-
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+    cuda = add(kernel, "cuda", 80, priority_for=short_last)
+    add(kernel, "triton", 60)
+    with on_h200():
         assert kernel.registry.get("double") is cuda  # of no call in particular
         for x, platform, other in ((X, "triton", "cuda"), (jnp.ones(200), "cuda", "triton")):
             found = Executor().explanation(kernel, x)
