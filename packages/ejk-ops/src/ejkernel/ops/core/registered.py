@@ -158,14 +158,14 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         self.registry.load()  # also what this device would never need
         survey = self.survey(inv, None)
         chosen = None if resolved is None else resolved.impl
-        ours = None if chosen is None else chosen.priority_of(inv)
+        ours = 0 if chosen is None else chosen.priority_of(inv)
         rows = []
         for impl in survey.usable:
             if impl is chosen:
                 continue
             if requested is not None and impl.platform is not requested:
                 reason = f"platform={requested.value!r} was asked for"
-            elif ours is not None and ours > (this := impl.priority_of(inv)):
+            elif chosen is not None and ours > (this := impl.priority_of(inv)):
                 reason = f"{chosen.name} has priority {ours}, this {this}"
                 reason += "" if impl.priority_for is None else " for this call"
             elif configured is not None and impl.platform is not configured:
