@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ejkernel.modules._bind import axes_of
 from ejkernel.modules._specs import (
     KV,
     Argument,
@@ -24,6 +23,7 @@ from ejkernel.modules._specs import (
 from ejkernel.modules.compat import is_explicit, placed
 from ejkernel.ops.core.distribution import check_mesh_and_specs
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls.signature import axes_of
 
 if TYPE_CHECKING:
     from ejkernel.modules._op import Operation

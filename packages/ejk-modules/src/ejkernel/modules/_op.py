@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules import _canonical as canonical
-from ejkernel.modules._bind import REQUIRED, Boundary, PublicFunction, axes_of
+from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.utils.buckets import bucket
+from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls import settle as canonical
+from ejkernel.types.calls.signature import REQUIRED, Boundary, PublicFunction, axes_of
 
 Arguments = dict[str, Any]
 
@@ -131,12 +133,22 @@ class Operation(RegisteredKernel[Cfg, Any]):
         if "cum_seqlens_k" in kwargs:
             canonical.one_packing(arguments)
         self._require(arguments)
-        canonical.check_int32(arguments, *boundary.index_names)
-        self.check_values(arguments)
+        try:
+            canonical.check_int32(arguments, *boundary.index_names)
+            self.check_values(arguments)
+        except InvalidCall as error:
+            raise InvalidArgument(str(error)) from None
         return (), boundary.differing(arguments)
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.boundary.by_name(args, kwargs)
+        try:
+            self._settle(arguments)
+        except InvalidCall as error:  # the framework's own class of the same meaning
+            raise InvalidArgument(str(error)) from None
+        return (), arguments
+
+    def _settle(self, arguments: Arguments) -> None:
         if environment.typecheck():
             self.boundary.check(arguments)
         for name in self.boundary.index_names:
@@ -144,7 +156,6 @@ class Operation(RegisteredKernel[Cfg, Any]):
             if hasattr(value, "dtype") and value.dtype != np.int32:
                 arguments[name] = jnp.asarray(value).astype(jnp.int32)
         self.canonicalise(arguments)
-        return (), arguments
 
     def distribute(
         self,

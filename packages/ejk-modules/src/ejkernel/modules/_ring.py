@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ejkernel.modules._canonical.errors import invalid
 from ejkernel.modules._distribute import distribute
 from ejkernel.modules.compat import ambient_mesh, axis_is_bound
-from ejkernel.ops import InvalidArgument
-from ejkernel.types import InvalidArgument as InvalidMask
 from ejkernel.types import combine_masks
+from ejkernel.types.calls.settle.errors import invalid
 
 if TYPE_CHECKING:
     from ejkernel.modules._op import Operation
@@ -48,16 +46,13 @@ def masks(a: Arguments) -> None:
         a["kv_segment_ids"] = q_ids
     if a["mask_info"] is None or axis_is_bound(a["axis_name"]):
         return
-    try:
-        a["mask_info"] = combine_masks(
-            a["mask_info"],
-            q_len=query.shape[1],
-            kv_len=key.shape[1],
-            batch=query.shape[0],
-            heads=query.shape[2],
-        )
-    except InvalidMask as error:
-        raise InvalidArgument(str(error)) from None
+    a["mask_info"] = combine_masks(
+        a["mask_info"],
+        q_len=query.shape[1],
+        kv_len=key.shape[1],
+        batch=query.shape[0],
+        heads=query.shape[2],
+    )
 
 
 def run(

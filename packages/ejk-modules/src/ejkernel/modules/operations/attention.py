@@ -7,13 +7,13 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.modules import _canonical as canonical
-from ejkernel.modules._arrays import Array, F, Flags
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import AttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls import settle as canonical
+from ejkernel.types.calls.words import Array, F, Flags
 
 
 def attention(

@@ -6,8 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules import _canonical as canonical
-from ejkernel.modules._arrays import Array, F, I
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import LightningAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
@@ -15,6 +13,8 @@ from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Resolved
+from ejkernel.types.calls import settle as canonical
+from ejkernel.types.calls.words import Array, F, I
 
 
 def lightning_attention(

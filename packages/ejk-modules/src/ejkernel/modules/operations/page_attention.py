@@ -5,12 +5,12 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules import _canonical as canonical
-from ejkernel.modules._arrays import Array, Cache, F, I
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import PageAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
+from ejkernel.types.calls import settle as canonical
+from ejkernel.types.calls.words import Array, Cache, F, I
 
 
 def page_attention(

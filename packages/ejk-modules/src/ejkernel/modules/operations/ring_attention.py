@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.modules import _canonical as canonical
 from ejkernel.modules import _ring
-from ejkernel.modules._arrays import Array, F, I, given
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls import settle as canonical
+from ejkernel.types.calls.words import Array, F, I, given
 
 
 def ring_attention(

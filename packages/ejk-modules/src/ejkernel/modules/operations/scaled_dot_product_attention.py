@@ -5,13 +5,13 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules import _canonical as canonical
-from ejkernel.modules._arrays import Array, F, Flags, I
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls import settle as canonical
+from ejkernel.types.calls.words import Array, F, Flags, I
 
 
 def scaled_dot_product_attention(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules._canonical.errors import MAX_LENGTH, invalid, out_of_range
+from ejkernel.types.calls.settle.errors import MAX_LENGTH, invalid, out_of_range
 
 Arguments = dict[str, Any]
 

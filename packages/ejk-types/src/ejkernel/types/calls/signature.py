@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from ejkernel.modules._arrays import alternatives, expected, forms, given, is_array
-from ejkernel.ops import InvalidArgument
+from ejkernel.types.calls.words import alternatives, expected, forms, given, is_array
+from ejkernel.types.errors import InvalidArgument
 
 TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 REQUIRED = inspect.Parameter.empty

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.modules._canonical.errors import invalid, out_of_range
+from ejkernel.types.calls.settle.errors import invalid, out_of_range
 
 Arguments = dict[str, Any]
 

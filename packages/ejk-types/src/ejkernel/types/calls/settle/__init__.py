@@ -6,9 +6,9 @@ one MaskInfo, sinks ``[heads, sinks]``, an int32 seed. All take the arguments by
 change it in place.
 """
 
-from ejkernel.modules._canonical.heads import combined_heads, grouped_heads
-from ejkernel.modules._canonical.linear import layer, states
-from ejkernel.modules._canonical.masking import (
+from ejkernel.types.calls.settle.heads import combined_heads, grouped_heads
+from ejkernel.types.calls.settle.linear import layer, states
+from ejkernel.types.calls.settle.masking import (
     block_mask,
     masks,
     one_packing,
@@ -16,7 +16,7 @@ from ejkernel.modules._canonical.masking import (
     packed_pair,
     plus_one,
 )
-from ejkernel.modules._canonical.other import (
+from ejkernel.types.calls.settle.other import (
     cache_form,
     groups,
     latent,
@@ -24,7 +24,7 @@ from ejkernel.modules._canonical.other import (
     pooling,
     sparse_options,
 )
-from ejkernel.modules._canonical.softmax import (
+from ejkernel.types.calls.settle.softmax import (
     count,
     dropout,
     dropout_from_key,
@@ -33,7 +33,7 @@ from ejkernel.modules._canonical.softmax import (
     sinks,
     softmax_options,
 )
-from ejkernel.modules._canonical.values import (
+from ejkernel.types.calls.settle.values import (
     build_bias,
     build_block_mask,
     check_block_counts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.modules._canonical.errors import invalid, out_of_range
+from ejkernel.types.calls.settle.errors import invalid, out_of_range
 
 Arguments = dict[str, Any]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.modules._arrays import given
-from ejkernel.ops import InvalidArgument
+from ejkernel.types.calls.words import given
+from ejkernel.types.errors import InvalidArgument
 
 MAX_LENGTH = 2**30
 """No axis is longer; sums of two lengths of at most this still fit int32 positions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.modules._canonical.errors import invalid
+from ejkernel.types.calls.settle.errors import invalid
 
 Arguments = dict[str, Any]
 

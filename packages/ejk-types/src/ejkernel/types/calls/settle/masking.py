@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.modules._canonical.errors import invalid, out_of_range
-from ejkernel.ops import InvalidArgument
-from ejkernel.types import InvalidArgument as InvalidMask
-from ejkernel.types import combine_masks
+from ejkernel.types.calls.settle.errors import invalid, out_of_range
+from ejkernel.types.combine import combine_masks
 
 Arguments = dict[str, Any]
 
@@ -75,17 +73,14 @@ def masks(a: Arguments) -> None:
         raise out_of_range("chunk_size", "an integer >= 1", chunk)
     packed_call = a.get("cum_seqlens_q", a.get("cu_seqlens")) is not None
     constraints = {name: a[name] for name in _SETTLED if name in a and not packed_call}
-    try:
-        a["mask_info"] = combine_masks(
-            a["mask_info"],
-            **constraints,
-            q_len=query.shape[1],
-            kv_len=key.shape[1],
-            batch=query.shape[0],
-            heads=query.shape[2],
-        )
-    except InvalidMask as error:
-        raise InvalidArgument(str(error)) from None
+    a["mask_info"] = combine_masks(
+        a["mask_info"],
+        **constraints,
+        q_len=query.shape[1],
+        kv_len=key.shape[1],
+        batch=query.shape[0],
+        heads=query.shape[2],
+    )
     a.update({name: _SETTLED[name] for name in constraints})
 
 

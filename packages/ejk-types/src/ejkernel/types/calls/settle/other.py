@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules._canonical.errors import invalid, out_of_range
-from ejkernel.modules._canonical.masking import packed
-from ejkernel.modules._canonical.softmax import _float_dtype, precision, scalar_index
+from ejkernel.types.calls.settle.errors import invalid, out_of_range
+from ejkernel.types.calls.settle.masking import packed
+from ejkernel.types.calls.settle.softmax import _float_dtype, precision, scalar_index
 
 Arguments = dict[str, Any]
 
