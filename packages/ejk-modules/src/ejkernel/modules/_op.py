@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import jax
@@ -28,6 +29,15 @@ TOKEN_AXES = frozenset(
     "batch q_len kv_len kv_total seq tokens rows pages max_blocks table_entries sequences "
     "sequences_plus_1 states q_blocks kv_blocks".split()
 )
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """What ejk-types raises for a wrong argument, as the framework's class of the same meaning."""
+    try:
+        yield
+    except InvalidCall as error:
+        raise InvalidArgument(str(error)) from None
 
 
 class Operation(RegisteredKernel[Cfg, Any]):
@@ -133,29 +143,22 @@ class Operation(RegisteredKernel[Cfg, Any]):
         if "cum_seqlens_k" in kwargs:
             canonical.one_packing(arguments)
         self._require(arguments)
-        try:
+        with own_errors():
             canonical.check_int32(arguments, *boundary.index_names)
             self.check_values(arguments)
-        except InvalidCall as error:
-            raise InvalidArgument(str(error)) from None
         return (), boundary.differing(arguments)
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.boundary.by_name(args, kwargs)
-        try:
-            self._settle(arguments)
-        except InvalidCall as error:  # the framework's own class of the same meaning
-            raise InvalidArgument(str(error)) from None
+        with own_errors():
+            if environment.typecheck():
+                self.boundary.check(arguments)
+            for name in self.boundary.index_names:
+                value = arguments[name]
+                if hasattr(value, "dtype") and value.dtype != np.int32:
+                    arguments[name] = jnp.asarray(value).astype(jnp.int32)
+            self.canonicalise(arguments)
         return (), arguments
-
-    def _settle(self, arguments: Arguments) -> None:
-        if environment.typecheck():
-            self.boundary.check(arguments)
-        for name in self.boundary.index_names:
-            value = arguments[name]
-            if hasattr(value, "dtype") and value.dtype != np.int32:
-                arguments[name] = jnp.asarray(value).astype(jnp.int32)
-        self.canonicalise(arguments)
 
     def distribute(
         self,

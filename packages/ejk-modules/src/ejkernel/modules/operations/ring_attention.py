@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ejkernel.modules import _ring
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RingAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Arguments, Operation, own_errors
 from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls import settle as canonical
@@ -118,7 +118,8 @@ class RingAttention(Operation[RingAttentionConfig]):
         call: Callable[[tuple, dict[str, Any]], Any],
     ) -> Any:
         arguments = self.boundary.by_name(args, kwargs)
-        return _ring.run(self, arguments, mesh, in_specs, out_specs, call)
+        with own_errors():
+            return _ring.run(self, arguments, mesh, in_specs, out_specs, call)
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
