@@ -143,7 +143,8 @@ class Case:
     """One call: the arrays as given to the operation, visibility and dropout factor worked out.
 
     bias ``[#b, #h, q, k]``, sinks ``[h, n]`` or ``[n]``, see bool ``[#b, #h, q, k]`` or None,
-    drop ``[b, h, q, k]`` or None.
+    drop ``[b, h, q, k]`` or None. ``logits``: the dtype that scaled products plus bias are rounded
+    to, where that rounding is part of the answer (logits too large for it to be small).
     """
 
     q: Any
@@ -155,6 +156,7 @@ class Case:
     scale: float | None = None
     cap: float | None = None
     drop: Any = None
+    logits: Any = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ def _probabilities(case: Case, ar: _Arithmetic):
     x = x * ar.wide.type(_scale(case))
     if case.bias is not None:
         x = x + ar.array(case.bias)
+    if case.logits is not None:
+        x = x.astype(case.logits).astype(ar.wide)
     slope = np.ones_like(x)
     if case.cap is not None:
         cap = ar.wide.type(case.cap)
