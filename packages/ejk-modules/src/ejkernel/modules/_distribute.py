@@ -80,8 +80,8 @@ def distribute(
         ValueError: mesh without specs or specs without mesh, or specs that do not fit.
         InvalidArgument: an axis that the mesh does not divide.
     """
-    check_mesh_and_specs(op.function.__name__, mesh, in_specs, out_specs)
-    override = op.argument_axes(a)
+    check_mesh_and_specs(op.spec.name, mesh, in_specs, out_specs)
+    override = op.spec.argument_axes(a)
     arguments = [_argument(p, a[p.name], override, in_specs, i) for i, p in _arrays(op)]
     sizes = {
         word.lstrip("#"): size
@@ -91,7 +91,7 @@ def distribute(
         if not (word.startswith("#") and size == 1)
     }
     legal = SPREADABLE | op.spreadable(a)
-    layout = Layout(op.function.__name__, dict(mesh.shape), legal & _words(arguments))
+    layout = Layout(op.spec.name, dict(mesh.shape), legal & _words(arguments))
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
     read_specs(layout, arguments, in_specs)
@@ -99,7 +99,7 @@ def distribute(
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
     by_name = {argument.name: argument for argument in arguments}
-    outputs = op.output_axes(a)
+    outputs = op.spec.output_axes(a)
     natural = tuple(layout.spec(_output_words(axes, by_name)) for axes in outputs)
     wanted = _wanted(op, mesh, out_specs, natural)
 
@@ -135,7 +135,7 @@ def distribute(
 
 
 def _arrays(op: Operation) -> list[tuple[int, Any]]:
-    return list(enumerate(op.boundary.array_parameters))
+    return list(enumerate(op.spec.boundary.array_parameters))
 
 
 def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index: int) -> Argument:
@@ -197,7 +197,7 @@ def _wanted(
     if len(given) != len(natural):
         raise ValueError(
             f"out_specs: given {len(given)} specs, expected {len(natural)} for the outputs of "
-            f"{op.function.__name__}"
+            f"{op.spec.name}"
         )
     wanted = []
     for i, (spec, own) in enumerate(zip(given, natural, strict=True)):

@@ -22,15 +22,6 @@ def ambient_mesh() -> Any:
     return None if physical.empty else physical
 
 
-def axis_is_bound(name: Any) -> bool:
-    """Whether a mesh axis is bound here, as it is inside ``shard_map``."""
-    try:
-        jax.lax.axis_size(name)
-    except NameError:
-        return False
-    return True
-
-
 def is_explicit(mesh: Any) -> bool:
     """Whether arrays carry their sharding over this mesh in their type."""
     kinds = getattr(mesh, "axis_types", None) or ()

@@ -9,10 +9,9 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import AttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags
 
 
@@ -76,25 +75,38 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return call(Attention, locals())
+    return call(
+        Attention,
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        dropout_rng=dropout_rng,
+        softmax_aux=softmax_aux,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        init_bias=init_bias,
+        deterministic=deterministic,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        dtype=dtype,
+        softmax_dtype=softmax_dtype,
+        dropout_prob=dropout_prob,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        precision=precision,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class Attention(Operation[AttentionConfig]):
     """Kernel of :func:`attention`."""
 
+    spec = calls.Attention
     function = staticmethod(attention)
     config = AttentionConfig
-    outputs = ("batch q_len heads v_dim", "batch heads q_len kv_len")
-    builders = ("init_bias",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.build_bias(a)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.softmax_options(a)
-        canonical.dropout_from_key(a)
-        canonical.sinks(a)
-        canonical.masks(a)

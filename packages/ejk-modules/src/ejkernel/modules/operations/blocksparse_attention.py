@@ -7,10 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import BlockSparseAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, B, F, Flags, I
 
 
@@ -77,26 +76,39 @@ def blocksparse_attention(
     Source: Child et al. 2019, "Sparse Transformers" (arXiv 1904.10509); Dao et al. 2022
     (arXiv 2205.14135), section 3.3.
     """
-    return call(BlockSparseAttention, locals())
+    return call(
+        BlockSparseAttention,
+        query=query,
+        key=key,
+        value=value,
+        softmax_aux=softmax_aux,
+        bias=bias,
+        block_mask=block_mask,
+        mask_builder=mask_builder,
+        q_block_size=q_block_size,
+        kv_block_size=kv_block_size,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        return_lse=return_lse,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class BlockSparseAttention(Operation[BlockSparseAttentionConfig]):
     """Kernel of :func:`blocksparse_attention`."""
 
+    spec = calls.BlockSparseAttention
     function = staticmethod(blocksparse_attention)
     config = BlockSparseAttentionConfig
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-    builders = ("mask_builder",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.build_block_mask(a)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.block_mask(a)
-        canonical.softmax_options(a)
-        canonical.dropout(a)
-        canonical.sinks(a)
-        canonical.masks(a)

@@ -10,10 +10,9 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import FlashAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
 
@@ -109,26 +108,38 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention" (arXiv 2205.14135), algorithms 1 and 4; Dao 2023
     (arXiv 2307.08691), section 3.1; sinks: Xiao et al. 2023 (arXiv 2309.17453).
     """
-    return call(FlashAttention, locals())
+    return call(
+        FlashAttention,
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        softmax_aux=softmax_aux,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        return_lse=return_lse,
+        precision=precision,
+        logits_dtype=logits_dtype,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class FlashAttention(Operation[FlashAttentionConfig]):
     """Kernel of :func:`flash_attention`."""
 
+    spec = calls.FlashAttention
     function = staticmethod(flash_attention)
     config = FlashAttentionConfig
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_packed(a, "cum_seqlens_q", "query", axis=1)
-        canonical.check_packed(a, "cum_seqlens_k", "key", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.packed_pair(a)
-        canonical.softmax_options(a)
-        canonical.dropout(a)
-        canonical.sinks(a)
-        canonical.masks(a)

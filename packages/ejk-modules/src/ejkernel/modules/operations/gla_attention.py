@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import GLAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -61,34 +61,29 @@ def gla_attention(
 
     Source: Yang et al. 2023, "Gated Linear Attention" (arXiv 2312.06635), section 4.
     """
-    return call(GLAttention, locals())
+    return call(
+        GLAttention,
+        query=query,
+        key=key,
+        value=value,
+        g=g,
+        g_gamma=g_gamma,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        return_state=return_state,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class GLAttention(Operation[GLAttentionConfig]):
     """Kernel of :func:`gla_attention`."""
 
+    spec = calls.GLAttention
     function = staticmethod(gla_attention)
-    algorithm = "gla"
     config = GLAttentionConfig
-
-    @staticmethod
-    def argument_axes(a: Arguments) -> dict[str, str]:
-        per_row = a["cu_seqlens"] is None
-        return {"initial_state": ("batch" if per_row else "states") + " heads key_dim v_dim"}
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        first = "batch" if a["cu_seqlens"] is None else "states"
-        state = f"{first} heads key_dim v_dim"
-        return ("batch seq heads v_dim", state) if a["return_state"] else ("batch seq heads v_dim",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.packed(a, "cu_seqlens", "query")
-        canonical.states(a)
-        canonical.softmax_options(a)

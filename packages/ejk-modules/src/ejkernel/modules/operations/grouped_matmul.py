@@ -12,7 +12,7 @@ from ejkernel.modules._call import call
 from ejkernel.modules._configs import GroupedMatmulConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -63,20 +63,30 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
-    return call(GroupedMatmul, locals())
+    return call(
+        GroupedMatmul,
+        lhs=lhs,
+        rhs=rhs,
+        group_sizes=group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        transpose_rhs=transpose_rhs,
+        precision=precision,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class GroupedMatmul(Operation[GroupedMatmulConfig]):
     """Kernel of :func:`grouped_matmul`."""
 
+    spec = calls.GroupedMatmul
     function = staticmethod(grouped_matmul)
     config = GroupedMatmulConfig
-    outputs = ("rows columns",)
-
-    @staticmethod
-    def argument_axes(a: Arguments) -> dict[str, str]:
-        columns = "columns inner" if a["transpose_rhs"] else "inner columns"
-        return {"rhs": "groups " + columns}
 
     @staticmethod
     def spreadable(a: Arguments) -> frozenset[str]:
@@ -93,12 +103,3 @@ class GroupedMatmul(Operation[GroupedMatmulConfig]):
             jnp.stack([ends - a["group_sizes"], ends]) - first, 0, shard.local("rows")
         )
         a["group_sizes"] = inside[1] - inside[0]
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_group_sizes(a)
-        canonical.integers_to_arrays(a, "group_offset")
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.groups(a)

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Resolved
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -61,7 +61,24 @@ def lightning_attention(
 
     Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
     """
-    return call(LightningAttention, locals())
+    return call(
+        LightningAttention,
+        query=query,
+        key=key,
+        value=value,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        layer_idx=layer_idx,
+        num_layers=num_layers,
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        return_state=return_state,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class _LayerOfShard(int):
@@ -85,32 +102,9 @@ class _LayerOfShard(int):
 class LightningAttention(Operation[LightningAttentionConfig]):
     """Kernel of :func:`lightning_attention`."""
 
+    spec = calls.LightningAttention
     function = staticmethod(lightning_attention)
-    algorithm = "lightning_attn"
     config = LightningAttentionConfig
-
-    @staticmethod
-    def argument_axes(a: Arguments) -> dict[str, str]:
-        per_row = a["cu_seqlens"] is None
-        return {"initial_state": ("batch" if per_row else "states") + " heads key_dim v_dim"}
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        first = "batch" if a["cu_seqlens"] is None else "states"
-        state = f"{first} heads key_dim v_dim"
-        return ("batch seq heads v_dim", state) if a["return_state"] else ("batch seq heads v_dim",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.layer(a)
-        canonical.packed(a, "cu_seqlens", "query")
-        canonical.states(a)
-        canonical.softmax_options(a)
 
     @staticmethod
     def localise(a: Arguments, shard: Any) -> None:

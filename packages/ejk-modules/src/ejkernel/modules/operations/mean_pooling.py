@@ -9,7 +9,7 @@ from ejkernel.modules._call import call
 from ejkernel.modules._configs import MeanPoolingConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
 
@@ -57,39 +57,27 @@ def mean_pooling(
 
     Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
     """
-    return call(MeanPooling, locals())
+    return call(
+        MeanPooling,
+        x=x,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        attention_mask=attention_mask,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class MeanPooling(Operation[MeanPoolingConfig]):
     """Kernel of :func:`mean_pooling`."""
 
+    spec = calls.MeanPooling
     function = staticmethod(mean_pooling)
     config = MeanPoolingConfig
 
     @staticmethod
     def spreadable(a: Arguments) -> frozenset[str]:
         return frozenset(f"channels_{i}" for i in range(a["x"].ndim))
-
-    @staticmethod
-    def argument_axes(a: Arguments) -> dict[str, str]:
-        if not hasattr(a["x"], "shape"):
-            return {}
-        first = 2 if a["cu_seqlens"] is None else 1
-        channels = "".join(f" channels_{i}" for i in range(len(a["x"].shape) - first))
-        return {"x": ("batch seq" if first == 2 else "tokens") + channels}
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        packed = a["cu_seqlens"] is not None
-        group = "sequences" if packed else "batch"
-        chunks = "" if a["chunk_size"] is None else " chunks"
-        channels = a["x"].ndim - (1 if packed else 2)
-        return (group + chunks + "".join(f" channels_{i}" for i in range(channels)),)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_packed(a, "cu_seqlens", "x", axis=0)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.pooling(a)

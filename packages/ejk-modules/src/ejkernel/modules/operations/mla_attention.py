@@ -7,10 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import FlashMLAConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
 
@@ -79,25 +78,40 @@ def mla_attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
     """
-    return call(FlashMLA, locals())
+    return call(
+        FlashMLA,
+        query=query,
+        key_value=key_value,
+        w_kc=w_kc,
+        w_vc=w_vc,
+        b_q=b_q,
+        b_k=b_k,
+        cu_seqlens=cu_seqlens,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        bias=bias,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        return_lse=return_lse,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class FlashMLA(Operation[FlashMLAConfig]):
     """Kernel of :func:`mla_attention`, also called ``flash_mla``."""
 
+    spec = calls.FlashMLA
     function = staticmethod(mla_attention)
     config = FlashMLAConfig
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
+
     aliases = ("flash_mla",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.latent(a)
-        canonical.softmax_options(a)
-        canonical.dropout(a)
-        canonical.sinks(a)
-        canonical.masks(a)

@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import MLADecodeConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
@@ -67,30 +67,33 @@ def mla_decode(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.2.
     """
-    return call(MLADecode, locals())
+    return call(
+        MLADecode,
+        query=query,
+        latent_cache=latent_cache,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        latent_dim=latent_dim,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+        softmax_aux=softmax_aux,
+        k_scale=k_scale,
+        num_splits=num_splits,
+        return_lse=return_lse,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class MLADecode(Operation[MLADecodeConfig]):
     """Kernel of :func:`mla_decode`."""
 
+    spec = calls.MLADecode
     function = staticmethod(mla_decode)
     config = MLADecodeConfig
+
     trained = False
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        rows = "batch heads" if a["query"].ndim == 3 else "batch q_len heads"
-        return (rows + " latent_dim", rows) if a["return_lse"] else (rows + " latent_dim",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_tables(a, "context_lens", "block_tables", "latent_cache")
-        canonical.scalars_to_arrays(a, "k_scale")
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.latent_dim(a)
-        canonical.softmax_options(a)
-        canonical.count(a, "num_splits")
-        canonical.sinks(a)
-        canonical.head_scales(a, "k_scale", kv_heads=None)

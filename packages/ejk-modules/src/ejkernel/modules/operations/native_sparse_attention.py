@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import NativeSparseAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -75,25 +75,34 @@ def native_sparse_attention(
 
     Source: Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089), section 3.
     """
-    return call(NativeSparseAttention, locals())
+    return call(
+        NativeSparseAttention,
+        query=query,
+        key=key,
+        value=value,
+        g_cmp=g_cmp,
+        g_slc=g_slc,
+        block_indices=block_indices,
+        block_counts=block_counts,
+        cu_seqlens=cu_seqlens,
+        g_swa=g_swa,
+        block_size=block_size,
+        max_block_count=max_block_count,
+        sliding_window=sliding_window,
+        softmax_scale=softmax_scale,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):
     """Kernel of :func:`native_sparse_attention`."""
 
+    spec = calls.NativeSparseAttention
     function = staticmethod(native_sparse_attention)
     config = NativeSparseAttentionConfig
-    outputs = ("batch seq heads v_dim",)
+
     whole_groups = True
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_block_counts(a)
-        canonical.check_packed(a, "cu_seqlens", "query", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.packed(a, "cu_seqlens", "query")
-        canonical.sparse_options(a)
-        canonical.softmax_options(a)

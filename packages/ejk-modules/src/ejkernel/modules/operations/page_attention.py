@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import PageAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
@@ -71,29 +71,33 @@ def page_attention(
 
     Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), section 4.1.
     """
-    return call(PageAttention, locals())
+    return call(
+        PageAttention,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+        softmax_aux=softmax_aux,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_splits=num_splits,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class PageAttention(Operation[PageAttentionConfig]):
     """Kernel of :func:`page_attention`."""
 
+    spec = calls.PageAttention
     function = staticmethod(page_attention)
     config = PageAttentionConfig
+
     trained = False
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_tables(a, "context_lens", "block_tables", "key_cache")
-        canonical.scalars_to_arrays(a, "k_scale", "v_scale")
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a, key="key_cache")
-        canonical.softmax_options(a)
-        canonical.count(a, "num_splits")
-        canonical.sinks(a)
-        canonical.head_scales(a, "k_scale", "v_scale")

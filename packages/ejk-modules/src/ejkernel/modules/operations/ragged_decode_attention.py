@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RaggedDecodeAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -56,22 +56,30 @@ def ragged_decode_attention(
 
     Source: the decode case of Dao et al. 2022 (arXiv 2205.14135) with per-row bounds.
     """
-    return call(RaggedDecodeAttention, locals())
+    return call(
+        RaggedDecodeAttention,
+        query=query,
+        key=key,
+        value=value,
+        sequence_start=sequence_start,
+        sequence_end=sequence_end,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):
     """Kernel of :func:`ragged_decode_attention`."""
 
+    spec = calls.RaggedDecodeAttention
     function = staticmethod(ragged_decode_attention)
     config = RaggedDecodeAttentionConfig
+
     trained = False
-
-    @classmethod
-    def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.softmax_options(a)
-        canonical.sinks(a)

@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RaggedPageAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
@@ -65,31 +65,33 @@ def ragged_page_attention(
     Source: Kwon et al. 2023 (arXiv 2309.06180); the packed layout of Ragged Paged Attention,
     arXiv 2604.15464.
     """
-    return call(RaggedPageAttention, locals())
+    return call(
+        RaggedPageAttention,
+        queries=queries,
+        kv_pages=kv_pages,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        num_seqs=num_seqs,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):
     """Kernel of :func:`ragged_page_attention`."""
 
+    spec = calls.RaggedPageAttention
     function = staticmethod(ragged_page_attention)
     config = RaggedPageAttentionConfig
+
     trained = False
-    outputs = ("tokens heads head_dim",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.check_sequences(a, lengths="context_lens", counts="num_seqs")
-        valid = canonical.known(a["num_seqs"])
-        if valid is not None:  # rows past the valid ones may hold anything
-            canonical.check_tables(a, "context_lens", "block_tables", "kv_pages", rows=valid)
-        canonical.integers_to_arrays(a, "num_seqs")
-        canonical.scalars_to_arrays(a, "k_scale", "v_scale")
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        heads = canonical.combined_heads(a, "kv_pages")
-        canonical.plus_one(a, "query_start_loc", "context_lens")
-        canonical.softmax_options(a, query="queries")
-        canonical.sinks(a, query="queries")
-        canonical.head_scales(a, "k_scale", "v_scale", kv_heads=heads)
-        canonical.scalar_index(a, "num_seqs")

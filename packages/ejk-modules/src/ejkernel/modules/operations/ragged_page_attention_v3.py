@@ -7,9 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RaggedPageAttentionv3Config
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
@@ -76,32 +76,38 @@ def ragged_page_attention_v3(
 
     Source: Ragged Paged Attention, arXiv 2604.15464.
     """
-    return call(RaggedPageAttentionv3, locals())
+    return call(
+        RaggedPageAttentionv3,
+        queries=queries,
+        keys=keys,
+        values=values,
+        kv_cache=kv_cache,
+        kv_lens=kv_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        distribution=distribution,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
     """Kernel of :func:`ragged_page_attention_v3`."""
 
+    spec = calls.RaggedPageAttentionv3
     function = staticmethod(ragged_page_attention_v3)
     config = RaggedPageAttentionv3Config
+
     trained = False
-    outputs = ("tokens heads head_dim", "=kv_cache")
+
     whole_groups = True  # every device writes the keys it holds
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        valid = canonical.check_distribution(a)
-        if valid is not None:  # rows past the valid ones may hold anything
-            canonical.check_sequences(a, lengths="kv_lens", rows=valid)
-            canonical.check_tables(a, "kv_lens", "block_tables", "kv_cache", rows=valid)
-        canonical.scalars_to_arrays(a, "q_scale", "k_scale", "v_scale", divide=True)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a, query="queries", key="keys")
-        canonical.cache_form(a)
-        canonical.plus_one(a, "query_start_loc", "kv_lens")
-        canonical.softmax_options(a, query="queries")
-        canonical.sinks(a, query="queries")
-        canonical.head_scales(a, "k_scale", "v_scale", kv_heads=a["keys"].shape[1])
-        canonical.head_scales(a, "q_scale", kv_heads=None)

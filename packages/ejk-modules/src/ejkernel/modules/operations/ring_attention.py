@@ -12,10 +12,9 @@ from jax.typing import DTypeLike
 from ejkernel.modules import _ring
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import RingAttentionConfig
-from ejkernel.modules._op import Arguments, Operation, own_errors
+from ejkernel.modules._op import Operation, own_errors
 from ejkernel.ops import InvalidArgument, Platform, Support
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, I, given
 
 
@@ -88,25 +87,44 @@ def ring_attention(
     Source: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), algorithm 1; zigzag order:
     Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), and its two-chunk variant.
     """
-    return call(RingAttention, locals())
+    return call(
+        RingAttention,
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        softmax_aux=softmax_aux,
+        axis_name=axis_name,
+        mask_info=mask_info,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        dropout_seed=dropout_seed,
+        layout=layout,
+        return_lse=return_lse,
+        precision=precision,
+        logits_dtype=logits_dtype,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class RingAttention(Operation[RingAttentionConfig]):
     """Kernel of :func:`ring_attention`."""
 
+    spec = calls.RingAttention
     function = staticmethod(ring_attention)
     config = RingAttentionConfig
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-    distributes_always = True
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        _ring.check_layout(a)
-        canonical.softmax_options(a)
-        canonical.dropout(a)
-        canonical.sinks(a)
-        _ring.masks(a)
+    distributes_always = True
 
     def distribute(
         self,
@@ -117,7 +135,7 @@ class RingAttention(Operation[RingAttentionConfig]):
         out_specs: Any,
         call: Callable[[tuple, dict[str, Any]], Any],
     ) -> Any:
-        arguments = self.boundary.by_name(args, kwargs)
+        arguments = self.spec.boundary.by_name(args, kwargs)
         with own_errors():
             return _ring.run(self, arguments, mesh, in_specs, out_specs, call)
 

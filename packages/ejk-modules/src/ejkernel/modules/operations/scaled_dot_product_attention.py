@@ -7,10 +7,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.types import MaskInfo
-from ejkernel.types.calls import settle as canonical
+from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
 
@@ -62,26 +61,32 @@ def scaled_dot_product_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return call(ScaledDotProductAttention, locals())
+    return call(
+        ScaledDotProductAttention,
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        init_bias=init_bias,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
 class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):
     """Kernel of :func:`scaled_dot_product_attention`."""
 
+    spec = calls.ScaledDotProductAttention
     function = staticmethod(scaled_dot_product_attention)
     config = ScaledDotProductAttentionConfig
-    outputs = ("batch q_len heads v_dim",)
-    builders = ("init_bias",)
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        canonical.build_bias(a)
-        canonical.check_packed(a, "cum_seqlens_q", "query", axis=1)
-        canonical.check_packed(a, "cum_seqlens_k", "key", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        canonical.grouped_heads(a)
-        canonical.packed_pair(a)
-        canonical.softmax_options(a)
-        canonical.masks(a)

@@ -8,24 +8,16 @@ it, is an InvalidArgument that names the argument, what is expected and what was
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from ejkernel.types.calls.words import alternatives, expected, forms, given, is_array
 from ejkernel.types.errors import InvalidArgument
 
 TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 REQUIRED = inspect.Parameter.empty
-
-
-class PublicFunction(Protocol):
-    """A function under its own name."""
-
-    __name__: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -47,16 +39,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The parameters of a public function without the common tail."""
+    """The parameters of an operation, without the common tail of public functions."""
 
-    function: PublicFunction
+    name: str
+    function: Callable[..., Any]
     parameters: tuple[Parameter, ...]
 
     @classmethod
-    def of(cls, function: PublicFunction) -> Boundary:
+    def of(cls, name: str, function: Callable[..., Any]) -> Boundary:
         """Read the signature of ``function``; annotations must be objects, not strings."""
         signature = inspect.signature(function)
         return cls(
+            name,
             function,
             tuple(
                 Parameter(p.name, p.annotation, p.default, forms(p.annotation))
@@ -89,14 +83,6 @@ class Boundary:
     def static_names(self) -> frozenset[str]:
         return frozenset(p.name for p in self.parameters if not is_array(p.annotation))
 
-    @cached_property
-    def run_signature(self) -> inspect.Signature:
-        """The function's signature as a Kernel's ``run`` has it: self and cfg, no other tail."""
-        signature = inspect.signature(self.function)
-        kept = [p for p in signature.parameters.values() if p.name == "cfg" or p.name not in TAIL]
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return signature.replace(parameters=[own, *kept])
-
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults applied.
 
@@ -109,7 +95,7 @@ class Boundary:
             for p in inspect.signature(self.function).parameters.values()
             if p.kind is p.POSITIONAL_OR_KEYWORD
         ]
-        label = self.function.__name__
+        label = self.name
         if len(args) > len(positional):
             raise TypeError(
                 f"{label}() takes {len(positional)} positional arguments, given {len(args)}"

@@ -24,6 +24,12 @@ from ejkernel.types.calls.settle.other import (
     pooling,
     sparse_options,
 )
+from ejkernel.types.calls.settle.ring import (
+    axis_is_bound,
+    check_ring_lengths,
+    ring_layout,
+    ring_masks,
+)
 from ejkernel.types.calls.settle.softmax import (
     count,
     dropout,
@@ -50,6 +56,7 @@ from ejkernel.types.calls.settle.values import (
 )
 
 __all__ = [
+    "axis_is_bound",
     "block_mask",
     "build_bias",
     "build_block_mask",
@@ -59,6 +66,7 @@ __all__ = [
     "check_group_sizes",
     "check_int32",
     "check_packed",
+    "check_ring_lengths",
     "check_sequences",
     "check_tables",
     "combined_heads",
@@ -79,6 +87,8 @@ __all__ = [
     "packed_pair",
     "plus_one",
     "pooling",
+    "ring_layout",
+    "ring_masks",
     "scalar_index",
     "scalars_to_arrays",
     "seed_to_array",

@@ -1,0 +1,34 @@
+"""Public functions and what ejk-types says of their calls are the same thing said twice."""
+
+import inspect
+
+import pytest
+
+from ejkernel.modules._table import OPERATIONS, operation_class
+from ejkernel.types.calls.signature import TAIL
+from ejkernel.types.calls.words import forms
+
+
+def facts(parameters):
+    return [(p.name, p.kind, p.default, forms(p.annotation)) for p in parameters]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_public_function_has_the_signature_of_its_call(name):
+    operation = operation_class(name)
+    public = inspect.signature(operation.function).parameters.values()
+    said = inspect.signature(operation.spec.takes).parameters.values()
+    assert facts(p for p in public if p.name not in TAIL) == facts(said)
+    assert [p.name for p in public if p.name in TAIL] == list(TAIL)
+    assert operation.spec.name == operation.function.__name__ == name
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_public_function_hands_on_every_argument(name, monkeypatch):
+    operation = operation_class(name)
+    module = inspect.getmodule(operation.function)
+    handed = {}
+    monkeypatch.setattr(module, "call", lambda op, **arguments: handed.update({op: arguments}))
+    given = {p: object() for p in inspect.signature(operation.function).parameters}
+    operation.function(**given)
+    assert handed == {operation: given}

@@ -1,0 +1,58 @@
+"""The call of blocksparse_attention."""
+
+from collections.abc import Callable
+
+from ejkernel.types.calls import settle
+from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.words import Array, B, F, Flags, I
+from ejkernel.types.mask_info import MaskInfo
+
+
+class BlockSparseAttention(Call):
+    """Attention over the blocks a pattern allows."""
+
+    name = "blocksparse_attention"
+    outputs = ("batch q_len heads v_dim", "batch q_len heads")
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch q_len heads head_dim"],
+        key: F[Array, "batch kv_len kv_heads head_dim"],
+        value: F[Array, "batch kv_len kv_heads v_dim"],
+        softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        *,
+        block_mask: B[Array, "#batch #heads q_blocks kv_blocks"]
+        | B[Array, "q_blocks kv_blocks"]
+        | None = None,
+        mask_builder: Callable[[int, int, int], Array] | None = None,
+        q_block_size: int = 128,
+        kv_block_size: int = 128,
+        mask_info: MaskInfo | None = None,
+        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
+        | Flags[Array, "#batch q_len kv_len"]
+        | Flags[Array, "#batch kv_len"]
+        | None = None,
+        causal: bool = False,
+        causal_offset: int = 0,
+        sliding_window: int | tuple[int, int] | None = None,
+        chunk_size: int | None = None,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        dropout_prob: float = 0.0,
+        dropout_seed: int | I[Array, ""] | None = None,
+        return_lse: bool = False,
+    ) -> None: ...
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        settle.build_block_mask(a)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        settle.grouped_heads(a)
+        settle.block_mask(a)
+        settle.softmax_options(a)
+        settle.dropout(a)
+        settle.sinks(a)
+        settle.masks(a)

@@ -1,0 +1,58 @@
+"""The call of flash_attention."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ejkernel.types.calls import settle
+from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.mask_info import MaskInfo
+
+
+class FlashAttention(Call):
+    """Exact attention in linear memory."""
+
+    name = "flash_attention"
+    outputs = ("batch q_len heads v_dim", "batch q_len heads")
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch q_len heads head_dim"],
+        key: F[Array, "batch kv_len kv_heads head_dim"],
+        value: F[Array, "batch kv_len kv_heads v_dim"],
+        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
+        cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
+        softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
+        *,
+        mask_info: MaskInfo | None = None,
+        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
+        | Flags[Array, "#batch q_len kv_len"]
+        | Flags[Array, "#batch kv_len"]
+        | None = None,
+        softmax_scale: float | None = None,
+        dropout_prob: float = 0.0,
+        dropout_seed: int | I[Array, ""] | None = None,
+        causal: bool = False,
+        causal_offset: int = 0,
+        sliding_window: int | tuple[int, int] | None = None,
+        logits_soft_cap: float | None = None,
+        return_lse: bool = False,
+        precision: jax.lax.PrecisionLike = None,
+        logits_dtype: DTypeLike = jnp.float32,
+    ) -> None: ...
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        settle.check_packed(a, "cum_seqlens_q", "query", axis=1)
+        settle.check_packed(a, "cum_seqlens_k", "key", axis=1)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        settle.grouped_heads(a)
+        settle.packed_pair(a)
+        settle.softmax_options(a)
+        settle.dropout(a)
+        settle.sinks(a)
+        settle.masks(a)

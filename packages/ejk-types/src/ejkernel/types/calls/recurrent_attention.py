@@ -1,0 +1,28 @@
+"""The call of recurrent_attention."""
+
+from ejkernel.types.calls.linear import LinearCall
+from ejkernel.types.calls.words import Array, F, I
+
+
+class RecurrentAttention(LinearCall):
+    """Linear attention with gates, in its general form."""
+
+    name = "recurrent_attention"
+    algorithm = "recurrent"
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch seq heads key_dim"],
+        key: F[Array, "batch seq kv_heads key_dim"],
+        value: F[Array, "batch seq kv_heads v_dim"],
+        g: F[Array, "batch seq heads key_dim"] | F[Array, "batch seq heads"] | None = None,
+        g_gamma: F[Array, " heads"] | None = None,
+        gk: F[Array, "batch seq heads key_dim"] | None = None,
+        gv: F[Array, "batch seq heads v_dim"] | None = None,
+        initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+        cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+        *,
+        softmax_scale: float | None = None,
+        reverse: bool = False,
+        return_state: bool = False,
+    ) -> None: ...

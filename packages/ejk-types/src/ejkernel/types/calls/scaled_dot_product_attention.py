@@ -1,0 +1,49 @@
+"""The call of scaled_dot_product_attention."""
+
+from collections.abc import Callable
+
+from ejkernel.types.calls import settle
+from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.mask_info import MaskInfo
+
+
+class ScaledDotProductAttention(Call):
+    """Attention with few options, which vendor libraries can serve."""
+
+    name = "scaled_dot_product_attention"
+    outputs = ("batch q_len heads v_dim",)
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch q_len heads head_dim"],
+        key: F[Array, "batch kv_len kv_heads head_dim"],
+        value: F[Array, "batch kv_len kv_heads v_dim"],
+        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
+        cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
+        *,
+        mask_info: MaskInfo | None = None,
+        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
+        | Flags[Array, "#batch q_len kv_len"]
+        | Flags[Array, "#batch kv_len"]
+        | None = None,
+        init_bias: Callable[[], Array] | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        causal_offset: int = 0,
+        sliding_window: int | tuple[int, int] | None = None,
+    ) -> None: ...
+
+    @staticmethod
+    def check_values(a: Arguments) -> None:
+        settle.build_bias(a)
+        settle.check_packed(a, "cum_seqlens_q", "query", axis=1)
+        settle.check_packed(a, "cum_seqlens_k", "key", axis=1)
+
+    @staticmethod
+    def canonicalise(a: Arguments) -> None:
+        settle.grouped_heads(a)
+        settle.packed_pair(a)
+        settle.softmax_options(a)
+        settle.masks(a)
