@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import jax
@@ -31,7 +31,7 @@ TOKEN_AXES = frozenset(
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
+def own_errors() -> Generator[None]:
     """What ejk-types raises for a wrong argument, as the framework's class of the same meaning."""
     try:
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Call:
     name: ClassVar[str]
     algorithm: ClassVar[str] = ""
     outputs: ClassVar[tuple[str, ...]] = ()
-    takes: ClassVar[Callable[..., Any]]
+    takes: ClassVar[Any]
     boundary: ClassVar[Boundary]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
