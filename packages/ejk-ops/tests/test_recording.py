@@ -17,6 +17,7 @@ from ejkernel.ops import (
     EjkernelWarning,
     Executor,
     Kernel,
+    allow_in_files,
     autotune_recorded,
     clear_invocations,
     get_invocations,
@@ -33,10 +34,12 @@ class Config:
     tile: int = 0
 
 
+@allow_in_files
 class Rule(enum.Enum):
     FULL = 1
 
 
+@allow_in_files
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Mask:

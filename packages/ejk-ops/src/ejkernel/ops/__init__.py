@@ -55,6 +55,7 @@ from ejkernel.ops.utils.device import (
     get_device_platform,
     target_device,
 )
+from ejkernel.ops.utils.known import allow_in_files
 from ejkernel.ops.utils.labels import (
     extract_labels_from_hlo_text,
     find_labels_in_lowered,
@@ -109,6 +110,7 @@ __all__ = [
     "TuningInterrupted",
     "__version__",
     "abstractify",
+    "allow_in_files",
     "autotune",
     "autotune_recorded",
     "benchmark",

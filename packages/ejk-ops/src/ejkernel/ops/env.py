@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ VARIABLES = (
     TRITON_SMEM_LIMIT,
     TYPECHECK,
 )
+
+
+class NoHome(OSError):
+    """There is no home directory to keep files in."""
+
+    def __init__(self, path: str):
+        hint = f"there is no home directory; set HOME or {CACHE_DIR}"
+        super().__init__(errno.ENOENT, hint, path)
+
 
 _ON = frozenset({"1", "true", "yes", "on"})
 _OFF = frozenset({"0", "false", "no", "off", ""})
@@ -120,9 +130,17 @@ def autotune_budget_s() -> float:
 
 
 def cache_dir() -> Path:
-    """``EJKERNEL_CACHE_DIR``: folder of everything kept on disk. Default ``~/.cache/ejkernel``."""
+    """``EJKERNEL_CACHE_DIR``: folder of everything kept on disk. Default ``~/.cache/ejkernel``.
+
+    Raises:
+        NoHome: the folder is below the home directory and there is none.
+    """
     value = os.environ.get(CACHE_DIR)
-    return Path(value if value and value.strip() else "~/.cache/ejkernel").expanduser()
+    path = value if value and value.strip() else "~/.cache/ejkernel"
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise NoHome(path) from None
 
 
 def check_values() -> None:

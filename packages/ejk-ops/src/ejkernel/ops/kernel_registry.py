@@ -33,6 +33,7 @@ from ejkernel.ops.lookup import (
 )
 from ejkernel.ops.platforms import Backend, Platform, parse_backend, parse_platform
 from ejkernel.ops.utils.device import TargetDevice, target_device
+from ejkernel.ops.utils.known import allow_in_files
 
 __all__ = ["Implementation", "KernelRegistry", "KernelSpec", "Survey", "kernel_registry"]
 
@@ -163,6 +164,8 @@ class KernelRegistry:
                 self._config_tables.append(path)
 
     def _add(self, implementation: Implementation, replace: bool) -> None:
+        if implementation.config_cls is not None:
+            allow_in_files(implementation.config_cls)
         with self._lock:
             known = self._by_algorithm.get(implementation.algorithm, [])
             same = [i for i in known if i.name == implementation.name]

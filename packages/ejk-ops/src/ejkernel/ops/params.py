@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.platforms import parse_backend, parse_platform
+from ejkernel.ops.utils.known import allow_in_files
 from ejkernel.ops.utils.serialization import to_plain
 
 ParamsT = TypeVar("ParamsT", bound="Params")
@@ -125,6 +126,10 @@ class Params:
     with ``tile_field`` and its relatives is given an illegal value. Subclasses are written with
     ``@dataclass(frozen=True)``; numpy integers become Python ints.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        allow_in_files(cls)
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -1,18 +1,17 @@
 """Recorded calls in a file, and the calls behind the stamps of a lowered program.
 
 Both give invocations that ``autotune_recorded`` tunes without running the program again. The file
-is JSON: shapes, dtypes and static arguments of every call, no values of arrays.
+is JSON: shapes, dtypes and static arguments of every call, no values of arrays. Classes in it are
+looked up among those declared to ``utils.known``; a call that names another is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,13 @@ import numpy as np
 from ejkernel.ops import registry
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.keys import is_array, payload_key
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.utils.device import device_fingerprint
+from ejkernel.ops.utils.files import parse_json, read_text
+from ejkernel.ops.utils.known import allow_in_files, class_name, known_class
 from ejkernel.ops.utils.labels import find_labels_in_lowered, key_digits, stamped_calls
 
 SCHEMA = 1
@@ -66,27 +69,28 @@ def save_invocations(
 def load_invocations(path: str | os.PathLike[str]) -> list[Invocation]:
     """The calls of a file that ``save_invocations`` wrote, as calls on the device at hand.
 
-    Kernels of ``ejkernel`` are imported; other kernels must be imported already. A call whose
-    kernel is not known, or has another version now, is left out with a warning.
+    Nothing is imported for the file, and no object is made whose class was not declared: a kernel
+    is declared by its definition, other types by ``allow_in_files``. A call that names anything
+    else, whose kernel has another version now, or that is no call, is left out with a warning.
 
     Raises:
         OSError: unreadable.
         ValueError: not such a file, or one that a newer version wrote.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
         kind, schema, calls = content["kind"], content["schema"], content["calls"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no recorded calls: {error!r}") from None
-    if kind != KIND or schema != SCHEMA:
+    if kind != KIND or schema != SCHEMA or not isinstance(calls, list):
         raise ValueError(f"{path} holds {kind!r} of schema {schema!r}, expected {KIND!r}, {SCHEMA}")
     found = []
     for call in calls:
         try:
             found.append(_decode_call(call))
-        except (LookupError, TypeError, ValueError) as error:
-            name = call.get("key", "") if isinstance(call, dict) else ""
-            told = f"{path}: a call is left out: {name}: {error}"
+        except Exception as error:  # whatever the classes raise for values that are none of theirs
+            name = call.get("key") if isinstance(call, dict) else None
+            told = f"{path}: a call is left out: {name!r}: {_reason(error)}"
             warn_once(("load", told), told)
     return found
 
@@ -121,7 +125,11 @@ def _encode_call(inv: Invocation) -> dict[str, Any]:
     bound = bind_abstract(inv)
     kernel = bound.kernel
     return {
-        "kernel": {"class": _name(type(kernel)), "name": kernel.name, "version": kernel.version},
+        "kernel": {
+            "class": class_name(type(kernel)),
+            "name": kernel.name,
+            "version": kernel.version,
+        },
         "key": bound.key,
         "payload": dict(bound.payload),
         "info": {k: bound.info[k] for k in _INFO if bound.info.get(k) is not None},
@@ -130,45 +138,54 @@ def _encode_call(inv: Invocation) -> dict[str, Any]:
     }
 
 
-def _decode_call(call: Mapping[str, Any]) -> Invocation:
-    kernel = _kernel(call["kernel"])
-    payload = {**call["payload"], "device": device_fingerprint()}
-    info = {**call["info"], "bound": True, "prepared": True}
+def _decode_call(call: Any) -> Invocation:
+    _expect(isinstance(call, dict), "a call", call)
+    parts = {name: call[name] for name in ("kernel", "payload", "info", "args", "kwargs")}
+    for name, value in parts.items():
+        kind = list if name == "args" else dict
+        _expect(isinstance(value, kind), f"{name!r} of a call", value)
+    kernel = _kernel(parts["kernel"])
+    payload = {**parts["payload"], "device": device_fingerprint()}
+    info = {k: _text(v) for k, v in parts["info"].items() if k in _INFO}
     return Invocation(
         kernel,
-        tuple(_decode(x) for x in call["args"]),
-        {k: _decode(x) for k, x in call["kwargs"].items()},
-        info={**info, "payload": payload, "key": payload_key(payload)},
+        tuple(_decode(x) for x in parts["args"]),
+        {k: _decode(x) for k, x in parts["kwargs"].items()},
+        info={
+            **info,
+            "bound": True,
+            "prepared": True,
+            "payload": payload,
+            "key": payload_key(payload),
+        },
     )
 
 
 def _kernel(described: Mapping[str, Any]) -> Any:
-    cls = _class(described["class"])
+    cls = known_class(described["class"], Kernel)
     shared: Callable[[], Any] | None = getattr(cls, "shared", None)
     kernel = cls() if shared is None else shared()
     if (kernel.name, kernel.version) != (described["name"], described["version"]):
         raise ValueError(
-            f"kernel {described['name']} version {described['version']} is now "
+            f"kernel {described['name']!r} version {described['version']!r} is now "
             f"{kernel.name} version {kernel.version}"
         )
     return kernel
 
 
-def _name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+def _reason(error: Exception) -> str:
+    text = f"lacks {error}" if type(error) is KeyError else str(error)
+    return text or type(error).__name__
 
 
-def _class(name: str) -> type:
-    """A class by name: of ejkernel, or of a module that is imported. A file imports no other."""
-    module, _, qualified = name.partition(":")
-    if module.partition(".")[0] == "ejkernel":
-        importlib.import_module(module)
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type):
-        raise LookupError(f"class {name} is not known to this process")
-    return found
+def _expect(holds: bool, what: str, given: Any) -> None:
+    if not holds:
+        raise ValueError(f"{what} cannot be {given!r:.80}")
+
+
+def _text(x: Any) -> str:
+    _expect(isinstance(x, str), "a name", x)
+    return x
 
 
 # ---- one value ---------------------------------------------------------------------------------
@@ -181,7 +198,7 @@ def _encode(x: Any) -> Any:
             return {"key": list(x.shape)}
         return {"array": [str(np.dtype(x.dtype)), list(x.shape)]}
     if isinstance(x, enum.Enum):
-        return {"enum": [_name(type(x)), x.name]}
+        return {"enum": [class_name(type(x)), x.name]}
     if x is None or isinstance(x, (bool, int, str)):
         return x
     if isinstance(x, float):
@@ -196,29 +213,66 @@ def _encode(x: Any) -> Any:
     if node is not None:
         children, static = node
         inner = [_encode(child) for child in children]
-        return {"node": [_name(type(x)), _encode(static), inner]}
+        return {"node": [class_name(type(x)), _encode(static), inner]}
     if dataclasses.is_dataclass(x):
         fields = {f.name: _encode(getattr(x, f.name)) for f in dataclasses.fields(x)}
-        return {"data": [_name(type(x)), fields]}
+        return {"data": [class_name(type(x)), fields]}
     raise TypeError(f"{type(x).__qualname__} {x!r} has no JSON form")
 
 
 def _decode(x: Any) -> Any:
     if not isinstance(x, dict):
+        _expect(x is None or isinstance(x, (bool, int, float, str)), "a value", x)
         return x
+    _expect(len(x) == 1 and next(iter(x)) in _DECODERS, "a value", x)
     ((kind, value),) = x.items()
     return _DECODERS[kind](value)
 
 
-def _decode_key(shape: list[int]) -> Any:
+def _pair(value: Any) -> tuple[Any, Any]:
+    _expect(isinstance(value, list) and len(value) == 2, "a pair", value)
+    return value[0], value[1]
+
+
+def _entries(value: Any) -> list[Any]:
+    _expect(isinstance(value, list), "a list", value)
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    for size in _entries(value):
+        _expect(type(size) is int and size >= 0, "a size", size)
+    return tuple(value)
+
+
+def _dtype(value: Any) -> np.dtype:
+    dtype = np.dtype(jax.numpy.dtype(_text(value)))
+    _expect(dtype.name == value, "a dtype", value)  # none with fields, strings or objects
+    return dtype
+
+
+def _decode_array(value: Any) -> jax.ShapeDtypeStruct:
+    dtype, shape = _pair(value)
+    return jax.ShapeDtypeStruct(_shape(shape), _dtype(dtype))
+
+
+def _decode_key(shape: Any) -> jax.ShapeDtypeStruct:
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(tuple(shape), key.dtype)
+    return jax.ShapeDtypeStruct(_shape(shape), key.dtype)
 
 
-def _decode_node(value: list[Any]) -> Any:
+def _decode_enum(value: Any) -> enum.Enum:
+    name, member = _pair(value)
+    members = known_class(name, enum.Enum).__members__
+    _expect(isinstance(member, str) and member in members, f"a member of {name}", member)
+    return members[member]
+
+
+def _decode_node(value: Any) -> Any:
+    _expect(isinstance(value, list) and len(value) == 3, "a pytree node", value)
     name, static, children = value
-    cls = _class(name)
-    inner = [_decode(child) for child in children]
+    cls = known_class(name, object)
+    inner = [_decode(child) for child in _entries(children)]
     leaves: list[Any] = []
     structures = []
     for child in inner:
@@ -231,20 +285,25 @@ def _decode_node(value: list[Any]) -> Any:
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
-def _decode_data(value: list[Any]) -> Any:
-    name, fields = value
-    return _class(name)(**{k: _decode(v) for k, v in fields.items()})
+def _decode_data(value: Any) -> Any:
+    name, fields = _pair(value)
+    cls = known_class(name, object)
+    _expect(dataclasses.is_dataclass(cls) and isinstance(fields, dict), "a record", value)
+    return cls(**{k: _decode(v) for k, v in fields.items()})
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "array": lambda v: jax.ShapeDtypeStruct(tuple(v[1]), np.dtype(jax.numpy.dtype(v[0]))),
+    "array": _decode_array,
     "key": _decode_key,
-    "enum": lambda v: getattr(_class(v[0]), v[1]),
-    "float": float,
-    "list": lambda v: [_decode(x) for x in v],
-    "tuple": lambda v: tuple(_decode(x) for x in v),
-    "map": lambda v: {_decode(k): _decode(x) for k, x in v},
-    "dtype": jax.numpy.dtype,
+    "enum": _decode_enum,
+    "float": lambda v: float(_text(v)),
+    "list": lambda v: [_decode(x) for x in _entries(v)],
+    "tuple": lambda v: tuple(_decode(x) for x in _entries(v)),
+    "map": lambda v: {_decode(k): _decode(x) for k, x in map(_pair, _entries(v))},
+    "dtype": _dtype,
     "node": _decode_node,
     "data": _decode_data,
 }
+
+for _type in (jax.lax.Precision, jax.lax.DotAlgorithmPreset, Platform, Backend):
+    allow_in_files(_type)

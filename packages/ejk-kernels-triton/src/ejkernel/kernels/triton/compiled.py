@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops import env
+from ejkernel.ops.utils.files import parse_json, read_text
 
 SCHEMA = 1
 
@@ -78,8 +80,7 @@ _making: dict[str, threading.Lock] = {}  # by key: who compiles it, others wait
 
 def cache_directory() -> pathlib.Path:
     """``$EJKERNEL_CACHE_DIR/triton`` (default ``~/.cache/ejkernel/triton``)."""
-    root = os.environ.get("EJKERNEL_CACHE_DIR") or "~/.cache/ejkernel"
-    return pathlib.Path(root).expanduser() / "triton"
+    return env.cache_dir() / "triton"
 
 
 def _options(source: Source, target: Target) -> dict[str, Any]:
@@ -164,13 +165,21 @@ def _compile(source: Source, target: Target) -> Code:
     )
 
 
+_FIELDS = {"name": str, "text": str, "tensor_maps": list} | dict.fromkeys(
+    ("num_warps", "shared", "scratch", "scratch_align"), int
+)
+
+
 def _read(path: pathlib.Path) -> Code | None:
     try:
-        fields = json.loads(path.read_text())
-        fields["tensor_maps"] = tuple(fields["tensor_maps"])
-        return Code(**fields)
-    except (OSError, ValueError, KeyError, TypeError):
+        fields = parse_json(read_text(path))
+    except (OSError, ValueError):
         return None
+    if not isinstance(fields, dict) or {n: type(x) for n, x in fields.items()} != _FIELDS:
+        return None
+    if not all(isinstance(m, dict) for m in fields["tensor_maps"]):
+        return None
+    return Code(**{**fields, "tensor_maps": tuple(fields["tensor_maps"])})
 
 
 def _write(path: pathlib.Path, code: Code) -> None:
@@ -188,11 +197,15 @@ def _write(path: pathlib.Path, code: Code) -> None:
 
 
 def _load_or_compile(key: str, source: Source, target: Target) -> Code:
-    path = cache_directory() / key[:2] / f"{key}.json"
-    code = _read(path)
+    try:
+        path = cache_directory() / key[:2] / f"{key}.json"
+    except OSError:  # no home directory: kept for the process
+        path = None
+    code = None if path is None else _read(path)
     if code is None:
         code = _compile(source, target)
-        _write(path, code)
+        if path is not None:
+            _write(path, code)
     with _lock:
         _memory[key] = code
         _making.pop(key, None)

@@ -178,7 +178,12 @@ def cache() -> Iterator[Check]:
     from ejkernel.modules.cli.stored import scan
     from ejkernel.ops import env
 
-    root = env.cache_dir()
+    try:
+        root = env.cache_dir()
+    except env.NoHome as error:
+        fix = "export EJKERNEL_CACHE_DIR=/somewhere/writable"
+        yield Check("settings", "cache", "warn", f"{error}: configs last for the process", fix)
+        return
     parent = next((p for p in (root, *root.parents) if p.exists()), root)
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         yield Check(

@@ -12,7 +12,7 @@ from ejkernel.ops.config.store import (
     Entry,
     encode_config,
     format_file,
-    parse_file,
+    read_table,
 )
 from ejkernel.ops.config.versions import today, versions, versions_text
 from ejkernel.ops.core.keys import payload_key
@@ -41,7 +41,7 @@ class TableBuilder:
         self.device = device
         self.entries: dict[str, Entry] = {}
         if self.path.exists():
-            header, self.entries = parse_file(self.path.read_text(encoding="utf-8"))
+            header, self.entries = read_table(self.path)
             found = header.get("device")
             if found != device:
                 raise ValueError(f"{path} is a table for {found!r}, the device here is {device!r}")

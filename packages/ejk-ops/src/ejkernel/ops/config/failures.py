@@ -6,12 +6,17 @@ cache (``failures/<device>/<kernel>.json`` in its folder), in the same file form
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config
+from ejkernel.ops.config.store import (
+    NOT_WRITTEN,
+    ConfigFile,
+    Entry,
+    encode_config,
+    file_stem,
+)
 from ejkernel.ops.config.versions import versions
 from ejkernel.ops.utils.serialization import short_hash
 
@@ -44,7 +49,9 @@ class FailureCache:
                 return self._memory[name]
             file = self._file(key)
             entry = None if file is None else file.entries().get(name)
-        return None if entry is None or not entry.facts else entry.facts.get("reason")
+        facts = None if entry is None else entry.facts
+        found = facts.get("reason") if isinstance(facts, dict) else None
+        return found if isinstance(found, str) else None
 
     def remember(self, key: str, cfg: Any, reason: str) -> None:
         """Keep that ``cfg`` failed for ``key``."""
@@ -77,7 +84,10 @@ class FailureCache:
     def _root(self) -> Path | None:
         if self._beside is None:
             return None
-        path = self._beside.path
+        try:
+            path = self._beside.path
+        except OSError:
+            return None
         return path.with_suffix(".failures") if path.suffix == ".json" else path / "failures"
 
     def _file(self, key: str) -> ConfigFile | None:
@@ -86,14 +96,14 @@ class FailureCache:
             return None
         head, _, rest = key.partition("@")
         device = rest.partition("#")[0]
-        path = root / _slug(device or "unnamed") / f"{_slug(head.rpartition('.v')[0] or head)}.json"
+        path = (
+            root
+            / file_stem(device or "unnamed")
+            / f"{file_stem(head.rpartition('.v')[0] or head)}.json"
+        )
         if path not in self._files:
             self._files[path] = ConfigFile(path, device=device)
         return self._files[path]
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "unnamed"
 
 
 def _name(key: str, cfg: Any) -> str | None:

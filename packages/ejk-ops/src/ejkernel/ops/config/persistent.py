@@ -21,27 +21,26 @@ from ejkernel.ops.config.store import (
     OtherSchema,
     decode_config,
     encode_config,
+    file_stem,
     parse_file,
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.files import NotAFile, read_text
 from ejkernel.ops.utils.serialization import stable_json
 
 _KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
 _ABSENT = object()
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "unnamed"
-
-
 class PersistentCache:
     """Configs by key, in JSON files. Same interface as ConfigCache. Thread and process safe.
 
     Nothing is created before the first ``put``. A file that cannot be written (read-only folder,
-    full disk, a lock that is not released in time) makes the cache keep further configs in memory
-    only, with one warning. A corrupt file is moved to ``*.corrupt-<time>`` with one warning. A
-    file of another schema is left alone: ours is written beside it.
+    full disk, a lock that is not released in time, no home directory) makes the cache keep further
+    configs in memory only, with one warning. A corrupt file is moved to ``*.corrupt-<time>`` with
+    one warning. A file of another schema is left alone: ours is written beside it. A folder, pipe
+    or device in place of a file is not opened.
 
     Args:
         path: a directory, or one ``*.json`` file; ``~`` is expanded. None = ``configs`` in
@@ -62,8 +61,17 @@ class PersistentCache:
 
     @property
     def path(self) -> Path:
-        """The directory or file in use."""
+        """The directory or file in use. Raises OSError when there is no home directory for it."""
         return env.cache_dir() / "configs" if self._path is None else self._path
+
+    def _root(self) -> Path | None:
+        """``path``; None, with one warning, when there is none."""
+        try:
+            return self.path
+        except env.NoHome as error:
+            told = f"configs are kept in memory only: {error}"
+            warn_once(("persistent", "home"), told, stacklevel=5)
+            return None
 
     @property
     def version(self) -> int:
@@ -95,13 +103,14 @@ class PersistentCache:
                 reason = f"{type(cfg).__qualname__} would read back as {restored!r}"
                 self._keep(text, cfg, reason)
                 return
-            if not self._writable:
+            file = self._file(text) if self._writable else None
+            if file is None:
                 self._memory[text] = cfg
                 return
             try:
-                self._file(text).update({text: Entry(plain, facts, measured)}, self._lock_timeout)
+                file.update({text: Entry(plain, facts, measured)}, self._lock_timeout)
             except NOT_WRITTEN as error:
-                self._writable = False
+                self._writable = isinstance(error, NotAFile)  # the others' files may be sound
                 self._keep(text, cfg, f"{self.path} cannot be written: {error}")
 
     def _keep(self, text: str, cfg: Any, reason: str) -> None:
@@ -123,7 +132,7 @@ class PersistentCache:
         with self._lock:
             if text in self._memory:
                 return self._memory[text]
-            entry = self._file(text).entries().get(text)
+            entry = self._entry(text)
         if entry is None:
             return default
         found = entry.config(cls, _ABSENT)
@@ -142,7 +151,8 @@ class PersistentCache:
     def _entry(self, key: Hashable) -> Entry | None:
         text = _key_text(key)
         with self._lock:
-            return self._file(text).entries().get(text)
+            file = self._file(text)
+            return None if file is None else file.entries().get(text)
 
     def __contains__(self, key: Hashable) -> bool:
         return self.get(key, _ABSENT) is not _ABSENT
@@ -161,11 +171,13 @@ class PersistentCache:
 
     def foreign(self) -> dict[Path, str]:
         """Files that are left alone, with the reason: they are of another schema."""
-        root, found = self.path, {}
+        root, found = self._root(), {}
+        if root is None:
+            return found
         paths = [root] if root.suffix == ".json" else [*root.glob("*.json"), *root.glob("*/*.json")]
         for path in sorted(paths):
             try:
-                parse_file(path.read_text(encoding="utf-8"))
+                parse_file(read_text(path))
             except OtherSchema as other:
                 found[path] = f"written by a newer version: {other}" if other.newer else str(other)
             except (OSError, ValueError):
@@ -184,15 +196,17 @@ class PersistentCache:
                     reason = f"{self.path} cannot be cleared: {error}"
                     warn_once(("persistent", str(self.path), "clear"), reason)
 
-    def _file(self, text: str) -> ConfigFile:
-        root = self.path
+    def _file(self, text: str) -> ConfigFile | None:
+        root = self._root()
+        if root is None:
+            return None
         if root.suffix == ".json":
             return self._opened(root, "", "")
         match = _KEY.fullmatch(text)
         if match is None:
             return self._opened(root / "misc.json", "", "")
         device, kernel = match["device"], match["kernel"]
-        return self._opened(root / _slug(device) / f"{_slug(kernel)}.json", device, kernel)
+        return self._opened(root / file_stem(device) / f"{file_stem(kernel)}.json", device, kernel)
 
     def _opened(self, path: Path, device: str, kernel: str) -> ConfigFile:
         file = self._files.get(path)
@@ -201,7 +215,9 @@ class PersistentCache:
         return file
 
     def _existing(self) -> Iterator[ConfigFile]:
-        root = self.path
+        root = self._root()
+        if root is None:
+            return
         if root.suffix == ".json":
             yield self._opened(root, "", "")
             return
@@ -211,7 +227,8 @@ class PersistentCache:
             yield self._opened(path, "", "")
 
     def __repr__(self) -> str:
-        return f"PersistentCache({str(self.path)!r})"
+        root = self._root()
+        return f"PersistentCache({'in memory' if root is None else repr(str(root))})"
 
 
 def _key_text(key: Hashable) -> str:

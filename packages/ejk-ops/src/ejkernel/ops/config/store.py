@@ -19,16 +19,19 @@ import dataclasses
 import glob
 import json
 import os
-import sys
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import filelock
 
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.files import parse_json, read_text
+from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.serialization import from_plain, to_plain
 
 SCHEMA = 1
@@ -36,28 +39,17 @@ SCHEMA = 1
 NOT_WRITTEN = (OSError, filelock.Timeout, NotImplementedError)
 """What writing may raise: permissions, space, a busy lock, a file system without locks."""
 
-_classes: dict[str, type] = {}
 
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+def file_stem(name: str) -> str:
+    """The name of a kernel or device as that of a file, which is never that of another's file."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "unnamed"
+    return re.sub(r"\.(schema\d+)$", r"-\1", stem)  # "x.schema1.json" would belong to kernel x
 
 
 def remember_class(cls: type) -> None:
-    """Let entries of this class be read back, also when it is no attribute of a module."""
+    """Let entries of this class be read back."""
     if dataclasses.is_dataclass(cls):
-        _classes[_class_name(cls)] = cls
-
-
-def find_class(name: str) -> type | None:
-    """The config class ``"module:qualified.name"``; imports nothing, None when unknown."""
-    if name in _classes:
-        return _classes[name]
-    module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+        allow_in_files(cls)
 
 
 def encode_config(cfg: Any) -> dict[str, Any]:
@@ -67,7 +59,7 @@ def encode_config(cfg: Any) -> dict[str, Any]:
         TypeError: no JSON form.
     """
     known = dataclasses.is_dataclass(cfg) and not isinstance(cfg, type)
-    return {"class": _class_name(type(cfg)) if known else None, "config": to_plain(cfg)}
+    return {"class": class_name(type(cfg)) if known else None, "config": to_plain(cfg)}
 
 
 def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
@@ -80,9 +72,9 @@ def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
     if cls is None or not dataclasses.is_dataclass(cls):
         if name is None:
             return plain["config"]
-        cls = find_class(name)
-        if cls is None:
-            raise ValueError(f"class {name} is not known to this process")
+        cls = known_class(name, object)
+        if not dataclasses.is_dataclass(cls):
+            raise UnknownClass(f"class {name!r} is no config")
     return from_plain(plain["config"], cls)
 
 
@@ -100,7 +92,10 @@ class Entry:
         if cls not in self._built:
             try:
                 self._built[cls] = decode_config(self.plain, cls)
-            except (ValueError, TypeError, KeyError):
+            except UnknownClass as error:
+                warn_once(("class", self.plain.get("class")), f"a config is not used: {error}")
+                return default
+            except Exception:  # whatever a class raises for values that are none of its own
                 return default
         return self._built[cls]
 
@@ -134,7 +129,7 @@ def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
         OtherSchema: sound JSON of another schema.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise CorruptFile(f"not JSON: {error}") from error
     schema = content.get("schema") if isinstance(content, dict) else None
@@ -149,6 +144,8 @@ def parse_file(text: str) -> tuple[dict[str, Any], dict[str, Entry]]:
     for key, value in stored.items():
         if not (isinstance(value, dict) and "config" in value):
             raise CorruptFile(f"entry {key!r} has no config")
+        if not isinstance(value.get("class"), (str, NoneType)):
+            raise CorruptFile(f"entry {key!r} has a class that is no name")
         entries[key] = Entry(value, value.get("facts"), value.get("measured"))
     return content, entries
 
@@ -167,7 +164,7 @@ def read_table(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
         OSError: unreadable.
         ValueError: not a table of this schema.
     """
-    return parse_file(Path(path).read_text(encoding="utf-8"))
+    return parse_file(read_text(path))
 
 
 class Stamp(NamedTuple):
@@ -197,7 +194,11 @@ class ConfigFile:
     @staticmethod
     def plain_path(path: Path) -> Path:
         """``x.json`` for ``x.json`` and for ``x.schema1.json``."""
-        return path.with_name(path.name.replace(f".schema{SCHEMA}.json", ".json"))
+        ending = f".schema{SCHEMA}.json"
+        whole = path.name
+        if not whole.endswith(ending):
+            return path
+        return path.with_name(f"{whole.removesuffix(ending)}.json")
 
     @property
     def _beside(self) -> Path:
@@ -237,7 +238,7 @@ class ConfigFile:
 
     def _active(self) -> Path | None:
         """The file that holds our entries, loaded; None when there is none yet."""
-        for path in (self._beside, self.path):
+        for path in (self.path, self._beside):
             stamp = _stamp(path)
             if stamp is None or stamp == self._foreign:
                 continue
@@ -306,7 +307,7 @@ class ConfigFile:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise CorruptFile(f"not UTF-8: {error}") from error
 

@@ -51,13 +51,20 @@ def nearest_configs(
     found = []
     for path in paths:
         for entry in _entries(path):
-            distance = payload_distance(entry.facts, payload)
+            distance = _distance(entry, payload)
             if distance < math.inf:
                 found.append((distance, len(found), entry))
     for distance, _, entry in sorted(found, key=lambda item: item[:2]):
         cfg = entry.config(cls)
         if cfg is not None:
             yield cfg, distance
+
+
+def _distance(entry: Entry, payload: Mapping[str, Any]) -> float:
+    try:
+        return payload_distance(entry.facts, payload)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return math.inf  # facts of another form say nothing about any call
 
 
 def covers(paths: Iterable[Path], payload: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from ejkernel.ops.errors import ConfigError, KernelNotSupported
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.device import target_device
+from ejkernel.ops.utils.known import allow_in_files
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,21 @@ class Kernel(Generic[Cfg, Out]):
     trained = True
     """Whether calls are usually differentiated: tuning then ranks by both passes together."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        allow_in_files(cls)
+        declared = _declared_config_cls(cls)
+        if declared is not None:
+            allow_in_files(declared)
+
     def __init__(
         self, name: str | None = None, *, version: int = 1, config_cls: type | None = None
     ):
         self.name = type(self).__name__ if name is None else name
         self.version = version
         self.config_cls = _declared_config_cls(type(self)) if config_cls is None else config_cls
+        if self.config_cls is not None:
+            allow_in_files(self.config_cls)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, version={self.version})"
