@@ -1,6 +1,8 @@
 # ruff: noqa: E501, RUF043 (tables of messages, one line each)
 """Wrong arguments: one clear error that names the argument, what was given, what is allowed."""
 
+import inspect
+import pydoc
 import re
 
 import jax
@@ -12,6 +14,7 @@ import ejkernel.modules as modules
 from ejkernel.modules._table import operation_class
 from ejkernel.ops import ConfigError, InvalidArgument, KernelNotFound, KernelNotSupported
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls.words import forms
 from ejktest.calls import CALLS, call
 
 
@@ -420,3 +423,24 @@ def test_lengths_of_one_bucket_share_a_key():
     assert key(33) != key(33, causal=True)
     segments = [MaskInfo.from_segments(jnp.zeros((1, n), jnp.int32)) for n in (33, 64)]
     assert key(33, mask_info=segments[0]) == key(64, mask_info=segments[1]) != key(33)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_help_opens_with_a_readable_signature(name):
+    function = getattr(modules, name)
+    signature = str(inspect.signature(function))
+    assert max(map(len, signature.splitlines())) < 180
+    for word in ("jaxtyping", "Union", "Optional", "ndarray,", "jaxlib", "typing."):
+        assert word not in signature, word
+    assert "platform: str | Platform | None = None" in signature
+    assert "jaxtyping" not in pydoc.render_doc(function)
+
+
+def test_the_signature_shows_the_axes_and_the_annotations_stay():
+    lines = str(inspect.signature(modules.flash_attention)).splitlines()
+    assert lines[1].strip() == "query: float[batch, q_len, heads, head_dim],"
+    assert "    dropout_seed: int | int[] | None = None," in lines
+    assert "    precision: PrecisionLike | None = None," in lines
+    assert lines[-1] == ") -> Array | tuple[Array, Array]"
+    annotation = modules.flash_attention.__annotations__["query"]
+    assert forms(annotation) == (("float", "batch q_len heads head_dim"),)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 
+from ejkernel.modules._help import show_signature
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.core.invocation import Invocation
@@ -75,6 +76,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         parameters = [own, *taken.parameters.values(), cfg]
         run.__signature__ = taken.replace(parameters=parameters)  # ty: ignore[missing-attribute]
         cls.run = run  # type: ignore[method-assign]
+        show_signature(cls.function)
 
     def __init__(self, *, version: int = 1, registry: Any = None) -> None:
         super().__init__(version=version, config_cls=self.config, registry=registry)

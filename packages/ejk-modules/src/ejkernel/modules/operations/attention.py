@@ -44,7 +44,7 @@ def attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Softmax attention in O(q_len * kv_len) memory, returning the weights too.
 
     The formula is :func:`flash_attention`'s; ``weights[i,j]`` is the probability as it was

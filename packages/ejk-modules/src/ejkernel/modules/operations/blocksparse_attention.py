@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -45,7 +46,7 @@ def blocksparse_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`flash_attention` with one more constraint: the key's block must be allowed.
 
     Row i sees key j only if ``block_mask[.., i // q_block_size, j // kv_block_size]``. Blocks

@@ -45,7 +45,7 @@ def flash_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention without a ``[q_len, kv_len]`` array, forward or backward.
 
     For batch row b, query row i and head h, which reads key head ``h // (heads // kv_heads)``::

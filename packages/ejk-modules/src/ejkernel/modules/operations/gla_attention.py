@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -30,7 +31,7 @@ def gla_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Linear attention whose state decays by a gate per key channel, worked on in chunks.
 
     Per batch row and query head, with the state H starting at ``initial_state`` or 0::

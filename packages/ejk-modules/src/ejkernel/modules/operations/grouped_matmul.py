@@ -31,7 +31,7 @@ def grouped_matmul(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array:
+) -> jax.Array:
     """``out[r] = lhs[r] @ rhs[group(r) - group_offset]`` for consecutive runs of rows.
 
     Group i owns ``group_sizes[i]`` rows after those of group i - 1. Rows of no group, of groups

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
@@ -34,7 +35,7 @@ def lightning_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`gla_attention` with a fixed decay: ``g_gamma[m] = -(8 / heads) * w * m`` for head m.
 
     ``w = 1 - layer_idx / num_layers``, so later layers forget less::
@@ -93,7 +94,7 @@ class _LayerOfShard(int):
         layer.heads, layer.first = heads, first
         return layer
 
-    def decays(self, num_layers: int, local_heads: int, dtype: Any) -> Array:
+    def decays(self, num_layers: int, local_heads: int, dtype: Any) -> jax.Array:
         """``g_gamma`` of the heads of this shard."""
         slope = -8.0 / self.heads * (1.0 - self / num_layers)
         return slope * (self.first + jnp.arange(local_heads)).astype(dtype)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -42,7 +43,7 @@ def mla_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`flash_attention` on keys and values projected from one latent vector per token.
 
     Per kv head m, ``k_nope = key_value @ w_kc[:, m]`` and ``v = key_value @ w_vc[:, m]``. The

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -33,7 +34,7 @@ def native_sparse_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array:
+) -> jax.Array:
     """Causal sparse attention with three gated branches; no ``[seq, seq]`` array is made.
 
     For token t, counted inside its sequence, and blocks c of ``block_size`` tokens::

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -32,7 +33,7 @@ def page_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array:
+) -> jax.Array:
     """Attention of one new token per sequence over keys and values kept in pages.
 
     Key j of row r lies at ``key_cache[block_tables[r, j // page_size], j % page_size]``; the

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -29,7 +30,7 @@ def ragged_decode_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array:
+) -> jax.Array:
     """Attention of one token per row over keys ``sequence_start <= j < sequence_end``.
 
     The token sits at position ``i = sequence_end - 1``; the window, if any, is around i. The

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -32,7 +33,7 @@ def ragged_page_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array:
+) -> jax.Array:
     """Causal attention of packed query rows over each sequence's own pages.
 
     Sequence r < num_seqs owns query rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]``.

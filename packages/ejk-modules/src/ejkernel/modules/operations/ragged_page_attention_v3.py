@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -36,7 +37,7 @@ def ragged_page_attention_v3(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values into the cache, then attend as ragged_page_attention.
 
     Row m of sequence r goes to position ``kv_lens[r] - rows + m`` of that sequence. The input

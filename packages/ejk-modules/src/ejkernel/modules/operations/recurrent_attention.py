@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -32,7 +33,7 @@ def recurrent_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A matrix state per head that decays, takes in ``k v^T``, and is read by the query.
 
     Per batch row and query head, with the state H ``[key_dim, v_dim]`` starting at

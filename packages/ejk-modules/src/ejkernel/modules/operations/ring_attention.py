@@ -45,7 +45,7 @@ def ring_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence sharded along a mesh axis.
 
     Keys and values travel round the ring of devices while each device folds the visiting block

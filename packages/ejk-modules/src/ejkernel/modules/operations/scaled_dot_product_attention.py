@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._call import call
@@ -36,7 +37,7 @@ def scaled_dot_product_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
-) -> Array:
+) -> jax.Array:
     """``softmax(softmax_scale * q k^T + bias) v`` over the visible keys.
 
     The same result as :func:`flash_attention` with the parameters it lacks at their defaults; a

@@ -7,6 +7,7 @@ name decides more than a check: ``batch``, ``heads`` and ``kv_heads`` can be sha
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from functools import lru_cache
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import AbstractDtype
 
 Array = jax.Array | np.ndarray
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Annotated as Cache
     from typing import Annotated as F
     from typing import Annotated as Flags
-    from typing import Annotated as Integers
+    from typing import Annotated as I
 else:
 
     class F(AbstractDtype):
@@ -37,6 +39,8 @@ else:
         """Any integer dtype; values are used as int32."""
 
         dtypes = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+    I = Integers  # noqa: E741  (the letter signatures use)
 
     class B(AbstractDtype):
         """Booleans."""
@@ -54,7 +58,9 @@ else:
         dtypes = (*F.dtypes, "int8", "float8_e4m3fn", "float8_e5m2")
 
 
-I = Integers  # noqa: E741  (the letter signatures use)
+# unions of many arms that have a name of their own
+NAMED = {"PrecisionLike": jax.lax.PrecisionLike, "DTypeLike": DTypeLike}
+_QUALIFIER = re.compile(r"\b(?:\w+\.)+")
 
 FAMILY = {
     "F": "float",
@@ -88,20 +94,40 @@ def is_array(annotation: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def expected(annotation: Any) -> str:
-    """The annotation as an error message shows it: ``float[batch, seq] or None``."""
+def _words(annotation: Any) -> tuple[str, ...]:
+    """Every arm of an annotation in a word or two, None last."""
+    arms = alternatives(annotation)
     words: dict[str, None] = {}
-    for arm in alternatives(annotation):
+    for name, union in NAMED.items():
+        if set(alternatives(union)) <= set(arms):
+            words[name] = None
+            arms = tuple(arm for arm in arms if arm not in alternatives(union))
+    for arm in arms:
         if hasattr(arm, "dim_str") and hasattr(arm, "dtype"):
             axes = ", ".join(arm.dim_str.split())
             words[f"{FAMILY[arm.dtype.__name__]}[{axes}]"] = None
-        elif arm is type(None):
-            words["None"] = None
         elif typing.get_origin(arm) is not None:
-            words[str(arm).replace("typing.", "")] = None
-        else:
-            words[getattr(arm, "__name__", str(arm))] = None
-    return " or ".join(words)
+            words[_QUALIFIER.sub("", str(arm))] = None
+        elif arm is not type(None):
+            words[_QUALIFIER.sub("", getattr(arm, "__name__", str(arm)))] = None
+    return (*words, "None") if type(None) in alternatives(annotation) else tuple(words)
+
+
+def expected(annotation: Any) -> str:
+    """The annotation as an error message shows it: ``float[batch, seq] or None``."""
+    return " or ".join(_words(annotation))
+
+
+class Shown(str):
+    """Text that stands for an annotation in a signature: it prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def shown(annotation: Any) -> Shown:
+    """The annotation as ``help`` shows it: ``float[batch, seq] | None``."""
+    return Shown(" | ".join(_words(annotation)))
 
 
 def given(value: Any) -> str:

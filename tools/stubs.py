@@ -1,0 +1,111 @@
+"""Overloads for type checkers: what ``return_lse`` and ``return_state`` make a call return.
+
+An operation whose flag changes what it returns has a stub beside its module, made here from the
+signature in the module, so that the parameters are written once:
+
+    stubs.py            name the stubs that are out of date
+    stubs.py --write    bring them up to date
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATIONS = ROOT / "packages/ejk-modules/src/ejkernel/modules/operations"
+FLAGS = ("return_lse", "return_state")
+ONE, BOTH = "jax.Array", "tuple[jax.Array, jax.Array]"
+
+
+def stub_of(module: Path) -> str | None:
+    """The text of the stub of a module; None where no flag changes what the operation returns."""
+    text = module.read_text()
+    tree = ast.parse(text)
+    functions = [d for d in tree.body if isinstance(d, ast.FunctionDef) and d.name[0] != "_"]
+    flag = next((f for f in FLAGS if f"{f}: bool = False,\n" in text), None)
+    if flag is None:
+        return None
+    definitions = []
+    for function in functions:
+        head = _head(text, function)
+        if function.name == module.stem:
+            definitions += [f"@overload\n{one}" for one in _overloads(head, flag)]
+        else:
+            definitions.append(head)
+    for d in tree.body:
+        if isinstance(d, ast.ClassDef) and d.name[0] != "_":
+            bases = ", ".join(map(ast.unparse, d.bases))
+            definitions.append(f"\nclass {d.name}({bases}): ...")
+    body = "\n".join(definitions) + "\n"
+    imports = "\n".join(_imports(tree, body))
+    return f"# Made from {module.name} by tools/stubs.py --write.\n{imports}\n\n{body}"
+
+
+def _head(text: str, function: ast.FunctionDef) -> str:
+    """The function as far as its docstring."""
+    lines = text.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
+    return "\n".join(lines).rstrip() + " ..."
+
+
+def _overloads(head: str, flag: str) -> list[str]:
+    both = f") -> {ONE} | {BOTH}: ..."
+    if not head.endswith(both):
+        raise ValueError(f"expected the signature to end in {both!r}:\n{head}")
+    given = f"{flag}: bool = False"
+    return [
+        head.replace(given, f"{flag}: Literal[False] = False").replace(both, f") -> {ONE}: ..."),
+        head.replace(given, f"{flag}: Literal[True]").replace(both, f") -> {BOTH}: ..."),
+        head.replace(given, f"{flag}: bool"),
+    ]
+
+
+def _imports(tree: ast.Module, body: str) -> list[str]:
+    """The module's imports that the stub needs, and typing's two words for overloads."""
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    groups: dict[int, list[str]] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [(a.name, a.asname or a.name) for a in node.names]
+        source = node.module if isinstance(node, ast.ImportFrom) else names[0][0]
+        group = _group(source or "")
+        if source == "typing":
+            names += [(word, word) for word in ("Literal", "overload")]
+        kept = sorted(
+            {n if n == as_ else f"{n} as {as_}" for n, as_ in names if as_.split(".")[0] in used},
+            key=lambda n: (not n[0].isupper(), n.lower()),
+        )
+        if kept and isinstance(node, ast.Import):
+            groups.setdefault(group, []).append(f"import {kept[0]}")
+        elif kept:
+            groups.setdefault(group, []).append(f"from {source} import {', '.join(kept)}")
+    return "\n\n".join("\n".join(groups[g]) for g in sorted(groups)).splitlines()
+
+
+def _group(source: str) -> int:
+    top = source.partition(".")[0]
+    return 0 if top in sys.stdlib_module_names else 2 if top == "ejkernel" else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    write = "--write" in (sys.argv[1:] if argv is None else argv)
+    stale = []
+    for module in sorted(OPERATIONS.glob("*.py")):
+        stub, wanted = module.with_suffix(".pyi"), stub_of(module)
+        have = stub.read_text() if stub.is_file() else None
+        if have == wanted:
+            continue
+        stale.append(stub)
+        if write and wanted is None:
+            stub.unlink()
+        elif write:
+            stub.write_text(wanted or "")
+    for stub in stale:
+        print(f"{stub.relative_to(ROOT)}: {'written' if write else 'out of date'}")
+    return 1 if stale and not write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""What two type checkers say about a user's code: ``tools/tests/user_script.py`` and the READMEs.
+
+The files are copied into a folder outside the repository and checked from there, so that the
+checkers find the packages as they are installed. Run inside the environment:
+``python3 tools/dev.py run user-types``; an argument names one checker.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("tools/tests/user_script.py", "README.md", "packages/ejk-modules/README.md")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+CHECKERS = {
+    "mypy": [sys.executable, "-m", "mypy", "--cache-dir", os.devnull],
+    "ty": [sys.executable, "-m", "ty", "check", "--python", sys.prefix],
+}
+
+
+def script(path: Path) -> str:
+    """A file's Python: all of it, or the examples of a document one after the other."""
+    text = path.read_text()
+    return "\n".join(BLOCK.findall(text)) if path.suffix == ".md" else text
+
+
+def complaints(checker: str, folder: Path) -> str:
+    """What a checker has against the scripts; empty if nothing."""
+    files = []
+    for name in SCRIPTS:
+        files.append(folder / (re.sub(r"\W", "_", name.rpartition(".")[0]) + ".py"))
+        files[-1].write_text(script(ROOT / name))
+    command = [*CHECKERS[checker], *map(str, files)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    found = False
+    for checker in (sys.argv[1:] if argv is None else argv) or CHECKERS:
+        with tempfile.TemporaryDirectory(prefix="ejkernel-types-") as folder:
+            said = complaints(checker, Path(folder))
+        print(said if said else f"{checker}: nothing to complain about")
+        found = found or bool(said)
+    return int(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
