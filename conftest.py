@@ -1,9 +1,10 @@
 """What every test run from this repository shares.
 
 Eight CPU devices, so that sharded calls are tested everywhere; hypothesis without a deadline,
-because the first example compiles; the Python blocks of the READMEs and guides as tests; and
-``--one-each``. A machine lent for its GPU may have pytest alone: then what needs hypothesis or
-sybil is left out. Packages that are not installed are taken from this checkout.
+because the first example compiles; the Python blocks of the READMEs and guides as tests;
+``--one-each``; and ``--strict-promotion``. A machine lent for its GPU may have pytest alone: then
+what needs hypothesis or sybil is left out. Packages that are not installed are taken from this
+checkout.
 """
 
 import importlib.util
@@ -48,8 +49,17 @@ def pytest_addoption(parser):
         help="run each test function once, with its first parameters: a quick look at every path",
     )
 
+    parser.addoption(
+        "--strict-promotion",
+        action="store_true",
+        help="let JAX refuse implicit promotion of ranks and dtypes, as a strict caller does",
+    )
+
 
 def pytest_configure(config):
+    if config.getoption("--strict-promotion"):
+        # read by JAX when it is imported, in this process and in those that tests start
+        os.environ.update(JAX_NUMPY_RANK_PROMOTION="raise", JAX_NUMPY_DTYPE_PROMOTION="strict")
     if settings is not None:
         settings.load_profile("one-each" if config.getoption("--one-each") else "full")
 
@@ -66,6 +76,17 @@ def pytest_collection_modifyitems(config, items):
         seen.add(key)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion(request):
+    """Tests whose own arithmetic promotes run as JAX comes also under ``--strict-promotion``."""
+    if not request.node.get_closest_marker("promotes"):
+        yield
+        return
+    jax = __import__("jax")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

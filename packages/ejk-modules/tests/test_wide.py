@@ -1,4 +1,4 @@
-"""With JAX's 64-bit types on: float64 stays float64, and any width of indices serves."""
+"""With 64-bit types and NaN checks on: float64 stays float64, and any width of indices serves."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_every_operation_with_64_bit_types(operation):
     widths = [(jnp.float64, jnp.int64), (jnp.float32, jnp.int32)]
     indexed = any(x.dtype == jnp.int32 for x in c.arrays.values())
     for floats, integers in widths if indexed else widths[:1]:
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.debug_nans(True):
             arrays = {name: widened(x, floats, integers) for name, x in c.arrays.items()}
 
             def loss(given, arrays=arrays):

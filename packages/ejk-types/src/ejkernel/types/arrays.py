@@ -57,6 +57,16 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
+def result_dtype(*given: Any) -> np.dtype:
+    """The dtype that holds all of ``given`` (arrays or dtypes), whatever JAX's switches say.
+
+    Operations promote by their own documented rules, also where the caller has told JAX to
+    refuse promotion.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(*given))
+
+
 def as_bool(x: Any) -> Any:
     """Nonzero entries of ``x`` as a bool array."""
     if is_bool_array(x):

@@ -54,17 +54,23 @@ def query_key_value(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Ar
 
 
 def bias_array(bias: Any, q: jax.Array, k: jax.Array) -> jax.Array | None:
-    """Checked ``[#b, #h, q, k]`` or None."""
+    """Checked ``[#b, #h, #q, k]`` or None."""
     if bias is None:
         return None
     bias = float_array(bias, "bias", "batch heads q_len kv_len")
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if bias.shape[2:] != full[2:] or any(
-        n not in (1, m) for n, m in zip(bias.shape[:2], full[:2], strict=True)
-    ):
-        expected = f"float[{full[0]} or 1, {full[1]} or 1, {full[2]}, {full[3]}]"
+    loose = any(n not in (1, m) for n, m in zip(bias.shape[:3], full[:3], strict=True))
+    if loose or bias.shape[3] != full[3]:
+        expected = f"float[{full[0]} or 1, {full[1]} or 1, {full[2]} or 1, {full[3]}]"
         raise invalid("bias", expected, bias)
     return bias
+
+
+def bias_of_rows(bias: jax.Array | None, q_len: int) -> jax.Array | None:
+    """The bias with a row for every query, for kernels that read whole tiles of it."""
+    if bias is None or bias.shape[2] == q_len:
+        return bias
+    return jnp.broadcast_to(bias, (*bias.shape[:2], q_len, bias.shape[3]))
 
 
 def sink_array(sinks: Any, heads: int) -> jax.Array | None:

@@ -97,7 +97,7 @@ def matrix_range(xp: ModuleType, any_: Any, all_: Any) -> BlockRange:
     stop = xp.max(xp.where(any_, index + 1, 0), axis=-1)
     start = xp.minimum(start, stop)
     full_start = xp.minimum(xp.min(xp.where(all_, index, count), axis=-1), stop)
-    broken = ~all_ & (index > full_start[..., None])
+    broken = ~all_ & (xp.broadcast_to(index, any_.shape) > full_start[..., None])
     full_stop = xp.minimum(xp.min(xp.where(broken, index, count), axis=-1), stop)
     return BlockRange(*(a.astype(np.int32) for a in (start, stop, full_start, full_stop)))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import scale_of, soft_cap_of
 from ejkernel.types.combine import combine_masks
 from ejkernel.types.mask_info import MaskInfo
@@ -71,7 +71,7 @@ def problem_of(a: Mapping[str, Any], **own: Any) -> Problem:
         kv_heads=k.shape[2],
         dim=q.shape[3],
         value_dim=v.shape[3],
-        dtype=jnp.result_type(q.dtype, k.dtype, v.dtype).name,
+        dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
         scale=scale_of(a.get("softmax_scale"), q.shape[3]),
         soft_cap=soft_cap_of(a.get("logits_soft_cap")),
         **own,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.arrays import as_bool
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.mask_info import MaskInfo
@@ -123,7 +124,7 @@ def operands(
     for name, value in arrays.items():
         if name == "mask":
             full = (*value.shape[:2], q_len, kv_len)
-            out[name] = jnp.broadcast_to(jnp.asarray(value) != 0, full).astype(jnp.int8)
+            out[name] = jnp.broadcast_to(as_bool(jnp.asarray(value)), full).astype(jnp.int8)
             continue
         length = q_len if name.startswith("q_") else kv_len
         if value is None:
@@ -153,7 +154,7 @@ def block_ranges(
     walked, block = (q_len, block_q) if transposed else (kv_len, block_kv)
     if walked % block:
         whole = np.arange(any_.shape[-1]) < walked // block
-        all_ = all_ & whole
+        all_ = all_ & xp.broadcast_to(whole, all_.shape)
     any_, all_ = xp.broadcast_arrays(any_, all_)
     r = matrix_range(xp, any_, all_ & any_)
     return jnp.stack(

@@ -20,7 +20,7 @@ def flash_attention(
     query: F[Array, "batch q_len heads head_dim"],
     key: F[Array, "batch kv_len kv_heads head_dim"],
     value: F[Array, "batch kv_len kv_heads v_dim"],
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
     cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
@@ -63,7 +63,7 @@ def flash_attention(
         query: ``[batch, q_len, heads, head_dim]``; its dtype is the output's.
         key: ``[batch, kv_len, kv_heads, head_dim]``; ``heads % kv_heads == 0``.
         value: ``[batch, kv_len, kv_heads, v_dim]``.
-        bias: ``[1 or batch, 1 or heads, q_len, kv_len]``, added to the scaled logits; ``-inf``
+        bias: ``[1 or batch, 1 or heads, 1 or q_len, kv_len]``, added to the scaled logits; ``-inf``
             hides a key (unless a soft cap turns it into ``-cap``).
         cum_seqlens_q: cumulative lengths ``[sequences + 1]`` of sequences packed along q_len,
             first entry 0; needs batch 1. Rows past the last entry give 0. Causal and window

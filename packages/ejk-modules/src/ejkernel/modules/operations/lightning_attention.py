@@ -15,6 +15,7 @@ from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstracti
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Resolved
 from ejkernel.types import calls
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I
 
 
@@ -120,7 +121,7 @@ class LightningAttention(Operation[LightningAttentionConfig]):
         # the decays of some of the heads are no lightning decays, but gla takes any
         rest = {n: x for n, x in kwargs.items() if n not in ("layer_idx", "num_layers")}
         query = rest["query"]
-        wide = jnp.promote_types(query.dtype, jnp.float32)
+        wide = result_dtype(query, jnp.float32)
         rest["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
         gla = GLAttention.shared()
         inv = Invocation(gla, (), abstractify(rest), info={"prepared": True, "bound": True})

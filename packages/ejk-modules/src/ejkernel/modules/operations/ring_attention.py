@@ -22,7 +22,7 @@ def ring_attention(
     query: F[Array, "batch q_len heads head_dim"],
     key: F[Array, "batch kv_len kv_heads head_dim"],
     value: F[Array, "batch kv_len kv_heads v_dim"],
-    bias: F[Array, "#batch #heads q_len kv_total"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_total"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     *,
     axis_name: str,
@@ -58,7 +58,7 @@ def ring_attention(
     Args:
         query: ``[batch, q_len, heads, head_dim]``, sharded along q_len.
         key, value: ``[batch, kv_len, kv_heads, ...]``, sharded along kv_len.
-        bias: ``[1 or batch, 1 or heads, q_len, all keys]``: the query axis is sharded like the
+        bias: ``[1 or batch, 1 or heads, 1 or q_len, all keys]``: the query axis is sharded like the
             query, the key axis is whole and in the order of the key array.
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``; counted once.
         axis_name: the mesh axis the sequence is sharded over. Size 1 is legal.

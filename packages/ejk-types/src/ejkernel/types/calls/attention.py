@@ -22,7 +22,7 @@ class Attention(Call):
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
-        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
         dropout_rng: jax.Array | None = None,
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         *,

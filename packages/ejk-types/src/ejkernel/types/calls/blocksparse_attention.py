@@ -20,7 +20,7 @@ class BlockSparseAttention(Call):
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
-        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
         *,
         block_mask: B[Array, "#batch #heads q_blocks kv_blocks"]
         | B[Array, "q_blocks kv_blocks"]

@@ -27,7 +27,7 @@ class FlashMLA(Call):
         | Flags[Array, "#batch q_len kv_len"]
         | Flags[Array, "#batch kv_len"]
         | None = None,
-        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,

@@ -23,7 +23,7 @@ class RingAttention(Call):
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
-        bias: F[Array, "#batch #heads q_len kv_total"] | None = None,
+        bias: F[Array, "#batch #heads #q_len kv_total"] | None = None,
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         *,
         axis_name: str,

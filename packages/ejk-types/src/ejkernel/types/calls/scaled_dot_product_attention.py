@@ -19,7 +19,7 @@ class ScaledDotProductAttention(Call):
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
-        bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+        bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
         cum_seqlens_q: I[Array, " sequences_plus_1"] | None = None,
         cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
         *,

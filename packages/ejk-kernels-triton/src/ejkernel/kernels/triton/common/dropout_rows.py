@@ -29,9 +29,10 @@ def row_words(seed: jax.Array, batch: int, heads: int, rows: int) -> jax.Array:
     """
     words = seed[0].astype(jnp.uint32)
     b = words[1] + jnp.arange(batch, dtype=jnp.uint32)[:, None, None]
-    h = words[2] + jnp.arange(heads, dtype=jnp.uint32)[:, None]
+    h = words[2] + jnp.arange(heads, dtype=jnp.uint32)[None, :, None]
     key = _fmix(_fmix(_fmix(words[0] + _P1) + b * _P2) + h * _P3)
-    r = _fmix(key + jnp.arange(rows, dtype=jnp.uint32) * _P4)
+    index = jnp.arange(rows, dtype=jnp.uint32)[None, None]
+    r = _fmix(key + index * _P4)
     s = _fmix(r ^ _P1)
     # shift-xor is linear: (x ^ s) ^ ((x ^ s) >> 13) is x ^ (x >> 13) ^ (s ^ (s >> 13))
     return jnp.stack([r, s ^ (s >> 13)], axis=2)

@@ -14,6 +14,7 @@ from ejkernel.kernels.triton.flash_attention.support import problem_of
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo, call, softmax
 from ejkernel.types import attention as arg
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.problem import Problem
 
 
@@ -53,7 +54,7 @@ def flash_attention(
         query, key, value: float16, bfloat16 or float32 ``[b, q, h, d]``, ``[b, k, hk, d]``,
             ``[b, k, hk, dv]``; h is a multiple of hk; d and dv are multiples of 8 up to 256.
             Differing dtypes are promoted; sums are float32.
-        bias: float ``[#b, #h, q, k]``, added to the logits.
+        bias: float ``[#b, #h, #q, k]``, added to the logits.
         cum_seqlens_q, cum_seqlens_k: int ``[n + 1]``, packed sequences of one batch row; k
             defaults to q. Causal and window rules then count inside the sequences.
         softmax_aux: sink logits ``[h, n]``, or ``[n]`` for all heads.
@@ -87,10 +88,11 @@ def flash_attention(
     arguments = dict(locals())
     q, k, v = arg.query_key_value(query, key, value)
     arguments |= {"query": q, "key": k, "value": v}
-    dtype = jnp.result_type(q, k, v)
+    dtype = result_dtype(q, k, v)
     check_supported(q, v, dtype, logits_dtype)
     problem = problem_of(arguments)
-    bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, q.shape[2])
+    bias = arg.bias_of_rows(arg.bias_array(bias, q, k), q.shape[1])
+    sinks = arg.sink_array(softmax_aux, q.shape[2])
     mask = call.mask_of(arguments)
     nothing = softmax.without_work(q, k, v)
     if nothing is not None:

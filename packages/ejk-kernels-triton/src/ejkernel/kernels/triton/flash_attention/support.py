@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.arguments import dot_precision, refusal
@@ -14,6 +12,7 @@ from ejkernel.kernels.triton.flash_attention.fits import fits
 from ejkernel.kernels.triton.targets import current_target, too_old
 from ejkernel.types import attention as arg
 from ejkernel.types import call
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported, split_mask
 
@@ -32,7 +31,7 @@ def reason_against(a: Mapping[str, Any]) -> str | None:
     reason = refusal(
         q.shape,
         v.shape,
-        jnp.result_type(q.dtype, k.dtype, v.dtype),
+        result_dtype(q.dtype, k.dtype, v.dtype),
         a.get("logits_dtype", "float32"),
     )
     return reason or _mask_reason(a)

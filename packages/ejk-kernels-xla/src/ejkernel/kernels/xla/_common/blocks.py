@@ -135,15 +135,17 @@ def tile_start(qi: Any, ki: Any, block_q: int, block_kv: int) -> tuple[Any, Any,
 
 
 def take_tile(x: jax.Array, qi: Any, ki: Any, block_q: int, block_kv: int) -> jax.Array:
-    """Tile (qi, ki) of ``x`` ``[#b, #h, q, k]``, padded to whole tiles."""
-    if x.shape[2:] == (block_q, block_kv):
+    """Tile (qi, ki) of ``x`` ``[#b, #h, #q, k]``, padded to whole tiles; one row serves all."""
+    qi, rows = (0, 1) if x.shape[2] == 1 else (qi, block_q)
+    if x.shape[2:] == (rows, block_kv):
         return x
-    start = tile_start(qi, ki, block_q, block_kv)
-    return jax.lax.dynamic_slice(x, start, (*x.shape[:2], block_q, block_kv))
+    start = tile_start(qi, ki, rows, block_kv)
+    return jax.lax.dynamic_slice(x, start, (*x.shape[:2], rows, block_kv))
 
 
 def add_tile(x: jax.Array, qi: Any, ki: Any, update: jax.Array) -> jax.Array:
-    """``x`` with ``update`` added to tile (qi, ki)."""
+    """``x`` with ``update`` added to tile (qi, ki), which may be one row for all."""
+    qi = 0 if x.shape[2] == 1 else qi
     block_q, block_kv = update.shape[2:]
     new = take_tile(x, qi, ki, block_q, block_kv) + update
     if x.shape == new.shape:

@@ -138,7 +138,7 @@ def forward(
 
     Args:
         q, k, v: ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``, h a multiple of hk.
-        bias: ``[#b, #h, q, k]`` or None.
+        bias: ``[#b, #h, #q, k]`` or None.
         sinks: ``[h, n]`` natural logits or None.
         mask: prepared for ``spec.layout(q, k)``'s blocks.
         dropout: None = keep everything.
@@ -276,8 +276,10 @@ def backward(
 
 
 def _sum_like(ds: jax.Array, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
-    """``[b, hk, g, bq, bk]`` summed to ``[#b, #h, bq, bk]``."""
-    b, h = shape[:2]
+    """``[b, hk, g, bq, bk]`` summed to ``[#b, #h, #bq, bk]``."""
+    b, h, rows = shape[:3]
+    if rows == 1:
+        ds = ds.sum(3, keepdims=True)
     if h == 1:
         ds = ds.sum((1, 2))[:, None]
     else:

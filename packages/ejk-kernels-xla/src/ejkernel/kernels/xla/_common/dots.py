@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.utils.device import device_kind
+from ejkernel.types.arrays import result_dtype
 
 
 def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
@@ -43,7 +44,7 @@ class DotPolicy:
     def of(cls, *arrays: Any, precision: Any = None, at_least: Any = jnp.float32) -> DotPolicy:
         """The policy for products of ``arrays``; ``at_least`` is a lower bound on logits."""
         acc = accumulation_dtype(*arrays, at_least=at_least)
-        operand = np.dtype(jnp.result_type(*(a.dtype for a in arrays)))
+        operand = result_dtype(*(a.dtype for a in arrays))
         if acc == np.dtype(jnp.float64) or is_highest(precision):
             operand = acc
         if isinstance(precision, list):

@@ -48,9 +48,10 @@ def seed_words(seed: Any) -> jax.Array:
 
 def random_words(base: jax.Array, rows: jax.Array, cols: jax.Array) -> jax.Array:
     """uint32 ``[..., rows, cols]`` from ``base`` ``[...]`` (one word per batch row and head)."""
-    r = fmix(base[..., None] + rows * P4)
+    outer = (None,) * base.ndim
+    r = fmix(base[..., None] + (rows * P4)[outer])
     s = fmix(r ^ P1)
-    x = r[..., None] + cols * P5
+    x = r[..., None] + (cols * P5)[(*outer, None)]
     x = _fold(x, 16) * M1
     x = x ^ s[..., None]
     return _fold(_fold(x, 13) * M2, 16)
@@ -85,7 +86,7 @@ class Dropout:
         words = seed_words(seed)
         b = jnp.arange(batch, dtype=jnp.uint32) + words[1]
         h = jnp.arange(heads, dtype=jnp.uint32) + words[2]
-        base = fmix(fmix(fmix(words[0] + P1) + b * P2)[:, None] + h * P3)
+        base = fmix(fmix(fmix(words[0] + P1) + b * P2)[:, None] + (h * P3)[None])
         q = jnp.arange(q_len) if q_index is None else q_index
         k = jnp.arange(kv_len) if kv_index is None else kv_index
         return cls(base, q.astype(jnp.uint32), k.astype(jnp.uint32))

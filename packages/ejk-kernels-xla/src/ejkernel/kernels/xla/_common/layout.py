@@ -124,11 +124,12 @@ class Layout:
         return x.reshape(self.batch, self.kv_heads, rows, x.shape[-1])
 
     def pad_tiles(self, x: jax.Array) -> jax.Array:
-        """``[#b, #h, q, k]`` padded to whole tiles."""
-        return pad_axis(pad_axis(x, 2, self.nq * self.block_q), 3, self.nk * self.block_kv)
+        """``[#b, #h, #q, k]`` padded to whole tiles; one row stays one row."""
+        rows = 1 if x.shape[2] == 1 else self.nq * self.block_q
+        return pad_axis(pad_axis(x, 2, rows), 3, self.nk * self.block_kv)
 
     def grouped(self, tile: jax.Array) -> jax.Array:
-        """``[#b, #h, bq, bk]`` -> ``[#b, hk|1, g|1, bq, bk]``."""
+        """``[#b, #h, #bq, bk]`` -> ``[#b, hk|1, g|1, #bq, bk]``."""
         b, h, bq, bk = tile.shape
         split = (1, 1) if h == 1 else (self.kv_heads, self.groups)
         return tile.reshape(b, *split, bq, bk)

@@ -56,7 +56,7 @@ def add_sinks(
     """
     if sinks is None or sinks.shape[-1] == 0:
         return o, lse2
-    x = sinks.astype(lse2.dtype) * LOG2E
+    x = sinks.astype(lse2.dtype)[None, None] * LOG2E
     m = finite(jnp.maximum(lse2, x.max(-1)))
     own = jnp.exp2(lse2 - m)
     total = own + jnp.exp2(x - m[..., None]).sum(-1)
@@ -87,6 +87,7 @@ def sink_gradient(sinks: jax.Array | None, lse2: jax.Array, delta: jax.Array) ->
     if sinks is None:
         return None
     alive = lse2 > -jnp.inf
-    x = sinks.astype(lse2.dtype) * LOG2E - jnp.where(alive, lse2, jnp.inf)[..., None]
+    x = sinks.astype(lse2.dtype)[None, None] * LOG2E
+    x = x - jnp.where(alive, lse2, jnp.inf)[..., None]
     grad = -(jnp.exp2(x) * jnp.where(alive, delta, 0.0)[..., None]).sum((0, 1))
     return grad.astype(sinks.dtype)

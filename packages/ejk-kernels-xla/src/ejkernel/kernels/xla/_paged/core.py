@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.kernels.xla.compat import zeros
+from ejkernel.types.arrays import result_dtype
 
 NEG_INF = float("-inf")
 
@@ -72,14 +73,14 @@ def _walk(spec: Spec, tiles: Tiles, capacity: int):
 
 def _logits(spec: Spec, q, k, scale):
     """Raw products and capped logits, ``[n, hk, g, rows, tokens]``."""
-    dtype = jnp.promote_types(q.dtype, k.dtype)
+    dtype = result_dtype(q, k)
     raw = jnp.einsum(
         "nrkgd,ntkd->nkgrt",
         q.astype(dtype),
         k.astype(dtype),
         preferred_element_type=spec.accumulate,
     )
-    x = raw * scale[:, None, None, None]
+    x = raw * scale[None, :, None, None, None]
     if spec.soft_cap is not None:
         x = spec.soft_cap * jnp.tanh(x / spec.soft_cap)
     return raw, x
@@ -96,8 +97,7 @@ def _block(spec: Spec, layout: Layout, arrays, tiles: Tiles, c, dtype):
     used = jnp.any(seen, axis=1)[:, :, None, None]
     # a quantised cache is exact in the query's dtype
     k, v = (
-        jnp.where(used, x.astype(jnp.promote_types(x.dtype, dtype) if _wide(x) else dtype), 0)
-        for x in (k, v)
+        jnp.where(used, x.astype(result_dtype(x, dtype) if _wide(x) else dtype), 0) for x in (k, v)
     )
     return k, v, seen[:, None, None]
 
@@ -157,7 +157,7 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
         if spec.soft_cap is not None:
             ds = ds * (1 - jnp.square(x / spec.soft_cap))
         dscale = dscale + jnp.sum(jnp.where(seen, ds * raw, 0.0), axis=(0, 2, 3, 4))
-        ds = ds * scale[:, None, None, None]
+        ds = ds * scale[None, :, None, None, None]
         dq = dq + jnp.einsum("nkgrt,ntkd->nrkgd", ds, k.astype(ds.dtype))
         dk = jnp.einsum("nkgrt,nrkgd->ntkd", ds, q.astype(ds.dtype))
         if grads is not None:
@@ -169,7 +169,8 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
     blocks = _walk(spec, tiles, layout.capacity)
     dq, grads, dscale = jax.lax.fori_loop(*blocks, step, (dq, grads, dscale))
     if sinks is not None:
-        p_sink = jnp.exp(sinks[None, :, :, None, :] - safe[..., None]) * alive[..., None]
+        p_sink = jnp.exp(sinks[None, :, :, None, :] - safe[..., None])
+        p_sink = jnp.where(alive[..., None], p_sink, 0.0)
         dsinks = dsinks - jnp.sum(p_sink * delta[..., None], axis=(0, 3))
     return (grads, dscale, dsinks), dq
 

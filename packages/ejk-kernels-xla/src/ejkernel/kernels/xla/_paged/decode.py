@@ -56,8 +56,8 @@ def split_tiles(tiles: Tiles, splits: int) -> Tiles:
     """Each tile ``splits`` times, over consecutive shares of its keys."""
     share = -(-jnp.maximum(tiles.stop - tiles.start, 0) // splits)
     part = jnp.arange(splits)[:, None]
-    start = jnp.minimum(tiles.start + part * share, tiles.stop)
-    stop = jnp.minimum(start + share, tiles.stop)
+    start = jnp.minimum(tiles.start[None] + part * share[None], tiles.stop[None])
+    stop = jnp.minimum(start + share[None], tiles.stop[None])
 
     def repeat(x):
         return jnp.broadcast_to(x, (splits, *x.shape)).reshape(-1, *x.shape[1:])
@@ -78,9 +78,9 @@ def merge_splits(o: jax.Array, lse: jax.Array, sinks, splits: int):
         sink = jax.nn.logsumexp(sink, axis=-1)[None, None, :, :, None]
         parts = jnp.concatenate([lse, jnp.broadcast_to(sink, (1, *lse.shape[1:]))])
     # rows that see nothing take part with a harmless value, so that gradients stay finite
-    whole = jax.nn.logsumexp(jnp.where(alive, parts, 0.0), axis=0)
-    seen = alive & (lse != NEG_INF)
-    weight = jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0.0) - whole), 0.0)
+    whole = jax.nn.logsumexp(jnp.where(alive[None], parts, 0.0), axis=0)
+    seen = alive[None] & (lse != NEG_INF)
+    weight = jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0.0) - whole[None]), 0.0)
     return jnp.sum(o * weight[..., None], axis=0), jnp.where(alive, whole, NEG_INF)
 
 

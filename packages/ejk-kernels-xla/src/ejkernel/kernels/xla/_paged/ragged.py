@@ -56,7 +56,7 @@ def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity
     tile = jnp.arange(shape.tiles)
     sequence = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), n - 1)
     offset = (tile - (ends - per)[sequence]) * shape.rows
-    m = offset[:, None] + jnp.arange(shape.rows)
+    m = offset[:, None] + jnp.arange(shape.rows)[None]
     here = (tile < ends[-1])[:, None] & (m < lens[sequence][:, None])
     position = (context - lens)[sequence][:, None] + m
     row = jnp.where(here, starts[sequence][:, None] + m, t)

@@ -62,7 +62,7 @@ def attention(
     Args:
         query, key, value: float ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``, h a
             multiple of hk.
-        bias: float ``[#b, #h, q, k]``. ``init_bias()`` gives it when it is None.
+        bias: float ``[#b, #h, #q, k]``. ``init_bias()`` gives it when it is None.
         dropout_rng: typed or raw key, needed when dropout is active: not ``deterministic`` and
             ``dropout_prob`` > 0. Its seed is ``jax.random.bits(dropout_rng, (), "uint32")``.
         softmax_aux: sink logits ``[h, n]``, or ``[n]`` for all heads.

@@ -171,7 +171,8 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
 
     dbias = walk.head["bias"]
     if dbias is not None:
-        full = (*dbias.shape[:4], walk.padded_q, walk.padded_kv)
+        rows = 1 if dbias.shape[4] == 1 else walk.padded_q
+        full = (*dbias.shape[:4], rows, walk.padded_kv)
         dbias = zeros(full, lse2.dtype, call.q)
     d, dim_v = call.q.shape[-1], call.v.shape[-1]
     outputs = (walk.new_rows(d), walk.new_keys(d), walk.new_keys(dim_v))

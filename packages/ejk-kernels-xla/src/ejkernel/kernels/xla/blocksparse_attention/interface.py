@@ -83,7 +83,7 @@ def blocksparse_attention(
     Args:
         query, key, value: float ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``.
         softmax_aux: sink logits ``[h, n]`` or ``[n]``.
-        bias: float ``[#b, #h, q, k]``.
+        bias: float ``[#b, #h, #q, k]``.
         block_mask: bool ``[#b, #h, nq, nk]`` or ``[nq, nk]`` with nq = ceil(q / q_block_size) and
             nk = ceil(k / kv_block_size); may be traced; None allows all blocks.
         mask_builder: ``mask_builder(q, k, h)`` returns such an array instead.

@@ -55,7 +55,8 @@ def _any_in_tiles(pattern: jax.Array, axis: int, block: int, tile: int, length: 
     first, last = starts // block, (np.minimum(starts + tile, length) - 1) // block
     counts = jnp.cumsum(pattern, axis, dtype=jnp.int32)
     before = jnp.take(counts, np.maximum(first - 1, 0), axis)
-    before = before * np.expand_dims(first > 0, tuple(range(1, pattern.ndim - axis)))
+    inner = (first > 0).reshape(-1, *(1,) * (pattern.ndim - axis - 1))
+    before = jnp.where(np.broadcast_to(inner, before.shape), before, 0)
     return jnp.take(counts, last, axis) > before
 
 

@@ -52,7 +52,7 @@ def flash_attention(
         query, key, value: float ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``; h is a
             multiple of hk. Dtypes may differ; products accumulate in float32 (float64 when any
             of the three or ``logits_dtype`` is float64).
-        bias: float ``[#b, #h, q, k]``, added to the logits.
+        bias: float ``[#b, #h, #q, k]``, added to the logits.
         cum_seqlens_q, cum_seqlens_k: int ``[n + 1]``, packed sequences of one batch row; k
             defaults to q. Causal and window rules then count inside the sequences.
         softmax_aux: sink logits ``[h, n]``, or ``[n]`` for all heads.

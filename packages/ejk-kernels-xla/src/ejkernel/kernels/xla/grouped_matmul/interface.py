@@ -12,6 +12,7 @@ import numpy as np
 from ejkernel.kernels.xla.grouped_matmul.primitives import grouped_product
 from ejkernel.kernels.xla.grouped_matmul.products import Plan
 from ejkernel.kernels.xla.grouped_matmul.tiles import row_tile
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import float_array, invalid
 
 
@@ -131,7 +132,7 @@ def grouped_matmul(
         if sizes.shape[0] < g:
             raise invalid("group_sizes", f"integer[at least {g}], the matrices of rhs", sizes)
         group_offset = _offset(group_offset, g, sizes.shape[0])
-    dtype = jnp.result_type(lhs, rhs)
+    dtype = result_dtype(lhs, rhs)
     if preferred_element_type is not None:
         dtype = jnp.dtype(preferred_element_type)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -141,8 +142,7 @@ def grouped_matmul(
         if existing_out.shape != (m, n):
             raise invalid("existing_out", f"float[{m}, {n}]", existing_out)
 
-    accumulate = jnp.promote_types(jnp.promote_types(lhs.dtype, rhs.dtype), jnp.float32)
-    accumulate = jnp.promote_types(accumulate, jax.dtypes.canonicalize_dtype(dtype))
+    accumulate = result_dtype(lhs, rhs, jnp.float32, jax.dtypes.canonicalize_dtype(dtype))
     plan = Plan(
         tile=row_tile(m, g, cfg),
         transposed=bool(transpose_rhs),

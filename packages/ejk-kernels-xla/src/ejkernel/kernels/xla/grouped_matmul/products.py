@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.types.arrays import result_dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Plan:
 
     def dot(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         dims = (((contract[0],), (contract[1],)), ((), ()))
-        operand = jnp.result_type(a.dtype, b.dtype)
+        operand = result_dtype(a, b)
         if self.dtype == jnp.float64:
             operand = self.dtype
         return jax.lax.dot_general(

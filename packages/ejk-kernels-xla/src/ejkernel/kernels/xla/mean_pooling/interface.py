@@ -59,7 +59,7 @@ def _kept(attention_mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     mask = jnp.asarray(attention_mask)
     if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise invalid("attention_mask", form, mask)
-    return mask != 0
+    return mask.astype(bool)
 
 
 @partial(jax.jit, static_argnames=("chunk", "block"), inline=True)
@@ -78,7 +78,7 @@ def _pool(
     wide = x.astype(accumulation_dtype(x)).reshape(*shape, width)
     ones = jnp.ones((*shape, 1), jnp.int32)
     if kept is not None:
-        wide, ones = jnp.where(kept[..., None], wide, 0), ones * kept[..., None]
+        wide, ones = (jnp.where(kept[..., None], x, 0) for x in (wide, ones))
 
     groups = shape[:1] if cu is None else (cu.shape[0] - 1,)
     per_group = cdiv(rows, chunk or max(rows, 1))

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.types import attention as arg
+from ejkernel.types.arrays import result_dtype
 
 
 def _expand(latent: jax.Array, weight: jax.Array, precision: Any = None) -> jax.Array:
     """``[b, k, hk, n]`` of ``[b, k, r]`` and ``[r, hk, n]``, in their common dtype."""
-    dtype = jnp.promote_types(latent.dtype, weight.dtype)
+    dtype = result_dtype(latent, weight)
     wide = accumulation_dtype(latent, weight)
     x = jnp.einsum(
         "bkr,rhn->bkhn", latent.astype(dtype), weight.astype(dtype),

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.types.arrays import result_dtype
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -86,7 +88,7 @@ def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
     An incomplete block is never seen; its mean takes in whatever follows and means nothing.
     """
     size, length = blocks.size, x.shape[1]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = result_dtype(x, jnp.float32)
     if not blocks.packed:
         whole = length // size
         mean = jnp.mean(
@@ -94,5 +96,5 @@ def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
         )
         rest = ((0, 0), (0, blocks.count - whole), (0, 0), (0, 0))
         return jnp.pad(mean, rest)
-    token = blocks.block_token[:, None] + jnp.arange(size)
+    token = blocks.block_token[:, None] + jnp.arange(size)[None]
     return jnp.mean(x[:, jnp.minimum(token, length - 1)], 2, dtype=wide)

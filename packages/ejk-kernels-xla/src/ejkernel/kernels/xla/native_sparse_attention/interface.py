@@ -96,7 +96,7 @@ def native_sparse_attention(
         compressed: keys and values averaged over complete blocks c, (c + 1) * block_size <= t + 1
         selected:   all tokens <= t of the chosen blocks
         sliding:    the causal window, if ``sliding_window`` is given
-        out[t] = g_slc * o_slc[t] + g_cmp * o_cmp[t] + g_swa * o_swa[t]
+        out[t] = g_slc * o_slc[t] + g_cmp * o_cmp.astype(wide)[t] + g_swa * o_swa[t]
 
     Without ``block_indices`` the blocks are chosen per key head: the own block first, then those
     whose probability in the compressed branch, summed over the group's query heads, is largest
@@ -130,21 +130,22 @@ def native_sparse_attention(
     if blocks.count and (g_cmp is not None or block_indices is None):
         o_cmp, lse, k_cmp = _compressed(q, k, v, blocks, scale)
         if g_cmp is not None:
-            out = out + jnp.asarray(g_cmp).astype(wide)[..., None] * o_cmp
+            out = out + jnp.asarray(g_cmp).astype(wide)[..., None] * o_cmp.astype(wide)
     if block_indices is None:
         slots = min(slots, blocks.count)
         grouped = q.reshape(b, s, hk, h // hk, d)
         chosen = select_blocks(grouped, k_cmp, lse.reshape(b, s, hk, h // hk), blocks, scale, slots)
         if not isinstance(block_counts, int):
             limit = jnp.asarray(block_counts, jnp.int32)[..., None]
-            chosen = jnp.where(jnp.arange(slots) < limit, chosen, -1)
+            chosen = jnp.where(jnp.arange(slots)[None, None, None] < limit, chosen, -1)
     else:
         counts = block_counts
         if not isinstance(counts, int) and max_block_count is not None:
             counts = jnp.minimum(jnp.asarray(counts, jnp.int32), max_block_count)
         chosen = clean_indices(block_indices, counts, blocks)
     o_slc = _selected(q, k, v, chosen, blocks, scale, cfg)
-    out = out + (o_slc if g_slc is None else jnp.asarray(g_slc).astype(wide)[..., None] * o_slc)
+    gate = 1.0 if g_slc is None else jnp.asarray(g_slc).astype(wide)[..., None]
+    out = out + gate * o_slc.astype(wide)
     if sliding_window is not None:
         o_swa = flash_attention(
             q, k, v, cum_seqlens_q=cu_seqlens, causal=True, sliding_window=sliding_window,
@@ -152,7 +153,7 @@ def native_sparse_attention(
         )  # fmt: skip
         assert isinstance(o_swa, jax.Array)  # without return_lse
         gate = 1.0 if g_swa is None else jnp.asarray(g_swa).astype(wide)[..., None]
-        out = out + gate * o_swa
+        out = out + gate * o_swa.astype(wide)
     return out.astype(q.dtype)
 
 
@@ -171,7 +172,9 @@ def sample_inputs(inv, rng):
     if a["block_indices"] is not None:
         shape = a["block_indices"].shape
         own = jnp.arange(s)[None, :, None, None] // a["block_size"]
-        a["block_indices"] = jnp.broadcast_to(own - jnp.arange(shape[-1]), shape).astype(jnp.int32)
+        a["block_indices"] = jnp.broadcast_to(
+            own - jnp.arange(shape[-1])[None, None, None], shape
+        ).astype(jnp.int32)
     if hasattr(a["block_counts"], "shape"):
         bound = a["max_block_count"] or -(-s // a["block_size"])
         a["block_counts"] = jnp.full(a["block_counts"].shape, bound, jnp.int32)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks
+from ejkernel.types.arrays import result_dtype
 
 # logits of one tile, in elements: a few megabytes
 TILE_ELEMENTS = 1 << 20
@@ -37,7 +38,7 @@ def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> ja
     The own block comes first, then by score, ties to the lower number.
     """
     q, k_cmp, lse = map(lax.stop_gradient, (q, k_cmp, lse))
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = result_dtype(q, jnp.float32)
     q, k_cmp = q.astype(wide), k_cmp.astype(wide)
     b, s, hk, g, _ = q.shape
     rows = max(1, min(s, TILE_ELEMENTS // max(1, b * hk * g * blocks.count)))
@@ -70,7 +71,7 @@ def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
     indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.
     """
     indices = jnp.asarray(indices, jnp.int32)
-    slot = jnp.arange(indices.shape[-1])
+    slot = jnp.arange(indices.shape[-1])[None, None, None]
     limit = count if isinstance(count, int) else jnp.asarray(count, jnp.int32)[..., None]
     last = (blocks.position // blocks.size)[None, :, None, None]
     good = (slot < limit) & (indices >= 0) & (indices <= last)

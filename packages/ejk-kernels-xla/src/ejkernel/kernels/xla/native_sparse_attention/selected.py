@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.xla.compat import zeros
+from ejkernel.types.arrays import result_dtype
 
 NEG_INF = float("-inf")
 
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
 def _tokens(spec: Spec, rows: Rows, length: int, step):
     """Token numbers ``[r, hk, slots * size]`` of one step and whether each may be seen."""
     chosen = lax.dynamic_slice_in_dim(rows.chosen, step * spec.slots, spec.slots, axis=2)
-    inside = chosen[..., None] * spec.size + jnp.arange(spec.size)
+    inside = chosen[..., None] * spec.size + jnp.arange(spec.size)[None, None, None]
     seen = (chosen[..., None] >= 0) & (inside <= rows.position[:, None, None, None])
     token = jnp.clip(rows.start[:, None, None, None] + inside, 0, length - 1)
     flat = (*chosen.shape[:2], -1)
@@ -61,7 +62,7 @@ def _gather(x, token):
 
 
 def _logits(spec: Spec, q, k):
-    dtype = jnp.promote_types(q.dtype, k.dtype)
+    dtype = result_dtype(q, k)
     x = jnp.einsum(
         "rkgd,rktd->rkgt", q.astype(dtype), k.astype(dtype), preferred_element_type=spec.accumulate
     )

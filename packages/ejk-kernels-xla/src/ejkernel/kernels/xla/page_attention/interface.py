@@ -79,7 +79,7 @@ def page_attention(
         tiles,
         splits,
     )
-    o = o * head_scale(hk, dtype, v_scale)[:, None, None]
+    o = o * head_scale(hk, dtype, v_scale)[None, None, :, None, None]
     o = o.reshape(b, h, dv).astype(query.dtype)
     return o if squeeze else o[:, None]
 

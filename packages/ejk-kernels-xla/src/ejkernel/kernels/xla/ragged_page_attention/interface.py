@@ -47,7 +47,7 @@ def attend_ragged(
         head_sinks(softmax_aux, h, kv_heads, dtype),
         tiles,
     )
-    o = o * head_scale(kv_heads, dtype, v_scale)[:, None, None]
+    o = o * head_scale(kv_heads, dtype, v_scale)[None, None, :, None, None]
     o = o.reshape(row.size, h, d).astype(queries.dtype)
     return jnp.zeros(queries.shape, queries.dtype).at[row.reshape(-1)].set(o, mode="drop")
 

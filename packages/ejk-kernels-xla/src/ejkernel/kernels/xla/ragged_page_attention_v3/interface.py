@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla.ragged_page_attention.interface import attend_ragged
+from ejkernel.types.arrays import result_dtype
 
 
 def quantise(x, scale, dtype):
@@ -16,7 +17,7 @@ def quantise(x, scale, dtype):
 
     ``scale`` broadcasts against the heads axis of ``x [T, heads, d]``; None = 1.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = result_dtype(x, jnp.float32)
     y = x.astype(wide)
     if scale is not None:
         y = y / jnp.asarray(scale, wide).reshape(-1, 1)

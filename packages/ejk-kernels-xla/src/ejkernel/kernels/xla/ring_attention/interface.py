@@ -75,7 +75,7 @@ def ring_attention(
 
     Args:
         query, key, value: float ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``.
-        bias: float ``[#b, #h, q, n * k]``: the local queries with the keys of all n devices, in
+        bias: float ``[#b, #h, #q, n * k]``: the local queries with the keys of all n devices, in
             the order of the key array.
         softmax_aux: sink logits ``[h, n]`` or ``[n]``, the same on every device; counted once.
         axis_name: the mesh axis, of any size.

@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
     Args:
         query, key, value: float ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``, h a
             multiple of hk.
-        bias: float ``[#b, #h, q, k]``. ``init_bias()`` gives it when it is None.
+        bias: float ``[#b, #h, #q, k]``. ``init_bias()`` gives it when it is None.
         cum_seqlens_q, cum_seqlens_k: int ``[n + 1]``, packed sequences of one batch row.
         cfg: accepted for uniformity; nothing to tune.
 

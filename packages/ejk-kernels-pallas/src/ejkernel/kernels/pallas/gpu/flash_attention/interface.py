@@ -14,6 +14,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.core import Static, attend, mask_rules
 from ejkernel.types import MaskInfo, call, softmax
 from ejkernel.types import attention as arg
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Rules, Unsupported
 
@@ -86,7 +87,7 @@ def flash_attention(
     arguments = dict(locals())
     q, k, v = arg.query_key_value(query, key, value)
     arguments |= {"query": q, "key": k, "value": v}
-    dtype = jnp.result_type(q, k, v)
+    dtype = result_dtype(q, k, v)
     bias, sinks = arg.bias_array(bias, q, k), arg.sink_array(softmax_aux, q.shape[2])
     dropout = arg.probability(dropout_prob)
     reason = refusal(q.shape, v.shape, dtype, logits_dtype, bias is not None, dropout)

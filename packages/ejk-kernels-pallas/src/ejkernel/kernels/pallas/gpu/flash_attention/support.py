@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from ejkernel.kernels.pallas._registrations import AHEAD, BEHIND
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
 from ejkernel.kernels.pallas.gpu.common.schedule import band_costs
@@ -17,6 +15,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.core import mask_rules
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import call
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.structure import Rules, Unsupported
 
 
@@ -31,7 +30,7 @@ def reason_against(a: Mapping[str, Any]) -> str | None:
     reason = refusal(
         q.shape,
         v.shape,
-        jnp.result_type(q.dtype, k.dtype, v.dtype),
+        result_dtype(q.dtype, k.dtype, v.dtype),
         a.get("logits_dtype", "float32"),
         a.get("bias") is not None,
         a.get("dropout_prob") or 0.0,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from ejkernel.kernels.pallas.tpu.common.chip import current_chip
 from ejkernel.kernels.pallas.tpu.common.masks import tile_rules
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.arguments import dot_precision, refusal
 from ejkernel.types import call
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Unsupported
 
@@ -31,7 +30,7 @@ def reason_against(a: Mapping[str, Any]) -> str | None:
     reason = refusal(
         q.shape,
         v.shape,
-        jnp.result_type(q.dtype, k.dtype, v.dtype),
+        result_dtype(q.dtype, k.dtype, v.dtype),
         a.get("logits_dtype", "float32"),
         a.get("bias") is not None,
         a.get("dropout_prob") or 0.0,

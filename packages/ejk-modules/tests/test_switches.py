@@ -1,0 +1,61 @@
+"""With JAX's switches set as strict callers set them; the 64-bit one is in test_wide."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel.modules as modules
+from ejkernel.ops import interpret_mode
+from ejktest.variants import options
+
+OPTIONS = options()
+
+
+def narrow(x):
+    """bfloat16: what promotes anything promotes this."""
+    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def trace(c, **how):
+    """The program of the call's values and gradients; nothing is compiled."""
+    arrays = {name: narrow(x) for name, x in c.arrays.items()}
+    wanted = {name: arrays.pop(name) for name in c.gradients}
+
+    def loss(given):
+        out = getattr(modules, c.operation)(**given, **arrays, **c.static, **how)
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        return jax.make_jaxpr(jax.value_and_grad(loss))(wanted)
+
+
+@pytest.mark.parametrize("operation", sorted(OPTIONS))
+def test_no_operation_promotes_ranks_or_dtypes(operation):
+    for label, c in OPTIONS[operation]:
+        try:
+            trace(c, platform="xla")
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"{operation}, {label}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("operation", "platform"),
+    [("flash_attention", "triton"), ("flash_attention", "pallas"), ("page_attention", "triton")],
+)
+def test_no_kernel_promotes_ranks_or_dtypes(operation, platform):
+    ran = []
+    with interpret_mode():
+        for label, c in options(value_dim=8)[operation]:
+            refused = not modules.supports(operation, platform=platform, **c.arguments)
+            if not refused:
+                trace(c, platform=platform)
+                ran.append(label)
+    assert len(ran) >= 3, ran
+
+
+def test_dtypes_that_differ_are_promoted_by_the_operation():
+    c = dict(OPTIONS["flash_attention"])["plain"]
+    arrays = {**c.arrays, "key": narrow(c.arrays["key"])}
+    with jax.numpy_dtype_promotion("strict"):
+        strict = jax.make_jaxpr(lambda a: modules.flash_attention(**a))(arrays)
+    assert str(strict) == str(jax.make_jaxpr(lambda a: modules.flash_attention(**a))(arrays))
