@@ -156,3 +156,24 @@ def test_cum_seqlens_beside_a_mask_with_its_own_positions():
 def test_bad_arguments(arguments, error, text):
     with pytest.raises(error, match=text):
         combine_masks(**arguments, q_len=4, kv_len=5)
+
+
+def test_positions_are_found_in_either_order():
+    placed = MaskInfo(q_positions=IDS[:, ::-1] * 2 + 1, kv_positions=IDS * 2)
+    others = (
+        MaskInfo(sliding_window=(2, 1)),
+        MaskInfo(causal=True, causal_offset=1),
+        MaskInfo.from_segments(IDS),
+        MaskInfo(attention_mask=np.ones((1, 1, 6, 6), bool)),
+    )
+    for a in (placed, placed.replace(sliding_window=(3, 3)), placed.replace(causal=True)):
+        for b in others:
+            masks = [a & b, b & a]
+            for call in ({}, {"causal": True}, {"sliding_window": 1}, {"chunk_size": 2}):
+                sizes = {"q_len": 6, "kv_len": 6}
+                one, two = (combine_masks(m, **call, **sizes) for m in masks)
+                want = combine_masks(a, **call, **sizes) & b
+                for mask in (one, two):
+                    np.testing.assert_array_equal(dense_of(mask, 6, 6), dense_of(want, 6, 6))
+            one, two = (dense_of(m.apply_causal(), 6, 6) for m in masks)
+            np.testing.assert_array_equal(one, two)

@@ -12,6 +12,7 @@ from ejkernel.types.errors import invalid
 from ejkernel.types.fields import (
     NO_RULE,
     check_sizes,
+    is_placed,
     lengths_of,
     per_head,
     rule_fields,
@@ -25,17 +26,24 @@ if TYPE_CHECKING:
 
 def apply_rule(mask: MaskInfo, rule: Rule) -> MaskInfo:
     """AND ``rule`` over the mask's positions; dense if its offset is not the stored one."""
-    stored = mask.rule
+    parts = list(mask.conjuncts)
+    at = next((i for i, part in enumerate(parts) if is_placed(part)), 0)
+    parts[at] = _with_rule(parts[at], rule, mask)
+    return with_private(parts[0], _and=tuple(parts[1:]))
+
+
+def _with_rule(part: MaskInfo, rule: Rule, whole: MaskInfo) -> MaskInfo:
+    stored = part.rule
     same_offset = stored.trivial or stored.offset == rule.offset
     merged = stored.merge(rule) if same_offset else None
     if merged is not None:
-        return with_private(mask, **rule_fields(merged))
-    q_len, kv_len = resolve_lengths(mask, None, None)
-    only = with_private(mask, attention_mask=None, q_segment_ids=None, kv_segment_ids=None)
+        return with_private(part, **rule_fields(merged))
+    q_len, kv_len = resolve_lengths(whole, None, None)
+    only = with_private(part, attention_mask=None, q_segment_ids=None, kv_segment_ids=None)
     new = dense_part(with_private(only, **rule_fields(rule)), q_len, kv_len)
-    if mask.attention_mask is not None:
-        new = as_bool(mask.attention_mask) & new
-    return with_private(mask, attention_mask=new, _broadcast=False)
+    if part.attention_mask is not None:
+        new = as_bool(part.attention_mask) & new
+    return with_private(part, attention_mask=new, _broadcast=False)
 
 
 def _kept_rows(part: MaskInfo, rows: Any, inside: Any, total: int | None) -> MaskInfo:

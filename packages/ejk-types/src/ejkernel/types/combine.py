@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.types.arrays import as_bool, mask_array, namespace
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import AXES, NO_RULE, check_sizes, rule_fields, with_private
+from ejkernel.types.fields import AXES, NO_RULE, check_sizes, is_placed, placed_conjunct, rule_fields, with_private
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.rules import both
 from ejkernel.types.segments import cu_seqlens_mask_fields
@@ -45,12 +45,11 @@ def _try_segments(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
 
 
 def _try_rule(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+    # positions without a rule are kept: a function's own rules count by them
     positions = {"q_positions": new.q_positions, "kv_positions": new.kv_positions}
-    if new.rule.trivial:
-        # positions that no rule uses yet are worth keeping only where they change nothing
-        free = mask.rule.trivial and mask.q_positions is None and mask.kv_positions is None
-        return with_private(mask, **positions) if free else mask
-    if mask.rule.trivial:
+    if new.rule.trivial and not is_placed(new):
+        return mask
+    if mask.rule.trivial and not is_placed(mask):
         return with_private(mask, **positions, **rule_fields(new.rule))
     if not all(getattr(mask, name) is value for name, value in positions.items()):
         return None
@@ -202,7 +201,8 @@ def combine_masks(
             packed = with_private(packed, **_NO_POSITIONS)
         result = packed if mask_info is None else intersect(packed, result)
     elif not own.rule.trivial:
-        positions = {"q_positions": result.q_positions, "kv_positions": result.kv_positions}
+        ruler = placed_conjunct(result)
+        positions = {"q_positions": ruler.q_positions, "kv_positions": ruler.kv_positions}
         result = intersect(result, with_private(own, **positions))
     if attention_mask is not None:
         extra = _from_mask_argument(attention_mask, q_len, kv_len)

@@ -231,6 +231,16 @@ def per_head(tokens: Any) -> Any:
     return tokens if tokens is None or tokens.ndim == 3 else tokens[:, None]
 
 
+def is_placed(part: Any) -> bool:
+    """Whether positions are given, for queries or for keys."""
+    return part.q_positions is not None or part.kv_positions is not None
+
+
+def placed_conjunct(mask: Any) -> Any:
+    """The first conjunct with positions, by which further rules count; else the mask itself."""
+    return next((part for part in mask.conjuncts if is_placed(part)), mask)
+
+
 def lengths_of(mask: Any) -> Lengths:
     """Axis sizes from any array of the mask and of its joined masks."""
     found: dict[str, int] = {}
