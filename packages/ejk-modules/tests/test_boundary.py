@@ -119,6 +119,15 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("seed", "same"), [(2**64, 0), (2**64 + 7, 7), (-1, 2**32 - 1)])
+def test_seeds_count_modulo_2_to_the_32(seed, same):
+    x = ones(1, 4, 2, 8)
+    one, two = (
+        modules.flash_attention(x, x, x, dropout_prob=0.5, dropout_seed=s) for s in (seed, same)
+    )
+    np.testing.assert_array_equal(one, two)
+
+
 @pytest.mark.parametrize(("operation", "argument", "value", "message"), WRONG)
 def test_wrong_arrays_and_classes(operation, argument, value, message):
     error = raises(InvalidArgument, message, operation, **{argument: value})

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.types import InvalidArgument, MaskInfo
+from ejkernel.types import InvalidArgument, MaskInfo, prepare_mask
 from ejktest.masks import dense_of
 
 IDS = np.array([[0, 0, 1, 1, -1, -1]], np.int32)
@@ -297,3 +297,45 @@ def test_visualize(capsys):
         packed.visualize(charset="emoji")
     with pytest.raises(ValueError, match="batch"):
         MaskInfo.from_lengths(np.array([1, 2]), max_q_len=4).visualize(batch=2)
+
+
+@pytest.mark.parametrize("wrong", [2**32, -(2**31) - 1, 2**63 - 1])
+@pytest.mark.parametrize("name", ["q_segment_ids", "kv_positions"])
+def test_indices_that_int32_does_not_hold_are_refused(name, wrong):
+    given = {name: np.array([[0, wrong]], np.int64)}
+    if name == "q_segment_ids":
+        given["kv_segment_ids"] = np.zeros((1, 2), np.int64)
+    with pytest.raises(ValueError, match=f"{name}: given {wrong}, expected values that fit int32"):
+        MaskInfo(**given)
+    with pytest.raises(ValueError, match="q_segment_ids: given 2147483648"):
+        MaskInfo.from_segments(np.array([[2**31]], np.uint32))
+    assert MaskInfo.from_segments(np.array([[2**31 - 1]], np.uint64)).q_len == 1
+
+
+@pytest.mark.parametrize("base", [2**31 - 7, 2 - 2**31])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"causal": True, "causal_offset": 2},
+        {"causal": True, "causal_offset": -2},
+        {"sliding_window": (2, 1)},
+        {"sliding_window": (0, 3), "causal_offset": 1},
+        {"chunk_size": 4, "causal": True},
+    ],
+)
+def test_positions_at_the_ends_of_int32(base, rule):
+    near = np.arange(6, dtype=np.int64)[None]
+    mask = MaskInfo(q_positions=near + base, kv_positions=near + base, **rule)
+    # the same distances, and the same chunks, far from the ends
+    far = near + base % (rule.get("chunk_size") or 1) + 64
+    want = MaskInfo(q_positions=far, kv_positions=far, **rule)
+    want = want.get_or_compute_attention_mask()
+    np.testing.assert_array_equal(mask.get_or_compute_attention_mask(), want)
+    sizes = {"q_len": 6, "kv_len": 6, "block_q": 6, "block_kv": 6}
+    traced = jax.jit(lambda m: prepare_mask(m, **sizes).tile(0, 0))
+    np.testing.assert_array_equal(traced(mask), want)
+    kind = mask.block_summary(2, 2).kind
+    for (i, j), block in np.ndenumerate(np.asarray(kind)[0, 0]):
+        tile = want[0, 0, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
+        assert block != 0 or not tile.any()
+        assert block != 2 or tile.all()

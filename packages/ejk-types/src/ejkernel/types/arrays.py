@@ -77,10 +77,28 @@ def as_bool(x: Any) -> Any:
 
 
 def int_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
-    """``x`` as int32 after checking class, dtype and rank; ``axes`` words the error."""
+    """``x`` as int32 after checking class, dtype and rank; ``axes`` words the error.
+
+    Raises:
+        InvalidArgument: no integer array of one of the ``ranks``.
+        ValueError: a numpy array holds what int32 does not.
+    """
     if not is_integer_array(x) or x.ndim not in ranks:
         raise invalid(argument, f"integer{axes}", x)
+    check_int32(x, argument)
     return cast(x, np.int32)
+
+
+def check_int32(x: Any, argument: str) -> None:
+    """ValueError if a numpy array of a wider integer dtype holds what int32 does not."""
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
+        return
+    if np.can_cast(x.dtype, np.int32):
+        return
+    wrong = x[(x < -(2**31)) | (x > 2**31 - 1)]
+    if wrong.size:
+        value = int(wrong.flat[0])
+        raise ValueError(f"{argument}: given {value}, expected values that fit int32")
 
 
 def mask_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:

@@ -9,7 +9,15 @@ import numpy as np
 
 from ejkernel.types.arrays import as_bool, mask_array, namespace
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import AXES, NO_RULE, check_sizes, is_placed, placed_conjunct, rule_fields, with_private
+from ejkernel.types.fields import (
+    AXES,
+    NO_RULE,
+    check_sizes,
+    is_placed,
+    placed_conjunct,
+    rule_fields,
+    with_private,
+)
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.rules import both
 from ejkernel.types.segments import cu_seqlens_mask_fields

@@ -53,6 +53,20 @@ def _clamp(distance: int) -> int:
     return max(-MAX_DISTANCE, min(MAX_DISTANCE, distance))
 
 
+def shifted(position: Any, distance: int) -> Any:
+    """``position + distance``, held at the ends of int32 where that is the dtype.
+
+    A bound past an end is that end, so a position of exactly -2**31 or 2**31 - 1 may pass it.
+    """
+    if isinstance(position, int) or position.dtype.itemsize > 4:
+        return position + distance
+    if distance > 0:
+        position = smallest(position, 2**31 - 1 - distance)
+    elif distance < 0:
+        position = largest(position, -(2**31) - distance)
+    return position + distance
+
+
 def window_tuple(window: Any, argument: str = "sliding_window") -> tuple[int, int] | None:
     """``(left, right)`` of an int or a pair; negative -> ValueError."""
     if window is None:
@@ -92,22 +106,22 @@ class Rule:
 
     def key_bounds(self, p: Any) -> tuple[Any, Any]:
         """Inclusive (lo, hi) of the key positions that query position ``p`` sees; None = open."""
-        lo = None if self.low_distance is None else p + self.low_distance
-        hi = None if self.high_distance is None else p + self.high_distance
+        lo = None if self.low_distance is None else shifted(p, self.low_distance)
+        hi = None if self.high_distance is None else shifted(p, self.high_distance)
         if self.chunk is not None:
             chunk = min(self.chunk, MAX_DISTANCE)
-            start = (p + _clamp(self.offset)) // chunk * chunk
-            lo, hi = largest(lo, start), smallest(hi, start + (chunk - 1))
+            start = shifted(p, _clamp(self.offset)) // chunk * chunk
+            lo, hi = largest(lo, start), smallest(hi, shifted(start, chunk - 1))
         return lo, hi
 
     def query_bounds(self, r: Any) -> tuple[Any, Any]:
         """Inclusive (lo, hi) of the query positions that see key position ``r``; None = open."""
-        lo = None if self.high_distance is None else r - self.high_distance
-        hi = None if self.low_distance is None else r - self.low_distance
+        lo = None if self.high_distance is None else shifted(r, -self.high_distance)
+        hi = None if self.low_distance is None else shifted(r, -self.low_distance)
         if self.chunk is not None:
             chunk = min(self.chunk, MAX_DISTANCE)
-            start = r // chunk * chunk - _clamp(self.offset)
-            lo, hi = largest(lo, start), smallest(hi, start + (chunk - 1))
+            start = shifted(r // chunk * chunk, -_clamp(self.offset))
+            lo, hi = largest(lo, start), smallest(hi, shifted(start, chunk - 1))
         return lo, hi
 
     def visible(self, p: Any, r: Any) -> Any:

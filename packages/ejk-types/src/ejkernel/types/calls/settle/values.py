@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.types import arrays
 from ejkernel.types.calls.settle.errors import invalid, out_of_range
 
 Arguments = dict[str, Any]
@@ -28,22 +29,15 @@ def known(value: Any) -> Any:
 def seed_to_array(a: Arguments, name: str = "dropout_seed") -> None:
     """A Python or numpy seed becomes an int32 array, so that new seeds compile nothing."""
     value = known(a.get(name))
-    if value is not None and value.dtype.kind in "iu" and value.ndim == 0:
+    whole = value is not None and value.dtype.kind in "iuO" and value.ndim == 0
+    if whole:  # a Python int that no integer dtype holds is an object to numpy
         a[name] = np.asarray(int(value) & 0xFFFFFFFF, np.uint32).view(np.int32)
 
 
 def check_int32(a: Arguments, *names: str) -> None:
     """Indices of a wider dtype keep their values as int32."""
-    low, high = -(2**31), 2**31 - 1
     for name in names:
-        value = a[name]
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
-            continue
-        if np.can_cast(value.dtype, np.int32):
-            continue
-        wrong = value[(value < low) | (value > high)]
-        if wrong.size:
-            raise out_of_range(name, "values that fit int32", int(wrong.flat[0]))
+        arrays.check_int32(a[name], name)
 
 
 def integers_to_arrays(a: Arguments, *names: str) -> None:
