@@ -35,8 +35,11 @@ _ERRORS = (
 )
 _EXECUTOR = ("create_default_executor", "explain", "get_default_executor", "supports")
 
+_ADAPTERS = ("equinox_attention", "flax_attention")
+
 _WHERE: dict[str, tuple[str, str]] = {
     **exports(),
+    **{name: ("ejkernel.modules.adapters", name) for name in _ADAPTERS},
     **{name: ("ejkernel.ops", name) for name in _ERRORS},
     **{name: ("ejkernel.modules._executor", name) for name in _EXECUTOR},
 }
@@ -82,6 +85,8 @@ if TYPE_CHECKING:
     from ejkernel.modules._executor import explain as explain
     from ejkernel.modules._executor import get_default_executor as get_default_executor
     from ejkernel.modules._executor import supports as supports
+    from ejkernel.modules.adapters import equinox_attention as equinox_attention
+    from ejkernel.modules.adapters import flax_attention as flax_attention
     from ejkernel.modules.operations.attention import Attention as Attention
     from ejkernel.modules.operations.attention import attention as attention
     from ejkernel.modules.operations.blocksparse_attention import (
