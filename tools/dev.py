@@ -35,7 +35,7 @@ COMMANDS = {
     "cov": "run the test suite with coverage",
     "readme": "run the examples in the READMEs",
     "isolate": "run one package's tests with only its declared dependencies: isolate types",
-    "release": "check and build one package, print the tag to push: release ejk-ops",
+    "release": "check one package and build its tagged version: release ejk-ops",
     "wheels": "build all wheels, install them in clean environments, import and try them",
     "run": "any hatch script or program in the environment: run python",
     "clean": "remove .venv/",
@@ -197,13 +197,14 @@ def prepare(home, python, hatch, env):
             tool.write_text(identity)
         (home / "index.json").write_text(json.dumps(index_settings(env)))
         env = environment(home)
+        if run([str(python), "tools/release.py", "--all", "--ranges"], env):
+            raise SetupError("packages of the workspace exclude each other's versions (see above)")
         say("[2/2] building the environment (JAX, Triton, test tools; about 2 GB on first use)")
         shutil.rmtree(str(home / "data" / "env"), ignore_errors=True)
         if run([str(hatch), "env", "create", "default"], env):
             raise SetupError(
                 "the environment could not be built (see above). Usual causes: no network or an "
-                "index that uv does not know (UV_DEFAULT_INDEX), a full disk, or a package whose "
-                "declared range excludes the version of a sibling in packages/."
+                "index that uv does not know (UV_DEFAULT_INDEX), or a full disk."
             )
         stamp.write_text(wanted)
 

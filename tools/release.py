@@ -1,13 +1,15 @@
 """Check and build one package for release: ``release.py ejk-ops``.
 
 Checks that the version and the top heading of the changelog agree, that every dependent in the
-workspace admits the new version and the package admits its siblings' versions, builds sdist and
-wheel, checks that the wheel holds only its own part of the namespace, and prints the tag to push.
-Packages are released one at a time; a breaking change in one is refused until the ranges of its
-dependents say that they have been adapted.
+workspace admits the new version and the package admits its siblings' versions. What is built is
+the commit that the version's tag names and nothing else: a dirty tree is refused, a version without
+a tag gets the line that tags it, and files that git does not know never reach a build. The wheel
+holds only its own part of the namespace and is imported once. Packages are released one at a time;
+a breaking change in one is refused until the ranges of its dependents say that they were adapted.
 
-    release.py PACKAGE [--out DIR]     check, build, print the tag
-    release.py --all --check           the same checks for all six, without building
+    release.py PACKAGE [--out DIR]     check and build the tagged version, or print the tag to make
+    release.py --all --check           the checks of versions for all six, without git or building
+    release.py --all --ranges          of those, whether the packages admit each other
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +32,7 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADING = re.compile(r"^## +\[?([^\]\s]+)", re.MULTILINE)
+RELATIVE_LINK = re.compile(r"\]\((?!https?://|#)[^)]*\)")
 ASSIGNMENT = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 
 
@@ -100,7 +105,7 @@ def version_problems(package: Package) -> list[str]:
 
 def range_problems(package: Package, workspace: dict[str, Package]) -> list[str]:
     """Siblings whose range excludes this version, and siblings this package's range excludes."""
-    problems = []
+    problems: list[str] = []
     for dependent in workspace.values():
         for need in dependent.requirements:
             target = workspace.get(need.name)
@@ -109,13 +114,32 @@ def range_problems(package: Package, workspace: dict[str, Package]) -> list[str]
             if not need.specifier.contains(target.version, prereleases=True):
                 problems.append(
                     f"{dependent.name} {dependent.version} asks for "
-                    f"{need.name}{need.specifier}, which excludes {target.version}"
+                    f"{need.name}{need.specifier}, which excludes {target.version}: adapt it, then "
+                    f"raise the range in packages/{dependent.folder.name}/pyproject.toml"
                 )
     return problems
 
 
+def readme_problems(package: Package) -> list[str]:
+    """Links that lead nowhere on a package index."""
+    links = RELATIVE_LINK.findall((package.folder / "README.md").read_text())
+    return [f"{package.name}: README.md has the relative link {link[1:]}" for link in links]
+
+
+def problems_of(
+    packages: Iterable[Package], workspace: dict[str, Package], *, ranges_only: bool = False
+) -> list[str]:
+    """Everything that stands in the way of releasing these, each once."""
+    found: list[str] = []
+    for package in packages:
+        found += range_problems(package, workspace)
+        if not ranges_only:
+            found += version_problems(package) + readme_problems(package)
+    return list(dict.fromkeys(found))
+
+
 def check(package: Package, workspace: dict[str, Package]) -> None:
-    problems = version_problems(package) + range_problems(package, workspace)
+    problems = problems_of([package], workspace)
     if problems:
         raise ReleaseError("\n".join(problems))
 
@@ -158,6 +182,28 @@ def sdist_problems(package: Package, sdist: Path) -> list[str]:
     return [f"{sdist.name} lacks {name}" for name in wanted if name not in names]
 
 
+IMPORT = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+module = importlib.import_module(sys.argv[2])
+assert module.__file__.startswith(sys.argv[1]), f"imported {module.__file__}"
+assert module.__version__ == sys.argv[3], f"its version is {module.__version__}"
+"""
+
+
+def import_problems(package: Package, wheel: Path) -> list[str]:
+    """What importing the wheel says, beside the siblings of this environment."""
+    name = package.portion.replace("/", ".")
+    with tempfile.TemporaryDirectory(prefix="ejkernel-wheel-") as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        command = [sys.executable, "-c", IMPORT, folder, name, package.version]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode == 0:
+        return []
+    return [f"{wheel.name}: import {name} fails\n{done.stderr}"]
+
+
 def build_checked(package: Package, out: Path) -> list[Path]:
     sdist, wheel = build(package, out)
     problems = wheel_problems(package, wheel) + sdist_problems(package, sdist)
@@ -166,9 +212,50 @@ def build_checked(package: Package, out: Path) -> list[Path]:
     return [sdist, wheel]
 
 
-def tag_exists(tag: str) -> bool:
-    command = ["git", "tag", "--list", tag]
-    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip())
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise ReleaseError(f"git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def tagged_commit(package: Package) -> str:
+    """The commit to build: HEAD, which the version's tag names.
+
+    Raises:
+        ReleaseError: something is not committed, or the tag is missing or elsewhere.
+    """
+    changed = git("status", "--porcelain", "--untracked-files=all")
+    if changed:
+        raise ReleaseError(f"the tree has changes that are in no commit:\n{changed}")
+    head = git("rev-parse", "HEAD")
+    if not git("tag", "--list", package.tag):
+        raise ReleaseError(
+            f"{package.name} {package.version} has no tag. Tag the commit and run this again:\n"
+            f"git tag {package.tag} {head} && git push origin {package.tag}"
+        )
+    tagged = git("rev-parse", f"{package.tag}^{{commit}}")
+    if tagged != head:
+        raise ReleaseError(
+            f"{package.tag} names {tagged[:12]}, HEAD is {head[:12]}: check the tag out, or raise "
+            "the version"
+        )
+    return head
+
+
+def build_commit(package: Package, commit: str, out: Path) -> list[Path]:
+    """Build from the files of a commit, so that nothing else of the folder gets in."""
+    with tempfile.TemporaryDirectory(prefix="ejkernel-release-") as scratch:
+        archive = Path(scratch) / "commit.tar"
+        git("archive", "--output", str(archive), commit)
+        with tarfile.open(archive) as files:
+            files.extractall(Path(scratch) / "tree", filter="data")
+        inside = Path(scratch) / "tree" / package.folder.relative_to(ROOT)
+        built = build_checked(read_package(inside), out)
+        problems = import_problems(package, built[1])
+        if problems:
+            raise ReleaseError("\n".join(problems))
+        return built
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -176,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("package", nargs="*", help="distribution names, such as ejk-ops")
     parser.add_argument("--all", action="store_true", help="every package of the workspace")
     parser.add_argument("--check", action="store_true", help="check only, build nothing")
+    parser.add_argument("--ranges", action="store_true", help="check ranges only, build nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the builds")
     options = parser.parse_args(argv)
     workspace = read_workspace(ROOT)
@@ -183,19 +271,17 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [name for name in names if name not in workspace]
     if unknown or not names:
         parser.error(f"name one or more of {', '.join(workspace)}")
+    packages = [workspace[name] for name in names]
     try:
-        for package in map(workspace.__getitem__, names):
-            check(package, workspace)
+        problems = problems_of(packages, workspace, ranges_only=options.ranges)
+        if problems:
+            raise ReleaseError("\n".join(problems))
+        for package in packages if not options.ranges else ():
             if options.check:
                 print(f"{package.name} {package.version}: version, changelog and ranges agree")
                 continue
-            for path in build_checked(package, options.out):
+            for path in build_commit(package, tagged_commit(package), options.out):
                 print(path)
-            if options.all:
-                continue
-            if tag_exists(package.tag):
-                raise ReleaseError(f"{package.tag} exists already: raise the version")
-            print(f"git tag {package.tag} && git push origin {package.tag}")
     except ReleaseError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1

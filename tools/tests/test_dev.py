@@ -206,7 +206,7 @@ def test_an_environment_that_cannot_be_built_is_tried_again(monkeypatch, tmp_pat
     recorder = Recorder(["env", "create"])
     monkeypatch.setattr(dev, "run", recorder)
     for _ in range(2):
-        with pytest.raises(dev.SetupError, match="excludes the version of a sibling"):
+        with pytest.raises(dev.SetupError, match="could not be built"):
             dev.prepare(home, home / "hatch/bin/python", home / "hatch/bin/hatch", {})
     assert sum("create" in command for command in recorder.commands) == 2
     assert sum("install" in command for command in recorder.commands) == 1
@@ -233,3 +233,13 @@ def test_pip_mirrors_are_used_by_uv_too(monkeypatch):
         "UV_FIND_LINKS": "/wheels",
         "SSL_CERT_FILE": "/etc/ca.pem",
     }
+
+
+def test_packages_that_exclude_each_other_are_named_before_the_resolver_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    home = tmp_path / ".venv" / "py"
+    recorder = Recorder(["tools/release.py", "--ranges"])
+    monkeypatch.setattr(dev, "run", recorder)
+    with pytest.raises(dev.SetupError, match="exclude each other"):
+        dev.prepare(home, home / "hatch/bin/python", home / "hatch/bin/hatch", {})
+    assert not any("create" in command for command in recorder.commands)

@@ -1,9 +1,13 @@
+import re
 import shutil
+import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import not_installable
 import release
 
 ROOT = Path(release.__file__).resolve().parent.parent
@@ -131,13 +135,101 @@ def test_a_namespace_init_in_a_wheel_is_refused(workspace, tmp_path):
     assert "lacks ejkernel/kernels/pallas/py.typed" in str(refused.value)
 
 
-def test_command_line(workspace, tmp_path, monkeypatch, capsys):
+def test_command_line(workspace, monkeypatch, capsys):
     monkeypatch.setattr(release, "ROOT", workspace)
-    assert release.main(["ejk-types", "--out", str(tmp_path / "dist")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("git tag ejk-types-v")
-    bump(workspace, "ejk-types", "0.2.0")
-    assert release.main(["--all", "--check"]) == 1
-    assert "refused: ejk-kernels-pallas 0.1.0 asks for ejk-types~=0.1.0" in capsys.readouterr().err
+    assert release.main(["--all", "--check"]) == 0
+    assert "ejk-types 0.1.0: version, changelog and ranges agree" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         release.main(["ejk-type"])
     assert "name one or more of ejk-kernels-pallas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--all", "--check"], ["--all", "--ranges"], ["ejk-ops"]])
+def test_an_incompatible_bump_lists_every_dependent(workspace, monkeypatch, capsys, options):
+    monkeypatch.setattr(release, "ROOT", workspace)
+    bump(workspace, "ejk-ops", "0.2.0")
+    assert release.main(options) == 1
+    error = capsys.readouterr().err
+    for name in ("ejk-kernels-xla", "ejk-kernels-triton", "ejk-kernels-pallas", "ejk-modules"):
+        assert f"{name} 0.1.0 asks for ejk-ops~=0.1.0" in error
+        assert f"raise the range in packages/{name}/pyproject.toml" in error
+
+
+def test_links_that_lead_nowhere_on_an_index_are_refused(workspace):
+    members = release.read_workspace(workspace)
+    readme = workspace / "packages/ejk-types/README.md"
+    readme.write_text("[a](https://example.org) [b](#use) [c](../../docs/masks.md)\n")
+    assert release.readme_problems(members["ejk-types"]) == [
+        "ejk-types: README.md has the relative link (../../docs/masks.md)"
+    ]
+
+
+@pytest.fixture
+def repository(workspace, monkeypatch):
+    """The workspace as a git repository; ejk-ops can be imported."""
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(release, "ROOT", workspace)
+    source = workspace / "packages/ejk-ops/src/ejkernel/ops/__init__.py"
+    source.write_text("from ejkernel.ops._version import __version__\n")
+    git("init", "-q")
+    git("config", "user.name", "tester")
+    git("config", "user.email", "tester@example.org")
+    commit("first")
+    return workspace
+
+
+def git(*words):
+    subprocess.run(["git", *words], cwd=release.ROOT, check=True, capture_output=True)
+
+
+def commit(message):
+    git("add", "-A")
+    git("commit", "-qm", message)
+
+
+def refused(capsys, *options):
+    assert release.main(list(options)) == 1
+    return capsys.readouterr().err
+
+
+def test_a_release_is_the_tagged_commit_and_nothing_else(repository, tmp_path, capsys):
+    out = tmp_path / "elsewhere"
+    error = refused(capsys, "ejk-ops", "--out", str(out))
+    head = release.git("rev-parse", "HEAD")
+    assert f"git tag ejk-ops-v0.1.0 {head} && git push origin ejk-ops-v0.1.0" in error
+    git("tag", "ejk-ops-v0.1.0", head)
+
+    stray = repository / "packages/ejk-ops/src/ejkernel/ops/notes.txt"
+    stray.write_text("not for the world")
+    assert "ejkernel/ops/notes.txt" in refused(capsys, "ejk-ops", "--out", str(out))
+    (repository / ".gitignore").write_text("notes.txt\n.gitignore\n")  # now git is silent
+    assert release.main(["ejk-ops", "--out", str(out)]) == 0
+    with zipfile.ZipFile(out / "ejk_ops-0.1.0-py3-none-any.whl") as archive:
+        assert not any("notes" in name for name in archive.namelist())
+
+    stray.unlink()
+    (repository / "new.txt").write_text("")
+    commit("second")
+    assert "names " + head[:12] in refused(capsys, "ejk-ops")
+
+
+def test_a_wheel_that_cannot_be_imported_is_refused(repository, tmp_path, capsys):
+    source = repository / "packages/ejk-ops/src/ejkernel/ops/__init__.py"
+    source.write_text(source.read_text() + "import ejkernel.ops.forgotten\n")
+    commit("broken")
+    git("tag", "ejk-ops-v0.1.0")
+    error = refused(capsys, "ejk-ops", "--out", str(tmp_path / "elsewhere"))
+    assert "import ejkernel.ops fails" in error and "ejkernel.ops.forgotten" in error
+
+
+def test_the_root_says_what_to_install():
+    system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+    assert system["build-backend"] == not_installable.__name__
+    for hook in ("prepare_metadata_for_build_wheel", "build_wheel", "build_editable"):
+        with pytest.raises(SystemExit) as refused:
+            getattr(not_installable, hook)("wheels")
+    named = {Path(name).name for name in re.findall(r"\./packages/\S+", str(refused.value))}
+    members = release.read_workspace(ROOT)
+    needed = {need.name for need in members["ejk-modules"].requirements if need.name in members}
+    assert named == needed - {"ejk-kernels-triton", "ejk-modules"} | {"ejk-modules"}
