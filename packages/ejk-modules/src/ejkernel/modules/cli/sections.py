@@ -104,7 +104,8 @@ def against_the_bound(benches: Sequence[Record]) -> str:
     """Dot plots: each contender's share of what the machine can do."""
     parts = []
     for record in benches:
-        rows = [r for r in record["rows"] if r.get("percent_of_limit") is not None]
+        timed = [r for r in record["rows"] if r.get("ms") is not None]
+        rows = [r for r in timed if r.get("percent_of_limit") is not None]
         if rows:
             parts.append(_bound_plot(record, rows))
     if not parts:
