@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Generator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ejkernel.modules.cli.interrupt import Interrupts
 from ejkernel.modules.cli.output import Output, make_output
@@ -120,7 +120,7 @@ def _warnings_in_a_line(out: Output) -> Generator[None]:
         else:
             before(message, category, *where, **how)
 
-    warnings.showwarning = show
+    warnings.showwarning = cast(Any, show)
     try:
         yield
     finally:

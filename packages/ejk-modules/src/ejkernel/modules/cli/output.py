@@ -81,7 +81,7 @@ class Output:
     def checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
         """``(status, what, found, fix)`` per line; the fix only where something is wrong."""
         if not self.json:
-            self._checks([tuple(map(printable, row)) for row in rows])
+            self._checks([(a, printable(b), printable(c), printable(d)) for a, b, c, d in rows])
 
     def note(self, text: str) -> None:
         """A remark, on standard error also with ``--json``."""
