@@ -1,8 +1,12 @@
 """Online softmax in base 2, one tile at a time.
 
-With x2 = x * log2(e) the running state of a row is its maximum m, the sum l of exp2(x2 - m) over
-the keys seen, and the equally scaled output. A tile with no visible key has maximum -inf; the
-guard keeps -inf - -inf from making a NaN.
+The running state of a row is its maximum m, the sum l of exp2((x - m) * slope) over the keys seen,
+and the equally scaled output. A tile with no visible key has maximum -inf; the guard keeps
+-inf - -inf from making a NaN.
+
+x - m is subtracted before it is scaled: the largest logit then adds exactly 1, however large it
+is. One multiply-add of x * slope - m * slope would leave what the rounding of m * slope lost, 512
+at a logit of 1e10.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3;
 Dao, "FlashAttention-2" (2023), section 3.1.
@@ -18,22 +22,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax(x, m, l, scale, SCALED: tl.constexpr, GUARD: tl.constexpr):  # noqa: E741
+def online_softmax(x, m, l, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):  # noqa: E741
     """One tile: returns (p, m, l, alpha), alpha being the factor for what was summed before.
 
-    ``x`` is in base 2 when SCALED; else it is multiplied by the positive ``scale`` here, where
-    the product is one fused multiply-add with the subtraction of the maximum. GUARD: rows may be
-    empty so far.
+    ``slope`` brings x to base 2: a positive number, PER_ROW one for each. x must not be a product
+    that may be rounded anew in each of its uses. GUARD: rows may be empty so far.
     """
-    if SCALED:
-        m_new = tl.maximum(m, tl.max(x, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
-        p = tl.exp2(x - base[:, None])
+    m_new = tl.maximum(m, tl.max(x, 1))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
+    if PER_ROW:
+        p = tl.exp2((x - base[:, None]) * slope[:, None])
     else:
-        m_new = tl.maximum(m, tl.max(x, 1) * scale)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
-        p = tl.exp2(x * scale - base[:, None])
-    alpha = tl.exp2(m - base)
+        p = tl.exp2((x - base[:, None]) * slope)
+    alpha = tl.exp2((m - base) * slope)
     return p, m_new, l * alpha + tl.sum(p, 1), alpha
 
 

@@ -76,16 +76,16 @@ def _attend(static: Static, q, k, v, bias, sink, mask, seed):
 
 def _attend_fwd(static: Static, q, k, v, bias, sink, mask, seed):
     tensors = dict(q=q, k=k, v=v, sink=sink, bias=bias, seed=seed)
-    o, lse = _run(ForwardPlan, static, static.fwd, mask, tensors)
-    return (o, lse), (q, k, v, bias, sink, mask, seed, o, lse)
+    o, lse, *rows = _run(ForwardPlan, static, static.fwd, mask, tensors)
+    return (o, lse), (q, k, v, bias, sink, mask, seed, o, lse, *rows)
 
 
 def _attend_bwd(static: Static, residuals, cotangents):
-    q, k, v, bias, sink, mask, seed, o, lse = residuals
+    q, k, v, bias, sink, mask, seed, o, lse, base, *rest = residuals
     do, dlse = cotangents
     delta = softmax.row_delta(o, do, dlse)
-    row_lse, row_delta = row_terms(static.problem, lse, delta)
-    tensors = dict(q=q, k=k, v=v, do=do, lse=row_lse, delta=row_delta, bias=bias, seed=seed)
+    terms = row_terms(static.problem, do, delta, *(rest or [None]))
+    tensors = dict(q=q, k=k, v=v, base=base, **terms, bias=bias, seed=seed)
     (dq,) = _run(DqPlan, static, static.dq, mask, tensors)
     grads = {}
     for parts, part_tiles in static.dkv:

@@ -23,6 +23,7 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     load_bias,
     load_rows,
     mask_unseen,
+    probabilities,
     tile_logits,
 )
 
@@ -33,7 +34,7 @@ def flash_bwd_dbias(
     k,
     v,
     do,
-    lse,
+    base,
     delta,
     q_ids,
     kv_ids,
@@ -62,7 +63,6 @@ def flash_bwd_dbias(
     slope,
     grad_scale,
     cap_in,
-    bias_scale,
     keep_threshold,
     ids_stride,
     positions_stride,
@@ -87,6 +87,7 @@ def flash_bwd_dbias(
     POSITION_HI: tl.constexpr,
     HAS_FULL: tl.constexpr,
     CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -151,13 +152,13 @@ def flash_bwd_dbias(
             )  # fmt: skip
             dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
         rows = (b * heads + h).to(tl.int64) * q_len
-        row_lse = load_rows(lse + rows, i, q_len, float("inf"), False)[:, None]
+        row_base = load_rows(base + rows, i, q_len, float("inf"), False)[:, None]
         row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
         more = load_bias(
             bias, i, j, i0, j0, b, h, q_len, kv_len, bias_batch, bias_head,
             BIAS_TMA, False, True, False,
         )  # fmt: skip
-        s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
+        s = tile_logits(s, more, scale, cap_in, CAPPED, SCALED)
         if CAPPED:
             steep = cap_slope(s)
         s = mask_unseen(
@@ -166,7 +167,7 @@ def flash_bwd_dbias(
             position_lo, position_hi, mask, mask_batch, mask_head,
             HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, True,
         )  # fmt: skip
-        p = tl.exp2(s * slope - row_lse)
+        p = probabilities(s, row_base, slope, FUSED)
         if CAPPED:
             p = p * steep
         if DROPOUT:

@@ -34,6 +34,7 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     load_bias,
     load_rows,
     mask_unseen,
+    probabilities,
     program_of,
     tile_logits,
 )
@@ -47,7 +48,7 @@ def flash_bwd_dkv(
     v,
     do,
     do_rest,
-    lse,
+    base,
     delta,
     q_ids,
     kv_ids,
@@ -75,7 +76,6 @@ def flash_bwd_dkv(
     slope,
     grad_scale,
     cap_in,
-    bias_scale,
     keep_threshold,
     keep_scale,
     ids_stride,
@@ -106,6 +106,7 @@ def flash_bwd_dkv(
     EVEN_Q: tl.constexpr,
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
     DROPOUT: tl.constexpr,
     DP_LATE: tl.constexpr,
     SCALED: tl.constexpr,
@@ -209,7 +210,7 @@ def flash_bwd_dkv(
                     )  # fmt: skip
                     if (phase == 1) and TMA and not EVEN_Q:
                         do_more = tl.where((i < q_len)[:, None], do_more, 0.0)
-                row_lse = load_rows(lse + rows, i, q_len, float("inf"), EVEN_Q)[None, :]
+                row_base = load_rows(base + rows, i, q_len, float("inf"), EVEN_Q)[None, :]
                 if WANT_DK and not DP_LATE:
                     dp = tl.dot(v_main, tl.trans(do_main), input_precision=PRECISION)
                     if DV_REST > 0:
@@ -219,7 +220,7 @@ def flash_bwd_dkv(
                     # while the product runs
                     row_r, row_s = load_row_words(words, rows, i, q_len)
                     mixed = mixed_words(row_r[None, :], row_s[None, :], j[:, None])
-                s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
+                s = tile_logits(s, more, scale, cap_in, CAPPED, SCALED)
                 if CAPPED and WANT_DK:
                     steep = cap_slope(s)
                 if phase == 1:
@@ -229,7 +230,7 @@ def flash_bwd_dkv(
                         position_lo, position_hi, mask, mask_batch, mask_head,
                         HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, True,
                     )  # fmt: skip
-                p = tl.exp2(s * slope - row_lse)
+                p = probabilities(s, row_base, slope, FUSED)
                 pd = p
                 if DROPOUT:
                     keep = kept(mixed, keep_threshold)

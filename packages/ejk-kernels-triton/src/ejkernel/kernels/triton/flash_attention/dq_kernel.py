@@ -33,6 +33,7 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     load_bias,
     load_rows,
     mask_unseen,
+    probabilities,
     program_of,
     tile_logits,
 )
@@ -46,7 +47,7 @@ def flash_bwd_dq(
     v,
     v_rest,
     do,
-    lse,
+    base,
     delta,
     q_ids,
     kv_ids,
@@ -73,7 +74,6 @@ def flash_bwd_dq(
     slope,
     grad_scale,
     cap_in,
-    bias_scale,
     keep_threshold,
     ids_stride,
     positions_stride,
@@ -101,6 +101,7 @@ def flash_bwd_dq(
     HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
@@ -148,7 +149,7 @@ def flash_bwd_dq(
             DV_REST, False, True, CHECK_DV,
         )  # fmt: skip
     rows = (b * heads + h).to(tl.int64) * q_len
-    row_lse = load_rows(lse + rows, i, q_len, float("inf"), False)[:, None]
+    row_base = load_rows(base + rows, i, q_len, float("inf"), False)[:, None]
     row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
     if DROPOUT:
         row_r, row_s = load_row_words(words, rows, i, q_len)
@@ -203,7 +204,7 @@ def flash_bwd_dq(
                     v_more = tl.where((j < kv_len)[:, None], v_more, 0.0)
                 dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
 
-            s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
+            s = tile_logits(s, more, scale, cap_in, CAPPED, SCALED)
             if CAPPED:
                 steep = cap_slope(s)
             if phase == 1:
@@ -213,7 +214,7 @@ def flash_bwd_dq(
                     position_lo, position_hi, mask, mask_batch, mask_head,
                     HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
                 )  # fmt: skip
-            p = tl.exp2(s * slope - row_lse)
+            p = probabilities(s, row_base, slope, FUSED)
             if CAPPED:
                 p = p * steep
             if DROPOUT:

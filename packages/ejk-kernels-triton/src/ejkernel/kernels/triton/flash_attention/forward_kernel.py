@@ -38,6 +38,8 @@ from ejkernel.kernels.triton.flash_attention.scores import (
     tile_logits,
 )
 
+LARGE = tl.constexpr(2.0**16)  # from here on what is rounded away moves probabilities by a percent
+
 
 @triton.jit
 def flash_fwd(
@@ -57,6 +59,8 @@ def flash_fwd(
     ranges,
     o,
     lse,
+    base,
+    rest,
     q_len,
     kv_len,
     heads,
@@ -71,10 +75,10 @@ def flash_fwd(
     chunk_offset,
     scale,
     slope,
+    unit,
     shift,
     peak,
     cap_in,
-    bias_scale,
     keep_threshold,
     keep_scale,
     ids_stride,
@@ -104,6 +108,7 @@ def flash_fwd(
     HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
     CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
     FIXED: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
@@ -192,7 +197,7 @@ def flash_fwd(
             if (phase == 1) and TMA and not EVEN_KV:
                 # a descriptor reads on into the next sequence, and 0 * inf is not 0
                 v_main = tl.where((j < kv_len)[:, None], v_main, 0.0)
-            s = tile_logits(s, more, bias_scale, scale, cap_in, CAPPED, SCALED)
+            s = tile_logits(s, more, scale, cap_in, CAPPED, SCALED)
             if phase == 1:
                 s = mask_unseen(
                     s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
@@ -228,24 +233,39 @@ def flash_fwd(
                 acc_more = tl.dot(p, v_more, acc_more, input_precision=PRECISION)
 
     alive = l > 0.0
-    if FIXED:
-        m += peak
-    m = m + shift
+    top = tl.where(alive, m, 0.0) * unit + shift  # the largest logit, as the caller counts them
+    low = tl.where(alive, l, 1.0)
     if sink is not None:
         # one more logit per row, never in the output; a row without keys stays empty
-        s2 = tl.load(sink + b * sink_batch + h) * LOG2E
-        base = tl.where(alive, tl.maximum(m, s2), 0.0)
-        shrink = tl.where(alive, tl.exp2(m - base), 0.0)
-        l = l * shrink + tl.exp2(s2 - base)  # noqa: E741
-        factor = shrink / l
-        m = base
+        extra = tl.load(sink + b * sink_batch + h)
+        whole = tl.maximum(top, extra)
+        above = (whole - top) * LOG2E
+        shrink = tl.exp2(-above)
+        low = low * shrink + tl.exp2((extra - whole) * LOG2E)
+        factor = shrink / low
+        top = whole
+        low = tl.log2(low)
+        less = low + above
     else:
-        factor = 1.0 / tl.where(alive, l, 1.0)
+        factor = 1.0 / low
+        low = tl.log2(low)
+        less = low
     if DROPOUT:
         factor = factor * keep_scale
     factor = tl.where(alive, factor, 0.0)
-    total = (m + tl.log2(tl.where(alive, l, 1.0))) * LN2
-    tl.store(lse + rows + i, tl.where(alive, total, float("-inf")), mask=i < q_len)
+    tl.store(lse + rows + i, tl.where(alive, top + low * LN2, float("-inf")), mask=i < q_len)
+    # lse for the backward kernels: as m, in whose units the largest logit is exact. Beside a large
+    # one log l is rounded away, so with a bias, where rows of one large number are common, it is
+    # stored by itself
+    if rest is not None:
+        large = alive & (tl.abs(m) >= LARGE)
+        tl.store(rest + rows + i, tl.where(large, less, 0.0), mask=i < q_len)
+        less = tl.where(large, 0.0, less)
+    if FIXED:
+        less += peak
+    row_base = (m * slope + less) if FUSED else (m + less / slope)
+    row_base = tl.where(alive, row_base, float("inf"))
+    tl.store(base + rows + i, row_base, mask=i < q_len)
     store_tile(
         o, acc * factor[:, None], q_token, first, q_len, h * DV, heads * DV, DV, BLOCK_Q, DV_MAIN
     )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import In, Launch, Out, TensorMap, merge_leading
 from ejkernel.kernels.triton.flash_attention.dims import split_dim
-from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift
+from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E, Problem
@@ -113,11 +113,11 @@ class AttentionPlan:
         """Arguments and constants every kernel here takes; ``maps``: TMA is used."""
         p, rules = self.problem, self.rules
         biased = p.biased
-        log2_scale = p.scale * LOG2E
         cap = p.soft_cap
         # logits in base 2 are slope * s + shift, s being the products; that takes a positive
-        # scale, and with a bias one whose reciprocal is no surprise
-        scaled = p.scale < 2.0**-20 and (biased or cap is None)
+        # slope: a scale that is not becomes a sign of the products
+        scaled = p.scale <= 0.0 and not biased and cap is None
+        scale = p.scale if biased else -1.0 if p.scale < 0.0 else 0.0
         band, positions = rules.band, rules.position_band
         placed = "q_positions" in self.names
 
@@ -157,10 +157,10 @@ class AttentionPlan:
             "position_hi": positions.hi or 0,
             "chunk": chunk[0] if chunk else None,
             "chunk_offset": chunk[1] if chunk else None,
-            "scale": float(log2_scale),
-            "slope": float(2 * cap * LOG2E if cap else 1.0 if scaled else log2_scale),
-            "cap_in": float(2 / cap * (1.0 if scaled else log2_scale)) if cap else 0.0,
-            "bias_scale": float(LOG2E if scaled else 1.0 / p.scale) if biased else 0.0,
+            "scale": float(scale),
+            # keys that are hidden at -inf stay hidden, also at a scale of 0
+            "slope": max(float(logit_unit(p) * LOG2E), 2.0**-120),
+            "cap_in": float(2 / cap * LOG2E * (1.0 if biased else p.scale)) if cap else 0.0,
             "keep_threshold": p.keep_threshold,
             "ids_stride": leading("q_ids", 1),
             "positions_stride": leading("q_positions", 1),
@@ -182,6 +182,7 @@ class AttentionPlan:
             "POSITION_HI": placed and positions.hi is not None,
             "HAS_FULL": "mask" not in self.names,
             "CAPPED": cap is not None,
+            "FUSED": cap is not None and cap < 2.0**16,
             "DROPOUT": p.keep_threshold > 0,
             "SCALED": scaled,
             "PRECISION": p.precision,
@@ -226,7 +227,7 @@ class AttentionPlan:
             mate = pairs.get(name) or {v: k for k, v in pairs.items()}.get(name)
             shared = not mapped and not (flags.get(mate))
             # never shared by batch rows
-            whole = name in ("q", "k", "v", "do", "lse", "delta", "words")
+            whole = name in ("q", "k", "v", "do", "base", "delta", "words")
             if whole:
                 inner = batch
             else:
@@ -250,13 +251,17 @@ def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class ForwardPlan(AttentionPlan):
-    """q, k, v -> o ``[b, q, h, dv]`` and lse float32 ``[b, h, q]``."""
+    """q, k, v -> o ``[b, q, h, dv]``, lse float32 ``[b, h, q]`` and lse for the backward kernels.
+
+    That is base ``[b, h, q]``, lse in the units of s (in base 2 with a soft cap), +inf for rows
+    that see nothing, and with a bias the rest, in base 2, of what base does not hold.
+    """
 
     def outputs(self):
         p = self.problem
         return (
             _struct((p.batch, p.q_len, p.heads, p.value_dim), p.dtype),
-            _struct((p.batch, p.heads, p.q_len), FLOAT),
+            *(_struct((p.batch, p.heads, p.q_len), FLOAT),) * (3 if p.biased else 2),
         )
 
     def launch(self, target):
@@ -264,25 +269,29 @@ class ForwardPlan(AttentionPlan):
 
         p, sink = self.problem, self.shape("sink")
         span = 2 * logit_shift(p)  # of the logits in base 2
-        arguments = {
-            "sink": self.operand("sink"),
-            "sink_batch": 0 if sink is None or sink[0] == 1 else p.heads,
-            "shift": logit_shift(p),
-            "peak": min(0.0, 104.0 - span),
-            "keep_scale": p.keep_scale,
-            "o": Out(0),
-            "lse": Out(1),
-        }
+        peak = min(0.0, 104.0 - span)
         # a soft cap bounds the logits, so that one number can take the place of running maxima
         # where exp2 of any logit less it lies between 2^-104 and 2^44: not in float16, whose
         # numbers are fewer; 2^17 keys then still sum values up to 2^66
         fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
+        arguments = {
+            "sink": self.operand("sink"),
+            "sink_batch": 0 if sink is None or sink[0] == 1 else p.heads,
+            "unit": logit_unit(p),
+            "shift": (logit_shift(p) + (peak if fixed else 0.0)) / LOG2E,
+            "peak": peak,
+            "keep_scale": p.keep_scale,
+            "o": Out(0),
+            "lse": Out(1),
+            "base": Out(2),
+            "rest": Out(3) if p.biased else None,
+        }
         return self.over_queries(flash_fwd, target, arguments, {"FIXED": fixed})
 
 
 @dataclass(frozen=True)
 class DqPlan(AttentionPlan):
-    """q, k, v, do, lse, delta -> dq."""
+    """q, k, v, do, base, delta -> dq."""
 
     def outputs(self):
         p = self.problem
@@ -292,14 +301,14 @@ class DqPlan(AttentionPlan):
         from ejkernel.kernels.triton.flash_attention.dq_kernel import flash_bwd_dq
 
         p = self.problem
-        arguments: dict[str, Any] = {n: self.operand(n) for n in ("do", "lse", "delta")}
+        arguments: dict[str, Any] = {n: self.operand(n) for n in ("do", "base", "delta")}
         arguments |= {"dq": Out(0), "grad_scale": p.scale * gradient_factor(p)}
         return self.over_queries(flash_bwd_dq, target, arguments, {})
 
 
 @dataclass(frozen=True)
 class DkvPlan(AttentionPlan):
-    """q, k, v, do, lse, delta -> dk, dv, or the one of them that ``parts`` names."""
+    """q, k, v, do, base, delta -> dk, dv, or the one of them that ``parts`` names."""
 
     parts: tuple[str, ...] = ("dk", "dv")
 
@@ -336,7 +345,7 @@ class DkvPlan(AttentionPlan):
             "k": self.operand("k"),
             "v": self.operand("v") if "dk" in self.parts else None,
             **self.walked("do", ("do", "do_rest"), t.block_q, maps),
-            "lse": self.operand("lse"),
+            "base": self.operand("base"),
             "delta": self.operand("delta") if "dk" in self.parts else None,
             **dict.fromkeys(("dk", "dv")),
             **{part: Out(n) for n, part in enumerate(self.parts)},
@@ -364,7 +373,7 @@ class DkvPlan(AttentionPlan):
 
 @dataclass(frozen=True)
 class DbiasPlan(AttentionPlan):
-    """q, k, v, do, lse, delta, bias -> dbias float32, shaped like the bias.
+    """q, k, v, do, base, delta, bias -> dbias float32, shaped like the bias.
 
     ``sum_batch`` batch rows and ``sum_heads`` heads share one row of the bias.
     """
@@ -384,7 +393,7 @@ class DbiasPlan(AttentionPlan):
         arguments, constants = self.common(maps=False)
         q_blocks, kv_blocks = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
         rows = (p.batch // self.sum_batch) * (p.heads // self.sum_heads)
-        arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "lse", "delta")}
+        arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "base", "delta")}
         arguments |= {
             "dbias": Out(0),
             "q_blocks": q_blocks,

@@ -83,7 +83,6 @@ def load_bias(
 def tile_logits(
     s,
     more,
-    bias_scale,
     scale,
     cap_in,
     CAPPED: tl.constexpr,
@@ -91,15 +90,16 @@ def tile_logits(
 ):
     """Products to logits x in base 2, up to what a softmax adds: x = slope * s + shift.
 
-    ``slope`` and ``shift`` are numbers of the call. ``bias_scale`` brings the bias ``more`` to the
-    units of s, ``scale`` is applied here only when SCALED. With a soft cap s is ``capped_weight``
-    of what ``cap_in`` multiplies.
+    ``slope`` and ``shift`` are numbers of the call. A bias ``more`` is added to products times
+    ``scale``: in its own units, where a finite one stays finite. Without one ``scale`` is a sign,
+    only when SCALED: such a product is exact. With a soft cap s is ``capped_weight`` of what
+    ``cap_in`` multiplies.
     """
-    if SCALED:
-        s = s * scale
     if more is not None:
         # not a sum, which would become the start of the product and wait for the bias
-        s = tl.fma(more.to(tl.float32), bias_scale, s)
+        s = tl.fma(s, scale, more.to(tl.float32))
+    elif SCALED:
+        s = s * scale
     if CAPPED:
         s = capped_weight(s * cap_in)
     return s
@@ -169,6 +169,21 @@ def mask_unseen(
     if seen is not None:
         s = tl.where(seen, s, float("-inf"))
     return s
+
+
+@triton.jit
+def probabilities(s, row_base, slope, FUSED: tl.constexpr):
+    """exp2 of logits less lse, which the forward kernel gives in the units of s.
+
+    Their difference is scaled, not they: so the largest logit gives the same in both kernels,
+    however large it is. FUSED: logits are bounded by a soft cap, and one instruction does both;
+    then lse is in base 2.
+    """
+    if FUSED:
+        p = tl.exp2(s * slope - row_base)
+    else:
+        p = tl.exp2((s - row_base) * slope)
+    return p
 
 
 @triton.jit

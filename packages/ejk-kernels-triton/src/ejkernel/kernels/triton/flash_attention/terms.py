@@ -17,16 +17,30 @@ def logit_shift(problem: Problem) -> float:
     return (problem.soft_cap or 0.0) * LOG2E
 
 
+def logit_unit(problem: Problem) -> float:
+    """Of what the kernels hold, in natural logits: their slope without the base, never negative."""
+    if problem.soft_cap is not None:
+        return 2.0 * problem.soft_cap
+    return 1.0 if problem.biased else abs(problem.scale)
+
+
 def gradient_factor(problem: Problem) -> float:
     """Of the gradient of the logits: of what dropout keeps, and of the slope of a soft cap."""
     return problem.keep_scale * (1.0 if problem.soft_cap is None else -4.0)
 
 
-def row_terms(problem: Problem, lse: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the backward kernels read of each row, from lse and delta ``[b, h, q]``, float32.
+def row_terms(
+    problem: Problem, do: jax.Array, delta: jax.Array, rest: jax.Array | None
+) -> dict[str, jax.Array]:
+    """What the backward kernels read of do ``[b, q, h, dv]`` and of delta ``[b, h, q]``.
 
-    lse in base 2, less the shift of the logits, +inf for rows that see nothing: there p = 0;
-    delta less the factor of what dropout keeps.
+    They compute p up to a factor of exp2(-rest), which is 1 unless a bias made logits large. All
+    gradients are linear in do and delta, so these take it. delta is less the factor of what
+    dropout keeps.
     """
-    base = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E - logit_shift(problem))
-    return base, delta / problem.keep_scale
+    delta = delta / problem.keep_scale
+    if rest is not None:
+        share = jnp.exp2(-rest)
+        delta = delta * share
+        do = (do * jnp.swapaxes(share, 1, 2)[..., None]).astype(do.dtype)
+    return {"do": do, "delta": delta}

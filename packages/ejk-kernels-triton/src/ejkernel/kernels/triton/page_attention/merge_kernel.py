@@ -47,7 +47,7 @@ def finish(
         logits = tl.load(
             sink + sink_row + heads[:, None] * sinks + s[None, :], mask=mask, other=float("-inf")
         )
-        logits = logits.to(tl.float32) * LOG2E
+        logits = tl.minimum(logits.to(tl.float32) * LOG2E, 3.4028234e38)  # finite ones stay so
         top = tl.maximum(base, tl.max(logits, 1))
         factor = tl.exp2(base - top)
         total = total * factor + tl.sum(tl.exp2(logits - top[:, None]), 1)

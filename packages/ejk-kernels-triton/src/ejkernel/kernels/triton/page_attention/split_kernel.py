@@ -237,6 +237,11 @@ def paged_split(
         if D_REST > 0:
             q_more, q_more_odd = _even_odd(q_more.to(QK), K_KIND)
 
+        # logits are products by a sign, which is exact, and a positive slope
+        signs = tl.where(factors > 0.0, 1.0, tl.where(factors < 0.0, -1.0, 0.0))
+        slopes = tl.maximum(tl.abs(factors), 2.0**-120)
+        if CAPPED:
+            slopes = slopes * 0.0 + cap_out
         m = tl.full([BLOCK_H], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
         acc = tl.zeros([BLOCK_H, DV_MAIN // HALVES], tl.float32)
@@ -267,11 +272,11 @@ def paged_split(
                     KV_HEADS, D, D_MAIN, D_REST, QK, K_KIND, PTX, PRECISION,
                 )  # fmt: skip
             if CAPPED:
-                s = tanh_from_exp2(s * factors[:, None] * cap_in) * cap_out
+                s = tanh_from_exp2(s * factors[:, None] * cap_in)
             else:
-                s = s * factors[:, None]
+                s = s * signs[:, None]
             s = tl.where(seen[None, :], s, float("-inf"))
-            p, m, l, alpha = online_softmax(s, m, l, 1.0, True, True)  # noqa: E741
+            p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
             p = p.to(PV)
             acc, acc_odd = _add_values(
                 acc, acc_odd, alpha, p, v, places, seen, hk,
@@ -283,6 +288,7 @@ def paged_split(
                     KV_HEADS, DV, DV_MAIN, DV_REST, PV, V_KIND, PTX, PRECISION,
                 )  # fmt: skip
 
+        m = m * slopes
         if V_KIND != "":
             acc = tl.interleave(acc, acc_odd)
             if DV_REST > 0:

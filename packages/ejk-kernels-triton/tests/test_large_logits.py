@@ -1,0 +1,71 @@
+"""Large finite logits are numbers, in flash attention and paged decoding by Triton's interpreter.
+
+And what nobody sees may be anything, by whole blocks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejktest import large_logits
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ejkernel.kernels.triton import flash_attention, page_attention
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.ops import interpret_mode
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with interpret_mode(), compile_for(cuda_target(80)):
+        yield
+
+
+# the others differ in what the cases of ``test_flash_attention_gpu.py`` try on a GPU
+CASES = [c for c in large_logits.CASES if str(c) not in ("bias_bfloat16", "bias_causal")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_oracle(case: large_logits.Case) -> None:
+    large_logits.check(case, flash_attention)
+
+
+def test_blocks_that_nobody_sees_may_hold_nan() -> None:
+    """Dead query blocks and unseen key blocks reach no value and no gradient."""
+    n = 64
+    q, k, v, do = (jax.random.normal(x, (1, n, 1, 16)) for x in jax.random.split(KEY, 4))
+    sizes = {name: 16 for name in ("q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n")}
+    cfg = {"fwd_params": {n: sizes[n] for n in list(sizes)[:2]}, "bwd_params": sizes}
+
+    def run(q, k, v, do):
+        def attend(q, k, v):
+            return flash_attention(q, k, v, causal=True, causal_offset=-n // 2, cfg=cfg)
+
+        o, back = jax.vjp(attend, q, k, v)
+        return o, *back(do)
+
+    dirty_q, dirty_do = (x.at[:, : n // 2].set(jnp.nan) for x in (q, do))
+    dirty_k, dirty_v = (x.at[:, n // 2 :].set(jnp.nan) for x in (k, v))
+    for got, want in zip(run(dirty_q, dirty_k, dirty_v, dirty_do), run(q, k, v, do), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("size, scale", [(1e5, None), (1.0, 1e10), (1.0, -1e10)])
+def test_paged_decoding(splits: int | None, size: float, scale: float | None) -> None:
+    """One key stands out by far, wherever it is: the answer is its value."""
+    d, page, lens = 16, 8, np.array([37, 5], np.int32)
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((10, page, 1, d)).astype(np.float32) for _ in range(2))
+    k *= size * d**0.5 / np.linalg.norm(k, axis=-1, keepdims=True)
+    tables = np.arange(10, dtype=np.int32).reshape(2, 5)
+    best = [(3, 4), (5, 2)]
+    q = np.stack([k[at] for at in best]) * np.sign(scale or 1.0)
+    o = page_attention(q, k, v, lens, tables, softmax_scale=scale, num_splits=splits)
+    np.testing.assert_allclose(o, np.stack([v[at] for at in best]), rtol=1e-6)
