@@ -14,6 +14,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention
 from ejkernel.kernels.pallas.gpu.flash_attention.arguments import refusal
 from ejkernel.types.structure import Unsupported
 from ejktest import attention_at_size as cases
+from ejktest import large_logits_at_size as large
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +51,12 @@ def found(hopper, request: pytest.FixtureRequest):
 def test_against_float32(name: str, found) -> None:
     """o, lse and all gradients; the second run has the same bits."""
     cases.assert_sound(name, *found[name].result())
+
+
+@pytest.mark.parametrize("name", large.PLAIN)
+def test_large_finite_logits_are_numbers(name: str) -> None:
+    """o, lse and all gradients."""
+    large.check(name, flash_attention)
 
 
 def loss(q, k, v):

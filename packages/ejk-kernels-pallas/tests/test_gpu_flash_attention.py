@@ -28,6 +28,7 @@ from ejkernel.types.structure import Unsupported
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
+from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.flash_attention import core, interface, support, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.arguments import DIMS
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
@@ -195,10 +196,10 @@ class ForwardDouble:
         assert q.shape[0] == k.shape[0] == s.problem.batch
         seen = _visible(s.problem, s.rules, s.tiles.block_q, s.tiles.block_kv, t, False)
         o, lse = _attention(s.problem, seen, q, k, v, t.get("sink"))
-        return o.astype(q.dtype), lse
+        return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(s.problem), jnp.inf)
 
 
-def backward_double(problem, q, k, v, do, lse, delta, *, band, tiles, cores, **t):
+def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, cores, **t):
     seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, t, True)
 
     def logits(q, k):
@@ -207,8 +208,8 @@ def backward_double(problem, q, k, v, do, lse, delta, *, band, tiles, cores, **t
 
     f32 = [x.astype(jnp.float32) for x in (q, k, v, do)]
     x, back = jax.vjp(logits, *f32[:2])
-    alive = jnp.isfinite(lse)[..., None]
-    shift = jnp.where(alive, lse[..., None], 0.0)
+    alive = jnp.isfinite(base)[..., None]
+    shift = jnp.where(alive, base[..., None] * unit(problem), 0.0)
     prob = jnp.where(seen & alive, jnp.exp(x - shift), 0.0)
     dp = jnp.einsum("bqhd,bkhd->bhqk", f32[3], jnp.repeat(f32[2], problem.group, 2))
     dq, dk = back(prob * (dp - delta[..., None]))

@@ -20,6 +20,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, interfa
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejkernel.types.structure import Unsupported
+from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 
 
@@ -230,3 +231,15 @@ def test_refuses_what_it_cannot_do():
         flash_attention(q, q, q, attention_mask=np.eye(8, dtype=bool)[None, None])
     with interpret_mode(False), pytest.raises(Unsupported, match="need a TPU"):
         flash_attention(q, q, q)
+
+
+@pytest.mark.parametrize("case", [c for c in large_logits.CASES if not c.call.bias], ids=str)
+def test_large_finite_logits_are_numbers(case: large_logits.Case) -> None:
+    large_logits.check(case, flash_attention)
+
+
+def test_a_scale_of_zero_hides_what_is_hidden() -> None:
+    """All visible keys weigh the same, and the others nothing."""
+    q, k, v = (jnp.ones((1, 130, 1, 64)) * jnp.arange(130.0)[:, None, None] for _ in range(3))
+    o = flash_attention(q, k, v, softmax_scale=0.0, causal=True)
+    np.testing.assert_allclose(o[0, :, 0, 0], np.arange(130) / 2, rtol=1e-5)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.pallas.common import units
+from ejkernel.kernels.pallas.common.units import LARGE
 from ejkernel.kernels.pallas.gpu.common.tma import whole
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import build_dkv
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q, build_dq
@@ -48,7 +50,13 @@ def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:
     return jnp.pad(x, width, constant_values=fill)
 
 
-def _wide(problem, band, ranges, ids, q, k, v, do, lse, delta):
+def _row_start(problem: Problem, base: jax.Array, rows: int) -> jax.Array:
+    """What is added to the numbers of a row, with their sign; capped ones are in base 2 by then."""
+    factor = units.sign(problem) if problem.soft_cap is None else problem.soft_cap * LOG2E
+    return _padded(-base * factor, rows, -np.inf * factor)
+
+
+def _wide(problem, band, ranges, ids, q, k, v, do, base, delta):
     """dq, dk, dv by the two kernels for wide heads; ``ranges`` are query blocks of key blocks."""
     n_q = -(-problem.q_len // ROWS)
     plan = WidePlan(
@@ -63,7 +71,7 @@ def _wide(problem, band, ranges, ids, q, k, v, do, lse, delta):
     keys = -(-problem.kv_len // ROWS) * ROWS
     operands = [
         *map(whole, (q, k, v, do)),
-        _padded(jnp.where(lse == -jnp.inf, -jnp.inf, -lse * LOG2E), rows, -jnp.inf),
+        _row_start(problem, base, rows),
         _padded(-delta, rows, 0.0),
     ]
     if ids:
@@ -80,7 +88,7 @@ def backward(
     k: jax.Array,
     v: jax.Array,
     do: jax.Array,
-    lse: jax.Array,
+    base: jax.Array,
     delta: jax.Array,
     *,
     band: Band = Band(),  # noqa: B008
@@ -101,8 +109,8 @@ def backward(
         q, k, v, do: ``[batch, q, heads, dim]``, ``[batch, kv, kv_heads, dim]``,
             ``[batch, kv, kv_heads, value_dim]``, ``[batch, q, heads, value_dim]``, bfloat16 or
             float16.
-        lse: natural logarithm of the sums, float32 ``[batch, heads, q]``; rows that are -inf
-            take no part.
+        base: logarithm of the sums as ``units`` counts, float32 ``[batch, heads, q]``; rows that
+            are +inf take no part.
         delta: ``rowsum(do * o) - dlse``, float32 ``[batch, heads, q]``.
         band: ``lo <= key - query <= hi`` by index.
         ranges: query blocks of each key block, as ``block_ranges(..., transposed=True)`` gives
@@ -129,7 +137,7 @@ def backward(
             ranges[..., 1:3] = 0
     if is_wide(problem):
         ids = () if q_ids is None or kv_ids is None else (q_ids, kv_ids)
-        return _wide(problem, band, ranges, ids, q, k, v, do, lse, delta)
+        return _wide(problem, band, ranges, ids, q, k, v, do, base, delta)
     plan = Plan(
         problem=problem,
         tiles=tiles,
@@ -148,13 +156,19 @@ def backward(
             falling = falling_heads(tables[0], problem.batch * problem.heads, cores)
             plan = replace(plan, falling=falling)
     rows, keys = plan.n_q * tiles.block_q, plan.n_kv * tiles.block_kv
-    unit = 1 / problem.scale if plan.lse_in_sum else LOG2E
-    never = -np.inf * np.sign(unit)
-    start = jnp.where(lse == -jnp.inf, never, -lse * unit)
+    start = _row_start(problem, base, rows)
+    late = []
+    if plan.lse_in_sum:
+        # a sum that starts from a large number is rounded to it: such heads start from 0
+        large = jnp.isfinite(base) & (jnp.abs(base) >= LARGE / units.unit(problem))
+        large = jnp.any(large, axis=-1)
+        late = [large.astype(jnp.int32), start]
+        start = jnp.where(large[..., None], 0.0, start)
     operands = [
         *map(whole, (q, k, v, do)),
-        _padded(start, rows, never),
+        start,
         _padded(-delta, rows, 0.0),
+        *late,
         *map(jnp.asarray, tables),
     ]
     if q_ids is not None and kv_ids is not None:

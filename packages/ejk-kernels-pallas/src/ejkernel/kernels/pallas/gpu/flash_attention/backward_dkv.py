@@ -127,10 +127,11 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 s = pl.run_scoped(scores, plgpu.ACC(SHAPE))
-                x, slope = base2(problem, s)
+                less = spread(read(r.lse_s.at[slot], COLUMN), SHAPE, 1)
+                x, slope = base2(problem, s, less)
                 if plan.masks:
                     x = lax.cond(masked, lambda x: program.hide(x, r.ids, i), lambda x: x, x)
-                p = jnp.exp2(x + spread(read(r.lse_s.at[slot], COLUMN), SHAPE, 1))
+                p = jnp.exp2(x)
                 plgpu.barrier_arrive(r.q_empty.at[slot])
                 passed = p if slope is None else p * slope
                 p = p.astype(dtype)

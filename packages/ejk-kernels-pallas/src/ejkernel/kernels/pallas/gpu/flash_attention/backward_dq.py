@@ -114,10 +114,10 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
         plgpu.barrier_wait(r.q_full)
 
         def probabilities(s: jax.Array, j: Any, masked: Any) -> jax.Array:
-            x, slope = base2(problem, s)
+            x, slope = base2(problem, s, spread(lse, SHAPE, 0))
             if plan.masks:
                 x = lax.cond(masked, lambda x: program.hide(x, r.ids, first_q, j), lambda x: x, x)
-            p = jnp.exp2(x + spread(lse, SHAPE, 0))
+            p = jnp.exp2(x)
             return p if slope is None else p * slope
 
         def accumulate(dq_acc: Any) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.common.units import scale
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.masks import (
     COLUMN,
@@ -111,7 +112,9 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     """The kernel call: (q, k, v, do, lse, delta, *tables, *ids) -> (dq, dk, dv).
 
     ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
-    sums can start from them: -delta, and -lse over the scale (``plan.lse_in_sum``) or in base 2;
+    sums can start from them: -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two
+    operands more, int32 ``[batch, heads]`` and rows that are added to sums where it is not 0) or
+    in base 2;
     such that the logit is -inf in rows that see nothing and rows past the end. Ids are padded to
     whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
     ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk
@@ -129,7 +132,11 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
 
     def body(*refs: Any) -> None:
         q, k, v, do, lse, delta, *rest = refs
+        large: Any = None
+        late: Any = None
         ranges = visitors = None
+        if plan.lse_in_sum:
+            large, late, *rest = rest
         if not plan.circular:
             ranges, visitors, *rest = rest
         ids = ()
@@ -150,10 +157,17 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
             rows = pl.ds(wg * ROWS, ROWS)
             first_row = j * block_kv + wg * ROWS
 
+            some_large = large is not None and large[b, h] != 0
+
+            def less_lse(s: jax.Array, i: Any) -> jax.Array:
+                row = late.at[b, h, pl.ds(i * block_q, block_q)]
+                return s + spread(read(row, COLUMN, optimized=False), shape, 1)
+
             def logits(s: jax.Array, i: Any, masked: Any) -> tuple[jax.Array, jax.Array | None]:
                 tanh = None
                 if problem.soft_cap is None:
-                    x = s * (problem.scale * LOG2E)
+                    s = lax.cond(some_large, lambda s: less_lse(s, i), lambda s: s, s)
+                    x = s * (scale(problem) * LOG2E)
                 else:
                     tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
                     x = tanh * (problem.soft_cap * LOG2E)

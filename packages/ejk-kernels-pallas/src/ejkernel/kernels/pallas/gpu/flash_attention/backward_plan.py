@@ -88,7 +88,7 @@ class Plan:
     @property
     def lse_in_sum(self) -> bool:
         """Whether the sum of a logit can start from its row's lse, which saves registers."""
-        return self.problem.soft_cap is None and self.problem.scale != 0
+        return self.problem.soft_cap is None
 
     @property
     def team(self) -> int:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.common.units import scale
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band
@@ -49,12 +50,12 @@ class WidePlan:
         return (batch if self.range_batch else 0, head if self.range_head else 0)
 
 
-def base2(problem: Problem, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Base-2 logits of products, and the slope of the soft cap if there is one."""
+def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Base-2 logits of products, with what ``less`` says of their rows, and the slope of a cap."""
     if problem.soft_cap is None:
-        return s * (problem.scale * LOG2E), None
+        return (s + less) * (scale(problem) * LOG2E), None
     tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
-    return tanh * (problem.soft_cap * LOG2E), 1.0 - tanh * tanh
+    return tanh * (problem.soft_cap * LOG2E) + less, 1.0 - tanh * tanh
 
 
 def launch(body: Callable[..., None], name: str, grid: int, out: Any, scratch: Any) -> Callable:

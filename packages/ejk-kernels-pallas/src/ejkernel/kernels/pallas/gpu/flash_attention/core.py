@@ -124,10 +124,10 @@ def _forward(static: Static, q, k, v, sink, mask):
     return _folding(p, run, tensors)
 
 
-def _backward(static: Static, q, k, v, do, lse, delta, mask):
+def _backward(static: Static, q, k, v, do, base, delta, mask):
     p, t = static.problem, static.bwd
     rules, arrays = mask_rules(mask)
-    tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta}
+    tensors = {"q": q, "k": k, "v": v, "do": do, "base": base, "delta": delta}
     if rules.arrays:
         tensors |= _segment_ids(mask, arrays, p)
         tensors["ranges"] = block_ranges(
@@ -146,15 +146,15 @@ def _attend(static: Static, q, k, v, sink, mask):
 
 
 def _attend_fwd(static: Static, q, k, v, sink, mask):
-    o, lse = vary(_forward(static, q, k, v, sink, mask), varying_axes(q))
-    return (o, lse), (q, k, v, sink, mask, o, lse)
+    o, lse, base = vary(_forward(static, q, k, v, sink, mask), varying_axes(q))
+    return (o, lse), (q, k, v, sink, mask, o, lse, base)
 
 
 def _attend_bwd(static: Static, residuals, cotangents):
-    q, k, v, sink, mask, o, lse = residuals
+    q, k, v, sink, mask, o, lse, base = residuals
     do, dlse = cotangents
     delta = softmax.row_delta(o, do, dlse)
-    grads = vary(_backward(static, q, k, v, do, lse, delta, mask), varying_axes(q))
+    grads = vary(_backward(static, q, k, v, do, base, delta, mask), varying_axes(q))
     return *grads, softmax.sink_gradient(sink, lse, delta), None
 
 

@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rescale import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
@@ -92,22 +93,24 @@ class Forward(Form):
     # ---- consumers --------------------------------------------------------------------------
 
     def _finish(self, r: Any, tile: Tile, o, m, total) -> None:
-        """Divides, and hands o and lse of a tile to TMA."""
+        """Divides, and hands o, lse and base (lse as ``units`` counts) of a tile to TMA."""
         t, p = self.tiles, self.problem
         wg = lax.axis_index("wg")
+        empty = total == 0.0
+        top, alpha, above = m * unit(p), 1.0, 0.0
         if "sink" in self.operands:
             b = 0 if "sink" in self.shared else tile.batch
-            sink = r.sink[b, tile.head] * LOG2E
-            top = jnp.maximum(m, sink)
-            alpha = jnp.exp2(m - top)
+            sink = r.sink[b, tile.head]
             # a row that sees no key stays empty, whatever the sink
-            total = jnp.where(total == 0.0, 0.0, total * alpha + jnp.exp2(sink - top))
-            m = top
-        else:
-            alpha = 1.0
-        empty = total == 0.0
+            both = jnp.maximum(top, sink)
+            above = both - jnp.where(empty, both, top)
+            alpha = jnp.exp2(-above * LOG2E)
+            total = jnp.where(empty, 0.0, total * alpha + jnp.exp2((sink - both) * LOG2E))
+            top = both
         whole = jnp.where(empty, 1.0, total)
-        lse = jnp.where(empty, -jnp.inf, m * (1 / LOG2E) + jnp.log(whole))
+        log = jnp.log(whole)
+        lse = jnp.where(empty, -jnp.inf, top + log)
+        base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / unit(p)))
         share = alpha / whole
         rows = pl.ds(wg * ROWS, ROWS)
         first = tile.block * t.block_q + wg * ROWS
@@ -116,6 +119,7 @@ class Forward(Form):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if c == 0:
                 r.lse_smem[rows] = lse
+                r.base_smem[rows] = base
             width = min(t.o_columns, p.value_dim - c)
             part = o[:, c : c + width]  # scaled part by part: o itself is still needed
             part = part * lax.broadcast_in_dim(share, part.shape, [0])
@@ -126,9 +130,9 @@ class Forward(Form):
                 r.o.at[tile.batch, out_rows, tile.head, pl.ds(c, width)],
             )
             if c == 0:
-                plgpu.copy_smem_to_gmem(
-                    r.lse_smem.at[rows], r.lse.at[tile.batch, tile.head, out_rows]
-                )
+                out = (tile.batch, tile.head, out_rows)
+                plgpu.copy_smem_to_gmem(r.lse_smem.at[rows], r.lse.at[out])
+                plgpu.copy_smem_to_gmem(r.base_smem.at[rows], r.base.at[out])
 
     def _consume(self, r: Any) -> None:
         t, p = self.tiles, self.problem
@@ -269,6 +273,7 @@ class Forward(Form):
             "v_smem": smem(t.stages, t.block_kv, p.value_dim),
             "o_smem": tiled((t.block_q, t.o_columns), dtype),
             "lse_smem": plgpu.SMEM((t.block_q,), F32),
+            "base_smem": plgpu.SMEM((t.block_q,), F32),
             "q_ready": plgpu.Barrier(num_barriers=t.q_stages),
             "k_ready": plgpu.Barrier(num_barriers=t.stages),
             "v_ready": plgpu.Barrier(num_barriers=t.stages),
@@ -281,7 +286,10 @@ class Forward(Form):
         return scratch
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array):
-        """(o [b, q, h, dv], lse float32 [b, h, q])."""
+        """(o [b, q, h, dv], lse float32 [b, h, q], base likewise: lse as ``units`` counts).
+
+        base is +inf in rows that see nothing.
+        """
         t, p = self.tiles, self.problem
         inputs = ("q", "k", "v", "order", *self.operands)
         given = dict(zip(self.operands, operands, strict=True))
@@ -291,7 +299,7 @@ class Forward(Form):
             ids = [only_ids(given["q_ids"], ROWS, -1), only_ids(given["kv_ids"], t.block_kv, -2)]
 
         def body(*refs, **scratch):
-            names = (*inputs, "o", "lse")
+            names = (*inputs, "o", "lse", "base")
             r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
             wg = lax.axis_index("wg")
             pl.when(wg == t.consumers)(lambda: self._produce(r))
@@ -303,7 +311,7 @@ class Forward(Form):
             body,
             out_type=(
                 jax.ShapeDtypeStruct((p.batch, whole_rows(p.q_len), p.heads, p.value_dim), p.dtype),
-                jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32),
+                *(jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32),) * 2,
             ),
             scratch_types=self._scratch(),
             grid=(self.grid,),
@@ -320,5 +328,5 @@ class Forward(Form):
             ),
         )
         order = self.order(given.get("ranges"))
-        o, lse = kernel(*map(whole, (q, k, v)), order, *operands, *ids)
-        return o[:, : p.q_len], lse[:, :, : p.q_len]
+        o, lse, base = kernel(*map(whole, (q, k, v)), order, *operands, *ids)
+        return o[:, : p.q_len], lse[:, :, : p.q_len], base[:, :, : p.q_len]

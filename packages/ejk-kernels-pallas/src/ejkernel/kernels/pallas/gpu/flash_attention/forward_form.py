@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
@@ -64,10 +65,7 @@ class Form:
     @property
     def log2_scale(self) -> float:
         """Positive factor of base-2 logits: of the tangents of capped ones, else of products."""
-        p = self.problem
-        if p.soft_cap is not None:
-            return p.soft_cap * LOG2E
-        return p.scale * LOG2E if p.scale > 0.0 else 1.0
+        return unit(self.problem) * LOG2E
 
     @property
     def shift(self) -> float | None:

@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.common.units import sign
 from ejkernel.kernels.pallas.gpu.common.masks import ROW, hide_other_segments, hide_outside
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.types.problem import LOG2E
 from ejkernel.types.structure import Band
 
 ROWS = 64  # query rows of one warpgroup
@@ -76,27 +76,29 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
 def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, m, total):
     """One step of the online softmax: (p, m, total, factor of what was summed before).
 
-    m, by which the sums are shifted, follows a row's maximum no closer than ``slack``.
+    m, by which the sums are shifted, follows a row's maximum no closer than ``slack``. It is
+    subtracted before the difference is scaled: the largest logit then counts exactly, however
+    large it is, where one multiply-add would leave what the rounding of a scaled m lost.
     """
     p, c = form.problem, form.log2_scale
     if p.soft_cap is not None:
         s = jnp.tanh(s * (p.scale / p.soft_cap))
-    elif p.scale <= 0.0:
-        s = s * (p.scale * LOG2E)
+    elif sign(p) < 0.0:
+        s = -s
     if form.shift is not None:
         x = _hide(form, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
         return x, m, total + jnp.sum(x, axis=1), None
     s = _hide(form, r, s, tile, j, one_id, -jnp.inf)
-    top = jnp.maximum(m, jnp.max(s, axis=1) * c)
+    top = jnp.maximum(m, jnp.max(s, axis=1))
     if form.tiles.slack:
-        top = jnp.where(top > m + form.tiles.slack, top, m)
+        top = jnp.where(top > m + form.tiles.slack / c, top, m)
     shift = jnp.where(top == -jnp.inf, 0.0, top) if form.masks else top
-    x = jnp.exp2(s * c - lax.broadcast_in_dim(shift, s.shape, [0]))
-    alpha = jnp.exp2(m - shift)
+    x = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
+    alpha = jnp.exp2((m - shift) * c)
     return x, top, total * alpha + jnp.sum(x, axis=1), alpha
 
 
 def start(form: Form):
     """(m, total) of rows of which nothing has been seen."""
-    low = -jnp.inf if form.shift is None else form.shift
+    low = -jnp.inf if form.shift is None else form.shift / form.log2_scale
     return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in (low, 0.0))

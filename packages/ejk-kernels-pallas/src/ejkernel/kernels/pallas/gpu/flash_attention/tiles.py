@@ -69,7 +69,7 @@ class ForwardTiles:
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         q = self.q_stages * self.block_q * d * size
         kv = self.stages * self.block_kv * (d + dv) * size
-        o = self.block_q * (self.o_columns * size + 4)
+        o = self.block_q * (self.o_columns * size + 2 * 4)  # and lse, base
         return q + kv + o + BARRIERS
 
 

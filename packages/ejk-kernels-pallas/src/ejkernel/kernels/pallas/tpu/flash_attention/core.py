@@ -23,10 +23,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
 from ejkernel.types import MaskInfo, softmax
-from ejkernel.types.problem import LOG2E, Problem
-
-# The lse of a row that sees nothing, as the gradients read it: exp2(x - NEVER) is 0.
-NEVER = 1e30
+from ejkernel.types.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def _attend(static: Static, q, k, v, sink, mask):
 def _attend_fwd(static: Static, q, k, v, sink, mask):
     p = static.problem
     layout, table, pairs = _prepare(static, static.fwd, mask)
-    o, lse = forward(
+    o, lse, base = forward(
         layout,
         table,
         _head_major(q, layout.q_padded, layout.dim),
@@ -80,16 +77,16 @@ def _attend_fwd(static: Static, q, k, v, sink, mask):
         sink,
         pairs,
     )
-    o, lse = _natural(o, p.q_len, p.value_dim), lse[:, :, 0, : p.q_len]
-    return (o, lse), (q, k, v, sink, mask, o, lse)
+    o = _natural(o, p.q_len, p.value_dim)
+    lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
+    return (o, lse), (q, k, v, sink, mask, o, lse, base)
 
 
 def _attend_bwd(static: Static, residuals, cotangents):
-    q, k, v, sink, mask, o, lse = residuals
+    q, k, v, sink, mask, o, lse, base = residuals
     do, dlse = cotangents
     p = static.problem
     delta = softmax.row_delta(o, do, dlse)
-    base2 = jnp.where(lse == -jnp.inf, NEVER, lse * LOG2E)
 
     def operands(layout: Layout) -> tuple[jax.Array, ...]:
         return (
@@ -97,7 +94,7 @@ def _attend_bwd(static: Static, residuals, cotangents):
             _head_major(k, layout.kv_padded, layout.dim),
             _head_major(v, layout.kv_padded, layout.value_dim),
             _head_major(do, layout.q_padded, layout.value_dim),
-            padded(base2[:, :, None], layout.q_padded),
+            padded(base[:, :, None], layout.q_padded),
             padded(delta[:, :, None], layout.q_padded),
         )
 

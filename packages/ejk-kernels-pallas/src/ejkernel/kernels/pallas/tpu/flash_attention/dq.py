@@ -103,7 +103,8 @@ def query_gradient(
 ) -> jax.Array:
     """dq ``[b, h, q, d]`` of padded, head-major arrays.
 
-    lse (base 2, large where a row sees nothing) and delta are float32 ``[b, h, 1, q]``.
+    lse (as ``Layout.numbers``, large where a row sees nothing) and delta are float32
+    ``[b, h, 1, q]``.
     """
     p, tiles = layout.problem, layout.tiles
     d, dv = layout.dim, layout.value_dim

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
-from ejkernel.kernels.pallas.tpu.flash_attention.layout import FLOOR, HIDDEN, Layout
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 from ejkernel.types.problem import LOG2E
@@ -48,20 +49,16 @@ def _softmax_strip(
     Maximum and sum are ``[rows, 128]``: the maximum is equal in all lanes; the sum is of the
     keys congruent to the lane, so that lanes are summed once per row, at the end.
     """
-    factor = 1.0
+    x, factor = layout.numbers(products), layout.log2_unit
     if mask is not None:
-        x = jnp.where(mask, layout.logits(products)[0], HIDDEN)
-    elif layout.scaled_first:
-        x = layout.logits(products)[0]
-    else:  # a positive factor commutes with the maximum
-        x, factor = products, layout.log2_scale
+        x = jnp.where(mask, x, layout.hidden)
     m_old = m_ref[strip]
-    m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True) * factor)
-    alpha = jnp.exp2(m_old - m)
+    m = jnp.maximum(m_old, jnp.max(x, axis=1, keepdims=True))
+    alpha = jnp.exp2((m_old - m) * factor)
     parts, total = [], None
     for n in range(x.shape[1] // LANES):
         chunk = x[:, n * LANES : (n + 1) * LANES]
-        part = jnp.exp2((chunk if factor == 1.0 else chunk * factor) - m)
+        part = jnp.exp2((chunk - m) * factor)
         total = part if total is None else total + part
         parts.append(part if layout.tiles.unpacked else part.astype(v.dtype))
     if layout.tiles.unpacked:
@@ -79,14 +76,14 @@ def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
     q_ref, k_ref, v_ref, *refs = refs
     n = len(layout.pair_names)
     q_rows, kv_rows, refs = refs[:n], refs[n : 2 * n], refs[2 * n :]
-    o_ref, lse_ref, m_ref, l_ref, acc_ref, *columns = refs
+    o_ref, lse_ref, base_ref, m_ref, l_ref, acc_ref, *columns = refs
     b, h, qi, t = (pl.program_id(axis) for axis in range(4))
     first = entry(layout, layout.q_blocks, b, qi)
     step = step_of(layout, table, first, qi, t)
 
     @pl.when(t == 0)
     def _begin() -> None:
-        m_ref[...] = jnp.full(m_ref.shape, FLOOR, jnp.float32)
+        m_ref[...] = jnp.full(m_ref.shape, layout.floor, jnp.float32)
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
         for row, spread in zip(q_rows, columns, strict=True):
@@ -112,17 +109,21 @@ def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
         m = m_ref[:, :1]
         total = jnp.sum(l_ref[...], axis=1, keepdims=True)
         seen = total > 0.0
-        shrink = 1.0
+        worth = unit(layout.problem)
+        top, shrink, above = jnp.where(seen, m, 0.0) * worth, 1.0, 0.0
         if sink is not None:
-            s = sink[0, h] * LOG2E
-            m_all = jnp.maximum(m, s)
-            shrink = jnp.exp2(m - m_all)
-            total = total * shrink + jnp.exp2(s - m_all)
-            m = m_all
+            both = jnp.maximum(top, sink[0, h])
+            above = both - top
+            shrink = jnp.exp2(-above * LOG2E)
+            total = total * shrink + jnp.exp2((sink[0, h] - both) * LOG2E)
+            top = both
         total = jnp.where(seen, total, 1.0)
         o_ref[0, 0] = (acc_ref[...] * (shrink / total)).astype(o_ref.dtype)
-        lse = jnp.where(seen, (m + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
-        lse_ref[0, 0] = jnp.broadcast_to(lse, (layout.tiles.block_q, LANES)).T[:1]
+        log = jnp.log2(total) * (1.0 / LOG2E)
+        lse = jnp.where(seen, top + log, -jnp.inf)
+        base = jnp.where(seen, m + (log + above) * (1.0 / worth), -layout.floor)
+        for ref, row in ((lse_ref, lse), (base_ref, base)):
+            ref[0, 0] = jnp.broadcast_to(row, (layout.tiles.block_q, LANES)).T[:1]
 
 
 def forward(
@@ -133,8 +134,11 @@ def forward(
     v: jax.Array,
     sink: jax.Array | None,
     pairs: list[tuple[jax.Array, jax.Array]],
-) -> tuple[jax.Array, jax.Array]:
-    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major arrays."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major arrays.
+
+    And lse as ``Layout.numbers``, large where a row sees nothing, for the gradients.
+    """
     p, tiles = layout.problem, layout.tiles
     d, dv = layout.dim, layout.value_dim
     specs = QueriesHeld(layout)
@@ -154,7 +158,7 @@ def forward(
                 *map(specs.query_values, row_q),
                 *map(specs.key_values, row_kv),
             ],
-            out_specs=[specs.query(dv), specs.statistic()],
+            out_specs=[specs.query(dv), specs.statistic(), specs.statistic()],
             scratch_shapes=[
                 pltpu.VMEM((tiles.block_q, LANES), jnp.float32),
                 pltpu.VMEM((tiles.block_q, LANES), jnp.float32),
@@ -164,7 +168,7 @@ def forward(
         ),
         out_shape=[
             result((p.batch, p.heads, layout.q_padded, dv), p.dtype, q, k, v),
-            result((p.batch, p.heads, 1, layout.q_padded), "float32", q, k, v),
+            *[result((p.batch, p.heads, 1, layout.q_padded), "float32", q, k, v)] * 2,
         ],
         compiler_params=layout.compiler_params(specs.semantics, tiles.vmem(p, tiles.block_q, 1)),
         cost_estimate=pl.CostEstimate(

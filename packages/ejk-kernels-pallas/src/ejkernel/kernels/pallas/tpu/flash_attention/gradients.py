@@ -92,13 +92,14 @@ def tile_gradients(
 
         p = exp2(x - lse);  ds = p * (dp - delta) * (1 - tanh^2)
 
-    ``products`` are q k^T and do v^T, or both transposed; lse (base 2) and delta broadcast.
+    ``products`` are q k^T and do v^T, or both transposed; lse (as ``Layout.numbers``) and delta
+    broadcast.
     """
-    x, bent = layout.logits(products[0])
-    p = jnp.exp2(x - lse)
+    x = layout.numbers(products[0])
+    p = jnp.exp2((x - lse) * layout.log2_unit)
     if mask is not None:
         p = jnp.where(mask, p, 0.0)
     ds = p * (products[1] - delta)
-    if bent is not None:
-        ds = ds * (1.0 - bent * bent)
+    if layout.problem.soft_cap is not None:
+        ds = ds * (1.0 - x * x)
     return (p, ds) if layout.tiles.unpacked else (p.astype(dtype), ds.astype(dtype))

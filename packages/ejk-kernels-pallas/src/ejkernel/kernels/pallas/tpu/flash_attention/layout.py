@@ -12,14 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.pallas.common.units import sign, unit
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, TileRules, Visits
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
 from ejkernel.types.problem import LOG2E, Problem
-
-# Below every logit and above the logit of a masked key: a row that has seen nothing keeps it, and
-# exp2(HIDDEN - FLOOR) is 0 where exp2(-inf + inf) would be NaN.
-FLOOR, HIDDEN = -1e30, -2e30
 
 
 @dataclass(frozen=True)
@@ -60,13 +57,20 @@ class Layout:
         return self.kv_blocks * self.tiles.block_kv
 
     @property
-    def scaled_first(self) -> bool:
-        """Whether logits are scaled before the maximum: a positive factor can wait."""
-        return self.problem.soft_cap is not None or self.problem.scale <= 0.0
+    def log2_unit(self) -> float:
+        """What one of ``numbers`` is worth in base 2; positive."""
+        return unit(self.problem) * LOG2E
 
     @property
-    def log2_scale(self) -> float:
-        return self.problem.scale * LOG2E
+    def floor(self) -> float:
+        """Below every number, above ``hidden``: a row that has seen nothing keeps it, and
+        exp2(hidden - floor) is 0 where exp2(-inf + inf) would be NaN."""
+        return -max(1e30, min(1e30 / self.log2_unit, 1.5e38))
+
+    @property
+    def hidden(self) -> float:
+        """The number of a masked key."""
+        return 2.0 * self.floor
 
     @property
     def precision(self) -> Any:
@@ -85,13 +89,16 @@ class Layout:
             a, b, numbers, precision=self.precision, preferred_element_type=jnp.float32
         )
 
-    def logits(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Base-2 logits, and tanh of the capped ones (for its derivative)."""
+    def numbers(self, products: jax.Array) -> jax.Array:
+        """Logits in units of ``log2_unit``: products, or tanh of what is capped.
+
+        What is subtracted from them is, before the difference is scaled: the largest logit then
+        counts exactly, however large it is.
+        """
         cap = self.problem.soft_cap
         if cap is None:
-            return products * self.log2_scale, None
-        bent = jnp.tanh(products * (self.problem.scale / cap))
-        return bent * (cap * LOG2E), bent
+            return products if sign(self.problem) > 0.0 else -products
+        return jnp.tanh(products * (self.problem.scale / cap))
 
     def compiler_params(self, semantics: Sequence[Any], vmem: int) -> Any:
         limit = min(self.chip.vmem, max(vmem, 16 * 2**20))

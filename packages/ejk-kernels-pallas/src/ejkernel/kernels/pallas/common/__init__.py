@@ -1,0 +1,1 @@
+"""Pieces that the kernels for GPUs and for TPUs share."""
