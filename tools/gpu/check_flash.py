@@ -19,12 +19,11 @@ import time
 
 sys.path.insert(0, __file__.rsplit("/", 3)[0])
 
-from tools.gpu.common import in_parallel, jax, jnp, milliseconds, precompile
+from tools.gpu.common import base_of, in_parallel, jax, jnp, milliseconds, precompile
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
-from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
@@ -240,7 +239,7 @@ CANDIDATES = {
         (32, 64, 4, 2), (32, 128, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (64, 32, 8, 2),
     ],
 }  # fmt: skip
-TYPES = {"lse": jnp.float32, "delta": jnp.float32, "words": jnp.uint32}
+TYPES = {"base": jnp.float32, "delta": jnp.float32, "words": jnp.uint32}
 KINDS = {"fwd": plans.ForwardPlan, "dq": plans.DqPlan, "dkv": plans.DkvPlan}
 
 
@@ -251,7 +250,7 @@ def make_plan(kind, d, tile, causal):
     p = Problem(b, s, s, h, h, d, d, "bfloat16", d**-0.5, seed_batches=b, **options)
     shapes = {n: (b, s, h, d) for n in ("q", "k", "v")}
     if kind != "fwd":
-        shapes |= {"do": (b, s, h, d), "lse": (b, h, s), "delta": (b, h, s)}
+        shapes |= {"do": (b, s, h, d), "base": (b, h, s), "delta": (b, h, s)}
     if option == "dropout":
         shapes["words"] = (b, h, 2, s)
     rules = Rules(Band(None, 0) if causal else Band())
@@ -285,9 +284,10 @@ def sweep(only=None, causal=True):
         )
         lse = lse.swapaxes(1, 2)
         delta = jnp.einsum("bqhd,bqhd->bhq", do.astype(F32), o.astype(F32))
-        lse, delta = row_terms(make_plan("dq", d, (64, 64), causal)[0].problem, lse, delta)
         operands = {"fwd": (q, k, v)}
-        operands["dq"] = operands["dkv"] = operands["dkv cap"] = (q, k, v, do, lse, delta)
+        for kind in ("dq", "dkv", "dkv cap"):
+            base = base_of(make_plan(kind, d, (64, 64), causal)[0].problem, lse)
+            operands[kind] = (q, k, v, do, base, delta)
         words = row_words(jnp.asarray([[3, 0, 0]], jnp.int32), b, h, s)
         operands["dkv dropout"] = (*operands["dkv"], words)
         flops = 2 * b * h * s * s * d / (2 if causal else 1)

@@ -21,6 +21,7 @@ sys.path.insert(0, __file__.rsplit("/", 3)[0])
 import numpy as np
 from tools.gpu.common import jax, jnp, milliseconds
 
+from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward, backward_tiles, is_wide
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
 from ejkernel.types.blocks import matrix_range
@@ -249,7 +250,8 @@ def check(name, program, tiles):
     problem, band, arrays, ids = draw(name)
     lse, delta, wanted = reference(problem, band, arrays, ids)
     ids, ranges = extras(name, tiles)
-    operands = jax.device_put([*arrays, lse, delta, *ids, *ranges])
+    base = np.where(np.isfinite(lse), lse / unit(problem), np.inf)
+    operands = jax.device_put([*arrays, base, delta, *ids, *ranges])
     first = [np.asarray(x) for x in program(*operands)]
     same = all(
         np.array_equal(a, np.asarray(b))
@@ -309,14 +311,15 @@ def timing(names, variants):
             jax.random.normal(x, (p.batch, p.q_len, p.heads, d), jnp.bfloat16)
             for x, d in zip(keys, dims, strict=True)
         ]
-        lse = jnp.full((p.batch, p.heads, p.q_len), np.log(p.q_len) + 0.5, jnp.float32)
+        base = (np.log(p.q_len) + 0.5) / unit(p)
+        base = jnp.full((p.batch, p.heads, p.q_len), base, jnp.float32)
         pairs = p.batch * p.heads * p.q_len**2 / (2 if TIMED[name][-1] else 1)
         flops = 2 * pairs * (3 * p.dim + 2 * p.value_dim)
         flops *= {" dq": 3 / 5, " dkv": 4 / 5}.get(word, 1)  # what each computes, logits too
         label = f"{tiles.block_q},{tiles.block_kv},{tiles.stages}{word}"
         try:
             program, _ = ready()
-            ms = milliseconds(program, *arrays, lse, jnp.zeros_like(lse))
+            ms = milliseconds(program, *arrays, base, jnp.zeros_like(base))
         except Exception as error:
             rows.append(f"{name:27s} {label:>11} {type(error).__name__}: {str(error)[:200]}")
         else:

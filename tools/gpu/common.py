@@ -44,6 +44,15 @@ def milliseconds(fn, *args, seconds: float = 0.15) -> float:
     return statistics.median(rounds)
 
 
+def base_of(problem, lse):
+    """lse ``[b, h, q]`` as the forward kernels give it to the backward kernels."""
+    from ejkernel.kernels.triton.flash_attention.terms import logit_shift, logit_unit
+    from ejkernel.types.problem import LOG2E
+
+    fused = problem.soft_cap is not None
+    return lse * LOG2E - logit_shift(problem) if fused else lse / logit_unit(problem)
+
+
 def _compile(job):
     """In a worker: compile one plan into the disk cache; returns its error or None."""
     plan, avals, target = job

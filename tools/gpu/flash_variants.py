@@ -20,12 +20,11 @@ from typing import Any
 
 sys.path.insert(0, __file__.rsplit("/", 3)[0])
 
-from tools.gpu.common import jax, jnp, milliseconds, precompile
+from tools.gpu.common import base_of, jax, jnp, milliseconds, precompile
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.flash_attention import flash_attention, plans, tiles
-from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
@@ -39,7 +38,7 @@ SIZES = {
     "short": (32, 512, 16, 16, 128),
 }
 KINDS = {"fwd": plans.ForwardPlan, "dq": plans.DqPlan, "dkv": plans.DkvPlan}
-TYPES = {"lse": F32, "delta": F32, "words": jnp.uint32}
+TYPES = {"base": F32, "delta": F32, "words": jnp.uint32}
 POINTERS = {"BIAS_TMA": False}
 LATE, EARLY = {"DP_LATE": True}, {"DP_LATE": False}
 
@@ -137,7 +136,7 @@ def variant(kind: str, option: str, tile: Any, constants: dict[str, Any]):
     target = current_target()
     shapes: dict[str, tuple[int, ...]] = {"q": (b, s, h, d), "k": (b, s, hk, d), "v": (b, s, hk, d)}
     if kind != "fwd":
-        shapes |= {"do": (b, s, h, d), "lse": (b, h, s), "delta": (b, h, s)}
+        shapes |= {"do": (b, s, h, d), "base": (b, h, s), "delta": (b, h, s)}
     if bias:
         shapes["bias"] = (*bias, s, s)
     if problem.dropout:
@@ -165,7 +164,8 @@ def inputs(b: int, s: int, h: int, hk: int, d: int) -> dict[str, jax.Array]:
 def operands(plan, arrays: dict[str, jax.Array]) -> list[jax.Array]:
     inner = getattr(plan, "plan", plan)
     arrays = dict(arrays)
-    arrays["lse"], arrays["delta"] = row_terms(inner.problem, arrays["lse"], arrays["delta"])
+    arrays["base"] = base_of(inner.problem, arrays["lse"])
+    arrays["delta"] = arrays["delta"] / inner.problem.keep_scale
     return [arrays[name] for name in inner.names]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ejktest import attention_at_size as cases
+from ejktest import large_logits_at_size as large
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -44,6 +45,12 @@ def known(gpu, request: pytest.FixtureRequest):
 def test_against_float32(name: str, known) -> None:
     """o, lse and all gradients; the second run has the same bits."""
     cases.assert_sound(name, *cases.check(name, flash_attention, known.pop(name).result()))
+
+
+@pytest.mark.parametrize("name", large.BIASED + large.PLAIN + large.NARROW)
+def test_large_finite_logits_are_numbers(name: str) -> None:
+    """o, lse and all gradients."""
+    large.check(name, flash_attention)
 
 
 def loss(q, k, v):

@@ -104,8 +104,7 @@ def against_the_bound(benches: Sequence[Record]) -> str:
     """Dot plots: each contender's share of what the machine can do."""
     parts = []
     for record in benches:
-        timed = [r for r in record["rows"] if r.get("ms") is not None]
-        rows = [r for r in timed if r.get("percent_of_limit") is not None]
+        rows = [r for r in record["rows"] if r.get("percent_of_limit") is not None]
         if rows:
             parts.append(_bound_plot(record, rows))
     if not parts:
@@ -257,7 +256,7 @@ def _map_of(t: Mapping[str, Any]) -> str:
     values: dict[str, set[Any]] = {}
     for flat, _ in timed:
         for name, value in flat.items():
-            if type(value) is int:
+            if isinstance(value, int) and not isinstance(value, bool):
                 values.setdefault(name, set()).add(value)
     varied = sorted((n for n in values if len(values[n]) > 1), key=lambda n: -len(values[n]))
     tiles_first = [n for n in varied if "block" in n or "tile" in n] + varied
@@ -267,7 +266,7 @@ def _map_of(t: Mapping[str, Any]) -> str:
     a, b = names
     cells: dict[tuple[Any, Any], float] = {}
     for flat, ms in timed:
-        if type(flat.get(a)) is int and type(flat.get(b)) is int:
+        if a in flat and b in flat:
             place = flat[a], flat[b]
             cells[place] = min(ms, cells.get(place, math.inf))
     if len(cells) < 3:

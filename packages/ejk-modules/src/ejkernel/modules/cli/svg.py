@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from ejkernel.modules.cli.output import escape
+from html import escape
 
 LABEL_WIDTH = 230
 ROW = 26
