@@ -48,6 +48,7 @@ class Package:
     name: str
     version_file: Path
     requirements: tuple[Requirement, ...]
+    scripts: tuple[str, ...] = ()
 
     @property
     def version(self) -> str:
@@ -77,6 +78,12 @@ def read_package(folder: Path) -> Package:
         name=project["name"],
         version_file=folder / settings["tool"]["hatch"]["version"]["path"],
         requirements=tuple(map(Requirement, stated)),
+        # modules of scripts that stand outside the namespace
+        scripts=tuple(
+            f"{target.partition(':')[0]}.py"
+            for target in project.get("scripts", {}).values()
+            if "." not in target.partition(":")[0]
+        ),
     )
 
 
@@ -164,9 +171,9 @@ def wheel_problems(package: Package, wheel: Path) -> list[str]:
     problems = [
         f"{wheel.name} holds {name}, outside {own}"
         for name in names
-        if not name.startswith((own, info + "/"))
+        if not name.startswith((own, info + "/")) and name not in package.scripts
     ]
-    wanted = [own + "__init__.py", own + "py.typed", f"{info}/licenses/LICENSE"]
+    wanted = [own + "__init__.py", own + "py.typed", f"{info}/licenses/LICENSE", *package.scripts]
     problems += [f"{wheel.name} lacks {name}" for name in wanted if name not in names]
     if metadata["Version"] != package.version:
         problems.append(f"{wheel.name} says version {metadata['Version']}")

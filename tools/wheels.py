@@ -48,9 +48,8 @@ if "ejkernel.modules" in sys.argv:
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Run or raise; nothing of this environment's Python leaks into the clean one."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    subprocess.run(list(map(str, command)), cwd=cwd, env=env, check=True)
+    """Run or raise."""
+    subprocess.run(list(map(str, command)), cwd=cwd, env=clean_environment(), check=True)
 
 
 def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> None:
@@ -62,6 +61,49 @@ def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Pat
     run(python, "-m", "pip", "check", cwd=folder.parent)
     portions = [package.portion.replace("/", ".") for package in members]
     run(python, "-I", "-c", SMOKE, *portions, cwd=folder.parent)
+
+
+STRANGER = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "ejkernel"
+version = "9.9"
+[tool.hatch.build.targets.wheel]
+packages = ["ejkernel"]
+"""
+
+
+def try_beside_a_stranger(wheels: dict[str, Path], folder: Path) -> None:
+    """Another distribution called ejkernel, before and after ours: doctor's line repairs it."""
+    source = folder.parent / "stranger"
+    for name in ("", "modules", "types"):
+        (source / "ejkernel" / name).mkdir(parents=True, exist_ok=True)
+        (source / "ejkernel" / name / "__init__.py").write_text("")
+    (source / "pyproject.toml").write_text(STRANGER)
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=source)
+    (other,) = (source / "dist").glob("*.whl")
+    uv, python = os.environ.get("HATCH_UV", "uv"), folder / "bin" / "python"
+    run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder, cwd=folder.parent)
+    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
+    chosen = [wheels[name] for name in SETS["ejk-modules"]]
+    run(uv, "pip", "install", "--quiet", "--python", python, *chosen, cwd=folder.parent)
+    for last in ([other], chosen):
+        run(*pip, other, cwd=folder.parent)
+        run(*pip, "--force-reinstall", *last, cwd=folder.parent)
+        command = [str(folder / "bin" / "ejk"), "doctor"]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+        assert done.returncode == 1, done.stdout
+        repair = done.stdout.splitlines()[-1].strip()
+        print(f"  {repair[:60]} ...", flush=True)
+        run("sh", "-c", repair, cwd=folder.parent)
+        run(*command, "--no-run", cwd=folder.parent)
+
+
+def clean_environment() -> dict[str, str]:
+    """Nothing of this environment's Python leaks into the clean one."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def main() -> int:
@@ -78,6 +120,8 @@ def main() -> int:
             except subprocess.CalledProcessError as error:
                 print(f"failed: {title}: {' '.join(error.cmd[:4])} ...", file=sys.stderr)
                 return 1
+        print("beside another distribution called ejkernel:", flush=True)
+        try_beside_a_stranger(wheels, root / "beside")
     return 0
 
 

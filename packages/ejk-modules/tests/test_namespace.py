@@ -24,7 +24,7 @@ import ejkernel.modules
 """
     _, error = run(code)
     assert "ejkernel is a regular package here (/elsewhere/ejkernel/__init__.py)" in error
-    assert "uninstall" in error
+    assert "`ejk doctor` prints the line that repairs" in error
 
 
 def test_the_import_is_light_and_names_are_found():

@@ -21,9 +21,9 @@ def check() -> None:
         if owner is not None:
             raise ImportError(
                 f"{name} is a regular package here ({owner}), which hides parts of the namespace "
-                "that ejk-types, ejk-ops, ejk-kernels-* and ejk-modules share: uninstall the "
-                "distribution that brings it (python -m pip uninstall ejkernel), or use another "
-                "environment",
+                "that ejk-types, ejk-ops, ejk-kernels-* and ejk-modules share. The distribution "
+                "named ejkernel is another project, and uninstalling it alone takes files of ours "
+                "along: `ejk doctor` prints the line that repairs this environment",
                 name=name,
                 path=owner,
             )

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ejk_command
 from ejkernel.modules.cli import facts
 from ejkernel.modules.cli.output import counted
 
@@ -56,7 +57,7 @@ def python() -> Iterator[Check]:
 def namespace() -> Iterator[Check]:
     hidden = facts.foreign_namespaces()
     for path in hidden:
-        fix = "python -m pip uninstall ejkernel"
+        fix = ejk_command.repair()
         if path.parent == Path.cwd():
             fix = f"cd elsewhere, or rename {path}"
         yield Check(

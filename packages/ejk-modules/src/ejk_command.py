@@ -1,0 +1,134 @@
+"""The ``ejk`` script, from outside the namespace, so that it starts when the namespace is broken.
+
+The distribution ``ejkernel`` is another project, whose files lie in the folder that ours share:
+whichever is installed last overwrites the other's, and uninstalling one takes files of both. This
+module finds that out with the standard library alone, says how to repair it, and otherwise hands
+over to ``ejkernel.modules.cli``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+STRANGER = "ejkernel"
+OURS = (
+    "ejk-types",
+    "ejk-ops",
+    "ejk-kernels-xla",
+    "ejk-kernels-pallas",
+    "ejk-kernels-triton",
+    "ejk-modules",
+)
+
+
+def installed(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def ours() -> dict[str, metadata.Distribution]:
+    """Our distributions that are installed here."""
+    found = {name: installed(name) for name in OURS}
+    return {name: distribution for name, distribution in found.items() if distribution}
+
+
+def strangers() -> list[str]:
+    """What is there that is not ours, from a look at names alone."""
+    found: list[str] = []
+    other = installed(STRANGER)
+    if other is not None:
+        found.append(
+            f"the distribution {STRANGER} {other.version} is another project, whose files lie in "
+            "the folder of ours"
+        )
+    found += [f"{init} is not ours and hides parts of the namespace" for init in regular()]
+    return found
+
+
+def regular() -> list[Path]:
+    """Files that make a regular package of what several distributions share."""
+    names = ("ejkernel/__init__.py", "ejkernel/kernels/__init__.py")
+    paths = [Path(entry) / name for entry in dict.fromkeys(sys.path) for name in names]
+    return [path for path in paths if path.is_file()]
+
+
+def damaged() -> list[str]:
+    """Our files that are missing or hold something else than what was installed."""
+    found = []
+    for name, distribution in ours().items():
+        missing, changed = [], []
+        for file in distribution.files or ():
+            if file.suffix != ".py" or file.hash is None:
+                continue
+            path = Path(str(file.locate()))
+            if not path.is_file():
+                missing.append(str(file))
+            elif _digest(path, file.hash.mode) != file.hash.value:
+                changed.append(str(file))
+        for what, files in (("missing", missing), ("overwritten", changed)):
+            if files:
+                more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+                found.append(f"{name}: {files[0]}{more} {what}")
+    return found
+
+
+def _digest(path: Path, mode: str) -> str:
+    digest = hashlib.new(mode, path.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def repair() -> str:
+    """The line that removes both and installs ours again, from where it came."""
+    sources = []
+    for name, distribution in ours().items():
+        url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        local = url2pathname(urlsplit(url).path) if url.startswith("file:") else url
+        sources.append(local or f"{name}=={distribution.version}")
+    pip = shlex.join([sys.executable, "-m", "pip"])
+    names = " ".join([STRANGER, *ours()])
+    sites = {Path(str(distribution.locate_file("."))).resolve() for distribution in ours().values()}
+    unowned = [str(path) for path in regular() if sites & set(path.resolve().parents)]
+    steps = [
+        f"{pip} uninstall -y {names}",
+        *([f"rm -f {shlex.join(unowned)}"] if unowned else []),
+        f"{pip} install --no-deps {shlex.join(sources)}",
+    ]
+    return " && ".join(steps)
+
+
+def main() -> int:
+    asked_doctor = "doctor" in sys.argv[1:2] + sys.argv[2:3]
+    found = strangers() + (damaged() if asked_doctor else [])
+    if not found:
+        try:
+            from ejkernel.modules.cli import command
+        except ImportError as error:
+            found = damaged() or [f"ejkernel cannot be imported: {error}"]
+        else:
+            return command()
+    if "--json" in sys.argv:
+        checks = [
+            {"group": "installation", "what": "namespace", "status": "fail", "found": one}
+            | {"fix": repair()}
+            for one in found
+        ]
+        print(json.dumps({"usable": False, "device": {}, "checks": checks, "operations": []}))
+    else:
+        out = sys.stdout if asked_doctor else sys.stderr
+        lines = ["ejkernel cannot be used here:", *(f"  {one}" for one in found)]
+        print("\n".join([*lines, "This repairs it:", f"  {repair()}"]), file=out)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
