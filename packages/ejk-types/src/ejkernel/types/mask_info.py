@@ -23,7 +23,7 @@ def _offset(offset: int) -> int:
 
 @register
 class MaskInfo(Constructors):
-    """An attention mask as facts; a dense boolean mask exists only if one was given.
+    """An attention mask as a description; a dense boolean mask exists only if one was given.
 
     A query i sees a key j iff all constraints that are set hold:
 

@@ -77,7 +77,7 @@ class Search:
         on_trial: told every finished trial with its index.
         failures: what failed before, None = nothing is known or kept.
         note: told what else is worth a line.
-        inputs: gives bound arguments to run on; None = made-up ones.
+        inputs: gives bound arguments to run on; None = generated ones.
         gate: held by one search at a time, from its first check to the end of its timing and
             while it makes its inputs, so that other searches may compile meanwhile; None = this
             is the only search. The budget does not count the wait for it.
