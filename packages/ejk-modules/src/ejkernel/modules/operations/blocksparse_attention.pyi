@@ -17,7 +17,7 @@ def blocksparse_attention(
     key: F[Array, "batch kv_len kv_heads head_dim"],
     value: F[Array, "batch kv_len kv_heads v_dim"],
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     *,
     block_mask: B[Array, "#batch #heads q_blocks kv_blocks"]
     | B[Array, "q_blocks kv_blocks"]
@@ -51,7 +51,7 @@ def blocksparse_attention(
     key: F[Array, "batch kv_len kv_heads head_dim"],
     value: F[Array, "batch kv_len kv_heads v_dim"],
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     *,
     block_mask: B[Array, "#batch #heads q_blocks kv_blocks"]
     | B[Array, "q_blocks kv_blocks"]
@@ -85,7 +85,7 @@ def blocksparse_attention(
     key: F[Array, "batch kv_len kv_heads head_dim"],
     value: F[Array, "batch kv_len kv_heads v_dim"],
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     *,
     block_mask: B[Array, "#batch #heads q_blocks kv_blocks"]
     | B[Array, "q_blocks kv_blocks"]

@@ -26,7 +26,7 @@ def mla_attention(
     | Flags[Array, "#batch q_len kv_len"]
     | Flags[Array, "#batch kv_len"]
     | None = None,
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -57,7 +57,7 @@ def mla_attention(
     | Flags[Array, "#batch q_len kv_len"]
     | Flags[Array, "#batch kv_len"]
     | None = None,
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -88,7 +88,7 @@ def mla_attention(
     | Flags[Array, "#batch q_len kv_len"]
     | Flags[Array, "#batch kv_len"]
     | None = None,
-    bias: F[Array, "#batch #heads q_len kv_len"] | None = None,
+    bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
