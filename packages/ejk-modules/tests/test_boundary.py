@@ -119,6 +119,22 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("operation", ["flash_attention", "page_attention", "grouped_matmul"])
+def test_arrays_of_other_libraries_are_named(operation):
+    class Tensor:
+        dtype, ndim = "torch.float32", 4
+
+        def __init__(self, x):
+            self.shape = x.shape
+
+        def __array__(self, *_args, **_more):
+            raise AssertionError("another library's memory is not read")
+
+    for name, x in call(operation).arrays.items():
+        message = rf"{name}: expected .* given \w+.Tensor torch.float32\["
+        raises(InvalidArgument, message, operation, **{name: Tensor(x)})
+
+
 @pytest.mark.parametrize(("seed", "same"), [(2**64, 0), (2**64 + 7, 7), (-1, 2**32 - 1)])
 def test_seeds_count_modulo_2_to_the_32(seed, same):
     x = ones(1, 4, 2, 8)

@@ -9,6 +9,7 @@ from ejkernel.ops import interpret_mode
 from ejktest.variants import options
 
 OPTIONS = options()
+WIDE = {"float32": "float64", "int32": "int64"}
 
 
 def narrow(x):
@@ -16,9 +17,9 @@ def narrow(x):
     return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def trace(c, **how):
+def trace(c, convert=narrow, **how):
     """The program of the call's values and gradients; nothing is compiled."""
-    arrays = {name: narrow(x) for name, x in c.arrays.items()}
+    arrays = {name: convert(x) for name, x in c.arrays.items()}
     wanted = {name: arrays.pop(name) for name in c.gradients}
 
     def loss(given):
@@ -36,6 +37,13 @@ def test_no_operation_promotes_ranks_or_dtypes(operation):
             trace(c, platform="xla")
         except (TypeError, ValueError) as error:
             raise AssertionError(f"{operation}, {label}: {error}") from error
+
+
+@pytest.mark.parametrize("operation", sorted(OPTIONS))
+def test_no_operation_promotes_wide_indices(operation):
+    with jax.enable_x64(True):
+        for _, c in OPTIONS[operation][:: len(OPTIONS[operation]) - 1]:  # the first and the last
+            trace(c, lambda x: x.astype(WIDE.get(x.dtype.name, x.dtype)), platform="xla")
 
 
 @pytest.mark.parametrize(

@@ -339,3 +339,43 @@ def test_positions_at_the_ends_of_int32(base, rule):
         tile = want[0, 0, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
         assert block != 0 or not tile.any()
         assert block != 2 or tile.all()
+
+
+def test_equal_masks_are_equal():
+    dense = np.tril(np.ones((1, 1, 6, 6), bool))
+
+    def build(**changes):
+        fields = {"q_segment_ids": IDS.copy(), "kv_segment_ids": jnp.asarray(IDS), "causal": True}
+        return MaskInfo(**{**fields, **changes})
+
+    assert build() == build() and hash(build()) == hash(build()) and len({build(), build()}) == 1
+    assert build() & MaskInfo(chunk_size=2) == build(chunk_size=2)
+    for other in (build(causal_offset=1), build(q_segment_ids=IDS + 1), build(attention_mask=dense),
+                  build() & MaskInfo(sliding_window=1, causal_offset=3), "mask"):  # fmt: skip
+        assert build() != other
+    # what is not known is equal to itself alone
+    assert jax.jit(lambda m: (m == m.replace(causal=True), m == build()))(build()) == (True, False)
+
+
+def test_bias_and_padding_of_other_lengths():
+    bias = MaskInfo(causal=True).create_bias(np.float16, q_len=2, kv_len=3)
+    low = np.finfo(np.float16).min
+    np.testing.assert_array_equal(bias, np.array([[[[0, low, low], [0, 0, low]]]], np.float16))
+    padding = np.array([[1, 1, 0], [1, 0, 0]])
+    mask = MaskInfo.from_attention_mask(padding, q_len=2)
+    assert (mask.q_len, mask.kv_len, mask.is_structural) == (2, 3, True)
+    np.testing.assert_array_equal(
+        mask.get_or_compute_attention_mask(),
+        np.broadcast_to(padding[:, None, None] != 0, (2, 1, 2, 3)),
+    )
+    assert MaskInfo.from_attention_mask(padding, q_len=3) == MaskInfo.from_attention_mask(padding)
+    with pytest.raises(InvalidArgument, match="attention_mask: expected an array with q_len 4"):
+        MaskInfo.from_attention_mask(np.ones((1, 2, 3), bool), q_len=4)
+
+
+def test_arrays_of_other_libraries_are_named():
+    foreign = type("Tensor", (), {"shape": (1, 6), "ndim": 2, "dtype": "torch.int64"})()
+    with pytest.raises(InvalidArgument, match="q_segment_ids: expected integer"):
+        MaskInfo.from_segments(foreign)
+    with pytest.raises(InvalidArgument, match="attention_mask: expected bool or integer"):
+        MaskInfo.from_attention_mask(foreign)

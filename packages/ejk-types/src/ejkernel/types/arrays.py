@@ -32,11 +32,21 @@ def is_array(x: Any) -> bool:
 
 
 def is_integer_array(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
+    return _numpy_dtype(x) is not None and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _numpy_dtype(x: Any) -> np.dtype | None:
+    """The dtype of an array; None for other objects, arrays of other libraries among them."""
+    if not is_array(x):
+        return None
+    try:
+        return np.dtype(x.dtype)
+    except TypeError:
+        return None
 
 
 def is_bool_array(x: Any) -> bool:
-    return is_array(x) and x.dtype == np.dtype(bool)
+    return _numpy_dtype(x) == np.dtype(bool)
 
 
 def known_values(x: Any) -> np.ndarray | None:

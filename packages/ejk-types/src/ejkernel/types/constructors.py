@@ -98,26 +98,34 @@ class Constructors(MaskFields):
         kv_positions: Any = None,
         *,
         mask_is_valid: bool = True,
+        q_len: int | None = None,
         **axes: Unpack[AxisNames],
     ) -> Self:
         """From a bool or integer mask (nonzero = visible).
 
         ``[batch, s]`` is a padding mask and becomes segment ids 0 / -1 for queries and keys, no
         dense mask; ``[batch, q, k]`` gets a head axis; ``[#batch, #heads, q, k]`` is kept.
-        ``mask_is_valid=False`` means nonzero = hidden. Raises InvalidArgument for float masks
-        and other ranks.
+        ``mask_is_valid=False`` means nonzero = hidden. ``q_len``: number of queries where it is
+        not that of the keys; then ``[batch, s]`` is a padding mask of the keys alone.
+
+        Raises InvalidArgument for float masks, other ranks and another ``q_len``.
         """
         axes_text = "[batch, s], [batch, q_len, kv_len] or [#batch, #heads, q_len, kv_len]"
         mask = mask_array(attention_mask, "attention_mask", axes_text, (2, 3, 4))
-        dense = ids = None
+        dense = ids = q_ids = None
         if mask.ndim == 2:
             ids = padding_ids(mask, "attention_mask", mask_is_valid)
+            q_ids = ids
+            if q_len is not None and static_int(q_len, "q_len", low=0) != mask.shape[1]:
+                q_ids = np.zeros((1, q_len), np.int32)
         else:
             dense = mask if mask_is_valid else ~mask
             dense = dense[:, None] if dense.ndim == 3 else dense
+            if q_len is not None and dense.shape[2] != q_len:
+                raise invalid("attention_mask", f"an array with q_len {q_len}", attention_mask)
         return cls(
             attention_mask=dense,
-            q_segment_ids=ids,
+            q_segment_ids=q_ids,
             kv_segment_ids=ids,
             q_positions=q_positions,
             kv_positions=kv_positions,

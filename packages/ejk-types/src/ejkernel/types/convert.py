@@ -87,7 +87,7 @@ def mask_to_segment_ids(mask: Any, per_head: bool = False) -> tuple[Any, Any]:
     seen = bits.sum(-1)
     equal = (shared == seen[..., :, None]) & (shared == seen[..., None, :])
     first = xp.argmax(equal, axis=-1)
-    index = xp.arange(q_len)
+    index = xp.broadcast_to(xp.arange(q_len, dtype=first.dtype), first.shape)
     leads = (first == index) & (seen > 0)
     number = xp.cumsum(leads, axis=-1) - 1
     q_ids = xp.where(seen > 0, xp.take_along_axis(number, first, axis=-1), -1)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax.tree_util as jtu
 
-from ejkernel.types.arrays import int_array, is_array, mask_array, static_int
+from ejkernel.types.arrays import int_array, is_array, known_values, mask_array, static_int
 from ejkernel.types.errors import describe, invalid
 from ejkernel.types.rules import MAX_DISTANCE, Rule, window_tuple
 
@@ -93,6 +93,15 @@ def _check_fields(mask: Any) -> None:
     check_sizes(mask, None, None, None)
 
 
+def _same(a: Any, b: Any) -> bool:
+    if a is b or not (is_array(a) and is_array(b)):
+        return a is b or (isinstance(a, tuple) and a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = known_values(a), known_values(b)
+    return a is not None and b is not None and bool((a == b).all())
+
+
 class MaskFields:
     """Fields of one mask and of the masks it is joined with; immutable."""
 
@@ -144,6 +153,20 @@ class MaskFields:
     def __reduce__(self):
         children, static = flatten(self)
         return unflatten, (type(self), static, tuple(children))
+
+    def __eq__(self, other: object) -> bool:
+        """Equal fields; arrays by their values where they are known, else by identity."""
+        if self is other:
+            return True
+        if not isinstance(other, MaskFields) or type(self) is not type(other):
+            return NotImplemented
+        (mine, static), (theirs, other_static) = flatten(self), flatten(other)
+        return static == other_static and all(map(_same, mine, theirs))
+
+    def __hash__(self) -> int:
+        children, static = flatten(self)
+        shapes = tuple(getattr(x, "shape", None) for x in children[:-1])
+        return hash((static, shapes, children[-1]))
 
     def replace(self, **fields: Any) -> Self:
         """A copy with other field values; None clears a field. Validated like the constructor.

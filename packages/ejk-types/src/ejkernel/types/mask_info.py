@@ -116,9 +116,14 @@ class MaskInfo(Constructors):
         dense = self.get_or_compute_attention_mask(dtype, q_len, kv_len)
         return with_private(self, attention_mask=dense, _and=(), _broadcast=False, **NO_RULE)
 
-    def create_bias(self, dtype: Any = np.float32) -> Any:
-        """Additive ``[b, 1|h, q, k]``: 0 where visible, ``finfo(dtype).min`` elsewhere."""
-        return convert.bias_of(convert.dense_mask(self), dtype)
+    def create_bias(
+        self, dtype: Any = np.float32, *, q_len: int | None = None, kv_len: int | None = None
+    ) -> Any:
+        """Additive ``[b, 1|h, q, k]``: 0 where visible, ``finfo(dtype).min`` elsewhere.
+
+        ValueError if a length is neither given nor known from an array.
+        """
+        return convert.bias_of(convert.dense_mask(self, q_len, kv_len), dtype)
 
     @property
     def bias(self) -> Any:

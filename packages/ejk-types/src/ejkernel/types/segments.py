@@ -122,7 +122,7 @@ def positions_of_runs(ids: Any, padding: int = -1) -> Any:
     xp = namespace(ids)
     if ids.shape[-1] == 0:
         return ids
-    index = xp.arange(ids.shape[-1], dtype=np.int32)
+    index = xp.broadcast_to(xp.arange(ids.shape[-1], dtype=np.int32), ids.shape)
     start = xp.where(run_starts(ids), index, np.int32(0))
     if xp is np:
         start = np.maximum.accumulate(start, axis=-1)

@@ -86,7 +86,7 @@ def _describe_object(x: Any) -> Any:
     if isinstance(x, (type, np.dtype)) or hasattr(x, "dtype"):
         try:
             return {"dtype": np.dtype(x).name}
-        except TypeError:
+        except (TypeError, ValueError):
             pass
     if callable(x):
         name = getattr(x, "__qualname__", None) or getattr(x, "__name__", None)

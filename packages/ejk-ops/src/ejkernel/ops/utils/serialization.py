@@ -261,10 +261,10 @@ def abstractify(tree: Any) -> Any:
     """
     import jax  # here, so that caches and configs work without loading JAX
 
-    def abstract(leaf: Any) -> Any:
+    def abstract(leaf: Any) -> Any:  # arrays of other libraries stay what they are
         if isinstance(leaf, jax.ShapeDtypeStruct) or not (
             isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-            or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+            or (hasattr(leaf, "shape") and _has_numpy_dtype(leaf))
         ):
             return leaf
         aval = leaf.aval if isinstance(leaf, jax.Array) else None
@@ -276,3 +276,11 @@ def abstractify(tree: Any) -> Any:
         )
 
     return jax.tree.map(abstract, tree)
+
+
+def _has_numpy_dtype(x: Any) -> bool:
+    try:
+        np.dtype(x.dtype)
+    except (AttributeError, TypeError):
+        return False
+    return True

@@ -133,6 +133,9 @@ def shown(annotation: Any) -> Shown:
 def given(value: Any) -> str:
     """What was passed, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+        kind = type(value)
+        ours = isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+        prefix = "" if ours else f"{kind.__module__.partition('.')[0]}.{kind.__name__} "
+        return f"{prefix}{value.dtype}[{', '.join(map(str, value.shape))}]"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -87,8 +87,8 @@ class Dropout:
         b = jnp.arange(batch, dtype=jnp.uint32) + words[1]
         h = jnp.arange(heads, dtype=jnp.uint32) + words[2]
         base = fmix(fmix(fmix(words[0] + P1) + b * P2)[:, None] + (h * P3)[None])
-        q = jnp.arange(q_len) if q_index is None else q_index
-        k = jnp.arange(kv_len) if kv_index is None else kv_index
+        q = jnp.arange(q_len, dtype=jnp.int32) if q_index is None else q_index
+        k = jnp.arange(kv_len, dtype=jnp.int32) if kv_index is None else kv_index
         return cls(base, q.astype(jnp.uint32), k.astype(jnp.uint32))
 
     def keep(self, prob: float, rows: Any = None, cols: Any = None) -> jax.Array:

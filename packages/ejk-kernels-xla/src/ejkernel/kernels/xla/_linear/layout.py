@@ -29,7 +29,7 @@ class Plain(NamedTuple):
         return cdiv(self.rows, self.chunk)
 
     def links(self) -> Links:
-        c = jnp.arange(self.chunks)
+        c = jnp.arange(self.chunks, dtype=jnp.int32)
         return Links(jnp.zeros_like(c), c == 0)
 
     def split(self, x: jax.Array) -> jax.Array:
@@ -89,17 +89,19 @@ def packed(cu_seqlens: jax.Array, rows: int, chunk: int, reverse: bool) -> Packe
     first = end - count
 
     sequence = jnp.minimum(bucket_of(end, chunks), sequences - 1)
-    number = jnp.arange(chunks)
+    number = jnp.arange(chunks, dtype=jnp.int32)
     # chunk 0 opens even when every sequence is empty: no state flows into it
     opens = (number == first[sequence]) | (number == 0)
-    position = (number - first[sequence])[:, None] * chunk + jnp.arange(chunk)
+    position = (number - first[sequence])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)[
+        None
+    ]
     held = length[sequence][:, None]
     ahead = held - 1 - position if reverse else position
     row = start[sequence][:, None] + ahead
     row_of_slot = jnp.where((position >= 0) & (position < held), row, rows).reshape(-1)
 
     owner = jnp.minimum(of_row, sequences - 1)
-    position = jnp.arange(rows) - start[owner]
+    position = jnp.arange(rows, dtype=jnp.int32) - start[owner]
     position = length[owner] - 1 - position if reverse else position
     slot = first[owner] * chunk + position
     slot_of_row = jnp.where(of_row < sequences, slot, chunks * chunk)

@@ -41,7 +41,7 @@ def head_sinks(softmax_aux, heads: int, kv_heads: int, dtype):
     if softmax_aux is None or softmax_aux.shape[-1] == 0:
         return None
     aux = jnp.broadcast_to(softmax_aux, (heads, softmax_aux.shape[-1])).astype(dtype)
-    return aux.reshape(kv_heads, heads // kv_heads, -1)
+    return aux.reshape(kv_heads, heads // max(kv_heads, 1), softmax_aux.shape[-1])
 
 
 def step_tokens(table: Tables | None, length: int, row_bytes: int, pages: int | None = None) -> int:
@@ -55,7 +55,7 @@ def step_tokens(table: Tables | None, length: int, row_bytes: int, pages: int | 
 def split_tiles(tiles: Tiles, splits: int) -> Tiles:
     """Each tile ``splits`` times, over consecutive shares of its keys."""
     share = -(-jnp.maximum(tiles.stop - tiles.start, 0) // splits)
-    part = jnp.arange(splits)[:, None]
+    part = jnp.arange(splits, dtype=jnp.int32)[:, None]
     start = jnp.minimum(tiles.start[None] + part * share[None], tiles.stop[None])
     stop = jnp.minimum(start + share[None], tiles.stop[None])
 

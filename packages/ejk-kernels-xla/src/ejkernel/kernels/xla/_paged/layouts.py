@@ -39,7 +39,9 @@ class Tables:
 
     def pages(self, tables: jax.Array, sequence: jax.Array, c, tokens: int) -> jax.Array:
         """Page numbers ``[n, tokens // page_size]`` of block ``c``, clipped into the cache."""
-        column = c * (tokens // self.page_size) + jnp.arange(tokens // self.page_size)
+        column = c * (tokens // self.page_size) + jnp.arange(
+            tokens // self.page_size, dtype=jnp.int32
+        )
         column = jnp.minimum(column, self.max_pages - 1)
         return jnp.clip(tables[sequence[:, None], column], 0, self.num_pages - 1)
 
@@ -71,7 +73,7 @@ class SplitPages(Paged):
         n = page.shape[0]
         k = k[page].reshape(n, tokens, *k.shape[2:])
         v = v[page].reshape(n, tokens, *v.shape[2:])
-        return Block(k, v, c * tokens + jnp.arange(tokens))
+        return Block(k, v, c * tokens + jnp.arange(tokens, dtype=jnp.int32))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         page = self.table.pages(tables, sequence, c, dk.shape[1])
@@ -105,7 +107,9 @@ class CombinedPages(Paged):
         page = self.table.pages(tables, sequence, c, tokens)
         block = self._plain(cache[page])
         block = block.reshape(page.shape[0], tokens, self.kv_heads, 2, self.head_dim)
-        return Block(block[..., 0, :], block[..., 1, :], c * tokens + jnp.arange(tokens))
+        return Block(
+            block[..., 0, :], block[..., 1, :], c * tokens + jnp.arange(tokens, dtype=jnp.int32)
+        )
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         page = self.table.pages(tables, sequence, c, dk.shape[1])
@@ -133,7 +137,7 @@ class LatentPages(Paged):
         cache, tables = arrays
         page = self.table.pages(tables, sequence, c, tokens)
         k = cache[page].reshape(page.shape[0], tokens, 1, cache.shape[-1])
-        return Block(k, k[..., : self.latent_dim], c * tokens + jnp.arange(tokens))
+        return Block(k, k[..., : self.latent_dim], c * tokens + jnp.arange(tokens, dtype=jnp.int32))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         page = self.table.pages(tables, sequence, c, dk.shape[1])
@@ -163,7 +167,7 @@ class Contiguous:
     def fetch(self, arrays: Arrays, sequence, c, tokens: int) -> Block:
         start = self._start(c, tokens)
         k, v = (jax.lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in arrays)
-        position = start + jnp.arange(tokens)
+        position = start + jnp.arange(tokens, dtype=jnp.int32)
         return Block(k, v, jnp.where(position >= c * tokens, position, -1))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:

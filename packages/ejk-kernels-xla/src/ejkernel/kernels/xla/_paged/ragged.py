@@ -48,15 +48,15 @@ def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity
     t, n = shape.tokens, shape.sequences
     starts = jnp.clip(jnp.asarray(query_start_loc, jnp.int32), 0, t)
     count = jnp.asarray(num_seqs, jnp.int32).reshape(())
-    valid = jnp.arange(n) < count
+    valid = jnp.arange(n, dtype=jnp.int32) < count
     lens = jnp.where(valid, jnp.maximum(starts[1:] - starts[:-1], 0), 0)
     context = jnp.where(valid, jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, capacity), 0)
     per = -(-lens // shape.rows)
     ends = jnp.cumsum(per)
-    tile = jnp.arange(shape.tiles)
+    tile = jnp.arange(shape.tiles, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), n - 1)
     offset = (tile - (ends - per)[sequence]) * shape.rows
-    m = offset[:, None] + jnp.arange(shape.rows)[None]
+    m = offset[:, None] + jnp.arange(shape.rows, dtype=jnp.int32)[None]
     here = (tile < ends[-1])[:, None] & (m < lens[sequence][:, None])
     position = (context - lens)[sequence][:, None] + m
     row = jnp.where(here, starts[sequence][:, None] + m, t)

@@ -67,7 +67,7 @@ def _walk(starts: jax.Array, ends: jax.Array, rows: int, tile: int, out: jax.Arr
         group = jnp.searchsorted(until, i, side="right", method="compare_all")
         start = starts[group] + (i - (until[group] - tiles[group])) * tile
         first = jnp.minimum(start, rows - tile)
-        row = first + jnp.arange(tile)
+        row = first + jnp.arange(tile, dtype=jnp.int32)
         owned = (row >= start) & (row < ends[group])
         return i + 1, visit(out, group, first, owned[:, None])
 

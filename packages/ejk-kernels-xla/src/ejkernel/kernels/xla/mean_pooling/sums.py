@@ -34,7 +34,7 @@ def groups_of_rows(cu_seqlens: jax.Array, rows: int, chunk: int | None) -> jax.A
     if chunk is None:
         return sequence
     per_sequence = cdiv(rows, chunk)
-    inside = jnp.arange(rows) - start[jnp.minimum(sequence, start.shape[0] - 1)]
+    inside = jnp.arange(rows, dtype=jnp.int32) - start[jnp.minimum(sequence, start.shape[0] - 1)]
     group = sequence * per_sequence + inside // chunk
     return jnp.where(sequence < start.shape[0], group, start.shape[0] * per_sequence)
 
@@ -43,7 +43,7 @@ def group_sums(
     x: jax.Array, groups: jax.Array, count: int, block: int, *, changes: int
 ) -> jax.Array:
     """``[rows, ...]`` -> ``[count, ...]``; ``groups`` ascend, with at most ``changes`` changes."""
-    rows = jnp.arange(x.shape[0])
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     new = (rows % block == 0) | (groups != jnp.roll(groups, 1))
     run = jnp.cumsum(new) - 1
     runs = min(cdiv(x.shape[0], block) + changes, x.shape[0])

@@ -62,8 +62,8 @@ def mla_decode(
     tokens = step_tokens(table, table.capacity, row_bytes, field(cfg, "pages_per_block"))
     splits = split_count(table, num_splits, field(cfg, "num_splits"))
     lens = jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, table.capacity)
-    position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows)[None], -1)
-    tiles = Tiles(jnp.arange(b), position, jnp.zeros_like(lens), lens)
+    position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None], -1)
+    tiles = Tiles(jnp.arange(b, dtype=jnp.int32), position, jnp.zeros_like(lens), lens)
     spec = Spec(tokens, max(1, b * splits), logits_soft_cap, left_of(sliding_window), dtype)
     scale = dc**-0.5 if softmax_scale is None else softmax_scale
     o, lse = attend_rows(

@@ -96,5 +96,5 @@ def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
         )
         rest = ((0, 0), (0, blocks.count - whole), (0, 0), (0, 0))
         return jnp.pad(mean, rest)
-    token = blocks.block_token[:, None] + jnp.arange(size)[None]
+    token = blocks.block_token[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.mean(x[:, jnp.minimum(token, length - 1)], 2, dtype=wide)

@@ -44,6 +44,8 @@ def _selected(q, k, v, chosen, blocks: Blocks, scale: float, cfg: Any):
     """Output ``[b, s, h, dv]`` of the selected branch."""
     b, s, h, d = q.shape
     hk, dv = k.shape[2], v.shape[3]
+    if chosen.shape[-1] == 0:
+        return jnp.zeros((b, s, h, dv), accumulation_dtype(q, k, v))
     per_block = hk * blocks.size * (d + dv)
     rows = int(arg.field(cfg, "q_tile", 0) or max(1, min(64, STEP_ELEMENTS // max(per_block, 1))))
     rows = max(1, min(rows, s))
@@ -118,7 +120,8 @@ def native_sparse_attention(
     q, k, v = arg.query_key_value(query, key, value)
     b, s, h, d = q.shape
     hk, dv = k.shape[2], v.shape[3]
-    if q.size == 0 or dv == 0:
+    without_sequences = cu_seqlens is not None and cu_seqlens.shape[0] < 2
+    if q.size == 0 or dv == 0 or without_sequences:
         return jnp.zeros((b, s, h, dv), q.dtype)
     scale = arg.scale_of(softmax_scale, d)
     blocks = find_blocks(s, block_size, cu_seqlens)
@@ -137,7 +140,9 @@ def native_sparse_attention(
         chosen = select_blocks(grouped, k_cmp, lse.reshape(b, s, hk, h // hk), blocks, scale, slots)
         if not isinstance(block_counts, int):
             limit = jnp.asarray(block_counts, jnp.int32)[..., None]
-            chosen = jnp.where(jnp.arange(slots)[None, None, None] < limit, chosen, -1)
+            chosen = jnp.where(
+                jnp.arange(slots, dtype=jnp.int32)[None, None, None] < limit, chosen, -1
+            )
     else:
         counts = block_counts
         if not isinstance(counts, int) and max_block_count is not None:
@@ -171,9 +176,9 @@ def sample_inputs(inv, rng):
         a["cu_seqlens"] = jnp.asarray([s * r // max(n, 1) for r in range(n + 1)], jnp.int32)
     if a["block_indices"] is not None:
         shape = a["block_indices"].shape
-        own = jnp.arange(s)[None, :, None, None] // a["block_size"]
+        own = jnp.arange(s, dtype=jnp.int32)[None, :, None, None] // a["block_size"]
         a["block_indices"] = jnp.broadcast_to(
-            own - jnp.arange(shape[-1])[None, None, None], shape
+            own - jnp.arange(shape[-1], dtype=jnp.int32)[None, None, None], shape
         ).astype(jnp.int32)
     if hasattr(a["block_counts"], "shape"):
         bound = a["max_block_count"] or -(-s // a["block_size"])

@@ -71,7 +71,7 @@ def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
     indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.
     """
     indices = jnp.asarray(indices, jnp.int32)
-    slot = jnp.arange(indices.shape[-1])[None, None, None]
+    slot = jnp.arange(indices.shape[-1], dtype=jnp.int32)[None, None, None]
     limit = count if isinstance(count, int) else jnp.asarray(count, jnp.int32)[..., None]
     last = (blocks.position // blocks.size)[None, :, None, None]
     good = (slot < limit) & (indices >= 0) & (indices <= last)

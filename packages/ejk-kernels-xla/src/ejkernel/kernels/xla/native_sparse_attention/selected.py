@@ -48,7 +48,9 @@ class Rows(NamedTuple):
 def _tokens(spec: Spec, rows: Rows, length: int, step):
     """Token numbers ``[r, hk, slots * size]`` of one step and whether each may be seen."""
     chosen = lax.dynamic_slice_in_dim(rows.chosen, step * spec.slots, spec.slots, axis=2)
-    inside = chosen[..., None] * spec.size + jnp.arange(spec.size)[None, None, None]
+    inside = (
+        chosen[..., None] * spec.size + jnp.arange(spec.size, dtype=jnp.int32)[None, None, None]
+    )
     seen = (chosen[..., None] >= 0) & (inside <= rows.position[:, None, None, None])
     token = jnp.clip(rows.start[:, None, None, None] + inside, 0, length - 1)
     flat = (*chosen.shape[:2], -1)
@@ -57,7 +59,7 @@ def _tokens(spec: Spec, rows: Rows, length: int, step):
 
 def _gather(x, token):
     """``[r, hk, t, d]`` of ``x [s, hk, d]``: head m reads its own tokens."""
-    head = jnp.arange(x.shape[1])[None, :, None]
+    head = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
     return x[token, head]
 
 
@@ -99,7 +101,7 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
     alive = lse != NEG_INF
     safe = jnp.where(alive, lse, 0.0)[..., None]
     delta = jnp.sum(do * o, -1)[..., None]
-    head = jnp.arange(k.shape[1])[None, :, None]
+    head = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :, None]
 
     def step(i, carry):
         dq, dk, dv = carry

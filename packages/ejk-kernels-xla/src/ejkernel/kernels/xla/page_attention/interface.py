@@ -66,13 +66,13 @@ def page_attention(
     tokens = step_tokens(table, table.capacity, row_bytes, pages)
     splits = split_count(table, num_splits, field(cfg, "num_splits"))
     lens = jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, table.capacity)
-    tiles = Tiles(jnp.arange(b), lens[:, None] - 1, jnp.zeros_like(lens), lens)
+    tiles = Tiles(jnp.arange(b, dtype=jnp.int32), lens[:, None] - 1, jnp.zeros_like(lens), lens)
     spec = Spec(tokens, max(1, b * splits), logits_soft_cap, left_of(sliding_window), dtype)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     o, _ = attend_rows(
         spec,
         layout,
-        q.reshape(b, 1, hk, h // hk, d),
+        q.reshape(b, 1, hk, h // max(hk, 1), d),
         (key_cache, value_cache, jnp.asarray(block_tables, jnp.int32)),
         head_scale(hk, dtype, scale, k_scale),
         head_sinks(softmax_aux, h, hk, dtype),

@@ -58,13 +58,13 @@ def ragged_decode_attention(
     start, stop = (
         jnp.clip(jnp.asarray(x, jnp.int32), 0, length) for x in (sequence_start, sequence_end)
     )
-    tiles = Tiles(jnp.arange(b), stop[:, None] - 1, start, stop)
+    tiles = Tiles(jnp.arange(b, dtype=jnp.int32), stop[:, None] - 1, start, stop)
     spec = Spec(tokens, max(1, b), logits_soft_cap, left_of(sliding_window), dtype)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     o, _ = attend_rows(
         spec,
         Contiguous(length),
-        q.reshape(b, 1, hk, h // hk, d),
+        q.reshape(b, 1, hk, h // max(hk, 1), d),
         (key, value),
         head_scale(hk, dtype, scale),
         head_sinks(softmax_aux, h, hk, dtype),

@@ -36,7 +36,7 @@ def attend_ragged(
     if t == 0 or block_tables.shape[0] == 0:
         return jnp.zeros(queries.shape, queries.dtype)
     tiles, row = tile_queries(shape, query_start_loc, context_lens, num_seqs, table.capacity)
-    q = queries.reshape(t, kv_heads, h // kv_heads, d)
+    q = queries.reshape(t, kv_heads, h // max(kv_heads, 1), d)
     q = jnp.take(q, row, axis=0, mode="fill", fill_value=0)
     o, _ = attend_rows(
         Spec(tokens, shape.group, logits_soft_cap, left_of(sliding_window), dtype),

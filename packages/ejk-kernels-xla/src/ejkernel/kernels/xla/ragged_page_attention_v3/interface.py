@@ -20,7 +20,7 @@ def quantise(x, scale, dtype):
     wide = result_dtype(x, jnp.float32)
     y = x.astype(wide)
     if scale is not None:
-        y = y / jnp.asarray(scale, wide).reshape(-1, 1)
+        y = y / jnp.asarray(scale, wide).reshape(1, -1, 1)
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return jnp.clip(jnp.round(y), info.min, info.max).astype(dtype)
@@ -32,8 +32,8 @@ def write_slots(kv_lens, block_tables, query_start_loc, count, tokens: int, page
     """Page ``[T]`` and place ``[T]`` of every packed row; rows of no sequence get a page of -1."""
     n, columns = block_tables.shape
     starts = jnp.clip(jnp.asarray(query_start_loc, jnp.int32), 0, tokens)
-    row = jnp.arange(tokens)
-    valid = jnp.arange(n) < count
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    valid = jnp.arange(n, dtype=jnp.int32) < count
     ends = jnp.where(valid, starts[1:], tokens + 1)
     sequence = jnp.minimum(jnp.searchsorted(ends, row, side="right"), n - 1)
     first, last = starts[sequence], starts[sequence + 1]
@@ -50,7 +50,7 @@ def write(cache, keys, values, page, place):
     both = jnp.stack([keys, values], axis=2).reshape(t, 2 * hk, d)
     outside = (page < 0) | (page >= cache.shape[0])
     page = jnp.where(outside, cache.shape[0], page)
-    head = jnp.arange(2 * hk)
+    head = jnp.arange(2 * hk, dtype=jnp.int32)
     if cache.ndim == 4:
         return cache.at[page, place].set(both, mode="drop")
     pack = cache.shape[3]

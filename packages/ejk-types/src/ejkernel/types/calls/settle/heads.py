@@ -10,7 +10,7 @@ Arguments = dict[str, Any]
 
 
 def _check(name: str, heads: int, kv_heads: int, value: Any) -> None:
-    if kv_heads < 1 or heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise invalid(
             name, f"kv_heads that divide the {heads} query heads ({kv_heads} do not)", value
         )
