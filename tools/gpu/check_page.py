@@ -38,9 +38,10 @@ from tools.gpu.page_cases import (
     oracle,
 )  # fmt: skip
 
-from ejkernel.kernels.triton.page_attention import core, page_attention, tiles
-from ejkernel.kernels.triton.page_attention.interface import problem_of
+from ejkernel.kernels.triton.page_attention import page_attention, tiles
 from ejkernel.kernels.triton.targets import current_target
+from ejkernel.ops.differentiate import Work
+from ejktest.bound import bound
 
 
 def sinks_of(s, o):
@@ -161,11 +162,12 @@ def correctness(names):
 def chain(s, tile, steps):
     """``steps`` decoding steps, each asking with the answer of the one before."""
     problem = tile_problem(s)
-    static = core.Static(problem, tile)
+    work = Work(page_attention, problem, tile, current_target())
 
     def run(q, k, v, lens, tables):
         for _ in range(steps):
-            q = core.attend(static, q, k, v, lens, tables, None, None, None)
+            arrays = dict(q=q, k=k, v=v, lens=lens, tables=tables)
+            (q,), _ = page_attention.forward(work, arrays)
         return q
 
     return jax.jit(run)
@@ -173,7 +175,8 @@ def chain(s, tile, steps):
 
 def tile_problem(s):
     names = ("query", "key_cache", "value_cache", "context_lens", "block_tables")
-    return problem_of(dict(zip(names, operands(s), strict=True)))
+    call = bound(page_attention.call, **dict(zip(names, operands(s), strict=True)))
+    return page_attention.problem(call.arguments)
 
 
 def step_ms(s, tile, args):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels.triton.flash_attention import support, tiles
+from ejkernel.kernels.triton.flash_attention import flash_attention, tiles
 from ejkernel.kernels.triton.flash_attention.fits import fits, needs
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import triton_configs
+from ejktest.bound import bound
 
 MEASURED = json.loads(Path(__file__).with_name("aot_table.json").read_text())["rows"]
 HOPPER = cuda_target(90)
@@ -34,8 +35,11 @@ def test_bounds_lie_below_what_compiled_code_uses(call, target):
 
 def problem(**sizes):
     arrays = {"query": (1, 4096, 8, 128), "key": (1, 4096, 8, 128), "value": (1, 4096, 8, 128)}
-    given = {name: jnp.zeros(sizes.get(name, shape), "bfloat16") for name, shape in arrays.items()}
-    return support.problem_of(given)
+    given = {
+        name: jax.ShapeDtypeStruct(sizes.get(name, shape), jnp.bfloat16)
+        for name, shape in arrays.items()
+    }
+    return flash_attention.problem(bound(flash_attention.call, **given).arguments)
 
 
 def test_what_is_ruled_out():
@@ -51,9 +55,9 @@ def test_what_is_ruled_out():
 
 
 def test_candidates_are_few_legal_and_begin_with_the_heuristic():
-    array = jnp.zeros((1, 4096, 8, 128), "bfloat16")
-    call = SimpleNamespace(arguments={"query": array, "key": array, "value": array})
+    array = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+    call = bound(flash_attention.call, query=array, key=array, value=array)
     with compile_for(HOPPER):
-        found = support.candidates(call)
-        assert found[0] == support.heuristic(call) and 4 <= len(found) <= 12
+        found = flash_attention.candidates(call)
+        assert found[0] == flash_attention.heuristic(call) and 4 <= len(found) <= 12
     assert all(c not in found[:i] for i, c in enumerate(found))

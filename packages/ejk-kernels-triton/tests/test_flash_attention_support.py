@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,12 @@ import pytest
 
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.flash_attention import flash_attention, support, tiles
+from ejkernel.kernels.triton.flash_attention import flash_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo
 from ejkernel.types.structure import Unsupported
+from ejktest.bound import bound
 
 struct = jax.ShapeDtypeStruct
 
@@ -40,7 +40,11 @@ def arguments(**change):
 
 
 def reason(**change) -> str | None:
-    return support.supports(SimpleNamespace(arguments=arguments(**change)))
+    return flash_attention.supports(call(**change))
+
+
+def call(**change):
+    return bound(flash_attention.call, **arguments(**change))
 
 
 def with_dims(d: int, dv: int | None = None, dtype="bfloat16"):
@@ -125,7 +129,7 @@ def test_called_with_what_is_refused() -> None:
         (InvalidArgument, "value", {"value": np.ones((1, 17, 2, 32), np.float32)}),
         (
             InvalidArgument,
-            "multiple",
+            "key: expected kv_heads that divide",
             {n: np.ones((1, 16, 3, 32), np.float32) for n in ("key", "value")},
         ),
         (InvalidArgument, "bias", {"bias": np.ones((1, 3, 16, 16), np.float32)}),
@@ -144,17 +148,6 @@ def test_errors_name_the_argument(error, message, change) -> None:
         jax.eval_shape(lambda: flash_attention(**call))
 
 
-def config_of(static):
-    """Every field of a config, read from the tiles that it gave."""
-    dkv = static.dkv[0][1]
-    assert (static.dq.num_warps, static.dq.num_stages) == (dkv.num_warps, dkv.num_stages)
-    return {
-        "fwd_params": {theirs: getattr(static.fwd, mine) for mine, theirs in tiles.FIELDS.items()},
-        "bwd_params": {theirs: getattr(dkv, mine) for mine, theirs in tiles.FIELDS.items()}
-        | {theirs: getattr(static.dq, mine) for mine, theirs in tiles.DQ_FIELDS.items()},
-    }
-
-
 @pytest.mark.parametrize(
     "target",
     [cuda_target(80), cuda_target(89), cuda_target(90), rocm_target("gfx942")],
@@ -162,18 +155,18 @@ def config_of(static):
 )
 def test_heuristic_is_a_candidate_and_a_config(target) -> None:
     """The heuristic's tiles come first; a config given back gives the same tiles."""
-    from ejkernel.kernels.triton.flash_attention.interface import choose_tiles
-
     with compile_for(target):
         for change in ACCEPTED:
-            inv = SimpleNamespace(arguments=arguments(**change))
-            best, others = support.heuristic(inv), support.candidates(inv)
+            inv = call(**change)
+            best, others = flash_attention.heuristic(inv), flash_attention.candidates(inv)
             assert others[0] == best
             assert len({str(c) for c in others}) == len(others) > 3
-            problem = support.problem_of(inv.arguments)
-            assert choose_tiles(problem, best) == choose_tiles(problem, None)
+            problem = flash_attention.problem(inv.arguments)
+            chosen = flash_attention.choose(problem, target)
+            assert flash_attention.honour(chosen, best, problem, target) == chosen
             for config in others:
-                assert config_of(choose_tiles(problem, config)) == config
+                tiles = flash_attention.honour(chosen, config, problem, target)
+                assert flash_attention.fields(tiles) == config
 
 
 def test_registered() -> None:

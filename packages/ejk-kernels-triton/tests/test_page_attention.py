@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
+from ejktest.bound import bound
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -105,8 +107,9 @@ def test_against_the_formula(name):
 
 def test_no_more_splits_than_tokens():
     problem = Problem(1, 4, 2, 64, 64, 3, 16, 3, "bfloat16", "bfloat16", "bfloat16", 0.125)
-    assert tiles.configured(problem, cuda_target(90), None, 10**12).splits == 3 * 16
-    assert tiles.configured(problem, cuda_target(90), {"num_splits": 5}, None).splits == 5
+    chosen = tiles.choose(problem, cuda_target(90))
+    assert tiles.honour(chosen, replace(problem, splits=10**12), None).splits == 3 * 16
+    assert tiles.honour(chosen, problem, {"num_splits": 5}).splits == 5
 
 
 def test_config_and_splits_change_rounding_only_and_runs_repeat():
@@ -138,7 +141,7 @@ def test_lengths_beyond_the_table_and_ranks():
     long = page_attention(q[:, None], k, v, lens + np.array([1000, 0]), tables)
     assert long.shape == (2, 1, 4, 16)
     assert np.array_equal(long[:, 0], page_attention(q, k, v, lens, tables))
-    negative = page_attention(q, k, v, np.array([-5, 16]), tables)
+    negative = page_attention(q, k, v, jnp.array([-5, 16]), tables)
     assert not np.asarray(negative)[0].any()
 
 
@@ -223,11 +226,18 @@ def test_gradients_are_those_of_xla():
 
 def test_refusals_and_errors():
     q, k, v, lens, tables = draw()
-    a = dict(query=q, key_cache=k, value_cache=v)
-    assert tiles.refusal(**a) is None
-    assert "float64" in str(tiles.refusal(**a | dict(query=q.astype(np.float64))))
-    assert "int16" in str(tiles.refusal(**a | dict(key_cache=k.astype(np.int16))))
-    assert "value_cache" in str(tiles.refusal(**a | dict(value_cache=np.zeros((9, 16, 2, 264)))))
+    a = dict(query=q, key_cache=k, value_cache=v, context_lens=lens, block_tables=tables)
+
+    def refusal(**change):
+        with jax.enable_x64(True):
+            problem = page_attention.problem(bound(page_attention.call, **a | change).arguments)
+        return page_attention.refuse(problem, cuda_target(90))
+
+    assert refusal() is None
+    assert refusal(query=q.astype(np.float64)).startswith("query: float64")
+    assert refusal(value_cache=np.zeros((*v.shape[:3], 264), v.dtype)).startswith("value_cache:")
+    with pytest.raises(InvalidArgument, match="key_cache"):
+        page_attention(q, k.astype(np.int16), v, lens, tables)
     with pytest.raises(InvalidArgument, match="context_lens"):
         page_attention(q, k, v, lens[:2], tables)
     with pytest.raises(InvalidArgument, match="block_tables"):

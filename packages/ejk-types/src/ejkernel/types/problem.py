@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ejkernel.types.structure import Rules
+
 LOG2E = 1.4426950408889634
 
 
@@ -19,6 +21,8 @@ class Problem:
         dropout: drop probability.
         precision: of products of float32 inputs, as the backend names it.
         biased: whether a bias is added.
+        logits_dtype: lower bound of the dtype of logits and sums.
+        rules: the static part of the mask, None where nobody asked.
         seed_batches: batch rows that share one seed and count from its first index; a vmap axis
             multiplies ``batch`` but not this.
     """
@@ -37,6 +41,8 @@ class Problem:
     precision: str = "tf32"
     biased: bool = False
     seed_batches: int = 1
+    logits_dtype: str = "float32"
+    rules: Rules | None = None
 
     @property
     def group(self) -> int:

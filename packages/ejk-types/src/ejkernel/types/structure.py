@@ -45,12 +45,14 @@ class Rules:
         band: by array index. position_band: by given positions.
         chunk: (size, offset); on positions when those are given.
         arrays: whether anything depends on values (then block ranges are an operand).
+        names: the arrays, as ``split_mask`` names them.
     """
 
     band: Band = field(default_factory=Band)
     position_band: Band = field(default_factory=Band)
     chunk: tuple[int, int] | None = None
     arrays: bool = False
+    names: tuple[str, ...] = ()
 
 
 def _padding_only(mask: Any) -> bool:
@@ -94,7 +96,13 @@ def split_mask(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
         raise Unsupported("mask_info: segment ids or positions that differ between heads")
     # a chunk by index is a fact, but its blocks are found with the arrays
     return (
-        Rules(rules.band, rules.position_band, rules.chunk, bool(arrays) or bool(chunks)),
+        Rules(
+            rules.band,
+            rules.position_band,
+            rules.chunk,
+            bool(arrays) or bool(chunks),
+            tuple(arrays),
+        ),
         arrays,
     )
 

@@ -5,44 +5,17 @@ Every operation is a function here, under its own name, with full gradients:
 importing this package imports neither triton nor jax_triton.
 """
 
-from __future__ import annotations
-
-import sys
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
-from typing import Any
-
-from ejkernel.kernels.triton._registrations import REGISTRATIONS
 from ejkernel.kernels.triton._version import __version__
+from ejkernel.ops.packages import Entry, KernelPackage
 
-__all__ = ["__version__", "register", *(r.function for r in REGISTRATIONS)]
-
-
-def register(registry: Any) -> None:
-    """Register every implementation for GPUs at native priority, and the tuned tables.
-
-    Imports no kernel.
-    """
-    for r in REGISTRATIONS:
-        registry.register_lazy(r.algorithm, "triton", "gpu", 100, target=r.target, **r.hook_targets)
-    for table in sorted((Path(__file__).parent / "tables").glob("*.json")):
-        registry.add_config_table(table)
-
-
-def _exported(target: str) -> property:
-    module, _, name = target.partition(":")
-    # importing a subpackage assigns it to this module; the function of that name stays visible
-    return property(lambda _: getattr(import_module(module), name), lambda _, value: None)
-
-
-class _Package(ModuleType):
-    """This module, with the public functions as attributes: many share a subpackage's name."""
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-
-for _r in REGISTRATIONS:
-    setattr(_Package, _r.function, _exported(_r.target))
-sys.modules[__name__].__class__ = _Package
+PACKAGE = KernelPackage(
+    __name__,
+    "triton",
+    (
+        Entry("flash_attention", "flash_attention.implementation:flash_attention"),
+        Entry("page_attention", "page_attention.implementation:page_attention"),
+    ),
+)
+__all__ = ["__version__", "register", *PACKAGE.functions]
+register = PACKAGE.register
+PACKAGE.export()

@@ -83,6 +83,11 @@ class Invocation:
         return key_payload(self)
 
     @functools.cached_property
+    def facts(self) -> dict[Any, Any]:
+        """What kernels found out about the call, by kernel; for them to fill."""
+        return {}
+
+    @functools.cached_property
     def key(self) -> str:
         """The cache key; equal to ``default_key_builder_with_sharding`` of the same call."""
         return self.info.get("key") or payload_key(self.payload)

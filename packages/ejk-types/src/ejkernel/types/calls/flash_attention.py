@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.softmax import SoftmaxCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
 
 
-class FlashAttention(Call):
+class FlashAttention(SoftmaxCall):
     """Exact attention in linear memory."""
 
     name = "flash_attention"

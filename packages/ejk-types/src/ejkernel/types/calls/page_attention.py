@@ -1,5 +1,11 @@
 """The call of page_attention."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
@@ -43,3 +49,46 @@ class PageAttention(Call):
         settle.count(a, "num_splits")
         settle.sinks(a)
         settle.head_scales(a, "k_scale", "v_scale")
+
+    @classmethod
+    def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
+        """q ``[b, h, d]``, k and v pages, lens, tables, sink ``[h, n]``, k_scale, v_scale."""
+        query = a["query"]
+        given = {
+            "q": query if query.ndim == 3 else query[:, 0],
+            "k": a["key_cache"],
+            "v": a["value_cache"],
+            "lens": a["context_lens"],
+            "tables": a["block_tables"],
+            "sink": a["softmax_aux"],
+            "k_scale": a["k_scale"],
+            "v_scale": a["v_scale"],
+        }
+        return {name: x for name, x in given.items() if x is not None}
+
+    @classmethod
+    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        query, values, table = a["query"], a["value_cache"], a["block_tables"]
+        rows = (query.shape[0], query.shape[-2], values.shape[3])
+        return (
+            (jnp.zeros(rows, query.dtype),) if 0 in (*rows, *values.shape, *table.shape) else None
+        )
+
+    @classmethod
+    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
+        (o,) = outputs
+        return o if a["query"].ndim == 3 else o[:, None]
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Random caches, full contexts, and tables that visit pages in random order."""
+        found = dict(a)
+        pages, page_size = a["key_cache"].shape[:2]
+        rows, columns = a["block_tables"].shape
+        found["context_lens"] = jnp.full((rows,), columns * page_size, jnp.int32)
+        table = rng.permutation(max(pages, rows * columns))[: rows * columns] % max(pages, 1)
+        found["block_tables"] = jnp.asarray(table.reshape(rows, columns), jnp.int32)
+        for name in ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"):
+            if hasattr(a[name], "shape"):
+                found[name] = jnp.asarray(rng.standard_normal(a[name].shape), a[name].dtype)
+        return found

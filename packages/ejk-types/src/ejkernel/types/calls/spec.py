@@ -10,6 +10,7 @@ import numpy as np
 
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.signature import REQUIRED, Boundary
+from ejkernel.types.structure import Unsupported
 
 Arguments = dict[str, Any]
 
@@ -26,6 +27,7 @@ class Call:
         algorithm: its name in a registry; default: ``name``.
         outputs: axes of every output, in the words of the signature.
         boundary: the parameters, read from ``takes``.
+        Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
 
     name: ClassVar[str]
@@ -33,6 +35,7 @@ class Call:
     outputs: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[Any]
     boundary: ClassVar[Boundary]
+    Unsupported: ClassVar[type[Exception]] = Unsupported
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,3 +113,39 @@ class Call:
                 a[name] = jnp.asarray(value).astype(jnp.int32)
         cls.canonicalise(a)
         return a
+
+    # ---- what a kernel asks of canonical arguments ------------------------------------------
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> Any:
+        """The static facts of a call, hashable; arrays may be abstract.
+
+        Raises:
+            Unsupported: facts that no kernel of this kind takes.
+        """
+        return None
+
+    @classmethod
+    def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
+        """The arrays a kernel reads, by name: those given, as they are."""
+        return {p.name: a[p.name] for p in cls.boundary.array_parameters if a[p.name] is not None}
+
+    @classmethod
+    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """The outputs of a call without rows, keys or heads; None for every other call."""
+        return None
+
+    @classmethod
+    def named(cls, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Outputs under the names that ``jax.checkpoint`` policies know."""
+        return outputs
+
+    @classmethod
+    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
+        """What the operation returns, from what a kernel computes."""
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Valid values, by name, of the arguments that random floats and zeros do not fit."""
+        return {}

@@ -7,10 +7,10 @@ and the bound says 114688; the query gradient 99328 and 98304; the key gradients
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ejkernel.kernels.triton.flash_attention.dims import split_dim
-from ejkernel.kernels.triton.flash_attention.tiles import Tiles
+from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles, neighbours
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import Problem
 
@@ -54,3 +54,20 @@ def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Tar
     # less than a wave leaves multiprocessors idle
     idle = need.programs < min(target.cores, usual.programs)
     return need.shared <= target.shared_limit and need.registers <= REGISTERS and not idle
+
+
+def near(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
+    """Tiles worth timing beside the chosen ones: a step away in one pass, as far as they fit."""
+    found = []
+    for part, kernel in (("fwd", "forward"), ("dkv", "dkv"), ("dq", "dq")):
+        ours = getattr(chosen, part)
+        for tile in neighbours(ours, problem):
+            # a config has one number of warps and of stages for both backward kernels
+            apart = part == "dq" and not _same_launch(tile, chosen.dkv)
+            if not apart and fits(kernel, tile, ours, problem, target):
+                found.append(replace(chosen, **{part: tile}))
+    return found
+
+
+def _same_launch(a: Tiles, b: Tiles) -> bool:
+    return (a.num_warps, a.num_stages) == (b.num_warps, b.num_stages)

@@ -32,6 +32,34 @@ class Tiles:
         return {} if self.registers is None else {"maxnreg": self.registers}
 
 
+@dataclass(frozen=True)
+class FlashTiles:
+    """Tiles of the three passes: forward, query gradient, key gradients."""
+
+    fwd: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As fields of a config."""
+        fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
+        bwd = {theirs: getattr(self.dkv, mine) for mine, theirs in FIELDS.items()}
+        rows = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
+        return {"fwd_params": fwd, "bwd_params": rows | bwd}
+
+    def honouring(self, cfg: Any) -> FlashTiles:
+        """These tiles with what a config says instead."""
+        fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
+        dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
+        return FlashTiles(override(self.fwd, fwd), dq, dkv)
+
+
+def choose(problem: Problem, target: Target) -> FlashTiles:
+    """The tiles of a call by the arithmetic below."""
+    return FlashTiles(forward_tiles(problem, target), *backward_tiles(problem, target))
+
+
 def _padded(dim: int) -> int:
     return sum(split_dim(dim))
 

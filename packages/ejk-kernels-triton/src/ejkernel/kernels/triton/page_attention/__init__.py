@@ -1,5 +1,5 @@
-"""Decoding from a paged key/value cache in Triton."""
+"""Paged decoding in Triton."""
 
-from ejkernel.kernels.triton.page_attention.interface import page_attention
+from ejkernel.kernels.triton.page_attention.implementation import page_attention
 
 __all__ = ["page_attention"]

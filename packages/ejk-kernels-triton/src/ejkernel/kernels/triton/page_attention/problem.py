@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention.dims import split_dim
 
@@ -20,6 +24,7 @@ class Problem:
         scale: factor of the products.
         soft_cap: cap of the logits or None.
         left: keys seen besides the newest, or None for all.
+        splits: parts of every sequence that the call asks for, or None.
     """
 
     batch: int
@@ -36,6 +41,7 @@ class Problem:
     scale: float
     soft_cap: float | None = None
     left: int | None = None
+    splits: int | None = None
 
     @property
     def group(self) -> int:
@@ -95,3 +101,25 @@ def _least(cache: str) -> int:
 def _split(dim: int, least: int) -> tuple[int, int]:
     main, rest = split_dim(dim)
     return max(main, least), rest and max(rest, least)
+
+
+def problem_of(a: Mapping[str, Any]) -> Problem:
+    """The static facts of a call whose arguments are canonical."""
+    q, k, v, window = a["query"], a["key_cache"], a["value_cache"], a["sliding_window"]
+    return Problem(
+        batch=q.shape[0],
+        heads=q.shape[-2],
+        kv_heads=k.shape[2],
+        dim=q.shape[-1],
+        value_dim=v.shape[3],
+        pages=k.shape[0],
+        page_size=k.shape[1],
+        max_pages=a["block_tables"].shape[1],
+        query=jnp.dtype(q.dtype).name,
+        key=jnp.dtype(k.dtype).name,
+        value=jnp.dtype(v.dtype).name,
+        scale=a["softmax_scale"],
+        soft_cap=a["logits_soft_cap"],
+        left=None if window is None else window[0],
+        splits=a["num_splits"],
+    )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
-
-from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
-from ejkernel.kernels.triton.targets import Target, current_target, too_old
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
-MAX_DIM = 256
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
 
 
@@ -26,6 +21,7 @@ class Tiles:
         num_warps, num_stages: of the program that reads them.
         per_core: programs meant to run together on one multiprocessor.
         splits: parts of every sequence; None cuts the cache as a whole into equal shares.
+        pages: ``block`` in pages, where a config shall say it.
     """
 
     block: int = 64
@@ -33,6 +29,13 @@ class Tiles:
     num_stages: int = 3
     per_core: int = 2
     splits: int | None = None
+    pages: int | None = None
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """As fields of a config."""
+        fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
 
 def power_of_two(n: int) -> int:
@@ -105,100 +108,27 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     return max(1, min(shares, problem.batch * longest))
 
 
-def configured(problem: Problem, target: Target, cfg: Any, num_splits: int | None) -> Tiles:
-    """``choose``, then what the config says instead, then ``num_splits``."""
-    tiles = choose(problem, target)
+def honour(tiles: Tiles, problem: Problem, cfg: Any) -> Tiles:
+    """``tiles`` with what the config says instead, then the splits that the call asks for."""
     pages = field(cfg, "pages_per_block")
     if pages is not None:
         tiles = replace(tiles, block=max(16, power_of_two(int(pages) * problem.page_size)))
     for name in ("num_warps", "num_stages"):
         if field(cfg, name) is not None:
             tiles = replace(tiles, **{name: int(field(cfg, name))})
-    splits = num_splits if num_splits is not None else field(cfg, "num_splits")
+    splits = field(cfg, "num_splits") if problem.splits is None else problem.splits
     if splits is None:
         return tiles
     return replace(tiles, splits=min(int(splits), max(problem.capacity, 1)))  # a token each
 
 
-def refusal(query: Any, key_cache: Any, value_cache: Any) -> str | None:
-    """Why sizes or dtypes are not supported, None when they are."""
-    name = jnp.dtype(query.dtype).name
-    if name not in ("float16", "bfloat16", "float32"):
-        return f"query: {name} is not supported, only float16, bfloat16, float32"
-    for argument, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        name, dim = jnp.dtype(cache.dtype).name, cache.shape[-1]
-        if name not in BYTES:
-            return f"{argument}: {name} is not supported, only {', '.join(BYTES)}"
-        if dim > MAX_DIM or dim % 8:
-            return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
-    return None
-
-
-def supports(inv: Any) -> str | None:
-    """Why a call cannot run here, None when it can."""
-    a = inv.arguments
-    reason = compat.problem() or too_old(current_target())
-    return reason or refusal(a["query"], a["key_cache"], a["value_cache"])
-
-
-def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
-    q, k, v = a["query"], a["key_cache"], a["value_cache"]
-    scale, window = a.get("softmax_scale"), a.get("sliding_window")
-    cap = a.get("logits_soft_cap")
-    return Problem(
-        batch=q.shape[0],
-        heads=q.shape[-2],
-        kv_heads=k.shape[2],
-        dim=q.shape[-1],
-        value_dim=v.shape[3],
-        pages=k.shape[0],
-        page_size=k.shape[1],
-        max_pages=a["block_tables"].shape[1],
-        query=jnp.dtype(q.dtype).name,
-        key=jnp.dtype(k.dtype).name,
-        value=jnp.dtype(v.dtype).name,
-        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
-        soft_cap=None if cap is None else float(cap),
-        left=None if window is None else int(window if isinstance(window, int) else window[0]),
-    )
-
-
-def heuristic(inv: Any) -> dict[str, int]:
-    """The config of ``choose``: equal shares of the whole cache (no ``num_splits``)."""
-    tiles = choose(problem_of(inv.arguments), current_target())
-    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-
-
-def candidates(inv: Any) -> list[dict[str, int]]:
-    """Configs worth timing: steps of half to double the bytes, two to four stages, that fit."""
-    problem, target = problem_of(inv.arguments), current_target()
-    chosen, size = choose(problem, target), max(problem.page_size, 1)
-    found = [heuristic(inv)]
-    for block in (chosen.block // 2, chosen.block, chosen.block * 2):
-        for warps in (4, 8):
-            for stages in (2, 3, 4, 5):
-                fits = held_bytes(problem, block, stages) <= target.shared_limit
-                if block >= max(16, size) and fits:
-                    found.append(
-                        {
-                            "pages_per_block": block // size,
-                            "num_warps": warps,
-                            "num_stages": stages,
-                        }
-                    )
-    return found
-
-
-def sample_inputs(inv: Any, rng: Any) -> tuple[tuple, dict[str, Any]]:
-    """Random caches, full contexts, and tables that visit pages in random order."""
-    a = dict(inv.arguments)
-    pages, page_size = a["key_cache"].shape[:2]
-    rows, columns = a["block_tables"].shape
-    a["context_lens"] = jnp.full((rows,), columns * page_size, jnp.int32)
-    table = rng.permutation(max(pages, rows * columns))[: rows * columns] % max(pages, 1)
-    a["block_tables"] = jnp.asarray(table.reshape(rows, columns), jnp.int32)
-    for name in ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"):
-        if hasattr(a[name], "shape"):
-            a[name] = jnp.asarray(rng.standard_normal(a[name].shape), a[name].dtype)
-    return (), a
+def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+    """Tiles worth timing: steps of half to double the bytes, two to five stages, that fit."""
+    size = max(problem.page_size, 1)
+    return [
+        replace(chosen, block=block, num_warps=warps, num_stages=stages, pages=block // size)
+        for block in (chosen.block // 2, chosen.block, chosen.block * 2)
+        for warps in (4, 8)
+        for stages in (2, 3, 4, 5)
+        if block >= max(16, size) and held_bytes(problem, block, stages) <= target.shared_limit
+    ]

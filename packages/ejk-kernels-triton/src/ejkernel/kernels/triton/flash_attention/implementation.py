@@ -1,0 +1,129 @@
+"""Flash attention in Triton as one kernel object: what it takes, its tiles, its launches.
+
+Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+recomputed tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.common.dropout_rows import row_words
+from ejkernel.kernels.triton.common.products import dot_precision
+from ejkernel.kernels.triton.flash_attention import tiles
+from ejkernel.kernels.triton.flash_attention.fits import near
+from ejkernel.kernels.triton.flash_attention.plans import (
+    AttentionPlan,
+    DbiasPlan,
+    DkvPlan,
+    DqPlan,
+    ForwardPlan,
+)
+from ejkernel.kernels.triton.flash_attention.terms import row_terms
+from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls, softmax
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import block_ranges, operands, split_mask
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_DIM = 256
+
+
+class FlashAttention(TritonKernel):
+    """Exact attention in memory linear in the lengths, on a GPU; see the operation of this name.
+
+    q, k and v are float16, bfloat16 or float32, promoted to one dtype, with head dims that are
+    multiples of 8 up to 256; sums are float32. Nothing is summed by atomics, so two runs give the
+    same bits. ``cfg``: ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages) and
+    ``bwd_params`` (the same for the key gradients; blocksize_m and blocksize_n, with the same
+    warps and stages, for the query gradient).
+
+    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
+    """
+
+    call = calls.FlashAttention
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        return replace(self.call.problem(a), precision=dot_precision(a["precision"]))
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        if problem.dtype not in DTYPES:
+            return f"query: {problem.dtype} is not supported, only {', '.join(DTYPES)}"
+        if problem.logits_dtype == "float64":
+            return "logits_dtype: float64 is not supported"
+        for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
+            if not 0 < dim <= MAX_DIM or dim % 8:
+                return f"{argument}: head dim {dim} is not a multiple of 8 from 8 to {MAX_DIM}"
+        return None
+
+    def choose(self, problem: Problem, target: Target) -> FlashTiles:
+        return tiles.choose(problem, target)
+
+    def near(self, problem: Problem, target: Target, chosen: FlashTiles) -> Iterable[FlashTiles]:
+        return near(problem, target, chosen)
+
+    def honour(self, chosen: FlashTiles, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
+        return chosen.honouring(cfg)
+
+    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
+        return chosen.fields
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        tensors = {name: x for name, x in arrays.items() if name != "mask"}
+        o, lse, *saved = _launch(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors)
+        return (o, lse), saved
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        p, t, mask = work.problem, work.tiles, arrays["mask"]
+        (o, lse), (do, dlse) = outputs, cotangents
+        delta = softmax.row_delta(o, do, dlse)
+        base, *rest = saved
+        tensors = {name: x for name, x in arrays.items() if name not in ("mask", "sink")}
+        tensors |= {"base": base, **row_terms(p, do, delta, *(rest or [None]))}
+        (dq,) = _launch(DqPlan, work, t.dq, mask, tensors)
+        found = {"q": dq}
+        for parts, part_tiles in tiles.key_passes(p, t.dkv, work.target):
+            grads = _launch(DkvPlan, work, part_tiles, mask, tensors, parts=parts)
+            found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
+        bias = arrays.get("bias")
+        if bias is not None:
+            shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
+            tile = tiles.bias_tiles(t.dq, work.target)
+            (found["bias"],) = _launch(DbiasPlan, work, tile, mask, tensors, **shared)
+        if "sink" in arrays:
+            found["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
+        return found
+
+
+def _launch(
+    kind: type[AttentionPlan], work: Work, tile: Tiles, mask: Any, tensors: Arrays, **fields: Any
+) -> tuple[Any, ...]:
+    """The results of one kernel; which blocks it visits follows from the mask."""
+    p = work.problem
+    rules, arrays = split_mask(mask)
+    tensors = dict(tensors)
+    if "seed" in tensors:
+        tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
+    tensors |= operands(mask, arrays, p.q_len, p.kv_len)
+    if rules.arrays and kind is not DbiasPlan:
+        tensors["ranges"] = block_ranges(
+            mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan
+        )
+    shapes = tuple((name, tuple(x.shape)) for name, x in tensors.items())
+    return call(kind(p, rules, tile, shapes, **fields), *tensors.values())
+
+
+flash_attention = FlashAttention()

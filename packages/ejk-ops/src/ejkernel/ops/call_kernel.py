@@ -1,0 +1,155 @@
+"""CallKernel: a kernel as one object, from the question whether it can to its gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ejkernel.ops import env
+from ejkernel.ops.differentiate import Arrays, Work, differentiable
+
+
+class CallKernel:
+    """One kernel for the calls of one operation.
+
+    ``call`` (a ``Call`` of ejk-types, or anything with its methods) says what a call takes, how it
+    is checked and settled, its static facts (``problem``), its arrays (``operands``) and what a
+    call without work returns. A backend's base class says ``target`` and ``missing``; a kernel
+    says the rest. Everything else is made here: the public function with the operation's
+    signature, ``supports``, ``heuristic`` and ``candidates`` for the registry, the override by a
+    config, gradients, mesh axes.
+
+    Tiles are frozen dataclasses: what ``choose`` and ``near`` return is what runs.
+    """
+
+    call: ClassVar[Any]
+    differentiable: ClassVar[bool] = True
+    """Whether ``backward`` exists; a kernel without it is differentiated by JAX."""
+
+    def __init__(self) -> None:
+        cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
+        signature = inspect.signature(self.call.takes)
+        parameters = [*signature.parameters.values(), cfg]
+        self.__signature__ = signature.replace(parameters=parameters)
+        self.__name__ = self.__qualname__ = self.call.name
+        self.__doc__ = type(self).__doc__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__module__}.{type(self).__name__}"
+
+    # ---- what a backend says ----------------------------------------------------------------
+
+    def missing(self) -> str | None:
+        """What keeps every kernel of the backend from running here; None when nothing does."""
+        return None
+
+    def target(self) -> Any:
+        """The device kernels are made for; hashable."""
+        return None
+
+    # ---- what a kernel says -----------------------------------------------------------------
+
+    def problem(self, a: Mapping[str, Any]) -> Any:
+        """Static facts of a call whose arguments are canonical (and may be abstract)."""
+        return self.call.problem(a)
+
+    def refuse(self, problem: Any, target: Any) -> str | None:
+        """Why a call cannot be done, beginning with the argument's name; None = it can."""
+        return None
+
+    def choose(self, problem: Any, target: Any) -> Any:
+        """The tiles of a call, from its facts alone."""
+        return None
+
+    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        """Tiles worth timing beside the chosen ones."""
+        return ()
+
+    def honour(self, tiles: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        """``tiles`` with what a config says instead."""
+        return tiles
+
+    def fields(self, tiles: Any) -> dict[str, Any]:
+        """Tiles as fields of the operation's config, which ``honour`` reads back."""
+        return {}
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        """The outputs, and what else ``backward`` wants kept."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        """Gradients by the names of the arrays; those left out are zero."""
+        raise NotImplementedError
+
+    # ---- the call ---------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
+        a = self.call.prepare(args, kwargs)
+        return self.run(self.call.bind(a, typecheck=env.typecheck()), cfg)
+
+    def run(self, a: Mapping[str, Any], cfg: Any = None) -> Any:
+        """The call of canonical arguments."""
+        problem, target = self.problem(a), self.target()
+        reason = self.refuse(problem, target)
+        if reason is not None:
+            raise self.call.Unsupported(reason)
+        outputs = self.call.without_work(a, problem)
+        if outputs is None:
+            tiles = self.honour(self.choose(problem, target), cfg, problem, target)
+            work = Work(self, problem, tiles, target)
+            arrays = self.call.operands(a, problem)
+            if self.differentiable:
+                outputs = differentiable(work, arrays)
+            else:
+                outputs = self.named(self.forward(work, arrays)[0])
+        return self.call.results(a, outputs)
+
+    def named(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Outputs under the names by which ``jax.checkpoint`` policies can save them."""
+        return self.call.named(outputs)
+
+    # ---- what the registry asks -------------------------------------------------------------
+
+    def _facts(self, inv: Any) -> tuple[Any, str | None]:
+        """The problem of an invocation, and why it cannot be done; remembered with it."""
+        known = inv.facts.get(self)
+        if known is None:
+            try:
+                problem = self.problem(inv.arguments)
+                known = problem, self.refuse(problem, self.target())
+            except self.call.Unsupported as error:
+                known = None, str(error)
+            inv.facts[self] = known
+        return known
+
+    def supports(self, inv: Any) -> str | None:
+        """None, or why this kernel cannot do the call."""
+        return self.missing() or self._facts(inv)[1]
+
+    def heuristic(self, inv: Any) -> dict[str, Any]:
+        """Config fields of the chosen tiles."""
+        return self.fields(self.choose(self._facts(inv)[0], self.target()))
+
+    def candidates(self, inv: Any) -> list[dict[str, Any]]:
+        """Config fields worth timing, the chosen tiles' first, each once."""
+        problem, target = self._facts(inv)[0], self.target()
+        chosen = self.choose(problem, target)
+        found: list[dict[str, Any]] = []
+        for tiles in (chosen, *self.near(problem, target, chosen)):
+            fields = self.fields(tiles)
+            found += [fields] if fields not in found else []
+        return found
+
+    def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
+        """Valid arguments where random floats and zeros are not."""
+        return (), self.call.samples(inv.arguments, rng)

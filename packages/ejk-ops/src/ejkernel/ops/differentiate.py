@@ -1,0 +1,69 @@
+"""One ``custom_vjp`` for every kernel, and the mesh axes over which arrays vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.compat import vary_alike
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything about a call that is known while tracing; hashable.
+
+    Attributes:
+        kernel: the kernel that does it.
+        problem: static facts of the call.
+        tiles: how each pass is launched.
+        target: the device it is made for.
+    """
+
+    kernel: Any
+    problem: Any
+    tiles: Any
+    target: Any
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+    return work.kernel.forward(work, arrays)[0]
+
+
+def _forward(work: Work, arrays: Arrays) -> Any:
+    outputs, saved = work.kernel.forward(work, arrays)
+    outputs = work.kernel.named(outputs)
+    return outputs, (arrays, outputs, saved)
+
+
+def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Arrays]:
+    gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
+    arrays = residuals[0]
+    unknown = gradients.keys() - arrays.keys()
+    if unknown:
+        raise TypeError(f"{work.kernel!r} has gradients of {sorted(unknown)}, which it did not get")
+    return ({name: _as(gradients.get(name), x) for name, x in arrays.items()},)
+
+
+def _as(gradient: Any, primal: Any) -> Any:
+    """A gradient in the dtype of what it belongs to; None is zero."""
+    return None if gradient is None else gradient.astype(primal.dtype)
+
+
+_run.defvjp(_forward, _backward)
+
+
+def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """The outputs of ``work.kernel.forward(work, arrays)``, differentiated by ``work.kernel.backward``.
+
+    Inside ``shard_map`` all arrays vary over the same mesh axes, so that JAX sums the gradients
+    of those that were replicated.
+    """
+    return _run(work, vary_alike(jax.tree.map(jnp.asarray, arrays)))

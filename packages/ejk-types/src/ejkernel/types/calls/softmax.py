@@ -1,0 +1,83 @@
+"""What the calls of flash-type attention leave to a kernel: facts, arrays, results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types import attention as arg
+from ejkernel.types import softmax
+from ejkernel.types.call import mask_of, problem_of, read_mask
+from ejkernel.types.calls.spec import Call
+from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Rules, split_mask
+
+
+def _packed(a: Mapping[str, Any]) -> bool:
+    """Whether the mask has yet to be joined with cumulative lengths."""
+    return a.get("cum_seqlens_q") is not None
+
+
+class SoftmaxCall(Call):
+    """A call of query, key, value and a mask.
+
+    A kernel gets q, k, v in one dtype and, where the call has them, bias ``[#b, #h, q, k]``, sink
+    float32 ``[1, h]`` (all sinks of a head as one logit), mask (a MaskInfo) and seed int32
+    ``[1, 3]``; it gives o ``[b, q, h, dv]`` and the natural lse float32 ``[b, h, q]``.
+    """
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> Problem:
+        return problem_of(
+            a,
+            dropout=float(a.get("dropout_prob") or 0.0),
+            biased=a.get("bias") is not None,
+            seed_batches=max(a["query"].shape[0], 1),
+            logits_dtype=jnp.dtype(a.get("logits_dtype", "float32")).name,
+            rules=cls._rules(a),
+        )
+
+    @staticmethod
+    def _rules(a: Mapping[str, Any]) -> Rules:
+        def read(mask: MaskInfo) -> Rules:
+            return split_mask(mask)[0]
+
+        return read_mask(a, read) if _packed(a) else read(a["mask_info"])
+
+    @classmethod
+    def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        given = {
+            "q": a["query"].astype(problem.dtype),
+            "k": a["key"].astype(problem.dtype),
+            "v": a["value"].astype(problem.dtype),
+            "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),
+            "sink": arg.sink_logit(a.get("softmax_aux")),
+            "mask": mask_of(a) if _packed(a) else a["mask_info"],
+            "seed": arg.seed_words(a.get("dropout_seed")) if problem.dropout > 0.0 else None,
+        }
+        return {name: x for name, x in given.items() if x is not None}
+
+    @classmethod
+    def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        nothing = softmax.without_work(a["query"], a["key"], a["value"])
+        return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
+
+    @classmethod
+    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
+        o, lse = outputs
+        o = o.astype(a["query"].dtype)
+        return (o, lse.swapaxes(1, 2)) if a.get("return_lse") else o
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Packed calls: documents of equal length."""
+        found = {}
+        for name, array in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
+            if a.get(name) is not None:
+                ends = np.linspace(0, a[array].shape[1], a[name].shape[0])
+                found[name] = ends.astype(np.int32)
+        return found

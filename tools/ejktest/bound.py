@@ -1,0 +1,36 @@
+"""The canonical call that a kernel's hooks are asked about, made without the module layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from ejkernel.types import MaskInfo
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _abstract(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
+
+
+def bound(call: Any, **given: Any) -> SimpleNamespace:
+    """What a registry hands to ``supports`` and the other hooks, for a ``Call`` of ejk-types.
+
+    Arrays may be abstract.
+    """
+    a = call.prepare((), given)
+    arrays = {name: x for name, x in a.items() if _is_array(x) or isinstance(x, MaskInfo)}
+    found: dict[str, Any] = {}
+
+    def probe(arrays: dict[str, Any]) -> int:
+        canonical = call.bind({**a, **arrays})
+        found.update({name: jax.tree.map(_abstract, x) for name, x in canonical.items()})
+        return 0
+
+    jax.eval_shape(probe, arrays)
+    return SimpleNamespace(arguments=found, facts={})
