@@ -61,7 +61,7 @@ _run.defvjp(_forward, _backward)
 
 
 def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """The outputs of ``work.kernel.forward(work, arrays)``, differentiated by ``work.kernel.backward``.
+    """The outputs of ``work.kernel.forward``, differentiated by ``work.kernel.backward``.
 
     Inside ``shard_map`` all arrays vary over the same mesh axes, so that JAX sums the gradients
     of those that were replicated.
