@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops import env
@@ -95,6 +96,8 @@ class CallKernel:
 
     def __call__(self, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         a = self.call.prepare(args, kwargs)
+        # as under jit: 64 bits only where JAX has them
+        a = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in a.items()}
         return self.run(self.call.bind(a, typecheck=env.typecheck()), cfg)
 
     def run(self, a: Mapping[str, Any], cfg: Any = None) -> Any:
