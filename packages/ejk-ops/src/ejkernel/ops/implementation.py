@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,8 @@ class Implementation:
         differentiable: whether reverse mode works through it.
         priority_for: ``(inv) -> int``, its priority for a call that it supports, from static
             facts, where that depends on the shapes; None = ``priority``.
+        config_fields: the config fields that it reads, those of nested configs with a dot
+            (``"fwd_params.num_warps"``); None = not said.
         order: position among all registrations, settles ties.
     """
 
@@ -95,6 +97,7 @@ class Implementation:
     version: int = 1
     differentiable: bool = True
     priority_for: Callable[[Any], int] | None = None
+    config_fields: Sequence[str] | None = None
     order: int = 0
     on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
 

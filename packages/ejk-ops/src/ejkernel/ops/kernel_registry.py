@@ -72,6 +72,7 @@ class KernelRegistry:
         version: int = 1,
         differentiable: bool = True,
         priority_for: Callable[[Any], int] | None = None,
+        config_fields: Sequence[str] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
         """Decorator that registers an implementation and returns it unchanged.
@@ -100,6 +101,7 @@ class KernelRegistry:
                 version,
                 differentiable,
                 priority_for,
+                config_fields,
             )
             self._add(implementation, replace)
             return fn
@@ -122,6 +124,7 @@ class KernelRegistry:
         version: int = 1,
         differentiable: bool = True,
         priority_for: Callable[[Any], int] | str | None = None,
+        config_fields: Sequence[str] | None = None,
         replace: bool = False,
     ) -> None:
         """Register the function ``target="package.module:function"`` without importing it.
@@ -152,6 +155,7 @@ class KernelRegistry:
             version,
             differentiable,
             lazily(priority_for),
+            config_fields,
             on_load=self._check_signature,
         )
         self._add(implementation, replace)

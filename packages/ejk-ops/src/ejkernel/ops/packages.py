@@ -20,7 +20,7 @@ class Entry:
     Attributes:
         algorithm: its name in the registry.
         target: the kernel, ``"folder.module:NAME"`` inside the package.
-        backend, priority: as in ``KernelRegistry.register``.
+        backend, priority, config_fields: as in ``KernelRegistry.register``.
         platform: where it differs from the package's.
         function: name of the public function; default: the algorithm's.
         hooks: hooks of the kernel by name; for a plain function, hooks elsewhere by target.
@@ -33,6 +33,7 @@ class Entry:
     platform: str | None = None
     function: str = ""
     hooks: tuple[str, ...] | dict[str, str] = field(default=HOOKS[:4], hash=False)
+    config_fields: tuple[str, ...] | None = None
 
     @property
     def public(self) -> str:
@@ -69,6 +70,7 @@ class KernelPackage:
                 entry.backend,
                 entry.priority,
                 target=self.path(entry.target),
+                config_fields=entry.config_fields,
                 **self.hooks(entry),
             )
         folder = Path(sys.modules[self.name].__file__ or "").parent / "tables"

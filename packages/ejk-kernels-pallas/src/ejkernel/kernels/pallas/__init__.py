@@ -22,7 +22,13 @@ def register(registry: Any) -> None:
     """Register every implementation for its device; imports none."""
     for r in REGISTRATIONS:
         registry.register_lazy(
-            r.algorithm, "pallas", r.backend, r.priority, target=r.target, **r.hook_targets
+            r.algorithm,
+            "pallas",
+            r.backend,
+            r.priority,
+            target=r.target,
+            config_fields=r.reads,
+            **r.hook_targets,
         )
 
 

@@ -15,7 +15,8 @@ class Registration:
     """An algorithm's name in the registry, its public function and the modules that know it.
 
     ``backend`` is "tpu" or "gpu". ``module`` holds the function; ``support`` holds ``supports``,
-    ``heuristic`` and the others named in ``hooks``. Paths are inside this package.
+    ``heuristic`` and the others named in ``hooks``. Paths are inside this
+    package. ``reads`` names the config fields that it reads.
     """
 
     algorithm: str
@@ -25,6 +26,7 @@ class Registration:
     support: str
     priority: int = 100
     hooks: tuple[str, ...] = ("supports", "heuristic", "candidates")
+    reads: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -45,6 +47,14 @@ REGISTRATIONS = (
         "gpu.flash_attention.support",
         priority=AHEAD,
         hooks=("supports", "heuristic", "candidates", "priority_for"),
+        reads=(
+            "fwd_params.q_blocksize",
+            "fwd_params.kv_blocksize",
+            "fwd_params.num_stages",
+            "bwd_params.q_blocksize",
+            "bwd_params.kv_blocksize",
+            "bwd_params.num_stages",
+        ),
     ),
     Registration(
         "flash_attention",
@@ -52,5 +62,13 @@ REGISTRATIONS = (
         "tpu",
         "tpu.flash_attention.interface",
         "tpu.flash_attention.support",
+        reads=(
+            "fwd_params.q_blocksize",
+            "fwd_params.kv_blocksize",
+            "bwd_params.q_blocksize",
+            "bwd_params.kv_blocksize",
+            "bwd_params.blocksize_m",
+            "bwd_params.blocksize_n",
+        ),
     ),
 )

@@ -8,12 +8,25 @@ importing this package imports neither triton nor jax_triton.
 from ejkernel.kernels.triton._version import __version__
 from ejkernel.ops.packages import Entry, KernelPackage
 
+_SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+
 PACKAGE = KernelPackage(
     __name__,
     "triton",
     (
-        Entry("flash_attention", "flash_attention.implementation:flash_attention"),
-        Entry("page_attention", "page_attention.implementation:page_attention"),
+        Entry(
+            "flash_attention",
+            "flash_attention.implementation:flash_attention",
+            config_fields=(
+                *(f"fwd_params.{size}" for size in _SIZES),
+                *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
+            ),
+        ),
+        Entry(
+            "page_attention",
+            "page_attention.implementation:page_attention",
+            config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
+        ),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

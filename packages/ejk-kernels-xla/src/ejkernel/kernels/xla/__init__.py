@@ -20,7 +20,9 @@ __all__ = ["__version__", "register", *(r.function for r in REGISTRATIONS)]
 def register(registry: Any) -> None:
     """Register every implementation for any backend at the lowest priority; imports none."""
     for r in REGISTRATIONS:
-        registry.register_lazy(r.algorithm, "xla", "any", 0, target=r.target, **r.hooks)
+        registry.register_lazy(
+            r.algorithm, "xla", "any", 0, target=r.target, config_fields=r.reads, **r.hooks
+        )
 
 
 def _exported(target: str) -> property:

@@ -11,8 +11,8 @@ PACKAGE = "ejkernel.kernels.xla"
 class Registration:
     """An algorithm's name in the registry, its public function and where both live.
 
-    ``module``, ``heuristic`` and ``sample_inputs`` are paths inside this package
-    ("folder.module", "folder.module:function").
+    ``reads`` names the config fields that it reads. ``module``, ``heuristic`` and
+    ``sample_inputs`` are paths inside this package ("folder.module", "folder.module:function").
     """
 
     algorithm: str
@@ -20,6 +20,7 @@ class Registration:
     module: str
     heuristic: str | None = None
     sample_inputs: str | None = None
+    reads: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -32,17 +33,30 @@ class Registration:
         return {name: f"{PACKAGE}.{path}" for name, path in paths.items() if path}
 
 
-def _plain(name: str, heuristic: str | None = None) -> Registration:
-    return Registration(name, name, f"{name}.interface", heuristic)
+# blocks of queries and keys, forward and backward
+BLOCKS = tuple(
+    f"{half}.{size}"
+    for half in ("fwd_params", "bwd_params")
+    for size in ("q_blocksize", "kv_blocksize")
+)
+SPLITS = ("num_splits", "pages_per_block")
+RAGGED = ("num_kv_pages_per_block", "num_queries_per_block")
 
 
-def _cached(name: str) -> Registration:
+def _plain(name: str, heuristic: str | None = None, reads: tuple[str, ...] = ()) -> Registration:
+    return Registration(name, name, f"{name}.interface", heuristic, reads=reads)
+
+
+def _cached(name: str, *reads: str) -> Registration:
     module = f"{name}.interface"
-    return Registration(name, name, module, f"{module}:heuristic", f"{module}:sample_inputs")
+    return Registration(name, name, module, f"{module}:heuristic", f"{module}:sample_inputs", reads)
 
 
 def _recurrent(algorithm: str, function: str) -> Registration:
-    return Registration(algorithm, function, f"{algorithm}.interface", "_linear.tiles:heuristic")
+    module = f"{algorithm}.interface"
+    return Registration(
+        algorithm, function, module, "_linear.tiles:heuristic", None, ("time_tile",)
+    )
 
 
 REGISTRATIONS = (
@@ -52,27 +66,29 @@ REGISTRATIONS = (
         "flash_attention.interface",
         "flash_attention.tiles:heuristic",
         "flash_attention.tiles:sample_inputs",
+        BLOCKS,
     ),
     _plain("attention"),
     _plain("scaled_dot_product_attention"),
-    _plain("ring_attention", "flash_attention.tiles:heuristic"),
-    _plain("blocksparse_attention"),
-    _cached("page_attention"),
-    _cached("ragged_page_attention"),
-    _cached("ragged_page_attention_v3"),
-    _cached("ragged_decode_attention"),
-    _cached("mla_attention"),
-    _cached("mla_decode"),
-    _cached("native_sparse_attention"),
+    _plain("ring_attention", "flash_attention.tiles:heuristic", BLOCKS),
+    _plain("blocksparse_attention", reads=BLOCKS),
+    _cached("page_attention", *SPLITS),
+    _cached("ragged_page_attention", *RAGGED),
+    _cached("ragged_page_attention_v3", *RAGGED),
+    _cached("ragged_decode_attention", "fwd_params.blocksize_keys", "fwd_params.kv_blocksize"),
+    _cached("mla_attention", *BLOCKS),
+    _cached("mla_decode", *SPLITS),
+    _cached("native_sparse_attention", "q_tile"),
     _recurrent("gla", "gla_attention"),
     _recurrent("recurrent", "recurrent_attention"),
     _recurrent("lightning_attn", "lightning_attention"),
-    _plain("mean_pooling", "mean_pooling.interface:heuristic"),
+    _plain("mean_pooling", "mean_pooling.interface:heuristic", ("token_tile",)),
     Registration(
         "grouped_matmul",
         "grouped_matmul",
         "grouped_matmul.interface",
         "grouped_matmul.tiles:heuristic",
         "grouped_matmul.tiles:sample_inputs",
+        ("block_m",),
     ),
 )

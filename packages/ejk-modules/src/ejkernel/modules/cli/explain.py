@@ -51,6 +51,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         ("tier", answer["tier"]),
         ("key", answer["key"]),
     ]
+    if answer["unused"]:
+        rows.append(("no effect", f"{', '.join(answer['unused'])}: not read here"))
     if answer["error"]:
         rows.append(("error", answer["error"]))
     out.fields(rows)
@@ -79,6 +81,7 @@ def explained(call: Any) -> dict[str, Any]:
         "implementation": found.implementation,
         "platform": found.platform,
         "config": config_fields(found.cfg),
+        "unused": list(found.unused),
         "tier": found.tier,
         "key": found.key,
         "tiers": [list(pair) for pair in found.tiers],

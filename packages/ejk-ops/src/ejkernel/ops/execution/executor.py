@@ -18,7 +18,7 @@ from ejkernel.ops.core.invocation import Invocation, specs_key
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
-from ejkernel.ops.execution.explanation import Explanation
+from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
 from ejkernel.ops.execution.program import (
     OtherOutputs,
@@ -212,6 +212,7 @@ class Executor:
             skipped=skipped,
             tiers=choice.answers,
             device=device_fingerprint(),
+            unused=_unused(resolved, choice.cfg) if choice.tier in ("override", "overlay") else (),
             error=error,
         )
 
@@ -328,6 +329,15 @@ def _record(kernel: Kernel[Any, Any], inv: Invocation) -> None:
         registry.record_invocation(kernel, inv)
     except Exception as error:
         warn_once(("record", kernel.name), f"calls of {kernel.name} are not recorded: {error}")
+
+
+def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
+    """Fields that were given and that the chosen implementation says it does not read."""
+    read = None if resolved is None or resolved.impl is None else resolved.impl.config_fields
+    if read is None:
+        return ()
+    known = {"platform", "backend", *read}
+    return tuple(name for name in given_fields(cfg) if name not in known)
 
 
 def _skipped(

@@ -21,6 +21,7 @@ class Explanation:
         skipped: ``(implementation, reason)`` of all others.
         tiers: ``(tier, answer)`` of the tiers that were asked.
         device: fingerprint of the target device.
+        unused: fields of a given config that the chosen implementation does not read.
         error: what the call would raise, None when it would run.
     """
 
@@ -33,6 +34,7 @@ class Explanation:
     skipped: tuple[tuple[str, str], ...] = ()
     tiers: tuple[tuple[str, str], ...] = ()
     device: str = ""
+    unused: tuple[str, ...] = ()
     error: str | None = None
 
     def __str__(self) -> str:
@@ -44,6 +46,8 @@ class Explanation:
             ("tier", self.tier),
             ("key", self.key),
         ]
+        if self.unused:
+            rows.append(("no effect", f"{', '.join(self.unused)}: not read here"))
         if self.error:
             rows.append(("error", self.error))
         text = _table(rows)
@@ -53,6 +57,20 @@ class Explanation:
         return text
 
     __repr__ = __str__
+
+
+def given_fields(cfg: Any, prefix: str = "") -> list[str]:
+    """The fields of a config that are not None, those of nested configs with a dot."""
+    if not is_dataclass(cfg) or isinstance(cfg, type):
+        return []
+    names: list[str] = []
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        if is_dataclass(value):
+            names += given_fields(value, f"{prefix}{f.name}.")
+        elif value is not None:
+            names.append(prefix + f.name)
+    return names
 
 
 def _compact(cfg: Any) -> str:

@@ -22,4 +22,5 @@ def register(registry: Any) -> None:
             50,
             target=f"{package}.interface:{name}",
             supports=f"{package}.support:supports",
+            config_fields=(),
         )
