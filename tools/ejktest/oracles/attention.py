@@ -6,12 +6,16 @@
 
 Arrays are ``[batch, length, heads, dim]``; everything here is [batch, heads, q, k] in memory, one
 expression per line of the formula. ``plain=True`` does the same in the working dtype of the
-inputs: that is what derived tolerances compare with.
+inputs: that is what derived tolerances compare with. It is the same on every machine: the sums are
+taken in a few fixed orders, and each result is that of the order whose error is largest, because
+the error of a single order may be small by luck.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -177,13 +181,31 @@ class Gradients:
     dsinks: np.ndarray | None = None
 
 
-class _Arithmetic:
-    """float64 throughout (the reference), or the working dtype (``plain``): sums and softmax in
-    ``wide``, what enters a product rounded to ``narrow``."""
+ORDERS = 4
 
-    def __init__(self, case: Case, plain: bool) -> None:
+
+def summed_in_order(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
+    """``a @ b``, its terms rounded and added one by one in the ``order``-th of a few fixed orders.
+
+    A matrix product of numpy takes an order that depends on the machine; elementwise products and
+    sums are the same everywhere.
+    """
+    terms = np.arange(a.shape[-1])
+    terms = np.random.default_rng(order).permutation(terms) if order else terms
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for j in terms:
+        total += a[..., :, j, None] * b[..., None, j, :]
+    return total
+
+
+class _Arithmetic:
+    """float64 throughout (the reference), or with an ``order`` of sums the working dtype: sums and
+    softmax in ``wide``, what enters a product rounded to ``narrow``."""
+
+    def __init__(self, case: Case, order: int | None = None) -> None:
+        self.order = order
         self.wide = self.narrow = np.dtype(np.float64)
-        if plain:
+        if order is not None:
             self.narrow = np.dtype(jnp.result_type(case.q, case.k, case.v))
             self.wide = np.dtype(jnp.promote_types(self.narrow, np.float32))
 
@@ -197,7 +219,15 @@ class _Arithmetic:
 
     def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         a, b = (x.astype(self.narrow).astype(self.wide) for x in (a, b))
-        return np.matmul(a, b)
+        return np.matmul(a, b) if self.order is None else summed_in_order(a, b, self.order)
+
+    def stored(self, x: np.ndarray, like: Any) -> np.ndarray:
+        """``x`` in the dtype of the input ``like``, as a kernel returns it."""
+        return x if self.order is None else x.astype(np.asarray(like).dtype)
+
+    def rounded(self, function: Any, x: np.ndarray) -> np.ndarray:
+        """``function`` of numpy, rounded once: its float32 forms differ between machines."""
+        return function(x.astype(np.float64)).astype(self.wide)
 
 
 def _scale(case: Case) -> float:
@@ -219,7 +249,7 @@ def _probabilities(case: Case, ar: _Arithmetic):
     slope = np.ones_like(x)
     if case.cap is not None:
         cap = ar.wide.type(case.cap)
-        t = np.tanh(x / cap)
+        t = ar.rounded(np.tanh, x / cap)
         x, slope = cap * t, 1 - t**2
     see = np.ones(x.shape, bool) if case.see is None else np.broadcast_to(case.see, x.shape)
     x = np.where(see, x, ar.wide.type(-np.inf))
@@ -229,22 +259,46 @@ def _probabilities(case: Case, ar: _Arithmetic):
     dead = np.isneginf(top)
     top = np.maximum(top, np.max(sinks, axis=-1, initial=-np.inf)[None, :, None])
     top = np.where(np.isneginf(top), ar.wide.type(0), top)
-    e, e_sink = np.exp(x - top[..., None]), np.exp(sinks[None, :, None] - top[..., None])
+    e = ar.rounded(np.exp, x - top[..., None])
+    e_sink = ar.rounded(np.exp, sinks[None, :, None] - top[..., None])
     total = np.where(dead, ar.wide.type(1), e.sum(-1) + e_sink.sum(-1))
     p = np.where(dead[..., None], 0, e / total[..., None]).astype(ar.wide)
     p_sink = np.where(dead[..., None], 0, e_sink / total[..., None]).astype(ar.wide)
-    lse = np.where(dead, -np.inf, top + np.log(total)).astype(ar.wide)
+    lse = np.where(dead, -np.inf, top + ar.rounded(np.log, total)).astype(ar.wide)
     return p, p_sink, lse, slope
+
+
+def _plain(formula: Callable[[_Arithmetic], Any], case: Case) -> Any:
+    """``formula`` in the working dtype; every array from the order of sums that errs most."""
+    exact = formula(_Arithmetic(case))
+    runs = [formula(_Arithmetic(case, order)) for order in range(ORDERS)]
+
+    def worst(name: str) -> Any:
+        good = getattr(exact, name)
+        if good is None:
+            return None
+
+        def error(x: np.ndarray) -> float:
+            return float(
+                np.abs(np.where(x == good, 0.0, x.astype(np.float64) - good)).max(initial=0.0)
+            )
+
+        with np.errstate(invalid="ignore"):  # -inf minus -inf
+            return max((getattr(r, name) for r in runs), key=error)
+
+    return replace(exact, **{f.name: worst(f.name) for f in fields(exact)})
 
 
 def attention(case: Case, *, plain: bool = False) -> Result:
     """The formulas in float64, or with ``plain`` in the working dtype of the inputs."""
-    ar = _Arithmetic(case, plain)
+    return _plain(partial(_attention, case), case) if plain else _attention(case, _Arithmetic(case))
+
+
+def _attention(case: Case, ar: _Arithmetic) -> Result:
     p, _, lse, _ = _probabilities(case, ar)
     w = p if case.drop is None else p * ar.array(case.drop)
     o = ar.dot(w, ar.heads_first(case.v, case.q.shape[2])).transpose(0, 2, 1, 3)
-    o = o.astype(np.asarray(case.q).dtype) if plain else o
-    return Result(o, lse.transpose(0, 2, 1), w)
+    return Result(ar.stored(o, case.q), lse.transpose(0, 2, 1), w)
 
 
 def gradients(case: Case, do: Any, dlse: Any = None, *, plain: bool = False) -> Gradients:
@@ -255,7 +309,11 @@ def gradients(case: Case, do: Any, dlse: Any = None, *, plain: bool = False) -> 
 
     with dlse of rows that see no key ignored, and broadcast inputs summed over their axes.
     """
-    ar = _Arithmetic(case, plain)
+    formula = partial(_gradients, case, do, dlse)
+    return _plain(formula, case) if plain else formula(_Arithmetic(case))
+
+
+def _gradients(case: Case, do: Any, dlse: Any, ar: _Arithmetic) -> Gradients:
     p, p_sink, lse, slope = _probabilities(case, ar)
     h = case.q.shape[2]
     q, k, v, g = (ar.heads_first(x, h) for x in (case.q, case.k, case.v, do))
@@ -267,23 +325,20 @@ def gradients(case: Case, do: Any, dlse: Any = None, *, plain: bool = False) -> 
     dx = p * (dp + row[..., None]) * slope
     scale = ar.wide.type(_scale(case))
 
-    def rounded(x: np.ndarray, like: Any) -> np.ndarray:
-        return x.astype(np.asarray(like).dtype) if plain else x
-
     def per_kv_head(x: np.ndarray, like: Any) -> np.ndarray:
         b, _, n, c = x.shape
         x = x.reshape(b, like.shape[2], -1, n, c).sum(2)
-        return rounded(x.transpose(0, 2, 1, 3), like)
+        return ar.stored(x.transpose(0, 2, 1, 3), like)
 
     dbias = dsinks = None
     if case.bias is not None:
         axes = tuple(a for a in range(4) if case.bias.shape[a] == 1 and dx.shape[a] != 1)
-        dbias = rounded(dx.sum(axes, keepdims=True) if axes else dx, case.bias)
+        dbias = ar.stored(dx.sum(axes, keepdims=True) if axes else dx, case.bias)
     if case.sinks is not None:
         dsinks = (p_sink * row[..., None]).sum((0, 2))
-        dsinks = rounded(dsinks.sum(0) if case.sinks.ndim == 1 else dsinks, case.sinks)
+        dsinks = ar.stored(dsinks.sum(0) if case.sinks.ndim == 1 else dsinks, case.sinks)
     return Gradients(
-        rounded((scale * ar.dot(dx, k)).transpose(0, 2, 1, 3), case.q),
+        ar.stored((scale * ar.dot(dx, k)).transpose(0, 2, 1, 3), case.q),
         per_kv_head(scale * ar.dot(_t(dx), q), case.k),
         per_kv_head(ar.dot(_t(p * drop), g), case.v),
         dbias,

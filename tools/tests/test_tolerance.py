@@ -1,0 +1,37 @@
+"""The tolerances' own arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ejktest.attention_cases import Call, arrays, oracle_case
+from ejktest.oracles import attention as oracle
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plain_computation_is_the_same_on_every_machine(monkeypatch, dtype) -> None:
+    """What numpy computes differently by processor, in float32, is not asked of it."""
+    call = Call("all", q=12, k=12, cap=2.0, sinks=(4, 2), bias=(1, 4), dtypes=(dtype,) * 3)
+    x = arrays(call)
+    case = oracle_case(call, x)
+    for name in ("matmul", "exp", "tanh", "log"):
+        original = getattr(np, name)
+
+        def wide(*args, original=original, name=name):
+            assert all(a.dtype == np.float64 for a in args), name
+            return original(*args)
+
+        monkeypatch.setattr(np, name, wide)
+    plain, exact = oracle.attention(case, plain=True), oracle.attention(case)
+    assert plain.o.dtype == dtype and plain.lse.dtype == np.float32
+    error = np.abs(plain.o.astype(np.float64) - exact.o).max()
+    assert 0 < error < (1e-6 if dtype == "float32" else 3e-2)
+    assert oracle.gradients(case, x["do"], plain=True).dq.dtype == dtype
+
+
+def test_sums_are_taken_in_several_orders() -> None:
+    a, b = np.random.default_rng(0).standard_normal((2, 1, 64)).astype(np.float32)
+    sums = {float(oracle.summed_in_order(a, b.T, order)[0, 0]) for order in range(oracle.ORDERS)}
+    assert len(sums) > 1
+    np.testing.assert_allclose(list(sums), float((a @ b.T)[0, 0]), rtol=1e-4, atol=1e-5)
