@@ -2,7 +2,8 @@
 
 An implementation may err at most ``factor`` times as much as the plain computation done in the
 same dtype (in the worst of a few orders of its sums), plus a rounding floor; besides, its
-root-mean-square error relative to the reference is bounded. Every check prints what it measured, so that a passing run shows its margin.
+root-mean-square error relative to the reference is bounded. Every check prints what it measured,
+so that a passing run shows its margin.
 """
 
 from __future__ import annotations

@@ -238,7 +238,8 @@ def _t(x: np.ndarray) -> np.ndarray:
     return x.swapaxes(-1, -2)
 
 
-def _probabilities(case: Case, ar: _Arithmetic):
+def _logits(case: Case, ar: _Arithmetic) -> tuple[np.ndarray, np.ndarray]:
+    """x, -inf where hidden, and the slope of the cap."""
     h = case.q.shape[2]
     x = ar.dot(ar.heads_first(case.q, h), _t(ar.heads_first(case.k, h)))
     x = x * ar.wide.type(_scale(case))
@@ -252,7 +253,13 @@ def _probabilities(case: Case, ar: _Arithmetic):
         t = ar.rounded(np.tanh, x / cap)
         x, slope = cap * t, 1 - t**2
     see = np.ones(x.shape, bool) if case.see is None else np.broadcast_to(case.see, x.shape)
-    x = np.where(see, x, ar.wide.type(-np.inf))
+    return np.where(see, x, ar.wide.type(-np.inf)), slope
+
+
+def _probabilities(case: Case, ar: _Arithmetic):
+    """p, the sinks' p and lse."""
+    h = case.q.shape[2]
+    x, _ = _logits(case, ar)
     sinks = ar.array(np.zeros((h, 0)) if case.sinks is None else case.sinks)
     sinks = np.broadcast_to(sinks, (h, sinks.shape[-1]))
     top = np.max(x, axis=-1, initial=-np.inf)
@@ -265,7 +272,18 @@ def _probabilities(case: Case, ar: _Arithmetic):
     p = np.where(dead[..., None], 0, e / total[..., None]).astype(ar.wide)
     p_sink = np.where(dead[..., None], 0, e_sink / total[..., None]).astype(ar.wide)
     lse = np.where(dead, -np.inf, top + ar.rounded(np.log, total)).astype(ar.wide)
-    return p, p_sink, lse, slope
+    return p, p_sink, lse
+
+
+def _recomputed(case: Case, ar: _Arithmetic, p: np.ndarray, lse: np.ndarray):
+    """p and the slope of the cap as a backward pass has them: in the working dtype exp(x - lse),
+    with the rounded lse and x summed in another order."""
+    x, slope = _logits(case, ar)
+    if ar.order is None:
+        return p, slope
+    x, slope = _logits(case, _Arithmetic(case, (ar.order + 1) % ORDERS))
+    end = np.where(np.isneginf(lse), np.inf, lse).astype(ar.wide)
+    return ar.rounded(np.exp, x - end[..., None]), slope
 
 
 def _plain(formula: Callable[[_Arithmetic], Any], case: Case) -> Any:
@@ -295,7 +313,7 @@ def attention(case: Case, *, plain: bool = False) -> Result:
 
 
 def _attention(case: Case, ar: _Arithmetic) -> Result:
-    p, _, lse, _ = _probabilities(case, ar)
+    p, _, lse = _probabilities(case, ar)
     w = p if case.drop is None else p * ar.array(case.drop)
     o = ar.dot(w, ar.heads_first(case.v, case.q.shape[2])).transpose(0, 2, 1, 3)
     return Result(ar.stored(o, case.q), lse.transpose(0, 2, 1), w)
@@ -314,7 +332,7 @@ def gradients(case: Case, do: Any, dlse: Any = None, *, plain: bool = False) -> 
 
 
 def _gradients(case: Case, do: Any, dlse: Any, ar: _Arithmetic) -> Gradients:
-    p, p_sink, lse, slope = _probabilities(case, ar)
+    p, p_sink, lse = _probabilities(case, ar)
     h = case.q.shape[2]
     q, k, v, g = (ar.heads_first(x, h) for x in (case.q, case.k, case.v, do))
     drop = ar.wide.type(1) if case.drop is None else ar.array(case.drop)
@@ -322,6 +340,7 @@ def _gradients(case: Case, do: Any, dlse: Any, ar: _Arithmetic) -> Gradients:
     row = -(p * dp).sum(-1)
     if dlse is not None:
         row = row + np.where(np.isneginf(lse), 0, ar.array(dlse).transpose(0, 2, 1))
+    p, slope = _recomputed(case, ar, p, lse)
     dx = p * (dp + row[..., None]) * slope
     scale = ar.wide.type(_scale(case))
 
