@@ -4,7 +4,8 @@
     lse = log(sum_j exp(x) + sum_s exp(sink));  p = exp(x - lse);  o = drop(p) v
 
     forward   per query block, over the key blocks its mask asks for: online softmax.
-    backward  per key block, over the query blocks that see it: p is recomputed from lse,
+    backward  per key block, over the query blocks that see it: p is recomputed from the row's
+              maximum and sum,
               dv += drop(p)^T do;  ds = p * (drop(do v^T) - delta);  dk += ds^T q;  dq += ds k,
               with delta = sum(do * o) - dlse per row. dq is summed in one float array that the
               loop carries, in a fixed order, so results repeat bit by bit.
@@ -47,6 +48,12 @@ class Spec:
         """The blocks of a call; ``prepare_mask`` must be given its block_q and block_kv."""
         return Layout.of(q, k, self.block_q, self.block_kv)
 
+    def unit(self, bias: Any) -> float:
+        """The natural logit of a logit of 1, as ``softmax`` has them."""
+        if self.soft_cap is not None:
+            return self.soft_cap
+        return abs(self.scale) if bias is None and self.scale else 1.0
+
 
 class Grads(NamedTuple):
     """Gradients; dq, dk, dv, dbias in the accumulation dtype, None for an absent bias."""
@@ -67,26 +74,25 @@ class _Tiles:
         self.acc = self.dots.accumulate
         self.axes = frozenset().union(*map(varying_axes, jax.tree.leaves((q, k, v, bias, mask))))
         self.bias = None if bias is None else self.layout.pad_tiles(bias)
+        self.unit = spec.unit(bias)
 
     def zeros(self, *shape: int) -> jax.Array:
         return vary(jnp.zeros(shape, self.acc), self.axes)
 
     def logits(self, q, k, qi, ki) -> tuple[jax.Array, jax.Array | None]:
-        """Base-2 logits ``[b, hk, g, bq, bk]``, and tanh(x / cap) when there is a cap."""
+        """Logits ``[b, hk, g, bq, bk]`` in units, and tanh(x / cap) when there is a cap."""
         spec, layout = self.spec, self.layout
         x = layout.by_head(self.dots.rows_cols(q, k))
         t = None
-        if self.bias is None and spec.soft_cap is None:
-            x = x * (spec.scale * sm.LOG2E)
+        if self.bias is None and spec.soft_cap is None and spec.scale:
+            x = x if spec.scale > 0 else -x
         else:
             x = x * spec.scale
             if self.bias is not None:
                 tile = blk.take_tile(self.bias, qi, ki, layout.block_q, layout.block_kv)
-                x = x + layout.grouped(tile).astype(self.acc)
+                x = x + sm.narrowed(layout.grouped(tile), self.acc)
             if spec.soft_cap is not None:
-                t = jnp.tanh(x / spec.soft_cap)
-                x = t * spec.soft_cap
-            x = x * sm.LOG2E
+                x = t = jnp.tanh(x / spec.soft_cap)
         visible = self.mask.tile(qi, ki)
         if visible is not None:
             x = jnp.where(layout.grouped(visible), x, -jnp.inf)
@@ -129,29 +135,28 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     bias: jax.Array | None = None,
-    sinks: jax.Array | None = None,
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, sm.Rows]:
     """Output and row normaliser, both in the accumulation dtype.
 
     Args:
         q, k, v: ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``, h a multiple of hk.
         bias: ``[#b, #h, #q, k]`` or None.
-        sinks: ``[h, n]`` natural logits or None.
         mask: prepared for ``spec.layout(q, k)``'s blocks.
         dropout: None = keep everything.
 
     Returns:
-        o ``[b, q, h, dv]`` and lse2 ``[b, q, h]`` = lse * log2(e); 0 and -inf for a row that sees
-        no key. ``softmax.merge`` joins such pairs over disjoint keys; count sinks only once.
+        o ``[b, q, h, dv]``, 0 for a row that sees no key, and the normaliser ``[b, q, h]`` in
+        ``spec.unit(bias)``. ``softmax.merge`` joins such pairs over disjoint keys;
+        ``softmax.settle`` counts the sinks.
     """
     tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
     layout, dv = tiles.layout, v.shape[-1]
     if layout.empty:
         rows = (layout.batch, layout.q_len, q.shape[2])
-        return tiles.zeros(*rows, dv), tiles.zeros(*rows) - jnp.inf
+        return tiles.zeros(*rows, dv), sm.Rows(tiles.zeros(*rows) - jnp.inf, tiles.zeros(*rows))
     q_blocks, k_blocks = _flat(layout.split_q(q)), _flat(layout.split_kv(k))
     v_blocks = _flat(layout.split_kv(v))
     state_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q)
@@ -162,7 +167,7 @@ def forward(
         def step(t: Any, state: sm.RowState) -> sm.RowState:
             ki = blk.block_number(mask, "kv_index", qi, t)
             x, _ = tiles.logits(q_tile, layout.tile(blk.take_block(k_blocks, ki)), qi, ki)
-            m, rescale, p = sm.shift(state.m, x)
+            m, rescale, p = sm.shift(state.m, x, tiles.unit)
             keep = tiles.kept(qi, ki)
             weights = p if keep is None else jnp.where(keep, p, 0.0)
             v_tile = layout.tile(blk.take_block(v_blocks, ki))
@@ -175,14 +180,14 @@ def forward(
             tiles.zeros(*state_shape) - jnp.inf,
             tiles.zeros(*state_shape),
         )
-        o, lse2 = sm.finish(blk.visit(mask.kv_range(qi), step, start))
+        o, rows = sm.finish(blk.visit(mask.kv_range(qi), step, start))
         if dropout is not None:
             o = o * tiles.keep_scale
-        return None, (o, lse2)
+        return None, (o, rows)
 
     order = getattr(mask, "q_order", None)
-    _, (o, lse2) = blk.scan_blocks(query_block, None, q_blocks, layout.nq, order)
-    return sm.add_sinks(layout.join_q(o), layout.join_rows(lse2), sinks)
+    _, (o, rows) = blk.scan_blocks(query_block, None, q_blocks, layout.nq, order)
+    return layout.join_q(o), sm.Rows(*(layout.join_rows(x) for x in rows))
 
 
 def row_delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None, dtype: Any) -> jax.Array:
@@ -200,18 +205,18 @@ def backward(
     *,
     mask: blk.BlockMask,
     dropout: Dropout | None = None,
-    lse2: jax.Array,
+    shares: sm.Shares,
     delta: jax.Array,
     do: jax.Array,
 ) -> Grads:
     """Gradients of ``forward`` at the rows' final normaliser.
 
-    ``lse2`` and ``delta`` ``[b, q, h]`` are those of the whole row (all parts, sinks included), so
-    the gradients of parts over disjoint keys simply add up. ``softmax.sink_gradient`` gives that
-    of the sinks.
+    ``shares`` and ``delta`` ``[b, q, h]`` are those of the whole row (all parts, sinks included),
+    so the gradients of parts over disjoint keys simply add up. ``softmax.sink_gradient`` gives
+    that of the sinks.
     """
     tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
-    tiles.axes = tiles.axes.union(*map(varying_axes, (lse2, delta, do)))
+    tiles.axes = tiles.axes.union(*map(varying_axes, (*shares[:2], delta, do)))
     layout, acc = tiles.layout, tiles.acc
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)
@@ -220,10 +225,9 @@ def backward(
     # XLA's CPU product is three times slower with a transposed left operand, so dk and dv are
     # summed transposed, from transposed copies of q and do
     q_columns, do_columns = (_flat(layout.split_q(x).swapaxes(-1, -2)) for x in (q, do))
-    alive = lse2 > -jnp.inf
-    # +inf makes every probability of a row without keys exp2(-inf) = 0
-    lse_blocks = layout.split_rows(jnp.where(alive, lse2, jnp.inf), jnp.inf)
-    delta_blocks = layout.split_rows(jnp.where(alive, delta, 0.0), 0.0)
+    m_blocks = layout.split_rows(shares.m, 0.0)
+    share_blocks = layout.split_rows(shares.share, sm.DEAD)
+    delta_blocks = layout.split_rows(jnp.where(shares.alive, delta, 0.0), 0.0)
     row_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q, 1)
 
     def key_block(ki: Any, carry: Any, tile: tuple[jax.Array, jax.Array]):
@@ -235,7 +239,10 @@ def backward(
             rows = (blk.take_block(x, qi) for x in (q_blocks, do_blocks))
             q_tile, do_tile = (layout.tile(x) for x in rows)
             x, tanh = tiles.logits(q_tile, k_tile, qi, ki)
-            p = jnp.exp2(x - blk.take_block(lse_blocks, qi).reshape(row_shape))
+            m, share = (
+                blk.take_block(rows, qi).reshape(row_shape) for rows in (m_blocks, share_blocks)
+            )
+            p = jnp.exp2(sm.exponent(x, m, tiles.unit) + share)
             dp = layout.by_head(tiles.dots.rows_cols(do_tile, v_tile))
             weights, keep = p, tiles.kept(qi, ki)
             if keep is not None:

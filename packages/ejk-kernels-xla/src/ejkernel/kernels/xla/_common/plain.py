@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import DotPolicy
+from ejkernel.kernels.xla._common.softmax import narrowed
 from ejkernel.types import MaskInfo, prepare_mask
 
 
@@ -41,7 +42,7 @@ def probabilities(
     rows = rows.reshape(b, hk, (h // max(hk, 1)) * q_len, d)
     x = dots.rows_cols(rows, k.transpose(0, 2, 1, 3)).reshape(b, h, q_len, kv_len) * scale
     if bias is not None:
-        x = x + bias.astype(x.dtype)
+        x = x + narrowed(bias, x.dtype)
     if soft_cap is not None:
         x = soft_cap * jnp.tanh(x / soft_cap)
     visible = dense_tile(mask, q_len, kv_len)
@@ -54,7 +55,8 @@ def probabilities(
     sinks = sinks.astype(x.dtype)[None, :, None, :]
     top = jnp.maximum(top, jnp.max(sinks, axis=-1, keepdims=True, initial=-jnp.inf))
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
-    e = jnp.exp(x - top)
+    below = x - top  # at most 0, but for x rounded otherwise when it is computed again
+    e = jnp.exp(below - jax.lax.stop_gradient(jnp.maximum(below, 0.0)))
     total = e.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
     return e / jnp.where(empty, 1.0, total)
 

@@ -1,21 +1,32 @@
-"""Online softmax in base 2.
+"""Online softmax in base 2, for logits of any finite size.
 
-Logits arrive multiplied by log2(e). A row's state is (acc, m, l): the sum of 2**(x - m) * v, the
-running maximum and the sum of 2**(x - m). Hidden logits are -inf; a row that has seen none has
-m = -inf, and the maximum is then replaced by 0 before it is subtracted, so nothing is ever NaN.
+Logits arrive in a *unit*: the natural logit is unit * x, unit > 0 (the soft cap, or the scale where
+nothing is added to the products). A row's state is (acc, m, l): the sum of 2**(c (x - m)) * v with
+c = unit * log2(e), the running maximum and the sum of 2**(c (x - m)). Hidden logits are -inf; a row
+that has seen none has m = -inf, and the maximum is then replaced by 0 before it is subtracted.
+
+The difference is taken first, of two numbers that were computed alike, then multiplied: a compiler
+that joins a product with the following subtraction would round x otherwise than the maximum, by an
+ulp, which is 1024 at 1e10. For the same reason a finished row keeps its maximum and the logarithm
+of its sum apart: their sum, lse, has lost the smaller of the two when the logits are large.
+
 Sources: Milakov and Gimelshein 2018 (online normaliser); Dao 2023, FlashAttention-2, section 3.1.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+# log2 of the share of a row that sees no key; finite, so that no array holds an infinity
+DEAD = -3e38
+FAINT = -1e30  # the smallest of a row that sees one
 
 
 class RowState(NamedTuple):
@@ -26,68 +37,121 @@ class RowState(NamedTuple):
     l: jax.Array  # noqa: E741
 
 
+class Rows(NamedTuple):
+    """Normaliser of finished rows, over keys alone: the maximum in units (-inf: no key) and log2
+    of the sum relative to it."""
+
+    m: jax.Array
+    l2: jax.Array
+
+
+class Shares(NamedTuple):
+    """What the backward pass needs of a row: p = 2**(c (x - m) + share) for a key and
+    2**((sink - top) * log2(e) + sinks) for a sink; m is finite, ``share`` DEAD without keys."""
+
+    m: jax.Array
+    share: jax.Array
+    sinks: jax.Array | None = None
+
+    @property
+    def alive(self) -> jax.Array:
+        return self.share >= FAINT
+
+
 def finite(m: jax.Array) -> jax.Array:
     """``m`` with -inf replaced by 0."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def shift(m: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The maximum after seeing ``x`` ``[..., c]``, what rescales the old sums, and 2**(x - m)."""
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def narrowed(bias: jax.Array, dtype: Any) -> jax.Array:
+    """``bias`` in ``dtype``, finite where it was: float64 holds numbers that float32 does not."""
+    if float(jnp.finfo(bias.dtype).max) <= float(jnp.finfo(dtype).max):
+        return bias.astype(dtype)
+    top = jnp.asarray(jnp.finfo(dtype).max, bias.dtype)
+    return jnp.where(jnp.isinf(bias), bias, jnp.clip(bias, -top, top)).astype(dtype)
+
+
+@narrowed.defjvp
+def _narrowed_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
+    return narrowed(primals[0], dtype), tangents[0].astype(dtype)
+
+
+def exponent(x: jax.Array, m: jax.Array, unit: float) -> jax.Array:
+    """c (x - m), never above 0: m is a maximum that x may be recomputed for."""
+    below = jnp.minimum(x - m, 0.0)
+    c = unit * LOG2E
+    return below if abs(c - 1.0) < 1e-12 else below * c
+
+
+def shift(m: jax.Array, x: jax.Array, unit: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The maximum after seeing ``x`` ``[..., c]``, what rescales the old sums, and the weights."""
     m_new = jnp.maximum(m, x.max(-1))
     base = finite(m_new)
-    return m_new, jnp.exp2(m - base), jnp.exp2(x - base[..., None])
+    weights = jnp.exp2(exponent(x, base[..., None], unit))
+    return m_new, jnp.exp2(exponent(m, base, unit)), weights
 
 
-def finish(state: RowState) -> tuple[jax.Array, jax.Array]:
-    """Normalised output ``[..., r, dv]`` and lse in base 2; a row without keys gives 0, -inf."""
-    empty = state.m == -jnp.inf
-    total = jnp.where(empty, 1.0, state.l)
-    lse2 = jnp.where(empty, -jnp.inf, state.m + jnp.log2(total))
-    return state.acc / total[..., None], lse2
-
-
-def add_sinks(
-    o: jax.Array, lse2: jax.Array, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Count the sink logits once in a finished row.
-
-    o ``[b, q, h, dv]``, lse2 ``[b, q, h]`` in base 2, sinks ``[h, n]`` natural logits. Rows that
-    saw no key stay 0 and -inf.
-    """
-    if sinks is None or sinks.shape[-1] == 0:
-        return o, lse2
-    x = sinks.astype(lse2.dtype)[None, None] * LOG2E
-    m = finite(jnp.maximum(lse2, x.max(-1)))
-    own = jnp.exp2(lse2 - m)
-    total = own + jnp.exp2(x - m[..., None]).sum(-1)
-    empty = lse2 == -jnp.inf
-    with_sinks = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, total)))
-    return o * jnp.where(empty, 0.0, own / jnp.where(empty, 1.0, total))[..., None], with_sinks
+def finish(state: RowState) -> tuple[jax.Array, Rows]:
+    """Normalised output ``[..., r, dv]`` and normaliser; a row without keys gives 0."""
+    total = jnp.where(state.m == -jnp.inf, 1.0, state.l)
+    return state.acc / total[..., None], Rows(state.m, jnp.log2(total))
 
 
 def merge(
-    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Join two finished parts (o, lse2) of the same rows over disjoint keys."""
-    (o_a, lse_a), (o_b, lse_b) = a, b
-    m = finite(jnp.maximum(lse_a, lse_b))
-    w_a, w_b = jnp.exp2(lse_a - m), jnp.exp2(lse_b - m)
-    total = w_a + w_b
-    empty = total == 0
-    safe = jnp.where(empty, 1.0, total)
-    o = o_a * (w_a / safe)[..., None] + o_b * (w_b / safe)[..., None]
-    return o, jnp.where(empty, -jnp.inf, m + jnp.log2(safe))
+    a: tuple[jax.Array, Rows], b: tuple[jax.Array, Rows], unit: float
+) -> tuple[jax.Array, Rows]:
+    """Join two finished parts of the same rows over disjoint keys."""
+    (o_a, rows_a), (o_b, rows_b) = a, b
+    m = jnp.maximum(rows_a.m, rows_b.m)
+    w_a, w_b = (jnp.exp2(exponent(r.m, finite(m), unit) + r.l2) for r in (rows_a, rows_b))
+    total = jnp.where(m == -jnp.inf, 1.0, w_a + w_b)
+    o = o_a * (w_a / total)[..., None] + o_b * (w_b / total)[..., None]
+    return o, Rows(m, jnp.log2(total))
 
 
-def sink_gradient(sinks: jax.Array | None, lse2: jax.Array, delta: jax.Array) -> jax.Array | None:
+def settle(
+    o: jax.Array, rows: Rows, sinks: jax.Array | None, unit: float
+) -> tuple[jax.Array, jax.Array, Shares]:
+    """Output, natural lse and shares of finished rows, with the sinks counted once.
+
+    o ``[b, q, h, dv]``, rows ``[b, q, h]``, sinks ``[h, n]`` natural logits. Rows that saw no key
+    give 0 and -inf.
+    """
+    empty = rows.m == -jnp.inf
+    m = finite(rows.m)
+    if sinks is None or sinks.shape[-1] == 0:
+        lse = jnp.where(empty, rows.m, m * unit + rows.l2 * LN2)
+        return o, lse, Shares(m, jnp.where(empty, DEAD, -rows.l2))
+    top, weight = _sink_sum(sinks.astype(m.dtype))
+    # the larger of the two maxima is the reference; one difference decides for both
+    top, weight = top[None, None], weight[None, None]
+    gap = m * unit - top
+    key, sink = (jnp.minimum(d, 0.0) * LOG2E for d in (gap, -gap))
+    l2 = jnp.log2(jnp.exp2(key + rows.l2) + jnp.exp2(sink) * weight)
+    lse = jnp.where(empty, rows.m, jnp.maximum(m * unit, top) + l2 * LN2)
+    o = o * jnp.where(empty, 0.0, jnp.exp2(key + rows.l2 - l2))[..., None]
+    key, sink = (jnp.where(empty, DEAD, jnp.maximum(x - l2, FAINT)) for x in (key, sink))
+    return o, lse, Shares(m, key, sink)
+
+
+def _sink_sum(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest sink ``[h]``, finite, and the sum of exponentials relative to it."""
+    top = jnp.maximum(sinks.max(-1), jnp.finfo(sinks.dtype).min)
+    return top, jnp.exp2((sinks - top[:, None]) * LOG2E).sum(-1)
+
+
+def sink_gradient(sinks: jax.Array | None, shares: Shares, delta: jax.Array) -> jax.Array | None:
     """d(sinks) ``[h, n]`` = -sum over rows of exp(sink - lse) * delta; rows without keys add 0.
 
-    lse2 and delta ``[b, q, h]``, delta = sum(do * o) - dlse.
+    delta ``[b, q, h]`` = sum(do * o) - dlse.
     """
     if sinks is None:
         return None
-    alive = lse2 > -jnp.inf
-    x = sinks.astype(lse2.dtype)[None, None] * LOG2E
-    x = x - jnp.where(alive, lse2, jnp.inf)[..., None]
-    grad = -(jnp.exp2(x) * jnp.where(alive, delta, 0.0)[..., None]).sum((0, 1))
+    if shares.sinks is None:
+        return jnp.zeros_like(sinks)
+    wide = sinks.astype(delta.dtype)
+    top, _ = _sink_sum(wide)
+    p = jnp.exp2(((wide - top[:, None]) * LOG2E)[None, None] + shares.sinks[..., None])
+    grad = -(p * jnp.where(shares.alive, delta, 0.0)[..., None]).sum((0, 1))
     return grad.astype(sinks.dtype)

@@ -118,7 +118,7 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
         x = jnp.where(seen, _logits(spec, q, k, scale)[1], NEG_INF)
         new = jnp.maximum(top, jnp.max(x, axis=-1))
         safe = jnp.where(new == NEG_INF, 0.0, new)
-        p = jnp.exp(x - safe[..., None])
+        p = jnp.exp(jnp.minimum(x - safe[..., None], 0.0))
         keep = jnp.exp(top - safe)
         o = o * keep[..., None] + _weighted(spec, p, v, "nkgrt,ntkd->nkgrd")
         return new, total * keep + jnp.sum(p, axis=-1), o
@@ -150,7 +150,9 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
         dq, grads, dscale = carry
         k, v, seen = _block(spec, layout, arrays, tiles, c, q.dtype)
         raw, x = _logits(spec, q, k, scale)
-        p = jnp.where(seen, jnp.exp(jnp.where(seen, x - safe[..., None], 0.0)), 0.0)
+        p = jnp.where(
+            seen, jnp.exp(jnp.where(seen, jnp.minimum(x - safe[..., None], 0.0), 0.0)), 0.0
+        )
         dv = _weighted(spec, p, do, "nkgrt,nkgrd->ntkd")
         dp = jnp.einsum("nkgrd,ntkd->nkgrt", do, v.astype(do.dtype))
         ds = p * (dp - delta[..., None])
@@ -169,7 +171,10 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
     blocks = _walk(spec, tiles, layout.capacity)
     dq, grads, dscale = jax.lax.fori_loop(*blocks, step, (dq, grads, dscale))
     if sinks is not None:
-        p_sink = jnp.exp(sinks[None, :, :, None, :] - safe[..., None])
+        # their share among themselves, then that of their sum: lse may have lost the former
+        sink = jax.nn.logsumexp(sinks, axis=-1, keepdims=True)[None, :, :, None]
+        p_sink = jax.nn.softmax(sinks, axis=-1)[None, :, :, None]
+        p_sink = p_sink * jnp.exp(jnp.minimum(sink - safe[..., None], 0.0))
         p_sink = jnp.where(alive[..., None], p_sink, 0.0)
         dsinks = dsinks - jnp.sum(p_sink * delta[..., None], axis=(0, 3))
     return (grads, dscale, dsinks), dq

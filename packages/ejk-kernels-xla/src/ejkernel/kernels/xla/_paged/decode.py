@@ -80,7 +80,9 @@ def merge_splits(o: jax.Array, lse: jax.Array, sinks, splits: int):
     # rows that see nothing take part with a harmless value, so that gradients stay finite
     whole = jax.nn.logsumexp(jnp.where(alive[None], parts, 0.0), axis=0)
     seen = alive[None] & (lse != NEG_INF)
-    weight = jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0.0) - whole[None]), 0.0)
+    # what is hidden stands at weight 1 before it is dropped: a dead branch that overflows would
+    # still make the gradient 0 * inf
+    weight = jnp.where(seen, jnp.exp(jnp.where(seen, lse - whole[None], 0.0)), 0.0)
     return jnp.sum(o * weight[..., None], axis=0), jnp.where(alive, whole, NEG_INF)
 
 

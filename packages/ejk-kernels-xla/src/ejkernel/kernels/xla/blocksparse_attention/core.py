@@ -143,29 +143,32 @@ def _attend_fwd(plan: Plan, *arrays):
     call = _Call(*arrays)
     walk = _Walk(plan, plan.fwd, call, by_key=False)
 
-    outputs = (walk.new_rows(call.v.shape[-1]), walk.new_rows())
-    (o, lse2), _ = walk.map(
-        lambda *x, **options: (blockwise.forward(walk.spec, *x, **options), None), outputs
-    )
-    o, lse2 = sm.add_sinks(walk.from_rows(o), walk.from_rows(lse2), call.sinks)
+    def one(*x: Any, **options: Any) -> tuple:
+        o, rows = blockwise.forward(walk.spec, *x, **options)
+        return (o, *rows), None
+
+    outputs = (walk.new_rows(call.v.shape[-1]), walk.new_rows(), walk.new_rows())
+    o, *rows = map(walk.from_rows, walk.map(one, outputs)[0])
+    o, lse, shares = sm.settle(o, sm.Rows(*rows), call.sinks, walk.spec.unit(call.bias))
     o = o.astype(call.q.dtype)
-    return (o, lse2 * sm.LN2), (*arrays, o, lse2)
+    return (o, lse), (*arrays, o, shares)
 
 
 def _attend_bwd(plan: Plan, residuals, cotangents):
-    *arrays, o, lse2 = residuals
+    *arrays, o, shares = residuals
     do, dlse = cotangents
     call = _Call(*arrays)
-    delta = blockwise.row_delta(o, do, dlse, lse2.dtype)
+    delta = blockwise.row_delta(o, do, dlse, shares.m.dtype)
     walk = _Walk(plan, plan.bwd, call, by_key=True)
     walk.sequences |= {
-        "lse2": walk.rows(lse2, -jnp.inf),
+        "m": walk.rows(shares.m),
+        "share": walk.rows(shares.share, sm.DEAD),
         "delta": walk.rows(delta),
         "do": walk.rows(do),
     }
 
-    def one(*x: Any, **options: Any) -> tuple:
-        grads = blockwise.backward(walk.spec, *x, **options)
+    def one(*x: Any, m: jax.Array, share: jax.Array, **options: Any) -> tuple:
+        grads = blockwise.backward(walk.spec, *x, shares=sm.Shares(m, share), **options)
         dq = grads.dq if walk.factor == 1.0 else grads.dq * walk.factor
         return (dq, grads.dk, grads.dv), grads.dbias
 
@@ -173,7 +176,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
     if dbias is not None:
         rows = 1 if dbias.shape[4] == 1 else walk.padded_q
         full = (*dbias.shape[:4], rows, walk.padded_kv)
-        dbias = zeros(full, lse2.dtype, call.q)
+        dbias = zeros(full, shares.m.dtype, call.q)
     d, dim_v = call.q.shape[-1], call.v.shape[-1]
     outputs = (walk.new_rows(d), walk.new_keys(d), walk.new_keys(dim_v))
     (dq, dk, dv), dbias = walk.map(one, outputs, dbias)
@@ -185,7 +188,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
         dk[:, : walk.kv_len].astype(call.k.dtype),
         dv[:, : walk.kv_len].astype(call.v.dtype),
         dbias,
-        sm.sink_gradient(call.sinks, lse2, delta),
+        sm.sink_gradient(call.sinks, shares, delta),
         None,
         None,
         None,

@@ -17,6 +17,7 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.softmax import settle
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
@@ -73,9 +74,10 @@ def _backward(pattern: Pattern, scale: float, residuals, do):
         block_q=layout.block_q,
         block_kv=layout.block_kv,
     )
-    _, lse2 = blockwise.forward(spec, q, k, v[..., :0], mask=mask)
-    delta = blockwise.row_delta(o, do, None, lse2.dtype)
-    grads = blockwise.backward(spec, q, k, v, mask=mask, lse2=lse2, delta=delta, do=do)
+    none, rows = blockwise.forward(spec, q, k, v[..., :0], mask=mask)
+    _, _, shares = settle(none, rows, None, spec.unit(None))
+    delta = blockwise.row_delta(o, do, None, rows.m.dtype)
+    grads = blockwise.backward(spec, q, k, v, mask=mask, shares=shares, delta=delta, do=do)
     return tuple(g.astype(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))
 
 

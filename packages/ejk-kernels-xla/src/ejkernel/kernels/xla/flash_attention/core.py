@@ -1,6 +1,7 @@
 """The differentiable core: one custom_vjp over the blockwise passes.
 
-Residuals are q, k, v, o, the lse of every row and what the caller gave (mask, bias, sinks, seed).
+Residuals are q, k, v, o, two numbers a row for its probabilities (``softmax.Shares``) and what the
+caller gave (mask, bias, sinks, seed).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.softmax import LN2, sink_gradient
+from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
 from ejkernel.kernels.xla.compat import vary_alike
 from ejkernel.types import MaskInfo, prepare_mask
 
@@ -41,18 +42,19 @@ def _attend(fwd: Spec, bwd: Spec, q, k, v, bias, sinks, mask, seed):
 
 def _attend_fwd(fwd: Spec, bwd: Spec, q, k, v, bias, sinks, mask, seed):
     tiles, dropout = _prepare(fwd, q, k, mask, seed)
-    o, lse2 = blockwise.forward(fwd, q, k, v, bias, sinks, mask=tiles, dropout=dropout)
+    o, rows = blockwise.forward(fwd, q, k, v, bias, mask=tiles, dropout=dropout)
+    o, lse, shares = settle(o, rows, sinks, fwd.unit(bias))
     o = o.astype(q.dtype)
-    return (o, lse2 * LN2), (q, k, v, bias, sinks, mask, seed, o, lse2)
+    return (o, lse), (q, k, v, bias, sinks, mask, seed, o, shares)
 
 
 def _attend_bwd(fwd: Spec, bwd: Spec, residuals, cotangents):
-    q, k, v, bias, sinks, mask, seed, o, lse2 = residuals
+    q, k, v, bias, sinks, mask, seed, o, shares = residuals
     do, dlse = cotangents
     tiles, dropout = _prepare(bwd, q, k, mask, seed)
-    delta = blockwise.row_delta(o, do, dlse, lse2.dtype)
+    delta = blockwise.row_delta(o, do, dlse, shares.m.dtype)
     grads = blockwise.backward(
-        bwd, q, k, v, bias, mask=tiles, dropout=dropout, lse2=lse2, delta=delta, do=do
+        bwd, q, k, v, bias, mask=tiles, dropout=dropout, shares=shares, delta=delta, do=do
     )
     dbias = None if bias is None or grads.dbias is None else grads.dbias.astype(bias.dtype)
     return (
@@ -60,7 +62,7 @@ def _attend_bwd(fwd: Spec, bwd: Spec, residuals, cotangents):
         grads.dk.astype(k.dtype),
         grads.dv.astype(v.dtype),
         dbias,
-        sink_gradient(sinks, lse2, delta),
+        sink_gradient(sinks, shares, delta),
         None,
         None,
     )

@@ -26,7 +26,7 @@ def _tile_scores(q, k, lse, sequence, position, blocks: Blocks, scale: float):
     own = same & (blocks.block[None] == (position // blocks.size)[:, None])
     own &= (sequence >= 0)[:, None]
     shift = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
-    p = jnp.where(seen[None, :, None, None], jnp.exp(x - shift), 0.0)
+    p = jnp.where(seen[None, :, None, None], jnp.exp(jnp.minimum(x - shift, 0.0)), 0.0)
     score = jnp.where(seen[None, :, None], jnp.sum(p, axis=3), -jnp.inf)
     return jnp.where(own[None, :, None], jnp.inf, score)
 

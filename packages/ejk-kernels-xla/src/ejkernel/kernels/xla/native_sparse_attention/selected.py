@@ -80,7 +80,7 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
         x = jnp.where(seen[:, :, None], _logits(spec, q, _gather(k, token)), NEG_INF)
         new = jnp.maximum(top, jnp.max(x, -1))
         safe = jnp.where(new == NEG_INF, 0.0, new)
-        p, keep = jnp.exp(x - safe[..., None]), jnp.exp(top - safe)
+        p, keep = jnp.exp(jnp.minimum(x - safe[..., None], 0.0)), jnp.exp(top - safe)
         add = jnp.einsum(
             "rkgt,rktd->rkgd", p.astype(v.dtype), _gather(v, token),
             preferred_element_type=spec.accumulate,
@@ -108,7 +108,7 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
         token, seen = _tokens(spec, rows, k.shape[0], i)
         kt, vt = _gather(k, token), _gather(v, token)
         x = jnp.where(seen[:, :, None], _logits(spec, q, kt) - safe, NEG_INF)
-        p = jnp.where(alive[..., None], jnp.exp(x), 0.0)
+        p = jnp.where(alive[..., None], jnp.exp(jnp.minimum(x, 0.0)), 0.0)
         dp = jnp.einsum("rkgd,rktd->rkgt", do, vt.astype(do.dtype))
         ds = spec.scale * p * (dp - delta)
         dq = dq + jnp.einsum("rkgt,rktd->rkgd", ds, kt.astype(ds.dtype))

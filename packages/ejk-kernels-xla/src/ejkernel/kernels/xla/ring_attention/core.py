@@ -1,10 +1,10 @@
 """The differentiable core: blockwise attention per step, joined over the ring.
 
-    forward   (o, lse) of the visiting keys is merged into the running pair, in the accumulation
-              dtype; sinks are counted once, at the end.
+    forward   output and normaliser of the visiting keys are merged into the running pair, in the
+              accumulation dtype; sinks are counted once, at the end.
     backward  dq stays; k and v travel again, and with them the sums dk and dv, one step behind,
-              which end with the device that owns the keys. Every part uses the lse of the whole
-              row, so the gradients of the parts add up.
+              which end with the device that owns the keys. Every part uses the normaliser of the
+              whole row, so the gradients of the parts add up.
 
 The next keys are sent for before the current ones are used, so that communication can overlap
 with computation. Keys that no query here sees cost no product: their range of blocks is empty.
@@ -85,6 +85,7 @@ def _attend(plan: Plan, q, k, v, bias, sinks, parts, seed):
 def _attend_fwd(plan: Plan, q, k, v, bias, sinks, parts, seed):
     ring = plan.ring
     inputs = _Step(plan, plan.fwd, q, k, parts, seed)
+    unit = plan.fwd.unit(bias)
 
     def step(t: Any, state: Any, first: bool, last: bool) -> Any:
         so_far, visitors = state
@@ -92,24 +93,25 @@ def _attend_fwd(plan: Plan, q, k, v, bias, sinks, parts, seed):
         k, v, visiting = visitors
         given = inputs(t, visiting, bias)
         del given["source"]
-        return sm.merge(so_far, blockwise.forward(plan.fwd, q, k, v, **given)), coming
+        return sm.merge(so_far, blockwise.forward(plan.fwd, q, k, v, **given), unit), coming
 
     acc = accumulation_dtype(q, k, v, at_least=plan.fwd.logits_dtype)
     axes = varying_axes(q)
     o = vary(jnp.zeros((*q.shape[:3], v.shape[-1]), acc), axes)
-    lse2 = vary(jnp.full(q.shape[:3], -jnp.inf, acc), axes)
+    zero = vary(jnp.zeros(q.shape[:3], acc), axes)
     visitors = ring.shift((k, v, masks.travelling(parts)), plan.schedule.start)
-    (o, lse2), _ = walk(plan.schedule.count, step, ((o, lse2), visitors))
-    o, lse2 = sm.add_sinks(o, lse2, sinks)
+    state = ((o, sm.Rows(zero - jnp.inf, zero)), visitors)
+    (o, rows), _ = walk(plan.schedule.count, step, state)
+    o, lse, shares = sm.settle(o, rows, sinks, unit)
     o = o.astype(q.dtype)
-    return (o, lse2 * sm.LN2), (q, k, v, bias, sinks, parts, seed, o, lse2)
+    return (o, lse), (q, k, v, bias, sinks, parts, seed, o, shares)
 
 
 def _attend_bwd(plan: Plan, residuals, cotangents):
-    q, k, v, bias, sinks, parts, seed, o, lse2 = residuals
+    q, k, v, bias, sinks, parts, seed, o, shares = residuals
     do, dlse = cotangents
     ring, schedule = plan.ring, plan.schedule
-    delta = blockwise.row_delta(o, do, dlse, lse2.dtype)
+    delta = blockwise.row_delta(o, do, dlse, shares.m.dtype)
     inputs = _Step(plan, plan.bwd, q, k, parts, seed)
 
     def step(t: Any, state: Any, first: bool, last: bool) -> Any:
@@ -119,7 +121,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
         k, v, visiting = visitors
         given = inputs(t, visiting, bias)
         source = given.pop("source")
-        part = blockwise.backward(plan.bwd, q, k, v, lse2=lse2, delta=delta, do=do, **given)
+        part = blockwise.backward(plan.bwd, q, k, v, shares=shares, delta=delta, do=do, **given)
         if dbias is not None and part.dbias is not None:  # every step owns other columns
             start = source * k.shape[1]
             dbias = jax.lax.dynamic_update_slice_in_dim(dbias, part.dbias, start, 3)
@@ -127,7 +129,8 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
 
     axes = varying_axes(q)
     dq, dk, dv, dbias = (
-        None if x is None else vary(jnp.zeros(x.shape, lse2.dtype), axes) for x in (q, k, v, bias)
+        None if x is None else vary(jnp.zeros(x.shape, shares.m.dtype), axes)
+        for x in (q, k, v, bias)
     )
     visitors = ring.shift((k, v, masks.travelling(parts)), schedule.start)
     state = (dq, dbias, (dk, dv), visitors)
@@ -138,7 +141,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
         dk.astype(k.dtype),
         dv.astype(v.dtype),
         None if dbias is None else dbias.astype(bias.dtype),
-        sm.sink_gradient(sinks, lse2, delta),
+        sm.sink_gradient(sinks, shares, delta),
         None,
         None,
     )
