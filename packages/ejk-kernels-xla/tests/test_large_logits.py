@@ -163,4 +163,4 @@ def test_gradients_with_an_empty_split_and_a_small_lse(op: str) -> None:
 
     for a, b in zip(out(3), out(1), strict=True):
         assert np.isfinite(a).all()
-        np.testing.assert_allclose(a, b, atol=1e-4)
+        np.testing.assert_allclose(a, b, atol=1e-3)  # an ulp of lse times values of 20
