@@ -58,5 +58,7 @@ def test_commands_and_paths_in_the_documents_exist(document):
     sorted(p.parent for p in ROOT.glob("packages/*/pyproject.toml")),
     ids=lambda p: p.name,
 )
-def test_every_package_warns_of_a_foreign_namespace(folder):
-    assert "regular package named" in (folder / "README.md").read_text().replace("\n", " ")
+def test_every_package_warns_of_the_other_project(folder):
+    text = " ".join((folder / "README.md").read_text().split())
+    assert "The distribution named `ejkernel` is another project" in text
+    assert "do not install it beside these" in text
