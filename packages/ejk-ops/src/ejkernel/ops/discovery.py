@@ -46,7 +46,7 @@ class Packages:
         self.points = discover
         self._lock = threading.RLock()
         self._loaded: set[tuple[str, str]] = set()
-        self._failures: dict[str, Exception] = {}
+        self._failures: dict[tuple[str, str], tuple[EntryPoint, Exception]] = {}
 
     def names(self) -> tuple[str, ...]:
         """Platforms that have a package. Imports nothing."""
@@ -56,9 +56,8 @@ class Packages:
         """What is installed, for a message, e.g. "xla (ejk-kernels-xla 0.1.0)"."""
         words = []
         for point in self.points():
-            word = f"{point.name} ({point.dist.name} {point.dist.version})" if point.dist else ""
-            failed = ", failed to load" if point.name in self._failures else ""
-            words.append((word or point.name) + failed)
+            failed = ", failed to load" if (point.name, point.value) in self._failures else ""
+            words.append(f"{point.name} ({_whose(point)}){failed}")
         return ", ".join(words) or "none"
 
     def load(self, platforms: Sequence[Platform], use: Callable[[EntryPoint], None]) -> None:
@@ -75,21 +74,40 @@ class Packages:
                     continue
                 try:
                     use(point)
-                except Exception as error:
-                    self._failures[point.name] = error
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # also what exits the process when it is imported
+                    self._failures[identity] = point, _as_failure(error)
                 finally:
                     self._loaded.add(identity)
 
+    def failures(self) -> list[tuple[EntryPoint, Exception]]:
+        """The packages that could not be loaded, each with the cause."""
+        return list(self._failures.values())
+
     def failure(self, platform: Platform | None) -> Exception | None:
-        """Why the package of ``platform`` could not be loaded; None if there was no failure."""
-        return None if platform is None else self._failures.get(platform.value)
+        """Why a package of ``platform`` could not be loaded; None if there was no failure."""
+        found = (e for point, e in self.failures() if platform and point.name == platform.value)
+        return next(found, None)
 
     def warn_failures(self) -> None:
         """Warn, once each, about packages that failed to load."""
-        for name, error in list(self._failures.items()):
+        for point, error in self.failures():
             warn_once(
-                ("load", name),
-                f"kernel package {name!r} is installed but failed to load, its kernels are not "
-                f"used: {type(error).__name__}: {error}",
+                ("load", point.name, point.value),
+                f"kernel package {point.name!r} ({_whose(point)}) is installed but failed to "
+                f"load, its kernels are not used: {type(error).__name__}: {error}",
                 stacklevel=6,
             )
+
+
+def _whose(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+def _as_failure(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    failure = ImportError(f"it ends the process when it is loaded: {error!r}")
+    failure.__cause__ = error
+    return failure

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
+import numbers
 import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ejkernel.ops.platforms import (
     LEGAL_BACKENDS,
@@ -43,7 +45,9 @@ class LazyFunction:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-        except Exception as error:  # whatever a module may raise when it is imported
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a module may raise when it is imported
             reason = f"{type(error).__name__}: {error}"
             raise LazyLoadError(f"loading {self.target} failed: {reason}") from error
         with self._lock:
@@ -133,11 +137,16 @@ class Implementation:
 
     def why_not(self, inv: Any) -> str | None:
         """None when it can do the call, else the reason. Static facts only."""
-        return None if self.supports is None or inv is None else self.supports(inv)
+        reason = None if self.supports is None or inv is None else self.supports(inv)
+        if not isinstance(reason, str | None):
+            raise TypeError(f"supports gives {reason!r}, expected None or the reason why not")
+        return reason
 
     def priority_of(self, inv: Any) -> int:
         """Its priority for a call that it supports, or for any (None)."""
-        return self.priority if self.priority_for is None or inv is None else self.priority_for(inv)
+        if self.priority_for is None or inv is None:
+            return self.priority
+        return checked_priority(self.priority_for(inv), self.name, "what priority_for gives")
 
     @property
     def name(self) -> str:
@@ -164,6 +173,13 @@ def identify(algorithm: str, platform: Any, backend: Any) -> tuple[str, Platform
             f"{', '.join(x.value for x in LEGAL_BACKENDS[p])}"
         )
     return normalized(algorithm), p, b
+
+
+def checked_priority(value: Any, name: str, where: str = "priority") -> int:
+    """``value`` if it is a number; ValueError names the implementation otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name}: {where} is {value!r}, expected a number")
+    return cast(int, value)
 
 
 def normalized(algorithm: str) -> str:

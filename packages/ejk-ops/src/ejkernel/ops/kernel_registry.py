@@ -17,6 +17,7 @@ from ejkernel.ops.implementation import (
     KernelSpec,
     LazyFunction,
     LazyLoadError,
+    checked_priority,
     hard_differences,
     identify,
     lazily,
@@ -84,7 +85,8 @@ class KernelRegistry:
 
         Raises:
             ValueError: unknown platform or backend, a backend the platform cannot run on, a
-                registration that exists already (unless ``replace``), or a different signature.
+                registration that exists already (unless ``replace``), a priority that is no
+                number, or a different signature.
         """
         identity = identify(algorithm, platform, backend)
 
@@ -168,6 +170,7 @@ class KernelRegistry:
                 self._config_tables.append(path)
 
     def _add(self, implementation: Implementation, replace: bool) -> None:
+        checked_priority(implementation.priority, implementation.name)
         if implementation.config_cls is not None:
             allow_in_files(implementation.config_cls)
         with self._lock:
@@ -217,15 +220,20 @@ class KernelRegistry:
         register = point.load()  # outside the lock: its modules may register when imported
         with self._lock:
             before = {name: list(known) for name, known in self._by_algorithm.items()}
+            tables = list(self._config_tables)
             try:
                 register(self)
-            except Exception:
-                self._by_algorithm = before
+            except BaseException:
+                self._by_algorithm, self._config_tables = before, tables
                 raise
 
     def failure(self, platform: str | Platform) -> Exception | None:
         """Why the installed package of ``platform`` could not be loaded; None if it could."""
         return self._packages.failure(parse_platform(platform))
+
+    def failures(self) -> list[tuple[EntryPoint, Exception]]:
+        """The installed packages that could not be loaded, each with the cause."""
+        return self._packages.failures()
 
     # Look-up
 
@@ -273,7 +281,10 @@ class KernelRegistry:
                         usable.append((rank(implementation, target, inv), implementation))
                 except LazyLoadError as error:
                     reason = str(error)
-                    self._warn_lazy(implementation, error)
+                    self._warn_unused(implementation, error)
+                except Exception as error:
+                    reason = f"it cannot say whether it can: {type(error).__name__}: {error}"
+                    self._warn_unused(implementation, reason)
             if reason is not None:
                 refused.append((implementation, reason))
         usable.sort(key=lambda pair: pair[0])
@@ -300,7 +311,7 @@ class KernelRegistry:
                 broken.append((implementation, str(error)))
                 cause = error
                 if survey.platform is None:
-                    self._warn_lazy(implementation, error)
+                    self._warn_unused(implementation, error)
                 continue
             return implementation
         survey = with_fields(survey, usable=(), refused=(*survey.refused, *broken))
@@ -333,10 +344,10 @@ class KernelRegistry:
         """
         return self.resolve(algorithm, platform, backend, inv=inv).fn
 
-    def _warn_lazy(self, implementation: Implementation, error: LazyLoadError) -> None:
+    def _warn_unused(self, implementation: Implementation, why: Exception | str) -> None:
         warn_once(
-            ("lazy", implementation.name),
-            f"{implementation.name} is not used: {error}",
+            ("unused", implementation.name),
+            f"{implementation.name} is not used: {why}",
             stacklevel=5,
         )
 

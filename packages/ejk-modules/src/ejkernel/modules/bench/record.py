@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ejkernel.ops.utils.files import parse_json, read_text
 from ejkernel.ops.utils.serialization import to_json
 
 
@@ -31,6 +32,8 @@ def config_fields(cfg: Any) -> Any:
     if cfg is None:
         return None
     plain = cfg if isinstance(cfg, Mapping) else json.loads(to_json(cfg))
+    if not isinstance(plain, Mapping):
+        return plain
     return {
         name: config_fields(value) if isinstance(value, Mapping) else value
         for name, value in plain.items()
@@ -56,8 +59,8 @@ _SHORT = {
 def config_text(cfg: Any) -> str:
     """A config in one line, e.g. "triton fwd(q=128 kv=64 warps=8)"."""
     plain = config_fields(cfg)
-    if not plain:
-        return ""
+    if not isinstance(plain, Mapping):
+        return "" if plain is None else str(plain)
     words = []
     for name, value in plain.items():
         if name in ("platform", "backend"):
@@ -113,9 +116,11 @@ def read(path: Path) -> dict[str, Any]:
         OSError: unreadable.
         ValueError: not a record.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(read_text(path))
     if not isinstance(content, dict) or not ({"rows", "trials"} & set(content)):
         raise ValueError(f"{path} holds neither rows nor trials")
     content.setdefault("kind", "bench" if "rows" in content else "tune")
+    if content["kind"] not in ("bench", "tune"):
+        raise ValueError(f"a record of kind {content['kind']!r:.40}, expected 'bench' or 'tune'")
     content["path"] = str(path)
     return content

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any, NoReturn, cast
 
 from ejkernel.modules.cli.interrupt import Interrupts
 from ejkernel.modules.cli.output import Output, make_output
@@ -107,6 +109,24 @@ def _common(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--plain", action="store_true", help="no colours, frames or bars")
 
 
+@contextlib.contextmanager
+def _warnings_in_a_line(out: Output) -> Generator[None]:
+    """Our own warnings are remarks of the command, without the line of code they come from."""
+    before = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *where: Any, **how: Any) -> None:
+        if category.__module__.startswith("ejkernel."):
+            out.note(str(message))
+        else:
+            before(message, category, *where, **how)
+
+    warnings.showwarning = cast(Any, show)
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and print; returns the exit status."""
     args = parse(argv)
@@ -114,7 +134,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's start-up chatter is for its developers
     out = make_output(args.json, args.plain)
     try:
-        with Interrupts() as interrupts:
+        with Interrupts() as interrupts, _warnings_in_a_line(out):
             return _guarded(args, out, interrupts)
     except BrokenPipeError:  # the reader, e.g. head, has seen enough
         sys.stdout = open(os.devnull, "w")

@@ -160,7 +160,7 @@ def _import(args: argparse.Namespace, out: Output) -> int:
         "added": "added",
         "replaced": "replaced",
         "kept": "not taken, the cache has them already (--replace takes them)",
-        "unknown": "not taken: of kernels that ejkernel.modules does not know",
+        "unknown": "not taken: of kernels that are not known here (ejk --import MODULE ...)",
         "illegal": "not taken: no config of this version",
     }
     out.fields([(str(n), words[name]) for name, n in counts.items()] or [("0", "configs there")])

@@ -1,12 +1,14 @@
 """What a command says, three ways: in colour through rich, in plain text, or as JSON.
 
 rich is used where it is installed and standard output is a terminal. Progress and remarks go to
-standard error, so that standard output can be piped.
+standard error, so that standard output can be piped. Much of what is said comes from files: no
+control character of a text reaches the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import math
 import shutil
@@ -17,6 +19,20 @@ from typing import Any, Protocol
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan", "": ""}
 MARKS = {"ok": "ok", "warn": "!!", "fail": "XX", "info": "--", "": ""}
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters, and what else terminals obey, written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def escape(text: str) -> str:
+    """``text`` for HTML."""
+    return html.escape(printable(text))
 
 
 class Advance(Protocol):
@@ -43,37 +59,37 @@ class Output:
     def title(self, text: str) -> None:
         """What the next lines are about."""
         if not self.json:
-            self._title(text)
+            self._title(_line(text))
 
     def text(self, text: str, style: str = "") -> None:
         """A paragraph as it is."""
         if not self.json:
-            self._text(text, style)
+            self._text(printable(text), style)
 
     def fields(self, rows: Sequence[tuple[str, Any]]) -> None:
         """Names and values."""
         if not self.json:
-            self._fields([(name, str(value)) for name, value in rows])
+            self._fields([(_line(name), printable(str(value))) for name, value in rows])
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()
     ) -> None:
         """A table; ``right``: the columns of numbers."""
         if not self.json:
-            self._table(columns, [[_cell(c) for c in row] for row in rows], right)
+            self._table(list(map(_line, columns)), [[_cell(c) for c in row] for row in rows], right)
 
     def checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
         """``(status, what, found, fix)`` per line; the fix only where something is wrong."""
         if not self.json:
-            self._checks(rows)
+            self._checks([(a, printable(b), printable(c), printable(d)) for a, b, c, d in rows])
 
     def note(self, text: str) -> None:
         """A remark, on standard error also with ``--json``."""
-        print(f"ejk: {text}", file=sys.stderr)
+        self._remark(f"ejk: {printable(text)}", "yellow")
 
     def error(self, text: str) -> None:
         """Why the command failed, on standard error."""
-        print(f"ejk: {text}", file=sys.stderr)
+        self._remark(f"ejk: {printable(text)}", "bold red")
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int) -> Generator[Advance]:
@@ -84,11 +100,15 @@ class Output:
             nonlocal done
             done += 1
             if not self.json:
-                print(f"{what} {done}/{total} {text}", file=sys.stderr, flush=True)
+                said = _line(f"{what} {done}/{total} {text}")
+                print(said, file=sys.stderr, flush=True)
 
         yield advance
 
     # ---- how ---------------------------------------------------------------------------------
+
+    def _remark(self, text: str, style: str) -> None:
+        print(text, file=sys.stderr)
 
     def _title(self, text: str) -> None:
         print(f"\n{text}\n{'-' * len(text)}")
@@ -129,11 +149,8 @@ class RichOutput(Output):
         self._console = Console(highlight=False)
         self._errors = Console(stderr=True, highlight=False)
 
-    def note(self, text: str) -> None:
-        self._errors.print(f"ejk: {text}", style="yellow", markup=False)
-
-    def error(self, text: str) -> None:
-        self._errors.print(f"ejk: {text}", style="bold red", markup=False)
+    def _remark(self, text: str, style: str) -> None:
+        self._errors.print(text, style=style, markup=False)
 
     @contextlib.contextmanager
     def progress(self, what: str, total: int) -> Generator[Advance]:
@@ -141,20 +158,20 @@ class RichOutput(Output):
         from rich.progress import TimeElapsedColumn as Elapsed
 
         columns = (
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(),
-            Elapsed(), TextColumn("{task.fields[last]}", markup=False),
+            TextColumn("{task.description}", "bold", markup=False), BarColumn(bar_width=32),
+            MofNCompleteColumn(), Elapsed(), TextColumn("{task.fields[last]}", markup=False),
         )  # fmt: skip
         with Progress(*columns, console=self._errors, transient=True) as bar:
-            task = bar.add_task(what, total=total, last="")
+            task = bar.add_task(_line(what), total=total, last="")
 
             def advance(text: str, total: int | None = None) -> None:
-                bar.update(task, advance=1, last=text, total=total)
+                bar.update(task, advance=1, last=_line(text), total=total)
 
             yield advance
 
     def _title(self, text: str) -> None:
         self._console.print()
-        self._console.rule(f"[bold]{text}", align="left", style="dim")
+        self._console.rule(_plain(text, "bold"), align="left", style="dim")
 
     def _text(self, text: str, style: str) -> None:
         self._console.print(text, style=STYLES.get(style, style) or None, markup=False)
@@ -230,7 +247,11 @@ def _plain(text: str, style: str = "") -> Any:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else _line(str(value))
+
+
+def _line(text: str) -> str:
+    return printable(text).replace("\n", " ")
 
 
 def _hanging(text: str, indent: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
+
+from ejkernel.modules.cli.output import escape
 
 STYLE = """
 :root { color-scheme: light dark;

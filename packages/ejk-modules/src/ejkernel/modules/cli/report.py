@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
     """The records in files and folders (none = this machine's), and what could not be read."""
     from ejkernel.modules.bench import record
+    from ejkernel.modules.bench.checked import sound
 
     given = list(paths)
     files: list[Path] = []
@@ -70,7 +71,9 @@ def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
     records, problems = [], []
     for path in files:
         try:
-            records.append(record.read(path))
+            found, wrong = sound(record.read(path))
+            records.append(found)
+            problems += [f"{path}: left out: {why}" for why in wrong]
         except (OSError, ValueError) as error:
             if given or path.exists():
                 problems.append(f"{path} is left out: {error}")

@@ -104,7 +104,8 @@ def against_the_bound(benches: Sequence[Record]) -> str:
     """Dot plots: each contender's share of what the machine can do."""
     parts = []
     for record in benches:
-        rows = [r for r in record["rows"] if r.get("percent_of_limit") is not None]
+        timed = [r for r in record["rows"] if r.get("ms") is not None]
+        rows = [r for r in timed if r.get("percent_of_limit") is not None]
         if rows:
             parts.append(_bound_plot(record, rows))
     if not parts:
@@ -256,7 +257,7 @@ def _map_of(t: Mapping[str, Any]) -> str:
     values: dict[str, set[Any]] = {}
     for flat, _ in timed:
         for name, value in flat.items():
-            if isinstance(value, int) and not isinstance(value, bool):
+            if type(value) is int:
                 values.setdefault(name, set()).add(value)
     varied = sorted((n for n in values if len(values[n]) > 1), key=lambda n: -len(values[n]))
     tiles_first = [n for n in varied if "block" in n or "tile" in n] + varied
@@ -266,7 +267,7 @@ def _map_of(t: Mapping[str, Any]) -> str:
     a, b = names
     cells: dict[tuple[Any, Any], float] = {}
     for flat, ms in timed:
-        if a in flat and b in flat:
+        if type(flat.get(a)) is int and type(flat.get(b)) is int:
             place = flat[a], flat[b]
             cells[place] = min(ms, cells.get(place, math.inf))
     if len(cells) < 3:

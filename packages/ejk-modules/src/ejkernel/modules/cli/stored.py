@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config.store import CorruptFile, Entry, OtherSchema, parse_file
+from ejkernel.ops.config.store import CorruptFile, Entry, OtherSchema, read_table
 
 KEY = re.compile(r"(?P<kernel>.+)\.v(?P<version>\d+)@(?P<device>.+)#(?P<digits>[0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of the cache. ``status``: "ok", "foreign" (another schema) or "corrupt"."""
+    """One file of the cache.
+
+    ``status``: "ok", "foreign" (another schema), "corrupt" or "unreadable".
+    """
 
     path: Path
     status: str
@@ -49,7 +52,7 @@ def root() -> Path:
 def read(path: Path) -> StoredFile:
     """A file with its status. Raises OSError when it cannot be read."""
     try:
-        header, entries = parse_file(path.read_text(encoding="utf-8"))
+        header, entries = read_table(path)
     except OtherSchema as error:
         newer = f"{error}: written by another version of ejkernel, left alone"
         return StoredFile(path, "foreign", problem=newer)
@@ -61,8 +64,14 @@ def read(path: Path) -> StoredFile:
 def scan(folder: Path | None = None) -> list[StoredFile]:
     """All files of the cache, in order of their paths."""
     folder = root() if folder is None else folder
-    paths = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")])
-    return [read(path) for path in paths]
+    found = []
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
+        try:
+            found.append(read(path))
+        except OSError as error:
+            problem = f"unreadable: {error.strerror or error}"
+            found.append(StoredFile(path, "unreadable", problem=problem))
+    return found
 
 
 def configs(
@@ -93,7 +102,7 @@ def shapes_text(facts: Any) -> str:
                 for item in value:
                     walk(name, item)
             return
-        if {"shape", "dtype"} <= value.keys():
+        if isinstance(value.get("shape"), list) and "dtype" in value:
             words.append(f"{name} {value['dtype']}[{','.join(map(str, value['shape']))}]".strip())
             return
         for key, item in value.items():

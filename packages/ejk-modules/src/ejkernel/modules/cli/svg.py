@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from ejkernel.modules.cli.output import escape
 
 LABEL_WIDTH = 230
 ROW = 26

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.bench import record
+from ejkernel.modules.bench.checked import number
 from ejkernel.modules.cli import stored
 
 
@@ -16,7 +17,7 @@ def provenance(chosen: list[stored.StoredConfig]) -> dict[str, Any]:
     spreads = [
         c.entry.measured["spread"]
         for c in chosen
-        if isinstance(c.entry.measured, dict) and c.entry.measured.get("spread") is not None
+        if isinstance(c.entry.measured, dict) and number(c.entry.measured.get("spread"))
     ]
     return {
         "devices": sorted({c.device for c in chosen}),
@@ -58,7 +59,8 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
 
     Returns:
         Keys by what became of them: "added", "replaced", "kept" (the cache had one already),
-        "unknown" (of a kernel that is not ours), "illegal" (no config of this version).
+        "unknown" (of a class that this process has not declared), "illegal" (no config of this
+        version).
     """
     from ejkernel.modules._table import operation_class
     from ejkernel.ops import KernelNotFound, PersistentCache
@@ -68,9 +70,11 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
     for config in stored.configs([stored.read(path)]):
         try:
             cls = operation_class(config.kernel).config
-        except KernelNotFound:
-            outcome.setdefault("unknown", []).append(config.key)
-            continue
+        except KernelNotFound:  # a kernel of the user's own: its class says what it is
+            cls = None
+            if not _declared(config.entry.plain.get("class")):
+                outcome.setdefault("unknown", []).append(config.key)
+                continue
         value = config.entry.config(cls)
         if value is None:
             outcome.setdefault("illegal", []).append(config.key)
@@ -83,3 +87,13 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
         cache.put(config.key, value, facts=entry.facts, measured=entry.measured)
         outcome.setdefault("replaced" if present else "added", []).append(config.key)
     return outcome
+
+
+def _declared(name: Any) -> bool:
+    """Whether configs of this class can be read; None stands for plain JSON values."""
+    from ejkernel.ops.utils.known import UnknownClass, known_class
+
+    try:
+        return name is None or bool(known_class(name, object))
+    except UnknownClass:
+        return False

@@ -49,15 +49,14 @@ def packages() -> Iterator[Check]:
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         registry.load()
-        for platform in registry.installed():
-            failure = registry.failure(platform)
-            if failure is not None:
-                distribution = "xla" if platform == "cuda" else platform
-                yield Check(
-                    "kernels", f"{platform} kernels", "fail",
-                    f"installed but do not load: {type(failure).__name__}: {failure}",
-                    f"python -m pip install --force-reinstall ejk-kernels-{distribution}",
-                )  # fmt: skip
+        for point, failure in registry.failures():
+            distribution = point.dist.name if point.dist else point.value.partition(".")[0]
+            ours = point.value.startswith("ejkernel.")
+            yield Check(
+                "kernels", f"{point.name} kernels", "fail" if ours else "warn",
+                f"{point.value} does not load: {type(failure).__name__}: {failure}",
+                f"python -m pip install --force-reinstall {distribution}   # or uninstall it",
+            )  # fmt: skip
         names = registry.list_algorithms()
     text = f"{', '.join(registry.installed())}: {len(names)} algorithms"
     if names:

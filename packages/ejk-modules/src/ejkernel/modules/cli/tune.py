@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules.cli.app import INTERRUPTED, CommandError, at_least_one, seconds
+from ejkernel.modules.cli.app import FAILED, INTERRUPTED, OK, CommandError, at_least_one, seconds
 from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
 from ejkernel.modules.cli.output import Output, counted
 
@@ -39,26 +39,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+CANNOT = "cannot be tuned: "
+
+
 @dataclass(frozen=True)
 class Task:
-    """One call to tune. ``case``: what it is called; ``operation``: of which function."""
+    """One call to tune. ``case``: what it is called; ``operation``: of which function.
+
+    ``recorded``: from a file, so that it may be no call that the operation allows.
+    """
 
     operation: str
     case: str
     inv: Any
+    recorded: bool = False
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     tasks = _tasks(args, out)
     session = Session(out, _options(args), args.total)
     pending, settled = _sorted_out(tasks, args.force)
-    status = 0
+    status = OK
     try:
         for task in pending:
             session.tune(task)
     except KeyboardInterrupt:
         status = INTERRUPTED
         out.note(f"interrupted: {len(session.rows)} measured and kept, the rest is as it was")
+    settled += session.failed
     record_path = session.write_record(args)
     if args.table is not None and session.rows:
         from ejkernel.modules.cli.tables import write_table
@@ -73,7 +81,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         }
     )
     _show(session.rows, settled, out)
-    return status
+    return status or (FAILED if any(why.startswith(CANNOT) for _, why in settled) else OK)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -114,7 +122,7 @@ def _recorded(path: Path) -> Iterator[Task]:
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}") from None
     for index, inv in enumerate(invocations, 1):
-        yield Task(inv.kernel.name, f"recorded {index}", inv)
+        yield Task(inv.kernel.name, f"recorded {index}", inv, recorded=True)
 
 
 def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[Task, str]]]:
@@ -133,15 +141,26 @@ def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[
             settled.append((task, f"shares its configuration with {seen[bound.key]}"))
             continue
         seen[bound.key] = task.case
-        count = len(kernel.config_space(bound)) if kernel.has_tunables else 0
+        try:
+            count = len(kernel.config_space(bound)) if kernel.has_tunables else 0
+        except Exception as error:
+            if not task.recorded:
+                raise
+            settled.append((task, _cannot(error)))
+            continue
         if count < 2:
             settled.append((task, "one candidate here, nothing to choose" if count else
                             "nothing to tune"))  # fmt: skip
         elif not force and persistent is not None and bound.key in persistent:
             settled.append((task, "tuned already; --force tunes it again"))
         else:
-            pending.append(Task(task.operation, task.case, bound))
+            pending.append(replace(task, inv=bound))
     return pending, settled
+
+
+def _cannot(error: Exception) -> str:
+    line = (str(error).splitlines() or [""])[0][:200]
+    return f"{CANNOT}{type(error).__name__}: {line}"
 
 
 # ---- tuning ------------------------------------------------------------------------------------
@@ -158,6 +177,7 @@ class Session:
         self.end = None if total_s is None else time.monotonic() + total_s
         self.rows: list[dict[str, Any]] = []
         self.details: list[dict[str, Any]] = []
+        self.failed: list[tuple[Task, str]] = []
 
     def tune(self, task: Task) -> None:
         """Tune one call and keep the winner.
@@ -192,6 +212,10 @@ class Session:
                     on_result=lambda result: self._keep(task, result),
                     **self.options,
                 )
+            except Exception as error:
+                if not task.recorded:
+                    raise
+                self.failed.append((task, _cannot(error)))
             except KeyboardInterrupt as stop:
                 self._keep_partial(task, getattr(stop, "partial", None))
                 raise

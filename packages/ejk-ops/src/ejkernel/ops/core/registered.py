@@ -13,7 +13,7 @@ from ejkernel.ops.core.kernel import Kernel, Resolved
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
@@ -110,7 +110,12 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         survey = self.survey(inv, parse_platform(inv.info.get("requested_platform")))
         configs: list[Cfg] = []
         for impl in survey.usable:
-            for fields in self._candidates(impl, inv):
+            try:
+                proposed = list(self._candidates(impl, inv))
+            except Exception as error:  # of one implementation: the others compete without it
+                _warn(impl, "candidates", error)
+                continue
+            for fields in proposed:
                 try:
                     cfg = self.make_config(fields, impl)
                 except ConfigError:
@@ -132,10 +137,14 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         platform = parse_platform(inv.info.get("requested_platform"))
         given: dict[str, Any] = {}
         for impl in self.survey(inv, platform).usable:
-            if impl.sample_inputs is not None:
+            if impl.sample_inputs is None:
+                continue
+            try:
                 args, kwargs = impl.sample_inputs(inv, rng)
                 given = dict(self.signature.bind_partial(*args, **kwargs).arguments)
                 break
+            except Exception as error:
+                _warn(impl, "sample_inputs", error)
         rest = {k: v for k, v in inv.abstract().arguments.items() if k not in given}
         return (), {**random_like(rest, rng), **given}
 
@@ -175,3 +184,11 @@ class RegisteredKernel(Kernel[Cfg, Out]):
             rows.append((impl.name, reason))
         rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
         return tuple(rows)
+
+
+def _warn(impl: Implementation, what: str, error: Exception) -> None:
+    warn_once(
+        (what, impl.name),
+        f"{what} of {impl.name} are left out: {type(error).__name__}: {error}",
+        stacklevel=5,
+    )

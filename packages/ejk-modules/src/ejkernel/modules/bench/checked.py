@@ -1,0 +1,101 @@
+"""What of a record can be shown. Records come from files: parts of another form are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], bool]
+Form = Mapping[str, Check]
+LEAST, MOST = 1e-30, 1e30
+
+
+def text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def number(x: Any) -> bool:
+    """Of a size that measurements have, so that sums and quotients stay finite."""
+    return type(x) in (int, float) and -MOST < x < MOST
+
+
+def time(x: Any) -> bool:
+    return number(x) and x > LEAST
+
+
+def fields(x: Any) -> bool:
+    return isinstance(x, Mapping)
+
+
+def numbers(x: Any) -> bool:
+    return isinstance(x, Mapping) and all(map(number, x.values()))
+
+
+def maybe(check: Check) -> Check:
+    return lambda x: x is None or check(x)
+
+
+ROW: Form = {"case": text, "mode": text, "contender": text, "ms": maybe(time)}
+ROW_MAY: Form = {
+    "speed_over": numbers,
+    **dict.fromkeys(("tflops", "gbps", "percent_of_limit", "spread_ms"), maybe(number)),
+    **dict.fromkeys(("note", "bound", "clock", "tier", "implementation", "config"), text),
+}
+CALL: Form = {
+    "config": maybe(fields),
+    "trials": lambda x: isinstance(x, list) and all(fits(t, TRIAL) is None for t in x),
+    **dict.fromkeys(("operation", "shape", "pass"), text),
+    **dict.fromkeys(("heuristic_ms", "best_ms", "heuristic_over_best"), maybe(time)),
+    **dict.fromkeys(("seconds", "timed", "candidates"), number),
+}
+TRIAL: Form = {
+    "config": maybe(fields),
+    "error": maybe(text),
+    "ms": maybe(time),
+    **dict.fromkeys(("fwd_ms", "bwd_ms"), maybe(number)),
+}
+HEAD: Form = dict.fromkeys(("op", "device", "date", "time"), text)
+LIMITS: Form = {"flops": numbers, "bytes_per_s": number}
+
+
+def fits(
+    part: Any, must: Mapping[str, Check], may: Mapping[str, Check] | None = None
+) -> str | None:
+    """Why ``part`` is not of this form, None when it is. Other fields do not matter."""
+    if not isinstance(part, Mapping):
+        return "it is no object"
+    for name, check in must.items():
+        if name not in part:
+            return f"it has no {name!r}"
+        if not check(part[name]):
+            return f"{name!r} has a value that it cannot have"
+    for name, check in (may or {}).items():
+        if name in part and not check(part[name]):
+            return f"{name!r} has a value that it cannot have"
+    return None
+
+
+def sound(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The record with the parts that can be shown, and a line for each that cannot."""
+    kept, problems = dict(record), []
+    name, must, may = ("rows", ROW, ROW_MAY) if record["kind"] == "bench" else ("trials", CALL, {})
+    parts = record[name] if isinstance(record.get(name), list) else []
+    if not isinstance(record.get(name), list):
+        problems.append(f"{name!r} is no list")
+    kept[name] = []
+    reasons: dict[str, int] = {}
+    for part in parts:
+        why = fits(part, must, may)
+        if why is None:
+            kept[name].append(part)
+        else:
+            reasons[why] = reasons.get(why, 0) + 1
+    problems += [f"{count} of {len(parts)} {name}: {why}" for why, count in reasons.items()]
+    for field, check in HEAD.items():
+        if field in kept and not check(kept[field]):
+            problems.append(f"{field!r} is no text")
+            del kept[field]
+    if "limits" in kept and fits(kept["limits"], {}, LIMITS) is not None:
+        problems.append(f"'limits': {fits(kept['limits'], {}, LIMITS)}")
+        del kept["limits"]
+    return kept, problems
