@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
+import time
 from dataclasses import dataclass
 
 import jax
@@ -26,7 +28,8 @@ from ejkernel.ops import (
     autotune_recorded,
 )
 from ejkernel.ops.config import failures
-from ejkernel.ops.execution import timing
+from ejkernel.ops.execution import progress, timing
+from ejkernel.ops.execution.candidates import Workbench
 from ejkernel.ops.execution.search import Search
 from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.params import params_field, tile_field
@@ -315,3 +318,82 @@ def test_a_single_candidate_is_not_timed(clock):
     (result,) = autotune_recorded([Invocation(kernel, (X,))], executor=executor)
     assert result.best == Tile(tile=16) and result.best_ms is None and not kernel.compiled
     assert len(executor.selector.cache) == 0
+
+
+# ---- budgets -----------------------------------------------------------------------------------
+
+
+class Stuck(Attempts):
+    """The second candidate compiles for as long as the test lasts."""
+
+    def __init__(self):
+        super().__init__()
+        self.over = threading.Event()
+
+    def run(self, x, *, cfg):
+        if cfg.tile == 32:
+            self.over.wait(60)
+        return x * 2
+
+
+def test_a_slow_compiler_holds_up_neither_the_others_nor_the_budget(clock):
+    clock.tiles({16: 4.0, 64: 2.0, 128: 3.0})
+    kernel = Stuck()
+    try:
+        policy = dataclasses.replace(POLICY, num_iters=2, budget_s=3.0)
+        result = tune(kernel, policy=policy)
+    finally:
+        kernel.over.set()
+    assert result.seconds < 5.0 and result.best == Tile(tile=64) and result.compared
+    assert [t.error for t in result.trials] == [None, "the time budget was spent", None, None]
+
+
+def test_nothing_is_run_once_the_budget_is_spent(clock, monkeypatch):
+    """Compiled candidates that take long to run are not even checked then."""
+    clock.tiles(dict.fromkeys(Attempts.tiles, 1.0))
+    checked = []
+
+    def check(self, candidate):
+        checked.append(candidate.cfg.tile)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Workbench, "check", check)
+    result = tune(Attempts(), policy=dataclasses.replace(POLICY, budget_s=0.2))
+    assert checked == [16] and not result.compared
+
+
+def test_what_was_compared_with_nobody_is_not_kept_on_disk(clock, tmp_path):
+    clock.tiles(dict.fromkeys(Attempts.tiles, 1.0))
+    chain = ConfigSelectorChain(
+        ConfigCache(), PersistentCache(tmp_path), dataclasses.replace(POLICY, budget_s=0.0)
+    )
+    inv = Invocation(Attempts(), (X,))
+    choice = chain.decide(inv, inv.kernel)
+    assert choice.tier == "autotune" and choice.cfg == Tile(tile=16)
+    assert "1 of 4 candidates timed: not enough compared" in choice.answers[-1][1]
+    assert chain.decide(inv, inv.kernel).tier == "memory"
+    assert len(PersistentCache(tmp_path)) == 0
+    chain.cache.clear()
+    (result,) = autotune_recorded([inv], executor=Executor(chain), budget_s=0.0)
+    assert not result.compared and len(PersistentCache(tmp_path)) == 0
+    # a heuristic config that is no good is no competitor
+    kernel = Attempts({16: ValueError("no")})
+    chain = ConfigSelectorChain(ConfigCache(), PersistentCache(tmp_path), POLICY)
+    inv = Invocation(kernel, (X,))
+    assert chain.decide(inv, kernel).cfg.tile in (32, 64, 128) and len(PersistentCache(tmp_path))
+
+
+def test_a_call_that_waits_for_tuning_says_so_once(clock, capfd, monkeypatch):
+    clock.tiles(dict.fromkeys(Attempts.tiles, 1.0))
+    clock.on_sample = lambda name: time.sleep(0.02)
+    executor = Executor(ConfigSelectorChain(ConfigCache(), None, POLICY))
+    for silent_s, expected in ((60.0, 0), (0.01, 1)):
+        monkeypatch.setattr(progress, "SILENT_S", silent_s)
+        executor.selector.cache.clear()
+        jax.jit(lambda x: executor(Attempts(), x)).lower(X)
+        told = capfd.readouterr().err.splitlines()
+        assert len(told) == expected
+    assert "tuning attempts for this call: 4 candidates, about 60 s at most" in told[0]
+    assert "EJKERNEL_AUTOTUNE_POLICY=heuristics turns it off" in told[0]
+    tune(Attempts())  # asked for by name
+    assert capfd.readouterr().err == ""

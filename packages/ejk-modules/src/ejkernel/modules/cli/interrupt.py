@@ -66,9 +66,10 @@ def _in_collector(frame: FrameType | None) -> bool:
 
 
 def leave(status: int) -> int:
-    """End the process at once after Ctrl-C: threads of XLA may still compile and would crash
-    under an ordinary exit. Other statuses are handed back."""
-    if status == 130:
+    """End the process at once after Ctrl-C, and while candidates still compile that tuning has
+    given up: threads of XLA would crash under an ordinary exit, or be waited for."""
+    compiling = any(t.name.startswith("ejkernel-compile") for t in threading.enumerate())
+    if status == 130 or compiling:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -229,7 +229,7 @@ class Session:
 
         chain = get_default_executor().selector
         store = getattr(chain, "store", None)
-        if result is None or store is None or sum(t.ms is not None for t in result.trials) < 2:
+        if result is None or store is None or not result.compared:
             return
         store(result.key, result.best, task.inv.info.get("payload"), result.measured())
         self._keep(task, result)
@@ -237,6 +237,13 @@ class Session:
     def _keep(self, task: Task, result: Any) -> None:
         from ejkernel.modules.bench.record import config_fields
 
+        stored = result.best_ms is not None and result.compared
+        if result.best_ms is not None and not stored:
+            self.out.note(
+                f"{task.operation} {task.case}: {result.timed} of {len(result.trials)} candidates "
+                f"timed in {result.seconds:.1f} s: not enough compared, nothing stored "
+                "(--budget gives more time)"
+            )
         gain = None
         if result.best_ms and result.heuristic_ms:
             gain = result.heuristic_ms / result.best_ms
@@ -251,7 +258,8 @@ class Session:
             "spread": result.spread,
             "seconds": round(result.seconds, 2),
             "candidates": len(result.trials),
-            "timed": sum(t.ms is not None for t in result.trials),
+            "timed": result.timed,
+            "stored": stored,
             "interrupted": result.interrupted,
             "config": config_fields(result.best),
         }

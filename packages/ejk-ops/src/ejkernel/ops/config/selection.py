@@ -25,6 +25,7 @@ from ejkernel.ops.utils.device import target_device
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
     from ejkernel.ops.core.kernel import Kernel
+    from ejkernel.ops.execution.trials import AutotuneResult
 
 TIERS = ("override", "overlay", "memory", "persistent", "autotune", "heuristics", "error")
 
@@ -215,6 +216,14 @@ class ConfigSelectorChain:
         else:
             self.persistent.put(key, cfg)
 
+    def store_result(self, result: AutotuneResult, facts: Any = None) -> None:
+        """Keep the winner of tuning: for this process, and on disk if it was compared."""
+        if result.compared:
+            measured = result.measured() if result.trials else None
+            self.store(result.key, result.best, facts, measured)
+        else:
+            self.cache.put(result.key, result.best)
+
     # ---- tiers ---------------------------------------------------------------------------
 
     def _fast_tiers(self, search: _Search, cfg: Any) -> Choice | None:
@@ -332,11 +341,16 @@ class ConfigSelectorChain:
                 total=total,
             ),
             failures=self.failures,
+            unasked=True,
         )
         result = tuner.tune(inv, configs)
-        self.store(inv.key, result.best, inv.info.get("payload"), result.measured())
+        self.store_result(result, inv.info.get("payload"))
         self._emit("autotune_finish", search, cfg=result.best, ms=result.best_ms, result=result)
-        return search.hit("autotune", result.best, f"best of {len(result.trials)} candidates")
+        count = len(result.trials)
+        answer = f"best of {count} candidates"
+        if not result.compared:
+            answer = f"{result.timed} of {count} candidates timed: not enough compared, not stored"
+        return search.hit("autotune", result.best, answer)
 
     def _heuristics(self, search: _Search) -> Choice:
         kernel, inv = search.kernel, search.inv

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Generator
 from typing import Any
 
 from ejkernel.ops import env
 
 WIDTH = 24
+SILENT_S = 2.0
+"""Who waits longer for a call that tunes is told why."""
 
 
 class Reporter:
@@ -21,6 +26,23 @@ class Reporter:
         self.best: float | None = None
         self.enabled = env.log_autotune()
         self.bar = self.enabled and bool(getattr(sys.stderr, "isatty", lambda: False)())
+
+    @contextlib.contextmanager
+    def announced(self, budget_s: float) -> Generator[None]:
+        """Say once what is going on, if the block takes long and nothing else was said."""
+        text = (
+            f"ejkernel: tuning {self.kernel} for this call: {self.total} candidates, about "
+            f"{budget_s:.0f} s at most. {env.AUTOTUNE_POLICY}=heuristics turns it off, "
+            f"{env.LOG_AUTOTUNE}=1 shows more.\n"
+        )
+        timer = threading.Timer(SILENT_S, self._write, [text])
+        timer.daemon = True
+        if not self.enabled:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def candidate(self, cfg: Any, ms: float | None, error: str | None) -> None:
         """Report one finished candidate."""

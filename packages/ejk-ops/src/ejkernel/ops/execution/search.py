@@ -13,7 +13,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -24,13 +24,10 @@ from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench
 from ejkernel.ops.execution.isolation import Surroundings
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.execution.timing import Timed, race
-from ejkernel.ops.execution.trials import Trial
+from ejkernel.ops.execution.trials import BUDGET_SPENT, NOT_TRIED, STOPPED, Trial, failed
 from ejkernel.ops.platforms import Platform
 
-BUDGET_SPENT = "the time budget was spent"
-STOPPED = "tuning was stopped"
 FAILED_BEFORE = "failed before: "
-NOT_TRIED = "not tried: "
 
 # Compiling may take this part of the budget; what is not ready by then is left out.
 COMPILE_SHARE = 0.7
@@ -72,7 +69,8 @@ class Search:
         inv: the bound call.
         configs: the candidates; the first is the numeric reference.
         policy: counts and validation.
-        budget_s: seconds for everything; one config is measured even when they are spent.
+        budget_s: seconds for everything; one config is measured even when they are spent. What
+            has begun by then is ended: a compilation, or a run of one candidate.
         surroundings: of the caller.
         on_trial: told every finished trial with its index.
         failures: what failed before, None = nothing is known or kept.
@@ -225,14 +223,26 @@ class Search:
     ) -> list[tuple[int, Candidate]]:
         """The candidates that compile and compute the right values, in order."""
         ready: list[tuple[int, Candidate]] = []
-        for index, cfg in enumerate(self.configs):
-            if index in left_out:
-                self._trial(index, Trial(cfg, error=left_out[index]))
-                continue
+        for index in left_out:
+            self._trial(index, Trial(self.configs[index], error=left_out[index]))
+        for index in self._as_compiled(compiling):
             found = self._checked(bench, compiling[index], index, wait=not ready)
             if found is not None:
                 ready.append((index, found))
-        return ready
+        return sorted(ready, key=lambda pair: pair[0])
+
+    def _as_compiled(self, compiling: Compiling) -> Iterator[int]:
+        """The first config, then those that are compiled already, so that none holds up others."""
+        waiting = list(compiling)
+        while waiting:
+            done = [i for i in waiting if i == min(compiling) or compiling[i].done()]
+            if not done and self.gate is None and not self.stopped.is_set():
+                left = min(self._until(COMPILE_SHARE) - time.monotonic(), 0.2)
+                if left > 0:
+                    futures.wait([compiling[i] for i in waiting], left, futures.FIRST_COMPLETED)
+                    continue
+            waiting.remove(index := (done or waiting)[0])
+            yield index
 
     def _left_out(self) -> dict[int, str]:
         """Why configs are not compiled; empty when nothing would be left."""
@@ -264,6 +274,8 @@ class Search:
 
     def _compiled(self, future: futures.Future[Candidate], wait: bool) -> Candidate:
         """The compiled candidate; TimeoutError when stopped or, unless ``wait``, out of time."""
+        if not wait and time.monotonic() > self._until():
+            raise TimeoutError  # running it once would take more time still
         while not future.done():
             if self.gate is not None:  # inside a turn nothing is waited for
                 raise TimeoutError
@@ -338,7 +350,8 @@ class Search:
         def least(group: list[Candidate]) -> float:
             return min(c.fwd_ms for c in group) + min(c.bwd_ms or 0.0 for c in group)
 
-        if not groups or self.stopped.is_set():
+        end = self._until()
+        if not groups or self.stopped.is_set() or time.monotonic() > end:
             return None
         group = min(groups.values(), key=least)
         fwd = min(group, key=lambda c: c.fwd_ms)
@@ -353,7 +366,7 @@ class Search:
         except Exception as error:
             self.note(f"best tiles do not go together: {first_line(str(error))}")
             return None
-        timed = self._race([joined.both, best.both], time.monotonic() + self.budget_s)
+        timed = self._race([joined.both, best.both], end)
         if timed[0] is None or timed[1] is None:
             return None
         # the two met in one race: what counts is how they compare there
@@ -377,18 +390,13 @@ class Search:
         )
 
     def _warn_if_only_the_heuristic_ran(self) -> None:
-        failed = [t for i, t in self.trials.items() if i and t.error and _failed(t.error)]
-        if failed and len(failed) == len(self.configs) - 1:
+        broken = [t for i, t in self.trials.items() if i and failed(t)]
+        if broken and len(broken) == len(self.configs) - 1:
             warn_once(
                 ("autotune", self.inv.key),
-                f"autotuning kernel {self.inv.kernel.name!r}: all {len(failed)} candidates "
-                f"failed, the heuristic config is used: {first_line(failed[0].error)}",
+                f"autotuning kernel {self.inv.kernel.name!r}: all {len(broken)} candidates "
+                f"failed, the heuristic config is used: {first_line(broken[0].error)}",
             )
-
-
-def _failed(error: str) -> bool:
-    """Whether this is more than a candidate that was never tried."""
-    return error not in (BUDGET_SPENT, STOPPED) and not error.startswith(NOT_TRIED)
 
 
 def _passing(error: Exception) -> bool:

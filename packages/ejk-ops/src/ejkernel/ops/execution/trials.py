@@ -18,6 +18,11 @@ BOUND_NARROW = 2.5e-1  # float8 outputs: one step of a three-bit mantissa
 GRADIENT_FACTOR = 4.0
 
 
+BUDGET_SPENT = "the time budget was spent"
+STOPPED = "tuning was stopped"
+NOT_TRIED = "not tried: "
+
+
 @dataclass(frozen=True)
 class Trial:
     """One candidate.
@@ -38,6 +43,12 @@ class Trial:
     fwd_ms: float | None = None
     bwd_ms: float | None = None
     spread: float | None = None
+
+
+def failed(trial: Trial) -> bool:
+    """Whether the candidate is no good, which is more than that it was never tried."""
+    error = trial.error
+    return bool(error) and error not in (BUDGET_SPENT, STOPPED) and not error.startswith(NOT_TRIED)
 
 
 @dataclass(frozen=True)
@@ -73,20 +84,34 @@ class AutotuneResult:
         return self.trials[0].ms if self.trials else None
 
     @property
+    def timed(self) -> int:
+        """How many candidates were timed."""
+        return sum(t.ms is not None for t in self.trials)
+
+    @property
+    def compared(self) -> bool:
+        """Whether ``best`` won against another: the heuristic config, unless that is no good.
+
+        What won against nobody, because the budget ended, is not worth keeping.
+        """
+        if not self.trials:  # another process measured
+            return True
+        return self.timed >= 2 and (self.heuristic_ms is not None or failed(self.trials[0]))
+
+    @property
     def spread(self) -> float | None:
         """Spread of the winner's time."""
         return next((t.spread for t in self.trials if t.cfg == self.best), None)
 
     def measured(self) -> dict[str, Any]:
         """What is kept beside the config, as JSON values; times in milliseconds."""
-        timed = [t for t in self.trials if t.ms is not None]
         return {
             "ms": self.best_ms,
             "heuristic_ms": self.heuristic_ms,
             "spread": self.spread,
             "pass": "fwd+bwd" if self.backward else "fwd",
             "candidates": len(self.trials),
-            "timed": len(timed),
+            "timed": self.timed,
             "seconds": round(self.seconds, 2),
             "date": today(),
             "versions": versions_text(),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops import env
@@ -16,10 +17,10 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import AutotuneError, ConfigError, KernelNotSupported, warn_once
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.progress import Reporter
-from ejkernel.ops.execution.search import BUDGET_SPENT, Failures, Gate, Search
+from ejkernel.ops.execution.search import Failures, Gate, Search
 from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.execution.timing import benchmark, check_counts, race
-from ejkernel.ops.execution.trials import AutotuneResult, Trial
+from ejkernel.ops.execution.trials import BUDGET_SPENT, AutotuneResult, Trial
 from ejkernel.ops.utils.device import target_device
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Autotuner:
             the device one after the other; None = there is one search at a time.
         hopeless: why a config of a call is not worth compiling, None when it is; the first
             config is not asked about.
+        unasked: whether nobody asked for this search by name: a line on stderr then says what a
+            call waits for, when it takes more than two seconds.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Autotuner:
         *,
         gate: Gate | None = None,
         hopeless: Callable[[Invocation, Any], str | None] | None = None,
+        unasked: bool = False,
     ):
         self.policy = AutotunePolicy() if policy is None else policy
         check_counts(self.policy.num_warmup, self.policy.num_iters)
@@ -113,6 +117,7 @@ class Autotuner:
         self.failures = failures
         self.gate = gate
         self.hopeless = hopeless
+        self.unasked = unasked
         self._running: set[Search] = set()
 
     def stop(self) -> None:
@@ -183,10 +188,12 @@ class Autotuner:
             )
 
         self._running.add(search)
+        told_why = reporter.announced(search.budget_s) if self.unasked else nullcontext()
         try:
-            outside_trace(
-                lambda: outcome.append(search.go()), search.surroundings, search.stop, GRACE_S
-            )
+            with told_why:
+                outside_trace(
+                    lambda: outcome.append(search.go()), search.surroundings, search.stop, GRACE_S
+                )
         except KeyboardInterrupt:
             raise TuningInterrupted(result(True) if outcome else None) from None
         finally:
@@ -306,8 +313,9 @@ def autotune_recorded(
 
     Returns:
         One result per invocation of a kernel with tunables; where there is a single candidate it
-        is the best, untimed (``best_ms`` None) and not stored. A kernel whose candidates all fail
-        is left out with a warning.
+        is the best, untimed (``best_ms`` None) and not stored. A winner that was compared with
+        nobody (``compared``) is kept for this process and not on disk. A kernel whose candidates
+        all fail is left out with a warning.
 
     Raises:
         TuningInterrupted: Ctrl-C; what was finished is stored and in ``results``.
@@ -357,6 +365,5 @@ def _tune_recorded(
         warn_once(("autotune", bound.key), str(error))
         return None
     if chain is not None:
-        measured = result.measured() if result.trials else None
-        chain.store(result.key, result.best, bound.info.get("payload"), measured)
+        chain.store_result(result, bound.info.get("payload"))
     return result
