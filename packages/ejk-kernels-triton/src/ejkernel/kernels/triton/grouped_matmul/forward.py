@@ -1,0 +1,207 @@
+"""Grouped matrix product: every run of rows times its own matrix.
+
+Math, for the rows r of group i, whose matrix is w_i, accumulated in float32:
+
+    out[r] = lhs[r] @ w_i (+ existing[r]);  0 (+ existing[r]) for rows that have no matrix
+
+The gradient of lhs is the same product with the transposed matrices.
+
+Work split: a tile is BLOCK_M rows of one group by BLOCK_N columns; tiles start where their group
+does, so none holds two groups, and rows past the group are computed and not stored. As many
+programs as the chip holds walk the tiles, each taking every P-th. A group's tiles are ordered in
+bands of BAND row tiles, rows first: programs that run together then form a rectangle that shares
+rows and columns in the L2 cache. Groups without rows have no tiles. Rows without a matrix are
+walked after the products.
+
+Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s): 16384 rows x 4096 x 14336 in 8 groups is
+1.92 TFLOP = 2.75 ms, its 1.5 GB are 0.35 ms: arithmetic, of the rows there are, rounded up to
+tiles: half a tile a group. 8192 rows x 2048 x 768 in 128 groups is 0.026 TFLOP = 0.037 ms, its
+0.45 GB, nearly all of them weights, are 0.105 ms: memory.
+
+Sources: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3: groups of any size without
+padding the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.bridge import In, Launch, Out
+from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, matrix_of
+from ejkernel.kernels.triton.grouped_matmul.tiles import (
+    Problem,
+    Tiles,
+    precision,
+    tensor_map,
+    uses_maps,
+)
+from ejkernel.kernels.triton.targets import Target
+
+
+@triton.jit
+def _store(out, existing, tile, row, row_end, column, columns, BLOCK_M: tl.constexpr):
+    """Rows ``row`` to ``row_end`` of a tile, with what is added to them."""
+    WIDTH: tl.constexpr = tile.shape[1]
+    r = row + tl.arange(0, BLOCK_M)
+    c = column + tl.arange(0, WIDTH)
+    inside = (r < row_end)[:, None] & (c < columns)[None, :]
+    at = r.to(tl.int64)[:, None] * columns + c[None, :]
+    if existing is not None:
+        tile = tile + tl.load(existing + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, tile.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_tile(
+    out, existing, tile, row, row_end, column, columns, BLOCK_M: tl.constexpr, PARTS: tl.constexpr
+):
+    """``_store`` in one part or two, which need less shared memory to become whole rows."""
+    if PARTS == 1:
+        _store(out, existing, tile, row, row_end, column, columns, BLOCK_M)
+    else:
+        HALF: tl.constexpr = tile.shape[1] // 2
+        halves = tl.permute(tl.reshape(tile, (BLOCK_M, 2, HALF)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _store(out, existing, left, row, row_end, column, columns, BLOCK_M)
+        _store(out, existing, right, row, row_end, column + HALF, columns, BLOCK_M)
+
+
+@triton.jit
+def grouped_rows(
+    lhs,
+    rhs,
+    sizes,
+    offset,
+    existing,
+    out,
+    rows,
+    inner,
+    columns,
+    given,
+    batches,
+    each,
+    held,
+    offset_step,
+    held_step,
+    TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    starts, ends = lane_rows(sizes, given, rows, LANES, WIDE)
+    matrices = matrix_of(
+        tl.arange(0, LANES), offset, batches, each, held, offset_step, held_step
+    )  # fmt: skip
+    row_tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    until = tl.cumsum(tl.where(matrices >= 0, row_tiles, 0), 0)
+    across = (columns + BLOCK_N - 1) // BLOCK_N
+    steps = (inner + BLOCK_K - 1) // BLOCK_K
+
+    for t in tl.range(program, tl.max(until, 0) * across, programs, flatten=FLATTEN):
+        lane, first_tile, first_row, row_end = find_lane(t // across, until, ends)
+        matrix = matrix_of(lane, offset, batches, each, held, offset_step, held_step)
+        # bands of row tiles, rows first inside a band
+        down = (row_end - first_row + BLOCK_M - 1) // BLOCK_M
+        index = t - first_tile * across
+        band = index // (BAND * across)
+        height = tl.minimum(down - band * BAND, BAND)
+        index = index - band * BAND * across
+        row = first_row + (band * BAND + index % height) * BLOCK_M
+        column = index // height * BLOCK_N
+
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, steps):
+            k = step * BLOCK_K
+            if TMA:
+                a = lhs.load([row, k])
+                if TRANSPOSED:
+                    b = tl.trans(rhs.load([matrix * columns + column, k]))
+                else:
+                    b = rhs.load([matrix * inner + k, column])
+            else:
+                r = row + tl.arange(0, BLOCK_M)
+                c = column + tl.arange(0, BLOCK_N)
+                i = k + tl.arange(0, BLOCK_K)
+                at = r.to(tl.int64)[:, None] * inner + i[None, :]
+                base = rhs + matrix.to(tl.int64) * inner * columns
+                if TRANSPOSED:
+                    of = base + i[:, None] + c.to(tl.int64)[None, :] * inner
+                else:
+                    of = base + i.to(tl.int64)[:, None] * columns + c[None, :]
+                inside = (r < row_end)[:, None]
+                found = (c < columns)[None, :]
+                if not EVEN_K:
+                    inside = inside & (i < inner)[None, :]
+                    found = found & (i < inner)[:, None]
+                a = tl.load(lhs + at, mask=inside, other=0.0)
+                b = tl.load(of, mask=found, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        store_tile(out, existing, acc, row, row_end, column, columns, BLOCK_M, PARTS)
+
+    # rows without a matrix
+    until = tl.cumsum(tl.where(matrices >= 0, 0, row_tiles), 0)
+    for t in tl.range(program, tl.max(until, 0) * across, programs):
+        _, first_tile, first_row, row_end = find_lane(t // across, until, ends)
+        row = first_row + (t // across - first_tile) * BLOCK_M
+        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        store_tile(
+            out, existing, zero, row, row_end, t % across * BLOCK_N, columns, BLOCK_M, PARTS
+        )  # fmt: skip
+
+
+def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -> Launch:
+    """Of operands lhs, rhs, sizes, then the offset and what is added as far as they are given.
+
+    ``offsets``: 0 without an offset, else 1 or one per batch element.
+    """
+    even = p.inner % t.block_k == 0
+    # a tile that leaves its matrix reads the next one, times 0, which an infinite number survives
+    maps = even and uses_maps(p, target)
+    matrices = (1 if p.shared else p.batch) * p.held
+    shape, block = (matrices * p.inner, p.columns), (t.block_k, t.block_n)
+    if p.transposed:
+        shape, block = (matrices * p.columns, p.inner), (t.block_n, t.block_k)
+    arguments: dict[str, Any] = {
+        "lhs": tensor_map(0, (p.batch * p.rows, p.inner), (t.block_m, t.block_k), maps),
+        "rhs": tensor_map(1, shape, block, maps),
+        "sizes": In(2),
+        "offset": In(3) if offsets else None,
+        "existing": In(3 + bool(offsets)) if existing else None,
+        "out": Out(0),
+        "rows": p.batch * p.rows,
+        "inner": p.inner,
+        "columns": p.columns,
+        "given": p.given,
+        "batches": p.batch,
+        "each": p.each,
+        "held": p.held,
+        "offset_step": int(offsets > 1),
+        "held_step": 0 if p.shared else p.held,
+    }
+    constants = {
+        "TRANSPOSED": p.transposed,
+        "TMA": maps,
+        "EVEN_K": even,
+        "LANES": p.lanes,
+        "WIDE": p.wide,
+        "BLOCK_M": t.block_m,
+        "BLOCK_N": t.block_n,
+        "BLOCK_K": t.block_k,
+        "BAND": t.band,
+        "PARTS": t.parts,
+        "FLATTEN": maps,
+        "PRECISION": precision(p, target),
+    }
+    grid = (target.cores * t.per_core,)
+    return Launch(grouped_rows, arguments, constants, grid, t.num_warps, t.num_stages)

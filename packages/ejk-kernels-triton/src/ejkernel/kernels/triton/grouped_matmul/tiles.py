@@ -1,0 +1,299 @@
+"""How grouped products are launched: arithmetic with a reason beside each line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.bridge import In, TensorMap
+from ejkernel.kernels.triton.targets import Target, current_target, too_old
+from ejkernel.types.attention import field
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+MAX_LANES = 4096  # a program holds two numbers a lane in registers, 16 of 256 threads each
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static facts of a product, ``batch`` calls at once.
+
+    Attributes:
+        rows, inner, columns: of lhs ``[batch * rows, inner]`` and the result.
+        held: matrices of one call; ``shared``: all calls have the same ones.
+        groups: sizes of one call.
+        transposed: matrices are ``[columns, inner]``.
+        dtype, out: of both operands and of the result.
+        precision: of float32 products, as Triton names it.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    held: int
+    groups: int
+    transposed: bool
+    dtype: str
+    out: str
+    precision: str
+    batch: int = 1
+    shared: bool = True
+
+    @property
+    def each(self) -> int:
+        """Lanes of one call: its groups, and the rows behind them."""
+        return self.groups + 1
+
+    @property
+    def given(self) -> int:
+        """Sizes in memory: with several calls the rows behind the groups have theirs too."""
+        return self.groups if self.batch == 1 else self.batch * self.each
+
+    @property
+    def lanes(self) -> int:
+        return max(16, power_of_two(self.batch * self.each))
+
+    @property
+    def wide(self) -> bool:
+        """Whether sums of sizes, each at most the rows, need 64 bits."""
+        return (self.given + 1) * self.batch * self.rows >= 2**31
+
+    @property
+    def itemsize(self) -> int:
+        return BYTES[self.dtype]
+
+    @property
+    def run(self) -> int:
+        """Mean rows of a group."""
+        return self.rows // max(self.groups, 1)
+
+    def flipped(self) -> Problem:
+        """That of the gradient of lhs."""
+        return replace(
+            self,
+            inner=self.columns,
+            columns=self.inner,
+            transposed=not self.transposed,
+            out=self.dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A launch. ``block_m`` by ``block_n`` of the result, ``block_k`` of the sum at a time.
+
+    Attributes:
+        per_core: programs meant to run together on one multiprocessor.
+        parts: in which a tile is stored, 1 or 2.
+        band: row tiles of a band.
+        tail: rows that the end of a group takes at a time (weights only).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    per_core: int = 1
+    parts: int = 1
+    band: int = 16
+    tail: int = 32
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two at or above n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def uses_maps(p: Problem, target: Target) -> bool:
+    """Whether tiles are read through TMA descriptors, whose unit is a row of whole 16 bytes."""
+    whole = all(n * p.itemsize % 16 == 0 for n in (p.inner, p.columns))
+    return target.hopper and target.tensor_maps and whole
+
+
+def tensor_map(
+    index: int, shape: tuple[int, int], block: tuple[int, int], maps: bool
+) -> In | TensorMap:
+    return TensorMap(index, shape, block) if maps else In(index)
+
+
+def precision(p: Problem, target: Target) -> str:
+    """Of the products, as the target's compiler knows it."""
+    return p.precision if target.platform == "cuda" else "ieee"
+
+
+def held_bytes(p: Problem, t: Tiles) -> int:
+    """Shared memory of a program: the steps in flight, and the part of a tile being stored."""
+    steps = t.num_stages * (t.block_m + t.block_n) * t.block_k * p.itemsize
+    return steps + t.block_m * t.block_n // t.parts * BYTES[p.out] + 64
+
+
+def deepest(p: Problem, t: Tiles, target: Target, most: int) -> Tiles:
+    """``t`` with as many stages, up to ``most``, as ``per_core`` programs have room for."""
+    for stages in range(most, 1, -1):
+        deeper = replace(t, num_stages=stages)
+        if (held_bytes(p, deeper) + 1024) * t.per_core <= target.shared_limit + 1024:
+            return deeper
+    return replace(t, num_stages=2)
+
+
+def choose(p: Problem, target: Target) -> Tiles:
+    """The heuristic launch of rows times matrices."""
+    across = max(16, min(256, power_of_two(p.columns)))
+    # rows past the end of a group are computed for nothing: no taller than the mean run
+    down = max(16, min(128, power_of_two(p.run)))
+    if p.itemsize == 4:
+        return _float32(p, target, down, across)
+    if not target.hopper:
+        block = Tiles(max(32, down), min(across, 128), 32, 8, 3)
+        return _elsewhere(p, block, target)
+    # two groups of warps of 64 rows by 256 or 128 columns each: half a tile's operands are read
+    # from L2 for twice the arithmetic of 128 by 128
+    t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
+    if across <= 128:
+        t = replace(t, per_core=2)
+    return deepest(p, t, target, 5)
+
+
+def choose_weights(p: Problem, target: Target) -> Tiles:
+    """The heuristic launch of the gradient of the matrices."""
+    sizes = (p.columns, p.inner) if p.transposed else (p.inner, p.columns)
+    down, across = (
+        max(16, min(n, power_of_two(s))) for n, s in zip((128, 256), sizes, strict=True)
+    )
+    if p.itemsize == 4:
+        return _float32(p, target, down, across)
+    if not target.hopper:
+        return _elsewhere(p, Tiles(down, min(across, 128), 32, 8, 3), target)
+    if p.run < 512:
+        # few steps a tile, as much time to write it: the other program computes meanwhile
+        t = Tiles(max(64, down), min(128, across), 64, 4, 3, per_core=2)
+        return deepest(p, t, target, 3)
+    t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
+    return deepest(p, t, target, 4)
+
+
+def _float32(p: Problem, target: Target, down: int, across: int) -> Tiles:
+    if p.precision == "ieee" or target.platform == "rocm":
+        # no matrix unit: registers hold both operands of many fused multiply-adds
+        return Tiles(min(64, down), min(64, across), 16, 4, 2, per_core=2)
+    most = 64 if p.precision == "tf32x3" else 128  # of which every operand is kept in two halves
+    t = Tiles(min(max(64, down), most), min(across, most), 32, 8 if most > 64 else 4, 3)
+    return deepest(p, t, target, 3)
+
+
+def _elsewhere(p: Problem, t: Tiles, target: Target) -> Tiles:
+    if target.platform == "rocm":
+        # no asynchronous copies to shared memory: two programs hide each other's loads
+        return replace(t, num_stages=2, per_core=2)
+    return deepest(p, t, target, 4)
+
+
+def configured(t: Tiles, cfg: Any) -> Tiles:
+    """``t`` with what the config says instead."""
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+    given = {n: int(field(cfg, n)) for n in names if field(cfg, n) is not None}
+    if {"block_m", "block_n"} & set(given):
+        t = replace(t, per_core=1)
+    return replace(t, **given)
+
+
+def precision_name(precision: Any, dtype: str) -> str | None:
+    """Triton's name of a precision; None for what it has no name for."""
+    if isinstance(precision, (tuple, list)):
+        names = {precision_name(p, dtype) for p in precision}
+        order = ("tf32", "tf32x3", "ieee")
+        return None if None in names else max((n for n in names if n), key=order.index)
+    if dtype != "float32" and not isinstance(precision, jax.lax.DotAlgorithm):
+        return "tf32"  # of no effect
+    try:
+        level = jax.lax.Precision(precision) if precision is not None else None
+    except ValueError:
+        return None
+    high, highest = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
+    return {high: "tf32x3", highest: "ieee"}.get(level, "tf32")
+
+
+def problem_of(a: Mapping[str, Any]) -> Problem:
+    """The static facts of a call whose arguments are canonical."""
+    lhs, rhs = a["lhs"], a["rhs"]
+    transposed = bool(a.get("transpose_rhs"))
+    dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+    out = a.get("preferred_element_type")
+    return Problem(
+        rows=lhs.shape[0],
+        inner=lhs.shape[1],
+        columns=rhs.shape[1 if transposed else 2],
+        held=rhs.shape[0],
+        groups=a["group_sizes"].shape[0],
+        transposed=transposed,
+        dtype=dtype.name,
+        out=dtype.name if out is None else jnp.dtype(out).name,
+        precision=precision_name(a.get("precision"), dtype.name) or "",
+    )
+
+
+def refusal(a: Mapping[str, Any]) -> str | None:
+    """Why dtypes, sizes or precision are not supported, None when they are."""
+    for name in ("lhs", "rhs", "preferred_element_type", "existing_out"):
+        x = a.get(name)
+        if x is not None:
+            dtype = jnp.dtype(getattr(x, "dtype", x)).name
+            if dtype not in BYTES:
+                return f"{name}: {dtype} is not supported, only {', '.join(BYTES)}"
+    if a["group_sizes"].shape[0] >= MAX_LANES:
+        return f"group_sizes: at most {MAX_LANES - 1} groups, got {a['group_sizes'].shape[0]}"
+    dtype = jnp.result_type(a["lhs"].dtype, a["rhs"].dtype).name
+    if precision_name(a.get("precision"), dtype) is None:
+        return f"precision: {a['precision']} is not supported, only default, high and highest"
+    return None
+
+
+def supports(inv: Any) -> str | None:
+    """Why a call cannot run here, None when it can."""
+    return compat.problem() or too_old(current_target()) or refusal(inv.arguments)
+
+
+def as_config(t: Tiles) -> dict[str, int]:
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+    return {name: getattr(t, name) for name in names}
+
+
+def heuristic(inv: Any) -> dict[str, int]:
+    """The config of ``choose``."""
+    return as_config(choose(problem_of(inv.arguments), current_target()))
+
+
+def near(p: Problem, target: Target) -> list[Tiles]:
+    """Launches worth timing: half and double the rows and columns, that fit."""
+    t = choose(p, target)
+    found = [t]
+    for m in (t.block_m // 2, t.block_m, t.block_m * 2):
+        for n in (t.block_n // 2, t.block_n):
+            warps = 8 if m * n > 128 * 128 else 4
+            for most in (3, 4, 6):
+                near_t = replace(t, block_m=m, block_n=n, num_warps=warps, per_core=1)
+                near_t = deepest(p, near_t, target, most)
+                fits = held_bytes(p, near_t) <= target.shared_limit
+                if 16 <= m <= 256 and n >= 16 and m * n <= 128 * 256 and fits:
+                    found.append(near_t)
+    return list(dict.fromkeys(found))
+
+
+def candidates(inv: Any) -> list[dict[str, int]]:
+    """The configs of ``near``."""
+    found = [as_config(t) for t in near(problem_of(inv.arguments), current_target())]
+    return [c for i, c in enumerate(found) if c not in found[:i]]
+
+
+def sample_inputs(inv: Any, rng: Any) -> tuple[tuple, dict[str, Any]]:
+    """Groups of equal size. Everything else is drawn by the caller."""
+    del rng
+    rows, sizes = inv.arguments["lhs"].shape[0], inv.arguments["group_sizes"].shape[0]
+    ends = np.linspace(0, rows, sizes + 1).astype(np.int32)
+    return (), {"group_sizes": np.diff(ends)}
