@@ -49,7 +49,7 @@ WANTED = {
     "small zipf": (0.13, 0.13, 0.13),
 }
 BIG = Tiles(128, 256, 64, 8, 4, 1, 2)
-PAIR = Tiles(128, 128, 64, 4, 3, 2, 1)
+PAIR = Tiles(128, 128, 64, 4, 3, 2, 2)
 
 
 def _change(t, **fields):
@@ -63,15 +63,16 @@ ROWS = [
     _change(BIG, band=8),
     _change(BIG, band=32),
     Tiles(256, 128, 64, 8, 4, 1, 2, 8),
-    Tiles(64, 256, 64, 8, 5, 1, 2, 32),
+    Tiles(64, 256, 64, 8, 4, 1, 2, 32),
     Tiles(64, 256, 64, 4, 5, 1, 2, 32),
     PAIR,
     _change(PAIR, num_warps=8),
     Tiles(64, 256, 64, 4, 2, 2, 2, 32),
 ]
 FEW_ROWS = [
-    Tiles(64, 256, 64, 8, 5, 1, 2),
+    Tiles(64, 256, 64, 8, 4, 1, 2),
     Tiles(64, 256, 64, 4, 5, 1, 2),
+    Tiles(64, 256, 64, 4, 4, 1, 2),
     Tiles(64, 256, 128, 8, 2, 1, 2),
     Tiles(64, 256, 64, 4, 2, 2, 2),
     Tiles(64, 128, 64, 4, 4, 2, 1),
@@ -91,7 +92,7 @@ WEIGHTS = [
     Tiles(256, 128, 64, 8, 4, 1, 2, 8),
     PAIR,
     _change(PAIR, tail=16),
-    _change(PAIR, num_warps=8, parts=2),
+    _change(PAIR, num_warps=8),
     Tiles(128, 128, 32, 4, 4, 2, 1),
     Tiles(64, 256, 64, 4, 2, 2, 2),
 ]

@@ -154,9 +154,10 @@ def choose(p: Problem, target: Target) -> Tiles:
         return _elsewhere(p, block, target)
     # two groups of warps of 64 rows by 256 or 128 columns each: half a tile's operands are read
     # from L2 for twice the arithmetic of 128 by 128
-    t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
-    if across <= 128:
-        t = replace(t, per_core=2)
+    down = max(64, down)
+    # a group of four warps for every 128 by 128 or 64 by 256, whose sums fill half its registers
+    warps = max(4, min(8, down * across // 4096))
+    t = Tiles(down, across, 64, warps, 4, 1 if across > 128 else 2, 2 if across > 64 else 1)
     return deepest(p, t, target, 5)
 
 
@@ -172,7 +173,7 @@ def choose_weights(p: Problem, target: Target) -> Tiles:
         return _elsewhere(p, Tiles(down, min(across, 128), 32, 8, 3), target)
     if p.run < 512:
         # few steps a tile, as much time to write it: the other program computes meanwhile
-        t = Tiles(max(64, down), min(128, across), 64, 4, 3, per_core=2)
+        t = Tiles(max(64, down), min(128, across), 64, 4, 3, per_core=2, parts=2)
         return deepest(p, t, target, 3)
     t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
     return deepest(p, t, target, 4)
