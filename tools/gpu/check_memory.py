@@ -28,6 +28,7 @@ from tools.gpu.common import jax, jnp
 
 from ejkernel.kernels.triton import bridge
 from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.grouped_matmul import grouped_matmul
 from ejkernel.kernels.triton.page_attention import page_attention
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo
@@ -59,6 +60,16 @@ PAGES = {
     "page 16": (((1, 17, 131), 4, 2, 64, 16, BF), {}),
     "int8": (((70, 0), 4, 1, 128, 16, I8), dict(k_scale=0.1, v_scale=0.1)),
     "float8 window": (((70, 33), 4, 2, 128, 32, E4), dict(sliding_window=20)),
+}
+# name: (group sizes, rows, matrices, inner, columns, dtype), options
+GROUPED = {
+    "descriptors": (((130, 0, 1, 127), 261, 4, 192, 264, BF), {}),
+    "transposed some": (
+        ((5, 70, 60, 9), 150, 2, 128, 136, BF),
+        dict(transpose_rhs=True, offset=1, existing=True),
+    ),
+    "odd": (((33, 100), 135, 2, 75, 67, BF), {}),
+    "odd float32": (((33, 100), 120, 2, 35, 67, F32), {}),
 }
 
 
@@ -114,7 +125,21 @@ def pages(name):
     )
 
 
+def grouped(name):
+    (sizes, m, held, k, n, dtype), options = GROUPED[name]
+    o = dict(options)
+    shape = (held, n, k) if o.get("transpose_rhs") else (held, k, n)
+    existing, offset = normal(m, n) if o.pop("existing", False) else None, o.pop("offset", None)
+
+    def run(lhs, rhs):
+        return grouped_matmul(lhs, rhs, jnp.asarray(sizes, jnp.int32), offset, existing, **o)
+
+    out, back = jax.vjp(run, normal(m, k, dtype=dtype), normal(*shape, dtype=dtype))
+    return out, back(jnp.ones_like(out))
+
+
 CALLS = {f"flash {n}": (flash, n) for n in FLASH} | {f"page {n}": (pages, n) for n in PAGES}
+CALLS |= {f"grouped {n}": (grouped, n) for n in GROUPED}
 
 
 # ---- launches in allocations of their own ------------------------------------------------------

@@ -62,7 +62,8 @@ def _assemble(ptx: str, target: Target) -> tuple[int, int]:
     from triton import knobs
 
     tool = getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas).path
-    name = f"{target.name}a" if target.hopper else target.name
+    # asynchronous matrix products belong to one architecture and not to its successors
+    name = f"{target.name}a" if int(target.arch) >= 90 else target.name
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()

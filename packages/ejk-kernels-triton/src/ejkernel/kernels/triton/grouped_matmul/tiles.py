@@ -184,7 +184,9 @@ def _float32(p: Problem, target: Target, down: int, across: int) -> Tiles:
         # no matrix unit: registers hold both operands of many fused multiply-adds
         return Tiles(min(64, down), min(64, across), 16, 4, 2, per_core=2)
     most = 64 if p.precision == "tf32x3" else 128  # of which every operand is kept in two halves
-    t = Tiles(min(max(64, down), most), min(across, most), 32, 8 if most > 64 else 4, 3)
+    across = min(across, most)
+    warps = 8 if most > 64 else 4
+    t = Tiles(min(max(64, down), most), across, 32, warps, 3, parts=2 if across > 64 else 1)
     return deepest(p, t, target, 3)
 
 
@@ -244,7 +246,7 @@ def refusal(a: Mapping[str, Any]) -> str | None:
     for name in ("lhs", "rhs", "preferred_element_type", "existing_out"):
         x = a.get(name)
         if x is not None:
-            dtype = jnp.dtype(getattr(x, "dtype", x)).name
+            dtype = jnp.dtype(x if name == "preferred_element_type" else x.dtype).name
             if dtype not in BYTES:
                 return f"{name}: {dtype} is not supported, only {', '.join(BYTES)}"
     if a["group_sizes"].shape[0] >= MAX_LANES:

@@ -1,0 +1,94 @@
+"""The shipped launches of grouped products compile for five chips, without spilling registers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels.triton.compiled import stages
+from ejkernel.kernels.triton.grouped_matmul import tiles
+from ejkernel.kernels.triton.grouped_matmul.interface import RowsPlan, WeightsPlan
+from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+
+pytest.importorskip("triton")
+
+TARGETS = {
+    "sm_80": cuda_target(80, 108),
+    "sm_89": cuda_target(89, 128),
+    "sm_90": cuda_target(90),
+    "sm_100": cuda_target(100, 148),
+    "gfx942": rocm_target("gfx942"),
+}
+# rows, inner, columns, groups, dtype, precision
+SHAPES = {
+    "large": (16384, 4096, 14336, 8, "bfloat16", "tf32"),
+    "many": (65536, 7168, 2048, 256, "bfloat16", "tf32"),
+    "small": (8192, 2048, 768, 128, "bfloat16", "tf32"),
+    "crowd": (65536, 1024, 512, 2048, "bfloat16", "tf32"),
+    "odd": (5000, 1001, 515, 9, "float16", "tf32"),
+    "float32": (8192, 1024, 1024, 8, "float32", "tf32"),
+    "float32 high": (8192, 1024, 1024, 8, "float32", "tf32x3"),
+    "float32 highest": (8192, 1024, 1024, 8, "float32", "ieee"),
+}
+PASSES = ("fwd", "dlhs", "drhs")
+# what runs with every change; the rest is slow
+SAMPLE = [
+    ("large", "fwd", "sm_90"),
+    ("large", "drhs", "sm_90"),
+    ("small", "dlhs", "sm_90"),
+    ("many", "drhs", "sm_90"),
+    ("large", "fwd", "sm_80"),
+    ("large", "drhs", "gfx942"),
+]
+ALL = [(s, p, c) for s in SHAPES for p in PASSES for c in TARGETS]
+
+
+def planned(shape, which, target):
+    rows, inner, columns, groups, dtype, precision = SHAPES[shape]
+    p = tiles.Problem(rows, inner, columns, groups, groups, False, dtype, dtype, precision)
+    lhs, rhs, out = (rows, inner), (groups, inner, columns), (rows, columns)
+    operands = {"fwd": (lhs, rhs), "dlhs": (out, rhs), "drhs": (lhs, out)}[which]
+    avals = [jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in operands]
+    avals.append(jax.ShapeDtypeStruct((groups,), jnp.int32))
+    if which == "drhs":
+        return WeightsPlan(p, tiles.choose_weights(p, target), 0, False), avals
+    p = p if which == "fwd" else p.flipped()
+    return RowsPlan(p, tiles.choose(p, target), 0, False), avals
+
+
+def check(shape, which, chip):
+    target = TARGETS[chip]
+    plan, avals = planned(shape, which, target)
+    used = measure(plan_source(plan, avals, target), target)
+    print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
+    assert used.spills == 0
+    assert used.products > 0 or "highest" in shape or chip == "sm_100"
+    # the programs meant to run together fit
+    assert (used.shared + 1024) * plan.tiles.per_core <= target.shared_limit + 1024
+    if target.platform == "cuda":
+        assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
+        assert used.shared <= tiles.held_bytes(plan.problem, plan.tiles) + 64
+
+
+@pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)
+def test_sample(shape, which, chip):
+    check(shape, which, chip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "which", "chip"), [c for c in ALL if c not in SAMPLE])
+def test_all(shape, which, chip):
+    check(shape, which, chip)
+
+
+@pytest.mark.parametrize("which", ["fwd", "drhs"])
+def test_the_copies_of_later_steps_fly_while_one_is_multiplied(which):
+    """One loop over the steps of all tiles, filled before it starts and never drained."""
+    target = TARGETS["sm_90"]
+    plan, avals = planned("large", which, target)
+    text = stages(plan_source(plan, avals, target), target, "ttgir")[0]["ttgir"]
+    copies = text.count("async_tma_copy_global_to_local")
+    assert copies == 2 * plan.tiles.num_stages
+    assert "pendings = 1" in text

@@ -1,0 +1,56 @@
+"""Grouped matrix products on a GPU: awkward groups at real tile sizes, and two runs alike."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejktest import grouped_cases as cases
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ejkernel.kernels.triton import compat, grouped_matmul
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    compat.toolchain()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", cases.SIZES)
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_against_float64(kind: str, sizes: str, transposed: bool) -> None:
+    found = cases.errors(grouped_matmul, sizes, kind, transposed)
+    assert max(found.values()) <= cases.KINDS[kind][-1], found
+
+
+def test_highest_precision() -> None:
+    found = cases.errors(grouped_matmul, "around a tile", "float32", False, precision="highest")
+    assert max(found.values()) <= 2e-6, found
+
+
+def test_two_runs_and_mapped_runs_have_the_same_bits() -> None:
+    """A mapped axis changes where a tile starts in the walk, and nothing in its sum."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    lhs = jax.random.normal(keys[0], (2, 700, 256), jnp.bfloat16)
+    rhs = jax.random.normal(keys[1], (5, 256, 512), jnp.bfloat16)
+    sizes = jnp.array([[130, 0, 64, 300, 100], [1, 699, 0, 0, 0]])
+
+    def pull(lhs, sizes):
+        out, back = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes), lhs, rhs)
+        return out, *back(out)
+
+    single = jax.jit(pull)
+    once, again = ([single(x, s) for x, s in zip(lhs, sizes, strict=True)] for _ in range(2))
+    mapped = jax.jit(jax.vmap(pull))(lhs, sizes)
+    for i in range(2):
+        for a, b, c in zip(once[i], again[i], mapped, strict=True):
+            np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(a, c[i])
