@@ -69,7 +69,7 @@ def check(shape, which, chip):
     assert (used.shared + 1024) * plan.tiles.per_core <= target.shared_limit + 1024
     if target.platform == "cuda":
         assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
-        assert used.shared <= tiles.held_bytes(plan.problem, plan.tiles) + 64
+        assert used.shared <= tiles.held_bytes(plan.problem, plan.tiles) + 512
 
 
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)

@@ -130,7 +130,9 @@ def precision(p: Problem, target: Target) -> str:
 def held_bytes(p: Problem, t: Tiles) -> int:
     """Shared memory of a program: the steps in flight, and the part of a tile being stored."""
     steps = t.num_stages * (t.block_m + t.block_n) * t.block_k * p.itemsize
-    return steps + t.block_m * t.block_n // t.parts * BYTES[p.out] + 64
+    # half a tile of all warps is a whole one of those that hold it
+    parts = t.parts if t.block_m >= 16 * t.num_warps else 1
+    return steps + t.block_m * t.block_n // parts * BYTES[p.out] + 64
 
 
 def deepest(p: Problem, t: Tiles, target: Target, most: int) -> Tiles:
@@ -149,13 +151,13 @@ def choose(p: Problem, target: Target) -> Tiles:
     down = max(16, min(128, power_of_two(p.run)))
     if p.itemsize == 4:
         return _float32(p, target, down, across)
-    if not target.hopper:
-        block = Tiles(max(32, down), min(across, 128), 32, 8, 3)
-        return _elsewhere(p, block, target)
-    # two groups of warps of 64 rows by 256 or 128 columns each: half a tile's operands are read
-    # from L2 for twice the arithmetic of 128 by 128
+    if not uses_maps(p, target) or p.inner % 64:
+        return _pointers(p, Tiles(max(32, down), min(across, 128), 32, 8, 3), target)
+    if p.lanes > 512:
+        return _crowded(p, down, across, target)
     down = max(64, down)
-    # a group of four warps for every 128 by 128 or 64 by 256, whose sums fill half its registers
+    # 128 by 256 reads three quarters of what 128 by 128 does from L2 for the same arithmetic; a
+    # group of four warps for every 128 by 128 or 64 by 256, whose sums fill half its registers
     warps = max(4, min(8, down * across // 4096))
     t = Tiles(down, across, 64, warps, 4, 1 if across > 128 else 2, 2 if across > 64 else 1)
     return deepest(p, t, target, 5)
@@ -169,14 +171,22 @@ def choose_weights(p: Problem, target: Target) -> Tiles:
     )
     if p.itemsize == 4:
         return _float32(p, target, down, across)
-    if not target.hopper:
-        return _elsewhere(p, Tiles(down, min(across, 128), 32, 8, 3), target)
+    if not uses_maps(p, target):
+        return _pointers(p, Tiles(down, min(across, 128), 32, 8, 3), target)
+    if p.lanes > 512:
+        return _crowded(p, down, across, target)
     if p.run < 512:
         # few steps a tile, as much time to write it: the other program computes meanwhile
         t = Tiles(max(64, down), min(128, across), 64, 4, 3, per_core=2, parts=2)
         return deepest(p, t, target, 3)
     t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
     return deepest(p, t, target, 4)
+
+
+def _crowded(p: Problem, down: int, across: int, target: Target) -> Tiles:
+    """What a program knows of the groups takes the registers that sums would need."""
+    t = Tiles(max(64, down), min(128, across), 64, 8, 4, parts=2 if across > 64 else 1)
+    return deepest(p, t, target, 5)
 
 
 def _float32(p: Problem, target: Target, down: int, across: int) -> Tiles:
@@ -190,7 +200,10 @@ def _float32(p: Problem, target: Target, down: int, across: int) -> Tiles:
     return deepest(p, t, target, 3)
 
 
-def _elsewhere(p: Problem, t: Tiles, target: Target) -> Tiles:
+def _pointers(p: Problem, t: Tiles, target: Target) -> Tiles:
+    """Addresses take the registers that larger tiles would need."""
+    if any(n * p.itemsize % 16 for n in (p.inner, p.columns)):
+        t = replace(t, block_n=min(t.block_n, 64))  # no vectors: an address for every element
     if target.platform == "rocm":
         # no asynchronous copies to shared memory: two programs hide each other's loads
         return replace(t, num_stages=2, per_core=2)
