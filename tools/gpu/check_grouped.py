@@ -24,7 +24,7 @@ import numpy as np
 from tools.gpu.common import jax, jnp, milliseconds, precompile
 
 from ejkernel.kernels.triton.grouped_matmul import grouped_matmul
-from ejkernel.kernels.triton.grouped_matmul.interface import Product, RowsPlan, WeightsPlan
+from ejkernel.kernels.triton.grouped_matmul.implementation import Product, RowsPlan, WeightsPlan
 from ejkernel.kernels.triton.grouped_matmul.tiles import Problem, Tiles, choose, choose_weights
 from ejkernel.kernels.triton.targets import current_target
 from ejktest import grouped_cases

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.grouped_matmul import grouped_matmul, interface, tiles
+from ejkernel.kernels.triton.grouped_matmul import grouped_matmul, implementation, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
@@ -84,7 +84,7 @@ def test_sizes(sizes):
     check(normal(M, K), normal(G, K, N), given)
     if given != SIZES[sizes]:
         args = normal(M, K), normal(G, K, N)
-        got = grouped_matmul(*args, np.array(SIZES[sizes], np.int32), cfg=SMALL)
+        got = grouped_matmul(*args, jnp.array(SIZES[sizes], np.int32), cfg=SMALL)
         np.testing.assert_array_equal(got, grouped_matmul(*args, np.array(given), cfg=SMALL))
 
 
@@ -195,8 +195,8 @@ def mapped(product, axes):
 )
 def test_vmap(axes, most, monkeypatch):
     """Folded into one launch, or with too many groups for one, call after call."""
-    monkeypatch.setattr(interface, "MAX_LANES", most)
-    interface._mapped.cache_clear()
+    monkeypatch.setattr(implementation, "MAX_LANES", most)
+    implementation._mapped.cache_clear()
     sizes = jnp.array([[10, 3, 20, 4], [1, 0, 70, 2]])
     full = (normal(2, M, K), normal(2, 3, K, N), sizes, jnp.array([0, 1]), normal(2, M, N, seed=4))
     args = [
@@ -207,7 +207,7 @@ def test_vmap(axes, most, monkeypatch):
     want = mapped(dense, axes)(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
-    interface._mapped.cache_clear()
+    implementation._mapped.cache_clear()
 
 
 def test_vmap_of_vmap():

@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.grouped_matmul import tiles
-from ejkernel.kernels.triton.grouped_matmul.interface import RowsPlan, WeightsPlan
+from ejkernel.kernels.triton.grouped_matmul.implementation import RowsPlan, WeightsPlan
 from ejkernel.kernels.triton.resources import measure, plan_source
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 

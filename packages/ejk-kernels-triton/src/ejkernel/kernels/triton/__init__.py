@@ -27,6 +27,11 @@ PACKAGE = KernelPackage(
             "page_attention.implementation:page_attention",
             config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
         ),
+        Entry(
+            "grouped_matmul",
+            "grouped_matmul.implementation:grouped_matmul",
+            config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
+        ),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

@@ -1,6 +1,11 @@
 """The call of grouped_matmul."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls import settle
@@ -40,3 +45,21 @@ class GroupedMatmul(Call):
     @staticmethod
     def canonicalise(a: Arguments) -> None:
         settle.groups(a)
+
+    @classmethod
+    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """Zero, or what is added to it, where an axis has no entries."""
+        lhs, rhs, existing = a["lhs"], a["rhs"], a["existing_out"]
+        if 0 not in (*lhs.shape, *rhs.shape):
+            return None
+        dtype = a["preferred_element_type"] or jnp.result_type(lhs.dtype, rhs.dtype)
+        columns = rhs.shape[1 if a["transpose_rhs"] else 2]
+        zero = jnp.zeros((lhs.shape[0], columns), dtype)
+        return (zero if existing is None else existing.astype(dtype),)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Groups of equal size."""
+        rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
+        ends = np.linspace(0, rows, groups + 1).astype(np.int32)
+        return {"group_sizes": np.diff(ends)}

@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.bridge import In, TensorMap
-from ejkernel.kernels.triton.targets import Target, current_target, too_old
+from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 MAX_LANES = 4096  # a program holds two numbers a lane in registers, 16 of 256 threads each
 
 
@@ -103,6 +102,20 @@ class Tiles:
     parts: int = 1
     band: int = 16
     tail: int = 32
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """As fields of the config."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The launches of the product and of the gradients of lhs and rhs."""
+
+    fwd: Tiles
+    dlhs: Tiles
+    drhs: Tiles
 
 
 def power_of_two(n: int) -> int:
@@ -210,13 +223,17 @@ def _pointers(p: Problem, t: Tiles, target: Target) -> Tiles:
     return deepest(p, t, target, 4)
 
 
-def configured(t: Tiles, cfg: Any) -> Tiles:
-    """``t`` with what the config says instead."""
-    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-    given = {n: int(field(cfg, n)) for n in names if field(cfg, n) is not None}
-    if {"block_m", "block_n"} & set(given):
-        t = replace(t, per_core=1)
-    return replace(t, **given)
+def choose_all(p: Problem, target: Target) -> Passes:
+    """The heuristic launches of all passes."""
+    return Passes(choose(p, target), choose(p.flipped(), target), choose_weights(p, target))
+
+
+def honour(passes: Passes, cfg: Any) -> Passes:
+    """``passes`` with what the config says of the product, and of the gradient of lhs, instead."""
+    given = {n: int(field(cfg, n)) for n in FIELDS if field(cfg, n) is not None}
+    if {"block_m", "block_n"} & given.keys():
+        given["per_core"] = 1
+    return replace(passes, fwd=replace(passes.fwd, **given), dlhs=replace(passes.dlhs, **given))
 
 
 def precision_name(precision: Any, dtype: str) -> str | None:
@@ -270,21 +287,6 @@ def refusal(a: Mapping[str, Any]) -> str | None:
     return None
 
 
-def supports(inv: Any) -> str | None:
-    """Why a call cannot run here, None when it can."""
-    return compat.problem() or too_old(current_target()) or refusal(inv.arguments)
-
-
-def as_config(t: Tiles) -> dict[str, int]:
-    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-    return {name: getattr(t, name) for name in names}
-
-
-def heuristic(inv: Any) -> dict[str, int]:
-    """The config of ``choose``."""
-    return as_config(choose(problem_of(inv.arguments), current_target()))
-
-
 def near(p: Problem, target: Target) -> list[Tiles]:
     """Launches worth timing: half and double the rows and columns, that fit."""
     t = choose(p, target)
@@ -299,17 +301,3 @@ def near(p: Problem, target: Target) -> list[Tiles]:
                 if 16 <= m <= 256 and n >= 16 and m * n <= 128 * 256 and fits:
                     found.append(near_t)
     return list(dict.fromkeys(found))
-
-
-def candidates(inv: Any) -> list[dict[str, int]]:
-    """The configs of ``near``."""
-    found = [as_config(t) for t in near(problem_of(inv.arguments), current_target())]
-    return [c for i, c in enumerate(found) if c not in found[:i]]
-
-
-def sample_inputs(inv: Any, rng: Any) -> tuple[tuple, dict[str, Any]]:
-    """Groups of equal size. Everything else is drawn by the caller."""
-    del rng
-    rows, sizes = inv.arguments["lhs"].shape[0], inv.arguments["group_sizes"].shape[0]
-    ends = np.linspace(0, rows, sizes + 1).astype(np.int32)
-    return (), {"group_sizes": np.diff(ends)}

@@ -1,0 +1,207 @@
+"""Grouped matrix products in Triton as one kernel object; mapped axes become more groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ejkernel.kernels.triton.bridge import Launch, call
+from ejkernel.kernels.triton.grouped_matmul import tiles
+from ejkernel.kernels.triton.grouped_matmul.tiles import MAX_LANES, Passes, Problem, Tiles
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+
+
+class GroupedMatmul(TritonKernel):
+    """Consecutive runs of rows, each times its own matrix, on a GPU; see the operation of this
+    name.
+
+    float16, bfloat16 and float32, summed in float32; at most 4095 groups. Two runs give the same
+    bits. Differentiable once. ``vmap`` is one launch over the groups of all calls, up to 4096;
+    then the calls run one after the other. ``cfg``: block_m, block_n, block_k, num_warps,
+    num_stages of the product and of the gradient of lhs; the gradient of rhs has its own.
+
+    Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
+    """
+
+    call = calls.GroupedMatmul
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        reason = tiles.refusal(a)
+        if reason is not None:
+            raise self.call.Unsupported(reason)
+        return tiles.problem_of(a)
+
+    def choose(self, problem: Problem, target: Target) -> Passes:
+        return tiles.choose_all(problem, target)
+
+    def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
+        return (replace(chosen, fwd=t) for t in tiles.near(problem, target))
+
+    def honour(self, chosen: Passes, cfg: Any, problem: Problem, target: Target) -> Passes:
+        return tiles.honour(chosen, cfg)
+
+    def fields(self, chosen: Passes) -> dict[str, Any]:
+        return chosen.fwd.fields
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p = work.problem
+        lhs, rhs = (arrays[name].astype(p.dtype) for name in ("lhs", "rhs"))
+        product = Product(p, work.tiles.fwd)
+        return (product(lhs, rhs, *_rows(arrays), arrays.get("existing_out")),), ()
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        p, passes, (dout,) = work.problem, work.tiles, cotangents
+        found = {"existing_out": dout} if "existing_out" in arrays else {}
+        if p.dtype == "float16" and p.out != "float16":
+            # its range would cut gradients that the result had room for
+            p = replace(p, dtype="float32", precision="tf32")
+            passes = tiles.choose_all(p, work.target)
+        lhs, rhs, dout = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
+        dlhs = Product(p.flipped(), passes.dlhs)(dout, rhs, *_rows(arrays), None)
+        drhs = Product(p, passes.drhs, weights=True)(lhs, dout, *_rows(arrays))
+        return found | {"lhs": dlhs, "rhs": drhs}
+
+
+def _rows(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    """The sizes and the offset ``[1]``."""
+    offset = arrays.get("group_offset")
+    return arrays["group_sizes"], None if offset is None else offset.reshape(1)
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """lhs, rhs, sizes, (offset), (existing) -> ``[batch * rows, columns]``."""
+
+    problem: Problem
+    tiles: Tiles
+    offsets: int
+    existing: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        return (jax.ShapeDtypeStruct((p.batch * p.rows, p.columns), jnp.dtype(p.out)),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.grouped_matmul import forward
+
+        return forward.launch(self.problem, self.tiles, target, self.offsets, self.existing)
+
+    def fold(self, size: Any, arrays: Any, batched: Any) -> Any:
+        raise NotImplementedError("mapped axes become more groups before the kernels are planned")
+
+
+@dataclass(frozen=True)
+class WeightsPlan(RowsPlan):
+    """lhs, dout, sizes, (offset) -> the gradients of the matrices of every call."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        shape = (p.columns, p.inner) if p.transposed else (p.inner, p.columns)
+        return (jax.ShapeDtypeStruct((p.batch * p.held, *shape), jnp.dtype(p.dtype)),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.grouped_matmul import weights
+
+        return weights.launch(self.problem, self.tiles, target, self.offsets)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the two products with its launch; called with arrays, it knows mapped axes.
+
+    ``weights``: lhs, dout, sizes, offset; else lhs, rhs, sizes, offset, existing.
+    """
+
+    problem: Problem
+    tiles: Tiles
+    weights: bool = False
+
+    def __call__(self, *arrays: Any) -> jax.Array:
+        return _mapped(self)(*arrays)
+
+    def run(self, *arrays: Any) -> jax.Array:
+        offset = arrays[3]
+        existing = len(arrays) > 4 and arrays[4] is not None
+        kind = WeightsPlan if self.weights else RowsPlan
+        plan = kind(
+            self.problem, self.tiles, 0 if offset is None else offset.shape[0], existing
+        )  # fmt: skip
+        return call(plan, *(x for x in arrays if x is not None))[0]
+
+
+@functools.cache
+def _mapped(product: Product):
+    """``Product.run`` with a batching rule: one launch over the groups of all calls."""
+    run = custom_vmap(product.run)
+
+    @run.def_vmap
+    def rule(size, batched, *arrays):
+        p = product.problem
+        on = [any(jax.tree.leaves(b)) for b in batched]
+        if size * p.batch * p.each > MAX_LANES:
+            return _in_turn(product, arrays, on), True
+        a, b, sizes, offset, *rest = arrays
+        if p.batch == 1:
+            sizes = _with_rest(sizes, p.rows)
+        shared = p.shared and not (on[1] or product.weights)
+        wide = [a, b, sizes, offset, *rest]
+        for i, x in enumerate(wide):
+            alone = (i == 1 and shared) or (i == 3 and not on[3] and x is not None and len(x) == 1)
+            if x is None or alone:
+                continue
+            inner = {1: p.held, 2: p.each}.get(i, 1 if i == 3 else p.rows)
+            if i == 1 and product.weights:
+                inner = p.rows
+            wide[i] = _merged(x, size, on[i], p.batch, inner)
+        folded = replace(p, batch=size * p.batch, shared=shared)
+        out = replace(product, problem=folded)(*wide)
+        return out.reshape(size, out.shape[0] // size, *out.shape[1:]), True
+
+    return run
+
+
+def _merged(x: jax.Array, size: int, on: bool, batch: int, inner: int) -> jax.Array:
+    """An operand for ``size`` times as many calls, ``inner`` leading entries each."""
+    shape = x.shape[2:] if on else x.shape[1:]
+    held = x.shape[1 if on else 0] // inner if inner else batch
+    x = x.reshape(size if on else 1, held, inner, *shape)
+    return jnp.broadcast_to(x, (size, batch, inner, *shape)).reshape(-1, *shape)
+
+
+def _with_rest(sizes: jax.Array, rows: int) -> jax.Array:
+    """Sizes ``[..., groups]`` clipped to the rows, with the rows they leave behind them."""
+    sizes = jnp.clip(sizes, 0, rows)
+    # clipped one by one, no sum can wrap around
+    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes, axis=-1)
+    edge = jnp.zeros_like(ends[..., :1])
+    return jnp.diff(jnp.concatenate([edge, ends, edge + rows], -1), axis=-1)
+
+
+def _in_turn(product: Product, arrays: Any, on: list[bool]) -> jax.Array:
+    """One call after the other: more groups than a program can hold."""
+    moving = [x for x, o in zip(arrays, on, strict=True) if o]
+
+    def one(slices: list[jax.Array]) -> jax.Array:
+        rest = iter(slices)
+        return product(*(next(rest) if o else x for x, o in zip(arrays, on, strict=True)))
+
+    return jax.lax.map(one, moving)
+
+
+grouped_matmul = GroupedMatmul()
