@@ -137,6 +137,8 @@ class Implementation:
 
     def why_not(self, inv: Any) -> str | None:
         """None when it can do the call, else the reason. Static facts only."""
+        if self.platform is not Platform.XLA and getattr(inv, "symbolic", False):
+            return "an array has a symbolic size, which only platform 'xla' takes"
         reason = None if self.supports is None or inv is None else self.supports(inv)
         if not isinstance(reason, str | None):
             raise TypeError(f"supports gives {reason!r}, expected None or the reason why not")

@@ -67,6 +67,11 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
+def size_of(n: Any) -> int:
+    """``n``, or a large number for a symbolic size: to choose tiles by, never for a shape."""
+    return int(n) if isinstance(n, (int, np.integer)) else 8192
+
+
 def result_dtype(*given: Any) -> np.dtype:
     """The dtype that holds all of ``given`` (arrays or dtypes), whatever JAX's switches say.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax.tree_util as jtu
+from jax import export
 
 from ejkernel.types.arrays import int_array, is_array, known_values, mask_array, static_int
 from ejkernel.types.errors import describe, invalid
@@ -234,7 +236,17 @@ def register(cls: type[M]) -> type[M]:
         return unflatten(cls, static, tuple(children))
 
     jtu.register_pytree_with_keys(cls, flatten_with_keys, rebuild, flatten)
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"ejkernel.types.{cls.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda data: _tuples(json.loads(data)),
+    )
     return cls
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def members(mask: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:

@@ -175,6 +175,8 @@ class ConfigSelectorChain:
         """As ``choose``, with the tier; an explicit ``cfg`` wins and is never stored."""
         search = _Search(bind_abstract(inv), kernel, dry=False)
         found = self._fast_tiers(search, cfg)
+        if found is None and search.inv.symbolic:
+            found = self._heuristics(search)  # nothing is stored or timed for a size unknown
         if found is None:
             from ejkernel.ops.execution.multihost import peers
 
@@ -198,7 +200,8 @@ class ConfigSelectorChain:
     def preview(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any = None) -> Choice:
         """What ``decide`` would do, without tuning, storing or events."""
         search = _Search(bind_abstract(inv), kernel, dry=True)
-        return self._fast_tiers(search, cfg) or self._slow_tiers(search)
+        slow = self._heuristics if search.inv.symbolic else self._slow_tiers
+        return self._fast_tiers(search, cfg) or slow(search)
 
     def store(self, key: str, cfg: Any, facts: Any = None, measured: Any = None) -> None:
         """Put a tuned config into the memory and persistent tiers.
@@ -357,7 +360,7 @@ class ConfigSelectorChain:
         if not kernel.has_tunables:
             return search.hit("heuristics", None, "the kernel has no tunables")
         try:
-            cfg = kernel.heuristic_cfg(inv)
+            cfg = kernel.heuristic_cfg(inv.with_numbers() if inv.symbolic else inv)
         except KernelNotSupported:
             raise
         except NotImplementedError as error:

@@ -15,6 +15,7 @@ from ejkernel.ops.core.keys import key_payload, payload_key
 from ejkernel.ops.errors import InvalidArgument
 from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.serialization import abstractify
+from ejkernel.ops.utils.symbolic import has_symbols, with_numbers
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Kernel
@@ -65,6 +66,16 @@ class Invocation:
     def abstract_kwargs(self) -> dict[str, Any]:
         """Keyword arguments with every array as a ``jax.ShapeDtypeStruct`` (with sharding)."""
         return abstractify(dict(self.kwargs or {}))
+
+    @functools.cached_property
+    def symbolic(self) -> bool:
+        """Whether some array has a symbolic size."""
+        return has_symbols((self.args, dict(self.kwargs or {})))
+
+    def with_numbers(self) -> Invocation:
+        """Abstract, symbolic sizes taken for large ones: what heuristics see."""
+        args, kwargs = with_numbers((self.abstract_args, self.abstract_kwargs))
+        return self.replace(args=args, kwargs=kwargs)
 
     @functools.cached_property
     def device_fingerprint(self) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ejkernel.ops.utils.buckets import Bucket
 from ejkernel.ops.utils.sharding import sharding_fingerprint
+from ejkernel.ops.utils.symbolic import is_symbolic
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
@@ -102,7 +103,7 @@ def _describe_array(x: Any, shape: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):  # as JAX will see it
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return {
-        "shape": [int(n) for n in shape],
+        "shape": [str(n) if is_symbolic(n) else int(n) for n in shape],
         "dtype": str(dtype),
         "sharding": sharding_fingerprint(x),
         "free": [axis for axis, n in enumerate(shape) if isinstance(n, Bucket)],

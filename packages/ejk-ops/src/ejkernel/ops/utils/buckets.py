@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ejkernel.ops.utils.symbolic import is_symbolic
+
 SMALLEST = 16
 
 
@@ -11,8 +13,13 @@ class Bucket(int):
     """A size that stands for its whole bucket: keys remember which axes have one."""
 
 
-def bucket(n: int, smallest: int = SMALLEST) -> Bucket:
-    """The next power of two that is at least ``n`` and at least ``smallest``."""
+def bucket(n: int, smallest: int = SMALLEST) -> int:
+    """The next power of two that is at least ``n`` and at least ``smallest``.
+
+    A symbolic size has no bucket and stays what it is.
+    """
+    if is_symbolic(n):
+        return n
     return Bucket(smallest if n <= smallest else 1 << (int(n) - 1).bit_length())
 
 

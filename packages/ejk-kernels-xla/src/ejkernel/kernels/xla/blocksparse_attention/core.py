@@ -28,6 +28,7 @@ from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.kernels.xla.compat import vary_alike, zeros
+from ejkernel.types.arrays import size_of
 from ejkernel.types.prepare import Tiling
 
 
@@ -73,7 +74,7 @@ class _Walk:
             "k": pad_axis(call.k, 1, self.padded_kv),
             "v": pad_axis(call.v, 1, self.padded_kv),
         }
-        rows, every = self.groups * spec.block_q, self.batch * self.hk
+        rows, every = self.groups * spec.block_q, size_of(self.batch) * self.hk
         at_once = tiles.heads_at_once(rows, spec.block_kv, max(d, dv), every)
         if by_key and call.bias is not None and call.bias.shape[:2] != (self.batch, h):
             at_once = 1  # heads share entries of the bias gradient

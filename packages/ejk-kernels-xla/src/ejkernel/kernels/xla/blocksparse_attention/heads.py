@@ -17,6 +17,8 @@ from ejkernel.kernels.xla._common.layout import reorder
 
 
 def _divisor(n: int, limit: int) -> int:
+    if not isinstance(n, int):
+        return 1  # symbolic: one at a time serves every number
     return max(i for i in range(1, max(1, min(n, limit)) + 1) if n % i == 0)
 
 
@@ -55,7 +57,7 @@ class Heads:
         """The part of ``x`` for one call, without axes of size 1; heads are on ``axis``."""
         starts, sizes = [jnp.int32(0)] * x.ndim, list(x.shape)
         for at, start, width in zip((0, axis), self._place(call), self.widths, strict=True):
-            if x.shape[at] > width:
+            if x.shape[at] not in (1, width):
                 starts[at], sizes[at] = jnp.asarray(start, jnp.int32), width
         if sizes != list(x.shape):
             x = jax.lax.dynamic_slice(x, starts, sizes)
@@ -111,7 +113,7 @@ class Heads:
     def _add(self, total: jax.Array, part: jax.Array, call: Any) -> jax.Array:
         zero = jnp.int32(0)
         place = zip(self._place(call), total.shape, strict=False)
-        start = [jnp.asarray(i, jnp.int32) if n > 1 else zero for i, n in place]
+        start = [jnp.asarray(i, jnp.int32) if n != 1 else zero for i, n in place]
         start += [zero] * (total.ndim - 2)
         part = part.reshape(*self.widths, *total.shape[2:])
         old = jax.lax.dynamic_slice(total, start, part.shape)

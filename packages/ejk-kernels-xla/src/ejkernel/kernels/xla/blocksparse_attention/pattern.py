@@ -56,7 +56,7 @@ def _any_in_tiles(pattern: jax.Array, axis: int, block: int, tile: int, length: 
     counts = jnp.cumsum(pattern, axis, dtype=jnp.int32)
     before = jnp.take(counts, np.maximum(first - 1, 0), axis)
     inner = (first > 0).reshape(-1, *(1,) * (pattern.ndim - axis - 1))
-    before = jnp.where(np.broadcast_to(inner, before.shape), before, 0)
+    before = jnp.where(jnp.broadcast_to(inner, before.shape), before, 0)
     return jnp.take(counts, last, axis) > before
 
 

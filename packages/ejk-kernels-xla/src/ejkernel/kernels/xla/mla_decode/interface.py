@@ -64,7 +64,7 @@ def mla_decode(
     lens = jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, table.capacity)
     position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None], -1)
     tiles = Tiles(jnp.arange(b, dtype=jnp.int32), position, jnp.zeros_like(lens), lens)
-    spec = Spec(tokens, max(1, b * splits), logits_soft_cap, left_of(sliding_window), dtype)
+    spec = Spec(tokens, max(b * splits, 1), logits_soft_cap, left_of(sliding_window), dtype)
     scale = dc**-0.5 if softmax_scale is None else softmax_scale
     o, lse = attend_rows(
         spec,

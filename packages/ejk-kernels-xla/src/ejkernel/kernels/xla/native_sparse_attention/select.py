@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.arrays import result_dtype, size_of
 
 # logits of one tile, in elements: a few megabytes
 TILE_ELEMENTS = 1 << 20
@@ -41,7 +41,7 @@ def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> ja
     wide = result_dtype(q, jnp.float32)
     q, k_cmp = q.astype(wide), k_cmp.astype(wide)
     b, s, hk, g, _ = q.shape
-    rows = max(1, min(s, TILE_ELEMENTS // max(1, b * hk * g * blocks.count)))
+    rows = max(1, min(s, TILE_ELEMENTS // max(1, size_of(b) * hk * g * blocks.count)))
     tiles = -(-s // rows)
     pad = tiles * rows - s
 

@@ -67,7 +67,7 @@ def page_attention(
     splits = split_count(table, num_splits, field(cfg, "num_splits"))
     lens = jnp.clip(jnp.asarray(context_lens, jnp.int32), 0, table.capacity)
     tiles = Tiles(jnp.arange(b, dtype=jnp.int32), lens[:, None] - 1, jnp.zeros_like(lens), lens)
-    spec = Spec(tokens, max(1, b * splits), logits_soft_cap, left_of(sliding_window), dtype)
+    spec = Spec(tokens, max(b * splits, 1), logits_soft_cap, left_of(sliding_window), dtype)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     o, _ = attend_rows(
         spec,

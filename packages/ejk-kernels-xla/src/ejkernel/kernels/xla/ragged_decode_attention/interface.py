@@ -59,7 +59,7 @@ def ragged_decode_attention(
         jnp.clip(jnp.asarray(x, jnp.int32), 0, length) for x in (sequence_start, sequence_end)
     )
     tiles = Tiles(jnp.arange(b, dtype=jnp.int32), stop[:, None] - 1, start, stop)
-    spec = Spec(tokens, max(1, b), logits_soft_cap, left_of(sliding_window), dtype)
+    spec = Spec(tokens, max(b, 1), logits_soft_cap, left_of(sliding_window), dtype)
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     o, _ = attend_rows(
         spec,
