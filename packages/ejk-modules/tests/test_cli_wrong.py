@@ -25,7 +25,6 @@ def own_cache(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["nothing"], "invalid choice: 'nothing'"),
-        ([], "required: COMMAND"),
         (["explain", "mean_pooling", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["bench", "mean_pooling", "--rounds", "0"], "--rounds: given 0, expected a number >= 1"),
         (["bench", "mean_pooling", "--target-s", "-1"], "--target-s: given -1, expected seconds"),

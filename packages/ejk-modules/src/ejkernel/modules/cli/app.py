@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "time an operation beside its peers, against what this machine can do",
     "cache": "list, show, export, import or clear tuned configurations",
     "report": "one HTML page: what ran, from which tier, how near to the bound",
+    "completion": "a script that completes commands in bash, zsh or fish",
 }
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -69,6 +70,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed words; ``key=value`` words may stand anywhere after the subcommand."""
     top = parser()
     given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
+        top.print_help()
+        raise SystemExit(OK)
     Parser.as_json = "--json" in given
     first = list(itertools.takewhile(("--json", "--plain").__contains__, given))
     given = [*given[len(first) :], *first]  # how to speak may be said before the command too
@@ -107,6 +111,24 @@ def _common(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON and nothing else")
     group.add_argument("--plain", action="store_true", help="no colours, frames or bars")
+    sub.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="import a module first, so that the kernels that it defines are known",
+    )  # fmt: skip
+
+
+def _import(names: Sequence[str]) -> None:
+    """The modules that were asked for on the command line, found as by ``python -m``."""
+    if names and "" not in sys.path:
+        sys.path.insert(0, "")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            told = f"--import {name}: {type(error).__name__}: {error}"
+            raise CommandError(told) from None
 
 
 @contextlib.contextmanager
@@ -143,6 +165,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> int:
     try:
+        _import(args.imports)
         return args.module.run(args, out)
     except CommandError as error:
         return _fail(out, str(error), error.status)

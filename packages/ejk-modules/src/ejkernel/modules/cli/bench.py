@@ -116,6 +116,10 @@ def _show(rows: list[Any], limits: Any, out: Output) -> None:
             lines,
             right=(3, 4, 5, 6, 7),
         )
+    if any((r.percent_of_limit or 0.0) > 100.0 for r in rows):
+        from ejkernel.modules.bench.limits import ABOVE
+
+        out.text(ABOVE)
     if any(r.clock == "device" for r in rows):
         out.text("short kernels: the times are the device's own, without launches")
     ours = [r for r in rows if r.contender == "ejkernel" and r.ms is not None and r.tier]

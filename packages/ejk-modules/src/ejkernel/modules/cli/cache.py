@@ -37,6 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     for sub in (ls, show, export, bring, clear):
         sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
         sub.add_argument("--plain", action="store_true", default=argparse.SUPPRESS)
+        sub.add_argument(
+            "--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE"
+        )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -75,8 +75,16 @@ class Output:
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()
     ) -> None:
         """A table; ``right``: the columns of numbers."""
-        if not self.json:
-            self._table(list(map(_line, columns)), [[_cell(c) for c in row] for row in rows], right)
+        if self.json:
+            return
+        names, lines = list(map(_line, columns)), [[_cell(c) for c in row] for row in rows]
+        widths = [max(map(len, column)) + 2 for column in zip(names, *lines, strict=True)]
+        if sum(widths) <= self._room():
+            self._table(names, lines, right)
+            return
+        for head, *cells in lines:  # one below the other, so that no word is broken
+            self._title(head)
+            self._fields([(n, c) for n, c in zip(names[1:], cells, strict=True) if c])
 
     def checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
         """``(status, what, found, fix)`` per line; the fix only where something is wrong."""
@@ -106,6 +114,10 @@ class Output:
         yield advance
 
     # ---- how ---------------------------------------------------------------------------------
+
+    def _room(self) -> float:
+        """Letters in a line of the terminal; a file has as many as it takes."""
+        return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else math.inf
 
     def _remark(self, text: str, style: str) -> None:
         print(text, file=sys.stderr)
@@ -148,6 +160,9 @@ class RichOutput(Output):
 
         self._console = Console(highlight=False)
         self._errors = Console(stderr=True, highlight=False)
+
+    def _room(self) -> float:
+        return self._console.width
 
     def _remark(self, text: str, style: str) -> None:
         self._errors.print(text, style=style, markup=False)

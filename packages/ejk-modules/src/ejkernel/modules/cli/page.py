@@ -59,6 +59,13 @@ svg .on { fill:#fff; } svg .stripe { fill:var(--stripe); } svg .void { fill:var(
 svg .grid { stroke:var(--rule); } svg .range { stroke:var(--rule); stroke-width:2; }
 svg .bound { stroke:var(--dim); stroke-dasharray:3 3; }
 svg .winner { stroke:var(--ink); stroke-width:2.5; }
+@media (max-width: 640px) {
+  main { padding:16px 10px 40px; } section { padding:14px 12px; }
+  table, tbody, tr, td { display:block; width:100%; } th { display:none; }
+  tr { border-bottom:1px solid var(--rule); padding:8px 0; }
+  td, td.n { border:0; padding:1px 0; text-align:left; white-space:normal; overflow-wrap:anywhere; }
+  td[data-name]::before { content:attr(data-name) " "; color:var(--dim); }
+}
 """
 
 
@@ -114,7 +121,8 @@ def table(
         for i in kept:
             value = row[i]
             text = value if isinstance(value, Markup) else escape(_shown(value))
-            cells.append(f"<td{kind(i)}>{f'<code>{text}</code>' if i in code else text}</td>")
+            name = f' data-name="{escape(columns[i])}"' if columns[i] and text else ""
+            cells.append(f"<td{kind(i)}{name}>{f'<code>{text}</code>' if i in code else text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
 

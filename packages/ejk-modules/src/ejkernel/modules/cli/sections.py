@@ -102,6 +102,8 @@ def _tiers(ours: Sequence[dict[str, Any]]) -> str:
 
 def against_the_bound(benches: Sequence[Record]) -> str:
     """Dot plots: each contender's share of what the machine can do."""
+    from ejkernel.modules.bench.limits import ABOVE
+
     parts = []
     for record in benches:
         timed = [r for r in record["rows"] if r.get("ms") is not None]
@@ -112,9 +114,7 @@ def against_the_bound(benches: Sequence[Record]) -> str:
         return ""
     why = (
         "The bound is the slower of arithmetic and memory, at the rates of a large matrix product "
-        "and a large copy measured in the same run. A little over 100% is possible: caches make a "
-        "small copy faster than the large one, and a chip that holds its power, not its clock, is "
-        "faster on numbers that change fewer bits than the random ones of that product."
+        f"and a large copy measured in the same run. {ABOVE}"
     )
     return page.section("bound", "Against the bound and beside peers", why, *parts)
 

@@ -1,0 +1,68 @@
+"""Completion of commands, options and operations in a shell; a script on standard output.
+
+eval "$(ejk completion bash)"      in ~/.bashrc
+eval "$(ejk completion zsh)"       in ~/.zshrc, after compinit
+ejk completion fish | source       in config.fish
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ejkernel.modules.cli.output import Output
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    script = fish() if args.shell == "fish" else bash(zsh=args.shell == "zsh")
+    out.data({"script": script})
+    out.text(script)
+    return 0
+
+
+def words() -> dict[str, list[str]]:
+    """What may follow each command: its options, actions, and the operations it takes."""
+    from ejkernel.modules._table import OPERATIONS
+    from ejkernel.modules.cli.app import parser
+
+    found = {}
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, sub in commands.choices.items():
+        known: list[str] = []
+        for action in sub._actions:
+            known += [option for option in action.option_strings if option.startswith("--")]
+            known += map(str, action.choices or ())
+            known += OPERATIONS if action.metavar == "OP" else ()
+        found[name] = known
+    return found
+
+
+def bash(*, zsh: bool = False) -> str:
+    """The script for bash; zsh takes it too, once it is told to."""
+    known = words()
+    cases = "\n".join(f'    {name}) words="{" ".join(w)}" ;;' for name, w in known.items())
+    start = "autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""
+    return f"""{start}_ejk() {{
+  local words
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+    *) words="{" ".join(known)}" ;;
+  esac
+  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(known)}"
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _ejk ejk"""
+
+
+def fish() -> str:
+    """The script for fish."""
+    known = words()
+    first = f"complete -c ejk -n __fish_use_subcommand -a '{' '.join(known)}'"
+    rest = (f"complete -c ejk -n '__fish_seen_subcommand_from {name}' -a '{' '.join(w)}'"
+            for name, w in known.items())  # fmt: skip
+    return "\n".join((first, *rest))

@@ -1,0 +1,141 @@
+"""``ejk`` in a shell: help, completion, narrow terminals, kernels of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel.modules.cli import app, completion, main, page
+from ejkernel.modules.cli.output import Output, RichOutput
+from ejkernel.ops.errors import reset_warnings
+
+MINE = """
+from dataclasses import dataclass
+import jax
+from ejkernel.ops import Kernel
+
+@dataclass(frozen=True)
+class Tiles:
+    tile: int = 16
+
+class Mine(Kernel[Tiles, jax.Array]):
+    def run(self, x, *, cfg):
+        return x * 2
+
+    def config_space(self, inv):
+        return [Tiles(16), Tiles(32)]
+"""
+
+
+def ejk(capsys, *words):
+    """Exit status, and the JSON that was printed."""
+    from ejkernel.ops.execution import default
+
+    default._default = None
+    reset_warnings()
+    status = main([*map(str, words), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_alone_it_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    told = capsys.readouterr().out
+    assert stopped.value.code == 0 and all(name in told for name in app.COMMANDS)
+
+
+def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypatch):
+    import jax.numpy as jnp
+
+    from ejkernel.ops import Invocation, save_invocations
+    from ejkernel.ops.utils import known
+
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    calls, kept = tmp_path / "calls.json", tmp_path / "kept.json"
+    module = __import__(name)
+    save_invocations(calls, [Invocation(module.Mine(), (jnp.ones(4),))])
+    content = calls.read_text()
+
+    def forget():
+        others = {k: v for k, v in known._classes.items() if name not in k}
+        monkeypatch.setattr(known, "_classes", others)
+        del sys.modules[name]
+
+    forget()
+
+    status, done = ejk(capsys, "tune", "--recorded", calls)
+    assert status == 0 and done["tuned"] == []  # not known: left out with a line
+    status, done = ejk(capsys, "tune", "--recorded", calls, "--import", name, "--iters", "1")
+    assert status == 0 and [r["operation"] for r in done["tuned"]] == ["Mine"]
+    assert ejk(capsys, "cache", "export", kept, "--kernel", "Mine")[1]["configs"] == 1
+    (shown,) = ejk(capsys, "cache", "show", "Mine")[1]
+    assert ejk(capsys, "cache", "clear", "--kernel", "Mine")[1]["forgotten"] == 1
+    monkeypatch.setattr(
+        known, "_classes", {k: v for k, v in known._classes.items() if name not in k}
+    )
+    assert ejk(capsys, "cache", "import", kept)[1]["counts"] == {"unknown": 1}
+    del sys.modules[name]
+    status, done = ejk(capsys, "cache", "import", kept, "--import", name)
+    assert status == 0 and done["counts"] == {"added": 1}
+    assert ejk(capsys, "cache", "show", "Mine")[1] == [shown] and content == calls.read_text()
+    status, done = ejk(capsys, "cache", "ls", "--import", "no_such_module")
+    assert status == 2 and "no_such_module" in done["error"]
+    sys.modules.pop(name, None)
+
+
+def test_completion(capsys, tmp_path):
+    known = completion.words()
+    assert set(known) == set(app.COMMANDS) and "flash_attention" in known["explain"]
+    assert "--recorded" in known["tune"] and {"ls", "export"} <= set(known["cache"])
+    for shell in completion.SHELLS:
+        assert main(["completion", shell]) == 0
+        assert "flash_attention" in capsys.readouterr().out
+    if shutil.which("bash"):
+        script = completion.bash() + (
+            "\nCOMP_WORDS=(ejk explain flash_at); COMP_CWORD=2; _ejk; echo ${COMPREPLY[@]}"
+            "\nCOMP_WORDS=(ejk ca); COMP_CWORD=1; _ejk; echo ${COMPREPLY[@]}"
+        )
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["flash_attention", "cache"] and done.stderr == ""
+
+
+COLUMNS = ("case", "mode", "what", "ms", "TFLOP/s", "of the bound", "speed over")
+ROW = (
+    "llama3-8b-4k",
+    "fwd+bwd",
+    "ejkernel-triton",
+    12.5,
+    480.1,
+    "71% arithmetic",
+    "jax-cudnn 1.1x",
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("rich", [False, True])
+def test_no_word_is_broken_on_a_narrow_terminal(capsys, monkeypatch, width, rich):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    if rich:
+        pytest.importorskip("rich")
+    out = RichOutput() if rich else Output()
+    out.table(COLUMNS, [ROW, ROW], right=(3, 4))
+    told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, told.splitlines())) <= width
+    for word in " ".join(map(str, ROW)).split():
+        assert len(re.findall(rf"(?<!\S){re.escape(word)}(?!\S)", told)) == 2, word
+
+
+def test_the_page_fits_a_phone():
+    text = page.page("t", "s", {}, [page.section("a", "b", "c", page.table(("x",), [("y",)]))])
+    assert 'name="viewport" content="width=device-width' in text and "max-width: 640px" in text
+    assert '<td data-name="x">y</td>' in text  # the name of a cell whose heading is not shown
