@@ -2,7 +2,7 @@
 
 eval "$(ejk completion bash)"      in ~/.bashrc
 eval "$(ejk completion zsh)"       in ~/.zshrc, after compinit
-ejk completion fish | source       in config.fish
+source (ejk completion fish | psub)   in config.fish
 """
 
 from __future__ import annotations
