@@ -309,3 +309,8 @@ def test_wrong_arguments(change, error, name):
     right = dict(lhs=normal(M, K), rhs=normal(G, K, N), group_sizes=np.full(G, 2))
     with pytest.raises(error, match=name):
         grouped_matmul(**{**right, **change})
+
+
+def test_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        check(normal(M, K, dtype=jnp.bfloat16), normal(G, K, N), SIZES["rows left"], jnp.array(0))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
@@ -52,7 +53,7 @@ class GroupedMatmul(Call):
         lhs, rhs, existing = a["lhs"], a["rhs"], a["existing_out"]
         if 0 not in (*lhs.shape, *rhs.shape):
             return None
-        dtype = a["preferred_element_type"] or jnp.result_type(lhs.dtype, rhs.dtype)
+        dtype = a["preferred_element_type"] or result_dtype(lhs.dtype, rhs.dtype)
         columns = rhs.shape[1 if a["transpose_rhs"] else 2]
         zero = jnp.zeros((lhs.shape[0], columns), dtype)
         return (zero if existing is None else existing.astype(dtype),)

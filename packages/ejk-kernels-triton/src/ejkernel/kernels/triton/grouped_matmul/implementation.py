@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ejkernel.kernels.triton.bridge import Launch, call
-from ejkernel.kernels.triton.grouped_matmul import tiles
+from ejkernel.kernels.triton.grouped_matmul import tiles as choice
 from ejkernel.kernels.triton.grouped_matmul.tiles import MAX_LANES, Passes, Problem, Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.targets import Target
@@ -35,22 +35,22 @@ class GroupedMatmul(TritonKernel):
     call = calls.GroupedMatmul
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        reason = tiles.refusal(a)
+        reason = choice.refusal(a)
         if reason is not None:
             raise self.call.Unsupported(reason)
-        return tiles.problem_of(a)
+        return choice.problem_of(a)
 
     def choose(self, problem: Problem, target: Target) -> Passes:
-        return tiles.choose_all(problem, target)
+        return choice.choose_all(problem, target)
 
     def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
-        return (replace(chosen, fwd=t) for t in tiles.near(problem, target))
+        return (replace(chosen, fwd=t) for t in choice.near(problem, target))
 
-    def honour(self, chosen: Passes, cfg: Any, problem: Problem, target: Target) -> Passes:
-        return tiles.honour(chosen, cfg)
+    def honour(self, tiles: Passes, cfg: Any, problem: Problem, target: Target) -> Passes:
+        return choice.honour(tiles, cfg)
 
-    def fields(self, chosen: Passes) -> dict[str, Any]:
-        return chosen.fwd.fields
+    def fields(self, tiles: Passes) -> dict[str, Any]:
+        return tiles.fwd.fields
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
@@ -71,7 +71,7 @@ class GroupedMatmul(TritonKernel):
         if p.dtype == "float16" and p.out != "float16":
             # its range would cut gradients that the result had room for
             p = replace(p, dtype="float32", precision="tf32")
-            passes = tiles.choose_all(p, work.target)
+            passes = choice.choose_all(p, work.target)
         lhs, rhs, dout = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
         dlhs = Product(p.flipped(), passes.dlhs)(dout, rhs, *_rows(arrays), None)
         drhs = Product(p, passes.drhs, weights=True)(lhs, dout, *_rows(arrays))

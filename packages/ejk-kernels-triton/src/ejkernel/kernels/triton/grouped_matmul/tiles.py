@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import In, TensorMap
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import field
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -256,7 +257,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
     """The static facts of a call whose arguments are canonical."""
     lhs, rhs = a["lhs"], a["rhs"]
     transposed = bool(a.get("transpose_rhs"))
-    dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+    dtype = result_dtype(lhs.dtype, rhs.dtype)
     out = a.get("preferred_element_type")
     return Problem(
         rows=lhs.shape[0],
@@ -281,7 +282,7 @@ def refusal(a: Mapping[str, Any]) -> str | None:
                 return f"{name}: {dtype} is not supported, only {', '.join(BYTES)}"
     if a["group_sizes"].shape[0] >= MAX_LANES:
         return f"group_sizes: at most {MAX_LANES - 1} groups, got {a['group_sizes'].shape[0]}"
-    dtype = jnp.result_type(a["lhs"].dtype, a["rhs"].dtype).name
+    dtype = result_dtype(a["lhs"].dtype, a["rhs"].dtype).name
     if precision_name(a.get("precision"), dtype) is None:
         return f"precision: {a['precision']} is not supported, only default, high and highest"
     return None
