@@ -16,9 +16,6 @@ __all__ = [
     "coordination",
     "kernel_times",
     "settings",
-    "vary",
-    "vary_alike",
-    "varying_axes",
 ]
 
 # What ``jax.jit(inline=...)`` needs so that a surrounding trace sees the operations themselves:
@@ -70,33 +67,3 @@ def kernel_times(compiled: Any, arguments: Any, calls: int, *, detach: bool = Tr
     if times is None:
         return []
     return list(times) if isinstance(times, (list, tuple)) else [times]
-
-
-def varying_axes(x: Any) -> frozenset:
-    """Mesh axes over which ``x`` varies inside a shard_map that tracks it; else empty."""
-    aval = jax.typeof(x)
-    for name in ("manual_axis_type", "mat"):
-        kind = getattr(aval, name, None)
-        if kind is not None:
-            return kind.varying
-    return getattr(aval, "vma", frozenset())
-
-
-def vary(tree: Any, axes: frozenset) -> Any:
-    """Every array of ``tree`` marked as varying over ``axes`` too; the values are unchanged."""
-    if not axes:
-        return tree
-
-    def mark(x: Any) -> Any:
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
-
-
-def vary_alike(tree: Any) -> Any:
-    """The arrays of ``tree``, all marked as varying over every axis that one of them varies over.
-
-    Inside shard_map JAX then sums the gradients of those that were replicated.
-    """
-    return vary(tree, frozenset().union(*map(varying_axes, jax.tree.leaves(tree))))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.compat import vary_alike
+from ejkernel.ops.varying import vary_alike
 
 Arrays = dict[str, Any]
 

@@ -9,21 +9,7 @@ from typing import Any
 
 import jax
 
-
-def varying_axes(x: Any) -> frozenset:
-    """Mesh axes over which ``x`` varies inside a shard_map that tracks it; else empty."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset() if kind is None else kind.varying
-
-
-def vary(tree: Any, axes: frozenset) -> Any:
-    """Every array of ``tree`` marked as varying over ``axes`` too; the values are unchanged."""
-
-    def mark(x: Any) -> Any:
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree) if axes else tree
+from ejkernel.ops.varying import vary, varying_axes
 
 
 def result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
@@ -74,7 +60,7 @@ def untracked(
     """
 
     def run(*operands: jax.Array) -> Any:
-        axes = frozenset().union(*map(varying_axes, operands))
+        axes = varying_axes(*operands)
         if not axes:
             return call(*operands)
         return _untracked_call().bind(*vary(operands, axes), call=call, out_types=out_types)

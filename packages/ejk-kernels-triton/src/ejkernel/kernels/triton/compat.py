@@ -128,25 +128,6 @@ def _native_module() -> Any:
     return library.triton_kernel_call_lib
 
 
-def varying_axes(x: Any) -> frozenset:
-    """Mesh axes over which ``x`` varies inside a shard_map that tracks it; else empty."""
-    import jax
-
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset() if kind is None else kind.varying
-
-
-def vary(tree: Any, axes: frozenset) -> Any:
-    """Every array of ``tree`` marked as varying over ``axes`` too; the values are unchanged."""
-    import jax
-
-    def mark(x: Any) -> Any:
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree) if axes else tree
-
-
 def result_aval(operands: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a kernel's result: that of its operands inside a shard_map, else plain."""
     from jax.core import ShapedArray

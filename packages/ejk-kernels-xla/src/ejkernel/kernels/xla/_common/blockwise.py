@@ -17,7 +17,6 @@ Sources: Dao 2023, FlashAttention-2 (algorithms 1 and 2); Milakov and Gimelshein
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import Layout
-from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.ops.varying import vary, varying_axes
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class _Tiles:
         self.layout = spec.layout(q, k)
         self.dots = DotPolicy.of(q, k, v, precision=spec.precision, at_least=spec.logits_dtype)
         self.acc = self.dots.accumulate
-        self.axes = frozenset().union(*map(varying_axes, jax.tree.leaves((q, k, v, bias, mask))))
+        self.axes = varying_axes(*jax.tree.leaves((q, k, v, bias, mask)))
         self.bias = None if bias is None else self.layout.pad_tiles(bias)
         self.unit = spec.unit(bias)
 
@@ -121,12 +120,13 @@ def _slice(x: jax.Array, number: Any, block: int, count: int) -> jax.Array:
 
 
 def _flat(blocks: jax.Array) -> jax.Array:
-    """``[n, b, hk, rows, c]`` -> ``[n, b * hk * rows, c]``; ``Layout.tile`` undoes it for a block.
+    """``[n, b, hk, rows, c]`` without axes of size 1; ``Layout.tile`` undoes it for a block.
 
-    XLA gives axes of size 1 inside a loop's array another layout and then copies to undo it.
+    XLA gives axes of size 1 inside a loop's array another layout and then copies to undo it. The
+    others stay apart: to merge sharded ones would gather them.
     """
     n, *rows, c = blocks.shape
-    return blocks.reshape(n, math.prod(rows), c)  # not -1: c may be 0
+    return blocks.reshape(n, *(size for size in rows if size != 1), c)
 
 
 def forward(
@@ -216,7 +216,7 @@ def backward(
     that of the sinks.
     """
     tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
-    tiles.axes = tiles.axes.union(*map(varying_axes, (*shares[:2], delta, do)))
+    tiles.axes = tiles.axes | varying_axes(*shares[:2], delta, do)
     layout, acc = tiles.layout, tiles.acc
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)

@@ -6,6 +6,7 @@ query heads of one kv head share one product with its keys and k, v are never re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +120,8 @@ class Layout:
         return x.reshape(shape)[:, : self.kv_len]
 
     def tile(self, x: jax.Array) -> jax.Array:
-        """``[b * hk * rows, c]`` -> ``[b, hk, rows, c]`` (free)."""
-        rows = x.shape[0] // max(self.batch * self.kv_heads, 1)  # not -1: c may be 0
+        """``[b, hk, rows, c]`` of an array that lacks axes of size 1 (free)."""
+        rows = math.prod(x.shape[:-1]) // max(self.batch * self.kv_heads, 1)  # not -1: c may be 0
         return x.reshape(self.batch, self.kv_heads, rows, x.shape[-1])
 
     def pad_tiles(self, x: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.varying import zeros
+
 
 class Rows(NamedTuple):
     """One call in canonical form, cut into chunks: ``[chunk, batch, head, row, channel]``.
@@ -160,5 +162,5 @@ def decays(rows: Rows) -> jax.Array:
         for gate in (rows.key, rows.value, rows.scalar)
     ]
     key, value, scalar = totals
-    decay = jnp.ones((*rows.q.shape[:-4], 1, 1, 1, 1), rows.q.dtype)
+    decay = 1 + zeros((*rows.q.shape[:-4], 1, 1, 1, 1), rows.q.dtype, rows.q)
     return _times_exp(decay, None if key is None else jnp.swapaxes(key, -1, -2), scalar, value)

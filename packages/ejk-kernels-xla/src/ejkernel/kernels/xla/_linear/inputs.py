@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.packed import cumulative_lengths
 from ejkernel.kernels.xla._linear.chunk import Rows
-from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.ops.varying import vary_alike
 from ejkernel.types.attention import (
     float_array,
     invalid,
@@ -115,7 +115,4 @@ def canonicalise(
         value=gv,
         scalar=scalar,
     )
-    arrays = [x for x in (*rows, table, cu_seqlens) if x is not None]
-    axes = frozenset().union(*map(varying_axes, arrays))
-    rows, table, cu_seqlens = vary((rows, table, cu_seqlens), axes)
-    return Canonical(rows, table, cu_seqlens, dtype)
+    return Canonical(*vary_alike((rows, table, cu_seqlens)), dtype)

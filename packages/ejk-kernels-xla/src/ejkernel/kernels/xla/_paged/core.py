@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
-from ejkernel.kernels.xla.compat import zeros
+from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
 
 NEG_INF = float("-inf")

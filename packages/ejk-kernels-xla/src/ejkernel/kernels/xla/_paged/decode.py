@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._paged.core import NEG_INF, Spec, Tiles, attend
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout, Tables
-from ejkernel.kernels.xla.compat import vary_alike
+from ejkernel.ops.varying import vary_alike
 from ejkernel.types.arrays import size_of
 
 # One step of the walk reads about this many bytes of keys and values: large enough to amortise

@@ -27,7 +27,7 @@ from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
-from ejkernel.kernels.xla.compat import vary_alike, zeros
+from ejkernel.ops.varying import vary_alike, zeros
 from ejkernel.types.arrays import size_of
 from ejkernel.types.prepare import Tiling
 

@@ -15,7 +15,7 @@ from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
-from ejkernel.kernels.xla.compat import vary_alike
+from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo, prepare_mask
 
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ejkernel.kernels.xla.compat import vary, varying_axes
 from ejkernel.kernels.xla.grouped_matmul.products import Plan, groups_product, rows_product
+from ejkernel.ops.varying import vary_alike
 
 rows_p = Primitive("grouped_rows_product")
 groups_p = Primitive("grouped_groups_product")
@@ -28,8 +28,7 @@ groups_p = Primitive("grouped_groups_product")
 
 def _bind(primitive: Primitive, operands, plan: Plan) -> jax.Array:
     """The primitive on operands that vary over the same mesh axes."""
-    axes = frozenset().union(*map(varying_axes, operands))
-    return primitive.bind(*vary(tuple(operands), axes), plan=plan)
+    return primitive.bind(*vary_alike(operands), plan=plan)
 
 
 def grouped_product(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla.compat import vary, varying_axes
+from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types.arrays import result_dtype
 
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla.compat import vary_alike
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks, block_means, find_blocks
 from ejkernel.kernels.xla.native_sparse_attention.select import clean_indices, select_blocks
 from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, attend_selected
+from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo
 from ejkernel.types import attention as arg
 

@@ -31,6 +31,25 @@ def _tile_scores(q, k, lse, sequence, position, blocks: Blocks, scale: float):
     return jnp.where(own[None, :, None], jnp.inf, score)
 
 
+def _best(score, count: int):
+    """The ``count`` largest of the last axis and where they are, ties to the lower number; -inf
+    may come again and again.
+
+    One maximum at a time: little beside the attention to the block, and unlike ``lax.top_k`` not
+    gathered by XLA where the other axes are sharded.
+    """
+    number = jnp.arange(score.shape[-1], dtype=jnp.int32)
+
+    def take(score, _):
+        top = jnp.max(score, axis=-1)
+        at = jnp.min(jnp.where(score == top[..., None], number, number.size), axis=-1)
+        return jnp.where(number == at[..., None], -jnp.inf, score), (top, at)
+
+    score = jnp.where(jnp.isnan(score), jnp.inf, score)
+    found = lax.scan(take, score, None, length=count)[1]
+    return tuple(jnp.moveaxis(x, 0, -1) for x in found)
+
+
 def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> jax.Array:
     """The ``count`` best blocks ``int32 [b, s, hk, count]``, numbered in the sequence; -1 = none.
 
@@ -55,9 +74,8 @@ def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> ja
     def tile(_, x):
         q, lse, sequence, position, first = x
         score = _tile_scores(q, k_cmp, lse, sequence, position, blocks, scale)
-        best, index = lax.top_k(score, count)
-        index = index.astype(jnp.int32) - first[None, :, None, None]
-        return None, jnp.where(best == -jnp.inf, -1, index)
+        best, index = _best(score, count)
+        return None, jnp.where(best == -jnp.inf, -1, index - first[None, :, None, None])
 
     xs = (cut(q, 1), cut(lse, 1), cut(blocks.sequence, 0, -1), cut(blocks.position, 0),
           cut(blocks.first_block, 0))  # fmt: skip

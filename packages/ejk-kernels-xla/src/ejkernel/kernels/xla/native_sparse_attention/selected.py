@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.xla.compat import zeros
+from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
 
 NEG_INF = float("-inf")
@@ -58,9 +58,16 @@ def _tokens(spec: Spec, rows: Rows, length: int, step):
 
 
 def _gather(x, token):
-    """``[r, hk, t, d]`` of ``x [s, hk, d]``: head m reads its own tokens."""
-    head = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
-    return x[token, head]
+    """``[r, hk, t, d]`` of ``x [s, hk, d]``: head m reads its own tokens.
+
+    Heads are an axis of the gather and not an index, so that sharded ones stay where they are.
+    """
+    return jax.vmap(lambda x, token: x[token], 1, 1)(x, token)
+
+
+def _scatter_add(x, token, update):
+    """``x [s, hk, d]`` with ``update [r, hk, t, d]`` added at each head's own tokens."""
+    return jax.vmap(lambda x, token, u: x.at[token].add(u), 1, 1)(x, token, update)
 
 
 def _logits(spec: Spec, q, k):
@@ -101,7 +108,6 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
     alive = lse != NEG_INF
     safe = jnp.where(alive, lse, 0.0)[..., None]
     delta = jnp.sum(do * o, -1)[..., None]
-    head = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :, None]
 
     def step(i, carry):
         dq, dk, dv = carry
@@ -112,8 +118,8 @@ def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
         dp = jnp.einsum("rkgd,rktd->rkgt", do, vt.astype(do.dtype))
         ds = spec.scale * p * (dp - delta)
         dq = dq + jnp.einsum("rkgt,rktd->rkgd", ds, kt.astype(ds.dtype))
-        dk = dk.at[token, head].add(jnp.einsum("rkgt,rkgd->rktd", ds, q.astype(ds.dtype)))
-        dv = dv.at[token, head].add(jnp.einsum("rkgt,rkgd->rktd", p, do))
+        dk = _scatter_add(dk, token, jnp.einsum("rkgt,rkgd->rktd", ds, q.astype(ds.dtype)))
+        dv = _scatter_add(dv, token, jnp.einsum("rkgt,rkgd->rktd", p, do))
         return dq, dk, dv
 
     steps = rows.chosen.shape[2] // spec.slots

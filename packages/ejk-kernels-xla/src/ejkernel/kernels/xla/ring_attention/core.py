@@ -28,10 +28,10 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla.compat import vary, varying_axes
 from ejkernel.kernels.xla.ring_attention import masks
 from ejkernel.kernels.xla.ring_attention.masks import Parts
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
+from ejkernel.ops.varying import vary, vary_alike, varying_axes
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,4 @@ def attend(
     All arrays are this device's shards; ``bias`` has the keys of all devices.
     """
     arrays: Any = (q, k, v, bias, sinks, parts, seed)
-    # inside shard_map all arguments vary alike, so that JAX sums the gradients of replicated ones
-    axes = varying_axes(plan.ring.here()).union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if axes:
-        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
-    return _attend(plan, *arrays)
+    return _attend(plan, *vary_alike(arrays, varying_axes(plan.ring.here())))

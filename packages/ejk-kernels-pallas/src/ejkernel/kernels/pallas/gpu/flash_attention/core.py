@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.pallas.compat import vary, varying_axes
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
+from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, softmax
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Rules, Unsupported, block_ranges, operands, split_mask
@@ -174,8 +174,4 @@ def attend(
     q, k, v have the dtype of ``static.problem``; sink is float32 ``[1, h]`` (one logit per head).
     """
     arrays: Any = (q, k, v, sink, mask)
-    # inside shard_map all operands vary alike, so that JAX sums the gradients of replicated ones
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if axes:
-        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
-    return _attend(static, *arrays)
+    return _attend(static, *vary_alike(arrays))

@@ -12,9 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.kernels.pallas.compat import vary, varying_axes
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import tile_rules, visits
 from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
@@ -22,6 +20,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
+from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo, softmax
 from ejkernel.types.problem import Problem
 
@@ -127,8 +126,4 @@ def attend(
     q, k, v have the dtype of ``static.problem``; sink is float32 ``[1, h]`` (one logit per head).
     """
     arrays: Any = (q, k, v, sink, mask)
-    # inside shard_map all operands vary alike, so that JAX sums the gradients of replicated ones
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    if axes:
-        arrays = vary(jax.tree.map(jnp.asarray, arrays), axes)
-    return _attend(static, *arrays)
+    return _attend(static, *vary_alike(arrays))
