@@ -45,6 +45,12 @@ def _ints(*values: Any) -> Any:
     return jnp.asarray(values, jnp.int32)
 
 
+def _per_row(*values: Any) -> Any:
+    """The values for batch rows 0, 1, 0, 1 ..."""
+    rows = _ints(*values)
+    return jnp.resize(rows, (B, *rows.shape[1:]))
+
+
 def _qkv(dv: int = DV) -> dict[str, Any]:
     return {
         "query": _normal(1, B, S, H, D),
@@ -67,8 +73,8 @@ def _paged() -> Call:
         "query": _normal(1, B, 1, H, D),
         "key_cache": _normal(2, PAGES, PAGE, HK, D),
         "value_cache": _normal(3, PAGES, PAGE, HK, DV),
-        "context_lens": _ints(5, 11),
-        "block_tables": _ints([3, 1, -1], [0, 6, 2]),
+        "context_lens": _per_row(5, 11),
+        "block_tables": _per_row([3, 1, -1], [0, 6, 2]),
     }
     gradients = ("query", "key_cache", "value_cache")
     return Call("page_attention", arrays, {"sliding_window": 6}, gradients)
@@ -103,12 +109,13 @@ def _ragged_v3() -> Call:
 
 def _ragged_decode() -> Call:
     arrays = {**_qkv(), "query": _normal(1, B, 1, H, D)}
-    arrays |= {"sequence_start": _ints(0, 3), "sequence_end": _ints(7, 12)}
+    arrays |= {"sequence_start": _per_row(0, 3), "sequence_end": _per_row(7, 12)}
     return Call("ragged_decode_attention", arrays)
 
 
 def _blocksparse() -> Call:
-    mask = jnp.asarray(np.random.default_rng(9).random((B, 1, 3, 3)) < 0.6)
+    blocks = -(-S // 4)
+    mask = jnp.asarray(np.random.default_rng(9).random((B, 1, blocks, blocks)) < 0.6)
     arrays = {**_qkv(), "block_mask": mask}
     return Call(
         "blocksparse_attention", arrays, {"q_block_size": 4, "kv_block_size": 4, "causal": True}
@@ -148,8 +155,8 @@ def _mla_decode() -> Call:
     arrays = {
         "query": _normal(1, B, H, D + 4),
         "latent_cache": _normal(2, PAGES, PAGE, D + 4),
-        "context_lens": _ints(5, 11),
-        "block_tables": _ints([3, 1, -1], [0, 6, 2]),
+        "context_lens": _per_row(5, 11),
+        "block_tables": _per_row([3, 1, -1], [0, 6, 2]),
     }
     return Call("mla_decode", arrays, {"latent_dim": D}, ("query", "latent_cache"))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ejkernel.modules._explicit import explicit_mesh, own_spec, read_types
 from ejkernel.modules._specs import (
     KV,
     Argument,
@@ -20,8 +21,9 @@ from ejkernel.modules._specs import (
     read_specs,
     settle_heads,
 )
-from ejkernel.modules.compat import is_explicit, placed
+from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import check_mesh_and_specs
+from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.signature import axes_of
 
@@ -73,6 +75,8 @@ def distribute(
 ) -> Any:
     """Run bound arguments on every shard of ``mesh``; the result equals the whole call.
 
+    Without mesh and specs, the arguments' own types say both; axes of the mesh that are not
+    explicit are then left to the compiler, and the outputs lie as the arguments do.
     ``ring_axis`` is the mesh axis that an operation which talks between devices shards its
     sequence over.
 
@@ -81,8 +85,12 @@ def distribute(
         InvalidArgument: an axis that the mesh does not divide.
     """
     check_mesh_and_specs(op.spec.name, mesh, in_specs, out_specs)
+    typed = mesh is None
+    if typed:
+        mesh = explicit_mesh(a)
+    axis_names = explicit_axes(mesh) if typed else tuple(mesh.axis_names)
     override = op.spec.argument_axes(a)
-    arguments = [_argument(p, a[p.name], override, in_specs, i) for i, p in _arrays(op)]
+    arguments = [_argument(p, a[p.name], override, in_specs or (), i) for i, p in _arrays(op)]
     sizes = {
         word.lstrip("#"): size
         for argument in reversed(arguments)
@@ -91,17 +99,27 @@ def distribute(
         if not (word.startswith("#") and size == 1)
     }
     legal = SPREADABLE | op.spreadable(a)
-    layout = Layout(op.spec.name, dict(mesh.shape), legal & _words(arguments))
+    layout = Layout(
+        op.spec.name,
+        {axis: mesh.shape[axis] for axis in axis_names},
+        legal & _words(arguments),
+        source="arguments" if typed else "in_specs",
+    )
     if ring_axis is not None:
         layout.spread.update(q_len=(ring_axis,), kv_len=(ring_axis,))
-    read_specs(layout, arguments, in_specs)
+    own = read_types(layout, _typed_arrays(a, arguments)) if typed else None
+    if own is None:
+        read_specs(layout, arguments, in_specs)
     pick = settle_heads(layout, sizes, whole_groups=op.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
     by_name = {argument.name: argument for argument in arguments}
     outputs = op.spec.output_axes(a)
     natural = tuple(layout.spec(_output_words(axes, by_name)) for axes in outputs)
-    wanted = _wanted(op, mesh, out_specs, natural)
+    if own is None:
+        wanted = _wanted(op, mesh, out_specs, natural)
+    else:
+        wanted = tuple(_own_output(own, axes, by_name, a) for axes in outputs)
 
     arrays, specs, rebuild = _split(a, by_name, layout)
 
@@ -117,15 +135,15 @@ def distribute(
         return (run or call)((), local)
 
     single = len(outputs) == 1
-    if is_explicit(mesh):
+    if explicit_axes(mesh):
         arrays = [_placed_tree(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)]
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=natural[0] if single else natural,
-        check_vma=False,
-    )
+    local_specs = (tuple(specs), natural[0] if single else natural)
+    if own is None:
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=local_specs[0], out_specs=local_specs[1], check_vma=False
+        )
+    else:
+        mapped = over_explicit_axes(body, mesh, *local_specs)
     result = mapped(*arrays)
     if wanted == natural:
         return result
@@ -156,6 +174,26 @@ def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ..
     return tuple(axes.split())
 
 
+def _own_output(
+    own: Layout, axes: str, arguments: Mapping[str, Argument], a: Arguments
+) -> PartitionSpec:
+    """Where an output lies that follows the arguments: a renewed one, or the words' first."""
+    if axes.startswith("="):
+        return own_spec(own, arguments[axes[1:]], a[axes[1:]])
+    return own.spec(axes.split())
+
+
+def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Argument, Any]]:
+    """Every array of the call, those of masks included, with the words of its axes."""
+    found = [(argument, a[argument.name]) for argument in arguments if argument.shape is not None]
+    for name, value in a.items():
+        if isinstance(value, MaskInfo):
+            leaves = jax.tree_util.tree_leaves(value)
+            for leaf, x in zip(leaf_names(name, value), leaves, strict=True):
+                found.append((Argument(leaf, _mask_words(x), x.shape), x))
+    return found
+
+
 def _split(
     a: Arguments, by_name: Mapping[str, Argument], layout: Layout
 ) -> tuple[list[Any], list[PartitionSpec], Callable[[Sequence[Any]], Arguments]]:
@@ -166,7 +204,9 @@ def _split(
         if isinstance(value, MaskInfo):
             names.append(name)
             arrays.append(value)
-            specs.append(jax.tree_util.tree_map(lambda x: _mask_spec(layout, x), value))
+            specs.append(
+                jax.tree_util.tree_map(lambda x: layout.spec(_mask_words(x), x.shape), value)
+            )
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             words = argument.words if argument else ("_",) * len(value.shape)
             names.append(name)
@@ -179,10 +219,11 @@ def _split(
     return arrays, specs, rebuild
 
 
-def _mask_spec(layout: Layout, x: Any) -> PartitionSpec:
-    # the keys of a dense mask stay whole also where a ring cuts the keys themselves
-    words = ("batch", "heads", "q_len", "kv_total") if x.ndim == 4 else ("batch", "q_len")
-    return layout.spec(words, x.shape)
+def _mask_words(x: Any) -> tuple[str, ...]:
+    """Axes of an array of a mask: a dense one, or one number per token, or per head and token."""
+    if x.ndim == 4:  # its keys stay whole also where a ring cuts the keys themselves
+        return ("batch", "heads", "q_len", "kv_total")
+    return ("batch", *("heads",) * (x.ndim - 2), "q_len")
 
 
 def _wanted(
@@ -235,7 +276,9 @@ def _placed_tree(x: Any, mesh: Any, specs: Any) -> Any:
     """An array, or a mask with one spec per array, laid out by its specs."""
     if isinstance(specs, PartitionSpec):
         return placed(jnp.asarray(x), mesh, specs)
-    return jax.tree_util.tree_map(lambda leaf, spec: placed(leaf, mesh, spec), x, specs)
+    return jax.tree_util.tree_map(
+        lambda leaf, spec: placed(jnp.asarray(leaf), mesh, spec), x, specs
+    )
 
 
 def _local_seed(seed: jax.Array, shard: Shard) -> jax.Array:

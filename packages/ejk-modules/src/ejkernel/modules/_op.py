@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 
+from ejkernel.modules._explicit import explicit_mesh
 from ejkernel.modules._help import show_signature
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
@@ -115,6 +116,10 @@ class Operation(RegisteredKernel[Cfg, Any]):
         with own_errors():
             self.spec.bind(arguments, typecheck=environment.typecheck())
         return (), arguments
+
+    def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """An operation on an explicit mesh runs on every shard, so that no kernel has to know."""
+        return explicit_mesh((args, kwargs)) is not None
 
     def distribute(
         self,

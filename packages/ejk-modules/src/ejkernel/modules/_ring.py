@@ -7,7 +7,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.modules._distribute import distribute
-from ejkernel.modules.compat import ambient_mesh
+from ejkernel.modules._explicit import explicit_mesh
+from ejkernel.modules.compat import ambient_mesh, explicit_axes
 from ejkernel.types.calls.settle import axis_is_bound, check_ring_lengths
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def run(
                 f"{extra[0]}: given where axis_name {axis!r} is already bound, expected None"
             )
         return call((), a)
+    typed = explicit_mesh(a) if mesh is in_specs is out_specs is None else None
+    if typed is not None and axis in explicit_axes(typed):
+        check_ring_lengths(a, typed.shape[axis], whole_keys=1)
+        return distribute(op, a, None, None, None, call, ring_axis=axis)
     if mesh is None:
         mesh = ambient_mesh()
     if asking.get() and (mesh is None or axis not in mesh.shape):

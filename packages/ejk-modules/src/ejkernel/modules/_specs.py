@@ -41,12 +41,14 @@ class Layout:
         mesh_sizes: mesh axis -> size.
         legal: words that may be spread.
         spread: word -> mesh axes.
+        source: what says how words are spread, for messages.
     """
 
     operation: str
     mesh_sizes: Mapping[str, int]
     legal: frozenset[str]
     spread: dict[str, MeshAxes] = field(default_factory=dict)
+    source: str = "in_specs"
 
     def axes(self, word: str) -> MeshAxes:
         return self.spread.get(word.lstrip("#"), ())
@@ -102,11 +104,16 @@ def read_specs(
         for word, entry in zip(argument.words, spec, strict=False):
             if argument.shape is None and word == "_":
                 continue  # an absent argument of unknown axes has nothing to spread
-            _spread(layout, f"in_specs[{index}] ({argument.name})", word.lstrip("#"), entry)
+            where = f"in_specs[{index}] ({argument.name})"
+            spread(layout, where, word.lstrip("#"), mesh_axes(entry))
 
 
-def _spread(layout: Layout, where: str, word: str, entry: Any) -> None:
-    axes = mesh_axes(entry)
+def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
+    """Spread a word over mesh axes as ``where`` says.
+
+    Raises:
+        ValueError: as ``read_specs``.
+    """
     if not axes:
         return
     unknown = [a for a in axes if a not in layout.mesh_sizes]
@@ -129,7 +136,7 @@ def _spread(layout: Layout, where: str, word: str, entry: Any) -> None:
     before = layout.spread.setdefault(word, axes)
     if before != axes:
         raise ValueError(
-            f"{where}: axis {word} is sharded over {axes}, but over {before} in an earlier spec"
+            f"{where}: axis {word} is sharded over {axes}, but over {before} in an earlier one"
         )
     for other, taken in layout.spread.items():
         same_heads = {word, other} <= {"heads", *KV}
@@ -152,7 +159,7 @@ def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool
     for word, other in others:
         if other != axes:
             raise ValueError(
-                f"in_specs: {first} are sharded over {axes} but {word} over {other}: "
+                f"{layout.source}: {first} are sharded over {axes} but {word} over {other}: "
                 "expected the same"
             )
     layout.spread["heads"] = axes
@@ -163,7 +170,7 @@ def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool
     if whole_groups or any(word in chosen for word in words):
         count = sizes[words[0]] // (KV[words[0]] or 1)
         raise InvalidArgument(
-            f"in_specs: {count} kv heads cannot be sharded over {parts} devices by "
+            f"{layout.source}: {count} kv heads cannot be sharded over {parts} devices by "
             f"{layout.operation}: expected a number that {parts} divides"
         )
     return True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel.types.varying import varying_axes
 
 
 def ambient_mesh() -> Any:
@@ -22,15 +25,57 @@ def ambient_mesh() -> Any:
     return None if physical.empty else physical
 
 
-def is_explicit(mesh: Any) -> bool:
-    """Whether arrays carry their sharding over this mesh in their type."""
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh over which arrays carry their sharding in their type."""
     kinds = getattr(mesh, "axis_types", None) or ()
-    return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
+    explicit = jax.sharding.AxisType.Explicit
+    return tuple(a for a, kind in zip(mesh.axis_names, kinds, strict=False) if kind == explicit)
+
+
+def typed_sharding(x: Any) -> NamedSharding | None:
+    """The sharding in the type of an array, None where its type has none."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def placed(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
     """The same values laid out over ``mesh`` by ``spec``."""
-    sharding = NamedSharding(mesh, spec)
-    if is_explicit(mesh):
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
+    if not explicit_axes(mesh):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    now = typed_sharding(x)
+    if now is not None and not now.mesh.empty and _entries(now.spec) == _entries(spec):
+        return x  # to say it again would spread it over no other axis, those of the compiler too
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _entries(spec: PartitionSpec) -> list[Any]:
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return entries
+
+
+def over_explicit_axes(
+    f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``f`` under ``shard_map`` over the explicit axes of a mesh, compiled as a whole.
+
+    Inside a shard_map of the caller that tracks over which axes arrays vary, this one does too.
+    """
+
+    def run(*args: Any) -> Any:
+        tracked = bool(varying_axes(*jax.tree.leaves(args)))
+        explicit = explicit_axes(mesh)
+        # none named means all of them: under vmap JAX then leaves out the one that is mapped
+        names = set() if explicit == tuple(mesh.axis_names) else set(explicit)
+        mapped = jax.shard_map(
+            f,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=names,
+            check_vma=tracked,
+        )
+        return jax.jit(mapped)(*args)
+
+    return run

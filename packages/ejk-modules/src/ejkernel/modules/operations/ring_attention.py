@@ -124,7 +124,9 @@ class RingAttention(Operation[RingAttentionConfig]):
     function = staticmethod(ring_attention)
     config = RingAttentionConfig
 
-    distributes_always = True
+    def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Always: without a mesh of its own it has to find where its axis is bound."""
+        return True
 
     def distribute(
         self,

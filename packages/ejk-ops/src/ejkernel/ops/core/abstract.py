@@ -36,8 +36,8 @@ def bind_abstract(inv: Invocation) -> Invocation:
         inv = inv.replace(args=args, kwargs=kwargs, prepared=True)
     inv = inv.replace(key=inv.key, payload=inv.payload)
     mesh, in_specs, out_specs = (inv.info.get(k) for k in ("mesh", "in_specs", "out_specs"))
-    distributed = kernel.distributes_always or not (mesh is in_specs is out_specs is None)
-    if not distributed and not _overrides_bind(kernel):
+    given = not (mesh is in_specs is out_specs is None)
+    if not (given or _overrides(kernel, "bind") or _overrides(kernel, "distributes")):
         return inv.abstract().replace(bound=True)
 
     leaves, treedef = jax.tree_util.tree_flatten((inv.abstract_args, inv.abstract_kwargs))
@@ -51,7 +51,7 @@ def bind_abstract(inv: Invocation) -> Invocation:
         for position, array in zip(positions, arrays, strict=True):
             concrete[position] = array
         args, kwargs = kernel.bind(*jax.tree_util.tree_unflatten(treedef, concrete))
-        if distributed:
+        if given or kernel.distributes(args, kwargs):
             return kernel.distribute(args, kwargs, mesh, in_specs, out_specs, reach)
         return reach(args, kwargs)
 
@@ -62,7 +62,7 @@ def bind_abstract(inv: Invocation) -> Invocation:
     raise TypeError(f"{kernel.name}.distribute returned without running the call")
 
 
-def _overrides_bind(kernel: Any) -> bool:
+def _overrides(kernel: Any, method: str) -> bool:
     from ejkernel.ops.core.kernel import Kernel
 
-    return type(kernel).bind is not Kernel.bind or "bind" in vars(kernel)
+    return getattr(type(kernel), method) is not getattr(Kernel, method) or method in vars(kernel)

@@ -83,9 +83,6 @@ class Kernel(Generic[Cfg, Out]):
         config_cls: class of the configs; None = the first type argument of ``Kernel[Cfg, Out]``.
     """
 
-    distributes_always = False
-    """Whether ``distribute`` is asked even when neither mesh nor specs were given."""
-
     trained = True
     """Whether calls are usually differentiated: tuning then ranks by both passes together."""
 
@@ -180,6 +177,10 @@ class Kernel(Generic[Cfg, Out]):
         """Second step, inside the trace: validates and canonicalises the arguments."""
         return args, kwargs
 
+    def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether ``distribute`` is asked though neither mesh nor specs were given; bound call."""
+        return False
+
     def distribute(
         self,
         args: tuple,
@@ -189,7 +190,7 @@ class Kernel(Generic[Cfg, Out]):
         out_specs: Any,
         call: Callable[[tuple, dict[str, Any]], Any],
     ) -> Any:
-        """Third step, for calls with a mesh: run ``call(args, kwargs)`` on every shard.
+        """Third step, for calls over a mesh: run ``call(args, kwargs)`` on every shard.
 
         By default ``in_specs`` follow the array arguments in order, missing ones and None are
         replicated, and ``out_specs`` defaults to the first spec.

@@ -188,7 +188,8 @@ class Program:
         args, kwargs = jax.tree_util.tree_unflatten(self.flat.treedef, leaves)
         kernel, route = self.kernel, self.route
         args, kwargs = kernel.bind(args, kwargs)
-        if not needs_distribution(kernel, route):
+        given = not (route.mesh is route.in_specs is route.out_specs is None)
+        if not given and not kernel.distributes(args, kwargs):
             return self._run(args, kwargs)
         return kernel.distribute(
             args, kwargs, route.mesh, route.in_specs, route.out_specs, self._run
@@ -214,12 +215,6 @@ def without_arrays(flat: Flat) -> Flat:
     for position in flat.positions:
         leaves[position] = None
     return flat._replace(leaves=leaves)
-
-
-def needs_distribution(kernel: Kernel[Any, Any], route: Route) -> bool:
-    return kernel.distributes_always or not (
-        route.mesh is route.in_specs is route.out_specs is None
-    )
 
 
 def resolve(kernel: Kernel[Any, Any], inv: Invocation, cfg: Any) -> Resolved:
