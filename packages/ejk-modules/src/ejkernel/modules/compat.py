@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejkernel.types.varying import varying_axes
+from ejkernel.ops.varying import varying_axes
 
 
 def ambient_mesh() -> Any:

@@ -38,11 +38,11 @@ def _best(score, count: int):
     One maximum at a time: little beside the attention to the block, and unlike ``lax.top_k`` not
     gathered by XLA where the other axes are sharded.
     """
-    number = jnp.arange(score.shape[-1], dtype=jnp.int32)
+    number = lax.broadcasted_iota(jnp.int32, score.shape, score.ndim - 1)
 
     def take(score, _):
         top = jnp.max(score, axis=-1)
-        at = jnp.min(jnp.where(score == top[..., None], number, number.size), axis=-1)
+        at = jnp.min(number, axis=-1, where=score == top[..., None], initial=number.shape[-1])
         return jnp.where(number == at[..., None], -jnp.inf, score), (top, at)
 
     score = jnp.where(jnp.isnan(score), jnp.inf, score)
