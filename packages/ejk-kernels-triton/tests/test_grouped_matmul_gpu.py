@@ -12,6 +12,7 @@ from ejktest import grouped_cases as cases
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import compat, grouped_matmul
+from ejkernel.kernels.triton.targets import current_target
 
 pytestmark = pytest.mark.gpu
 
@@ -21,12 +22,11 @@ def gpu():
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU")
     compat.toolchain()
+    cases.compile_ahead(current_target())
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", cases.SIZES)
-@pytest.mark.parametrize("kind", cases.KINDS)
-def test_against_float64(kind: str, sizes: str, transposed: bool) -> None:
+@pytest.mark.parametrize(("sizes", "kind", "transposed"), cases.CASES)
+def test_against_float64(sizes: str, kind: str, transposed: bool) -> None:
     found = cases.errors(grouped_matmul, sizes, kind, transposed)
     assert max(found.values()) <= cases.KINDS[kind][-1], found
 

@@ -33,6 +33,7 @@ from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, 
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
+    compiler_options,
     precision,
     tensor_map,
     uses_maps,
@@ -204,4 +205,5 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -
         "PRECISION": precision(p, target),
     }
     grid = (target.cores * t.per_core,)
-    return Launch(grouped_rows, arguments, constants, grid, t.num_warps, t.num_stages)
+    options = compiler_options(t, target)
+    return Launch(grouped_rows, arguments, constants, grid, t.num_warps, t.num_stages, options)

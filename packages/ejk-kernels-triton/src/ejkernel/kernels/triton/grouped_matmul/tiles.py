@@ -141,6 +141,12 @@ def precision(p: Problem, target: Target) -> str:
     return p.precision if target.platform == "cuda" else "ieee"
 
 
+def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
+    """Registers of a thread: left alone the assembler spills to fit programs that never run."""
+    most = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
+    return {"maxnreg": most} if target.platform == "cuda" else {}
+
+
 def held_bytes(p: Problem, t: Tiles) -> int:
     """Shared memory of a program: the steps in flight, and the part of a tile being stored."""
     steps = t.num_stages * (t.block_m + t.block_n) * t.block_k * p.itemsize
@@ -205,11 +211,11 @@ def _crowded(p: Problem, down: int, across: int, target: Target) -> Tiles:
 
 def _float32(p: Problem, target: Target, down: int, across: int) -> Tiles:
     if p.precision == "ieee" or target.platform == "rocm":
-        # no matrix unit: registers hold both operands of many fused multiply-adds
-        return Tiles(min(64, down), min(64, across), 16, 4, 2, per_core=2)
+        # no matrix unit (AMD: a slow one): registers hold the operands of many multiply-adds
+        return Tiles(min(64, down), min(32, across), 16, 4, 2, per_core=2)
     most = 64 if p.precision == "tf32x3" else 128  # of which every operand is kept in two halves
     across = min(across, most)
-    warps = 8 if most > 64 else 4
+    warps = 4 if p.precision == "tf32x3" and int(target.arch) < 100 else 8
     t = Tiles(min(max(64, down), most), across, 32, warps, 3, parts=2 if across > 64 else 1)
     return deepest(p, t, target, 3)
 

@@ -36,6 +36,7 @@ from ejkernel.kernels.triton.grouped_matmul.groups import (
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
+    compiler_options,
     precision,
     tensor_map,
     uses_maps,
@@ -227,4 +228,5 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> Launch:
         "PRECISION": precision(p, target),
     }
     grid = (target.cores * t.per_core,)
-    return Launch(grouped_weights, arguments, constants, grid, t.num_warps, t.num_stages)
+    options = compiler_options(t, target)
+    return Launch(grouped_weights, arguments, constants, grid, t.num_warps, t.num_stages, options)
