@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[int, int, str, float]] = {
 }
 
 
-def operands(sizes_name: str, kind: str, transposed: bool) -> tuple[Any, Any, Any]:
+def operands(sizes_name: str, kind: str, transposed: bool) -> tuple[jax.Array, ...]:
     """lhs, rhs and the cotangent; rows behind the groups hold NaN and infinity."""
     used = sum(SIZES[sizes_name][0])
     inner, columns, dtype, _ = KINDS[kind]
