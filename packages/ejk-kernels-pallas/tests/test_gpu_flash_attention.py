@@ -96,6 +96,24 @@ def test_lowers_for_a_hopper_gpu(name):
     assert "mosaic_gpu" in text
 
 
+def test_named_residuals_keep_the_forward_kernel_from_running_twice():
+    policies = jax.checkpoint_policies
+
+    def kernels(policy):
+        def layer(q, k, v):
+            o = flash_attention(jnp.sin(q), k, v, causal=True)
+            return jnp.sum(jnp.sin(o.astype(jnp.float32)))
+
+        f = jax.jit(jax.value_and_grad(jax.checkpoint(layer, policy=policy), (0, 1, 2)))
+        with on(H200):
+            text = f.trace(*heads(64, 64, 256)).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("@mosaic_gpu")
+
+    named = kernels(policies.save_only_these_names("ejkernel_out", "ejkernel_lse"))
+    assert named == kernels(policies.everything_saveable) > 0
+    assert kernels(policies.nothing_saveable) == named + 1
+
+
 @pytest.mark.parametrize("name", ["d128", "d256", "packed"])
 def test_lowers_where_numbers_have_64_bits(name):
     f, shapes = LOWERED[name]

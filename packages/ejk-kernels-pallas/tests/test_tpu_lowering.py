@@ -53,6 +53,22 @@ def test_lowers(chip):
     assert made.mlir_module().count("tpu_custom_call") == 3
 
 
+@pytest.mark.parametrize(("policy", "kernels"), [("named", 3), ("nothing_saveable", 4)])
+def test_named_residuals_keep_the_forward_kernel_from_running_twice(policy, kernels):
+    policies = jax.checkpoint_policies
+    named = policies.save_only_these_names("ejkernel_out", "ejkernel_lse")
+    policy = named if policy == "named" else getattr(policies, policy)
+
+    def layer(q, k, v):
+        o = flash_attention(jnp.sin(q), k, v, causal=True)
+        return jnp.sum(jnp.sin(o.astype(jnp.float32)))
+
+    gradient = jax.jit(jax.value_and_grad(jax.checkpoint(layer, policy=policy), (0, 1, 2)))
+    with on_chip(CHIPS["v5e"]):
+        made = export.export(gradient, platforms=["tpu"])(*shapes(128))
+    assert made.mlir_module().count("tpu_custom_call") == kernels
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [64, 128, 256])

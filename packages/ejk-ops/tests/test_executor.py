@@ -183,7 +183,17 @@ def test_nothing_but_the_kernel_in_the_jaxpr(x):
     executor, kernel = Executor(), Scale()
     got = jax.make_jaxpr(lambda x: executor(kernel, x, cfg=Config(2.0)))(x)
     want = jax.make_jaxpr(lambda x: x * 2.0)(x)
-    assert str(got) == str(want)
+    (equation,) = got.jaxpr.eqns  # the call, by the kernel's name
+    assert equation.params["name"] == kernel.name
+    assert str(equation.params["jaxpr"]) == str(want)
+
+
+def test_layers_share_what_was_traced_of_a_derivative(x):
+    executor, kernel = Executor(), Scale()
+    twice = lambda x: executor(kernel, jnp.sin(executor(kernel, x))).sum()  # noqa: E731
+    equations = jax.make_jaxpr(jax.grad(twice))(x).jaxpr.eqns
+    calls = [e.params["jaxpr"] for e in equations if e.params.get("name") == kernel.name]
+    assert len(calls) > len({id(c) for c in calls}) > 0
 
 
 def test_transformations(x):

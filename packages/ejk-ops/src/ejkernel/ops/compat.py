@@ -9,7 +9,6 @@ from jax._src import distributed, mesh
 from jax.core import Tracer
 
 __all__ = [
-    "INLINE",
     "Coordination",
     "Tracer",
     "ambient_mesh",
@@ -17,10 +16,6 @@ __all__ = [
     "kernel_times",
     "settings",
 ]
-
-# What ``jax.jit(inline=...)`` needs so that a surrounding trace sees the operations themselves:
-# since 0.12 plain True leaves the inlining to the compiler.
-INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 settings: Any = jax.config
 """``jax.config``, whose attributes no type checker knows."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops import env, registry
-from ejkernel.ops.compat import INLINE, ambient_mesh, settings
+from ejkernel.ops.compat import ambient_mesh, settings
 from ejkernel.ops.config.cache import selection_state
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
@@ -299,7 +299,9 @@ class Executor:
         key = (call_key, freeze(settled.choice.cfg), flat.positions, stamp)
         function = self._functions.get(key)
         if function is None:
-            function = jax.jit(self._program(settled, flat, True), inline=INLINE)
+            # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
+            # layer of a model is one equation; XLA inlines calls before it optimises.
+            function = jax.jit(self._program(settled, flat, True))
             with self._lock:
                 function = self._functions.setdefault(key, function)
                 _trim(self._functions, FUNCTIONS_LIMIT)

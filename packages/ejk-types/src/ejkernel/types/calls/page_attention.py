@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types import softmax
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
@@ -73,6 +74,10 @@ class PageAttention(Call):
         return (
             (jnp.zeros(rows, query.dtype),) if 0 in (*rows, *values.shape, *table.shape) else None
         )
+
+    @classmethod
+    def named(cls, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return softmax.named(*outputs)
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:

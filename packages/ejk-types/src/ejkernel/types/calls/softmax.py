@@ -67,6 +67,10 @@ class SoftmaxCall(Call):
         return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
 
     @classmethod
+    def named(cls, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return softmax.named(*outputs)
+
+    @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         o, lse = outputs
         o = o.astype(a["query"].dtype)

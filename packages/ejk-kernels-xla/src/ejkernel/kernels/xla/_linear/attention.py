@@ -14,9 +14,10 @@ from ejkernel.kernels.xla._linear.inputs import Gates, canonicalise
 from ejkernel.kernels.xla._linear.layout import Plain, packed
 from ejkernel.kernels.xla._linear.step import stepwise
 from ejkernel.kernels.xla._linear.tiles import STEP_LIMIT, chunk_length
+from ejkernel.types.softmax import named_out
 
 
-@partial(jax.jit, static_argnames=("chunk", "reverse"), inline=True)
+@partial(jax.jit, static_argnames=("chunk", "reverse"))
 def _in_chunks(
     rows: Rows, table: jax.Array, cu_seqlens: jax.Array | None, *, chunk: int, reverse: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -30,7 +31,7 @@ def _in_chunks(
     return layout.merge(o), layout.final(ends, table)
 
 
-_in_steps = jax.jit(stepwise, static_argnames="reverse", inline=True)
+_in_steps = jax.jit(stepwise, static_argnames="reverse")
 
 
 def linear_attention(
@@ -58,5 +59,5 @@ def linear_attention(
         per_batch = sequences if call.cu_seqlens is not None else 1
         chunk = chunk_length(s, per_batch, cfg)
         o, state = _in_chunks(*arrays, chunk=chunk, reverse=reverse)
-    o = o.astype(call.dtype)
+    o = named_out(o.astype(call.dtype))
     return (o, state) if return_state else o

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._linear.chunk import Rows, additions, decays, outputs
+from ejkernel.types.softmax import named_lse
 
 # numbers of a row array treated together: 1 MiB of float32
 GROUP_SIZE = 2**18
@@ -76,6 +77,7 @@ def chunked(rows: Rows, table: jax.Array, links: Links) -> tuple[jax.Array, jax.
 
 def _forward(rows: Rows, table: jax.Array, links: Links):
     o, ends = chunked(rows, table, links)
+    ends = named_lse(ends)  # the gradient needs them as softmax's needs the lse
     return (o, ends), (rows, table, links, ends)
 
 

@@ -8,6 +8,7 @@ the kernels need gradients for the canonical arrays only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,6 +60,38 @@ def _add(*gates: jax.Array | None) -> jax.Array | None:
     return sum(given[1:], given[0]) if given else None
 
 
+@partial(jax.jit, static_argnames=("dtype", "scale", "groups"))
+def _rows(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    gk: jax.Array | None,
+    gv: jax.Array | None,
+    g_scalar: jax.Array | None,
+    gamma: jax.Array | None,
+    *,
+    dtype: Any,
+    scale: float,
+    groups: int,
+) -> Rows:
+    """Checked arrays in the dtype of the products, gates as at most three log decays."""
+
+    def widen(x):
+        return None if x is None else x.astype(dtype)
+
+    q, k, v, g, gk, gv, g_scalar, gamma = map(widen, (q, k, v, g, gk, gv, g_scalar, gamma))
+    if g_scalar is not None:
+        g_scalar = g_scalar[..., None]
+    if gamma is not None:
+        gamma = jnp.broadcast_to(gamma[None, None, :, None], (1, *q.shape[1:3], 1))
+    key, scalar = _add(g, gk), _add(g_scalar, gamma)
+    if key is not None and scalar is not None:
+        key, scalar = key + scalar, None
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    return Rows(q=q * scale, k=k, v=v, key=key, value=gv, scalar=scalar)
+
+
 def canonicalise(
     query: Any,
     key: Any,
@@ -87,9 +120,6 @@ def canonicalise(
     gk = _gate(gates.gk, "gk", per_key, "batch seq heads head_dim")
     gv = _gate(gates.gv, "gv", (b, s, h, dv), "batch seq heads value_dim")
     gamma = _gate(gates.g_gamma, "g_gamma", (h,), "heads")
-    if gamma is not None:
-        gamma = jnp.broadcast_to(gamma[None, None, :, None], (1, s, h, 1))
-
     states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         table = jnp.zeros((states, h, dk, dv), acc)
@@ -98,21 +128,8 @@ def canonicalise(
         if table.shape != (states, h, dk, dv):
             raise invalid("initial_state", f"float[{states}, {h}, {dk}, {dv}]", table)
 
-    def widen(x):
-        return None if x is None else x.astype(acc)
-
-    g, gk, gv, gamma, table = map(widen, (g, gk, gv, gamma, table))
-    g_scalar = None if g_scalar is None else widen(g_scalar)[..., None]
-    key_gate, scalar = _add(g, gk), _add(g_scalar, gamma)
-    if key_gate is not None and scalar is not None:
-        key_gate, scalar = key_gate + scalar, None
     groups = h // k.shape[2] if h else 1
-    rows = Rows(
-        q=widen(q) * scale_of(softmax_scale, dk),
-        k=jnp.repeat(widen(k), groups, axis=2),
-        v=jnp.repeat(widen(v), groups, axis=2),
-        key=key_gate,
-        value=gv,
-        scalar=scalar,
-    )
+    given = (q, k, v, g, gk, gv, g_scalar, gamma)
+    rows = _rows(*given, dtype=acc, scale=scale_of(softmax_scale, dk), groups=groups)
+    table = table.astype(acc)
     return Canonical(*vary_alike((rows, table, cu_seqlens)), dtype)

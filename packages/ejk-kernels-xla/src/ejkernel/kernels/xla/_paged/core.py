@@ -21,9 +21,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.softmax import named
 
 NEG_INF = float("-inf")
 
@@ -190,7 +192,7 @@ def _flat(x):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
+def _attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
     """``o [n, hk, g, rows, dv]`` and ``lse [n, hk, g, rows]`` of every tile, accumulation dtype.
 
     q ``[n, rows, hk, g, d]`` with ``n`` a multiple of ``spec.group``; scale ``[hk]``; sinks
@@ -210,6 +212,7 @@ def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
         out = group(None, first)[1]
     else:
         out = _flat(jax.lax.scan(group, None, x)[1])
+    out = named(*out)
     return out, (q, arrays, scale, sinks, tiles, *out)
 
 
@@ -245,4 +248,5 @@ def _backward(spec: Spec, layout: Layout, saved, cotangent):
     )
 
 
-attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
+attend = compiled(_attend, static=2)

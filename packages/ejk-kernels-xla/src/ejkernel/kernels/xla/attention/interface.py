@@ -13,6 +13,7 @@ from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.plain import probabilities, weighted_values
 from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types import attention as arg
+from ejkernel.types.softmax import named_out
 
 
 def _seed(dropout_rng: Any) -> Any:
@@ -116,4 +117,5 @@ def attention(
     if prob > 0.0 and not deterministic:
         dropout = Dropout.make(_seed(dropout_rng), b, h, q_len, k.shape[1])
         p = jnp.where(dropout.keep(prob), p / (1.0 - prob), 0.0)
-    return weighted_values(p, v, dots).astype(out_dtype), p.astype(out_dtype)
+    o = named_out(weighted_values(p, v, dots).astype(out_dtype))
+    return o, p.astype(out_dtype)

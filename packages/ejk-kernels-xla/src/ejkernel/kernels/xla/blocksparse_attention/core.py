@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
@@ -30,6 +31,7 @@ from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.ops.varying import vary_alike, zeros
 from ejkernel.types.arrays import size_of
 from ejkernel.types.prepare import Tiling
+from ejkernel.types.softmax import named
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _attend_fwd(plan: Plan, *arrays):
     outputs = (walk.new_rows(call.v.shape[-1]), walk.new_rows(), walk.new_rows())
     o, *rows = map(walk.from_rows, walk.map(one, outputs)[0])
     o, lse, shares = sm.settle(o, sm.Rows(*rows), call.sinks, walk.spec.unit(call.bias))
-    o = o.astype(call.q.dtype)
+    o, lse, shares = named(o.astype(call.q.dtype), lse, shares)
     return (o, lse), (*arrays, o, shares)
 
 
@@ -197,6 +199,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+_compiled = compiled(_attend, static=1)
 
 
 def attend(
@@ -219,4 +222,4 @@ def attend(
         o = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
         return o, jnp.full(q.shape[:3], -jnp.inf, dtype)
     arrays: Any = _Call(q, k, v, bias, sinks, mask, pattern, seed)
-    return _attend(plan, *vary_alike(arrays))
+    return _compiled(plan, *vary_alike(arrays))

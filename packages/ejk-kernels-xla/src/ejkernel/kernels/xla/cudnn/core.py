@@ -17,10 +17,12 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._common.softmax import settle
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
+from ejkernel.types.softmax import named_out
 
 _FLAG = re.compile(
     r"--xla_gpu_(exclude_nondeterministic|deterministic)_ops(=(true|1|t|yes|y))?(\s|$)", re.I
@@ -28,7 +30,7 @@ _FLAG = re.compile(
 
 
 def _cudnn(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(
+    o = jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -37,6 +39,7 @@ def _cudnn(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
         local_window_size=None if pattern.left is None else (pattern.left, 0),
         implementation="cudnn",
     )
+    return named_out(o)
 
 
 def own_backward_repeats(q_len: int, kv_len: int) -> bool:
@@ -49,7 +52,7 @@ def attend(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
     """o ``[b, q, h, d]`` for a call that ``support.reason_against`` admits."""
     if own_backward_repeats(q.shape[1], k.shape[1]):
         return _cudnn(pattern, scale, q, k, v)
-    return _with_blockwise_backward(pattern, scale, q, k, v)
+    return _compiled(pattern, scale, q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -82,3 +85,4 @@ def _backward(pattern: Pattern, scale: float, residuals, do):
 
 
 _with_blockwise_backward.defvjp(_forward, _backward)
+_compiled = compiled(_with_blockwise_backward, static=2)

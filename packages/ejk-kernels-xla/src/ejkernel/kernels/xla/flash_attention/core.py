@@ -13,10 +13,12 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo, prepare_mask
+from ejkernel.types.softmax import named
 
 
 def _prepare(spec: Spec, q: jax.Array, k: jax.Array, mask: MaskInfo, seed: jax.Array | None):
@@ -44,7 +46,7 @@ def _attend_fwd(fwd: Spec, bwd: Spec, q, k, v, bias, sinks, mask, seed):
     tiles, dropout = _prepare(fwd, q, k, mask, seed)
     o, rows = blockwise.forward(fwd, q, k, v, bias, mask=tiles, dropout=dropout)
     o, lse, shares = settle(o, rows, sinks, fwd.unit(bias))
-    o = o.astype(q.dtype)
+    o, lse, shares = named(o.astype(q.dtype), lse, shares)
     return (o, lse), (q, k, v, bias, sinks, mask, seed, o, shares)
 
 
@@ -69,6 +71,7 @@ def _attend_bwd(fwd: Spec, bwd: Spec, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+_compiled = compiled(_attend, static=2)
 
 
 def attend(
@@ -88,4 +91,4 @@ def attend(
     without dropout.
     """
     arrays: Any = (q, k, v, bias, sinks, mask, seed)
-    return _attend(fwd, bwd, *vary_alike(arrays))
+    return _compiled(fwd, bwd, *vary_alike(arrays))

@@ -65,7 +65,7 @@ def _bounds(
     return jnp.where(inside, starts[index], 0), jnp.where(inside, ends[index], 0)
 
 
-@partial(jax.jit, static_argnames=("plan", "dtype"), inline=True)
+@partial(jax.jit, static_argnames=("plan", "dtype"))
 def _product(lhs, rhs, sizes, group_offset, existing_out, *, plan: Plan, dtype: Any) -> jax.Array:
     """``grouped_matmul`` of checked arguments."""
     m, groups = lhs.shape[0], rhs.shape[0]

@@ -62,7 +62,7 @@ def _kept(attention_mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     return mask.astype(bool)
 
 
-@partial(jax.jit, static_argnames=("chunk", "block"), inline=True)
+@partial(jax.jit, static_argnames=("chunk", "block"))
 def _pool(
     x: jax.Array,
     cu: jax.Array | None,

@@ -15,6 +15,7 @@ from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, at
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo
 from ejkernel.types import attention as arg
+from ejkernel.types.softmax import named_lse
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18
@@ -148,6 +149,7 @@ def native_sparse_attention(
         if not isinstance(counts, int) and max_block_count is not None:
             counts = jnp.minimum(jnp.asarray(counts, jnp.int32), max_block_count)
         chosen = clean_indices(block_indices, counts, blocks)
+    chosen = named_lse(chosen)  # choosing again would run a loop of its own
     o_slc = _selected(q, k, v, chosen, blocks, scale, cfg)
     gate = 1.0 if g_slc is None else jnp.asarray(g_slc).astype(wide)[..., None]
     out = out + gate * o_slc.astype(wide)

@@ -7,6 +7,8 @@ so that every platform sees the same ones; no gradient passes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,6 +52,7 @@ def _best(score, count: int):
     return tuple(jnp.moveaxis(x, 0, -1) for x in found)
 
 
+@partial(jax.jit, static_argnames=("scale", "count"))
 def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> jax.Array:
     """The ``count`` best blocks ``int32 [b, s, hk, count]``, numbered in the sequence; -1 = none.
 

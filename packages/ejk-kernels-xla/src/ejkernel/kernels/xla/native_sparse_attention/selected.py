@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.softmax import named
 
 NEG_INF = float("-inf")
 
@@ -143,7 +145,7 @@ def _join(x, length: int):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_selected(spec: Spec, q, k, v, rows: Rows):
+def _attend(spec: Spec, q, k, v, rows: Rows):
     """o ``[s, hk, g, dv]`` of one batch row, accumulation dtype.
 
     q ``[s, hk, g, d]``, k ``[s, hk, d]``, v ``[s, hk, dv]``; the slot axis of ``rows.chosen`` is a
@@ -157,7 +159,7 @@ def _forward(spec: Spec, q, k, v, rows: Rows):
         return None, _tile_forward(spec, x[0], k, v, x[1])
 
     o, lse = lax.scan(tile, None, _cut(spec, (q, rows)))[1]
-    o, lse = _join(o, q.shape[0]), _join(lse, q.shape[0])
+    o, lse = named(_join(o, q.shape[0]), _join(lse, q.shape[0]))
     return o, (q, k, v, rows, o, lse)
 
 
@@ -175,4 +177,5 @@ def _backward(spec: Spec, saved, do):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-attend_selected.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
+attend_selected = compiled(_attend, static=1)

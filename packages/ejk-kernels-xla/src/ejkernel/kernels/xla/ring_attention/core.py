@@ -26,12 +26,14 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla.ring_attention import masks
 from ejkernel.kernels.xla.ring_attention.masks import Parts
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
 from ejkernel.ops.varying import vary, vary_alike, varying_axes
+from ejkernel.types.softmax import named
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _attend_fwd(plan: Plan, q, k, v, bias, sinks, parts, seed):
     state = ((o, sm.Rows(zero - jnp.inf, zero)), visitors)
     (o, rows), _ = walk(plan.schedule.count, step, state)
     o, lse, shares = sm.settle(o, rows, sinks, unit)
-    o = o.astype(q.dtype)
+    o, lse, shares = named(o.astype(q.dtype), lse, shares)
     return (o, lse), (q, k, v, bias, sinks, parts, seed, o, shares)
 
 
@@ -148,6 +150,7 @@ def _attend_bwd(plan: Plan, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+_compiled = compiled(_attend, static=1)
 
 
 def attend(
@@ -165,4 +168,4 @@ def attend(
     All arrays are this device's shards; ``bias`` has the keys of all devices.
     """
     arrays: Any = (q, k, v, bias, sinks, parts, seed)
-    return _attend(plan, *vary_alike(arrays, varying_axes(plan.ring.here())))
+    return _compiled(plan, *vary_alike(arrays, varying_axes(plan.ring.here())))

@@ -11,6 +11,7 @@ from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.plain import probabilities, weighted_values
 from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types import attention as arg
+from ejkernel.types.softmax import named_out
 
 
 def scaled_dot_product_attention(
@@ -69,4 +70,4 @@ def scaled_dot_product_attention(
     scale = arg.scale_of(softmax_scale, q.shape[3])
     bias = arg.bias_array(bias, q, k)
     p = probabilities(q, k, bias, None, mask, scale=scale, soft_cap=None, dots=dots)
-    return weighted_values(p, v, dots).astype(q.dtype)
+    return named_out(weighted_values(p, v, dots).astype(q.dtype))

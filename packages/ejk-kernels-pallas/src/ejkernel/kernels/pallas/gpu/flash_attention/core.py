@@ -147,6 +147,7 @@ def _attend(static: Static, q, k, v, sink, mask):
 
 def _attend_fwd(static: Static, q, k, v, sink, mask):
     o, lse, base = vary(_forward(static, q, k, v, sink, mask), varying_axes(q))
+    o, lse, base = softmax.named(o, lse, base)
     return (o, lse), (q, k, v, sink, mask, o, lse, base)
 
 

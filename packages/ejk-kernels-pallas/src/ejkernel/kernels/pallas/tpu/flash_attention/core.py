@@ -78,6 +78,7 @@ def _attend_fwd(static: Static, q, k, v, sink, mask):
     )
     o = _natural(o, p.q_len, p.value_dim)
     lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
+    o, lse, base = softmax.named(o, lse, base)
     return (o, lse), (q, k, v, sink, mask, o, lse, base)
 
 
