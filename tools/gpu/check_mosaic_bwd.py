@@ -22,8 +22,12 @@ import numpy as np
 from tools.gpu.common import jax, jnp, milliseconds
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward, backward_tiles, is_wide
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
+    BackwardTiles,
+    backward_tiles,
+    is_wide,
+)
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from ejkernel.kernels.pallas import compat
-from ejkernel.kernels.pallas._registrations import REGISTRATIONS
+from ejkernel.kernels.pallas import PACKAGE, compat
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.ops import ConfigError
 from ejkernel.ops.implementation import LazyFunction
@@ -29,15 +28,14 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.gpu.flash_attention import core, interface, support, tiles
-from ejkernel.kernels.pallas.gpu.flash_attention.arguments import DIMS
-from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_tiles
+from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, implementation, tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.kernels.pallas.gpu.flash_attention.interface import flash_attention
-from ejkernel.types.call import problem_of
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.bound import bound
 from ejktest.tolerance import check_close
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
@@ -238,9 +236,9 @@ def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, cores, **
 
 @pytest.fixture
 def doubles(monkeypatch):
-    monkeypatch.setattr(core, "Forward", ForwardDouble)
-    monkeypatch.setattr(core, "backward", backward_double)
-    monkeypatch.setattr(interface, "current_chip", Chip)
+    monkeypatch.setattr(implementation, "Forward", ForwardDouble)
+    monkeypatch.setattr(implementation, "backward", backward_double)
+    monkeypatch.setattr(flash_attention, "target", Chip)
 
 
 HALF = ("float16",) * 3
@@ -314,7 +312,7 @@ def test_reasons(reason, shape, dtype, options):
     x = struct(1, 64, 2, shape, dtype=dtype)
     arguments = {"query": x, "key": x, "value": x, **options}
     with on(H200):
-        assert reason in support.supports(SimpleNamespace(arguments=arguments))
+        assert reason in flash_attention.supports(bound(flash_attention.call, **arguments))
     static = {name: x for name, x in arguments.items() if not hasattr(x, "shape")}
     given = {name: x for name, x in arguments.items() if hasattr(x, "shape")}
     with pytest.raises(Unsupported, match=reason), on(H200):
@@ -325,8 +323,7 @@ def test_other_devices_are_named():
     with on(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "cuda")):
         with pytest.raises(Unsupported, match="A100"):
             current_chip()
-    x = struct(1, 64, 2, 64)
-    assert "Hopper" in support.supports(SimpleNamespace(arguments=dict(query=x, key=x, value=x)))
+    assert "Hopper" in flash_attention.missing()
 
 
 def test_bad_shapes_name_the_argument():
@@ -339,12 +336,14 @@ def test_bad_shapes_name_the_argument():
 @pytest.mark.parametrize("d, dv", DIMS)
 def test_configs_give_the_tiles_they_come_from(d, dv, causal):
     x, v = struct(1, 1280, 2, d), struct(1, 1280, 2, dv)
-    inv = SimpleNamespace(arguments=dict(query=x, key=x, value=v, causal=causal))
-    p, rules = problem_of(inv.arguments), Rules(Band(None, 0) if causal else Band())
+    inv = bound(flash_attention.call, query=x, key=x, value=v, causal=causal)
+    p, rules = flash_attention.problem(inv.arguments), Rules(Band(None, 0) if causal else Band())
+    assert p.rules == rules
     with on(H200):
-        for config in support.candidates(inv):
-            interface.choose_tiles(p, rules, config)  # none is refused
-        first = interface.choose_tiles(p, rules, support.heuristic(inv))
+        chosen = flash_attention.choose(p, Chip())
+        for config in flash_attention.candidates(inv):
+            chosen.honouring(config, p, Chip())  # none is refused
+        first = chosen.honouring(flash_attention.heuristic(inv), p, Chip())
     assert first.fwd == tiles.forward_tiles(p, rules, Chip())
     assert first.bwd == backward_tiles(p)
 
@@ -390,9 +389,9 @@ def test_backward_tiles_that_cannot_be_are_refused(doubles):
     flash_attention(x, x, x, cfg={"bwd_params": {"num_stages": 3, "q_blocksize": 64}})
 
 
-@pytest.mark.parametrize("entry", REGISTRATIONS, ids=lambda entry: entry.backend)
+@pytest.mark.parametrize("entry", PACKAGE.entries, ids=lambda entry: entry.backend)
 def test_what_is_registered_as_text_exists(entry):
-    for target in (entry.target, *entry.hook_targets.values()):
+    for target in (PACKAGE.path(entry.target), *PACKAGE.hooks(entry).values()):
         assert callable(LazyFunction(target).resolve())
 
 
@@ -413,6 +412,7 @@ SHORT = {  # (queries, keys, head dim), options: whether the kernels for every G
 def test_short_walks_of_narrow_heads_go_to_the_kernels_for_every_gpu(name):
     (q_len, kv_len, d), options, behind = SHORT[name]
     arguments = dict(query=struct(1, q_len, 4, d), key=struct(1, kv_len, 4, d))
-    inv = SimpleNamespace(arguments=arguments | dict(value=arguments["key"]) | options)
-    found = support.priority_for(inv)
+    inv = bound(flash_attention.call, **arguments, value=arguments["key"], **options)
+    with on(H200):
+        found = flash_attention.priority_for(inv)
     assert (found < 100) == behind and found > 50  # libraries have 50

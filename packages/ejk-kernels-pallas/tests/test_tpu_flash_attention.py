@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import interpreter
-from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, interface, tiles
+from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, tiles
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejkernel.types.structure import Unsupported
@@ -130,17 +130,17 @@ def test_blocks_in_parts_and_strips(kind, block_q, monkeypatch):
         mask={"q_segment_ids": ids((0, 290), (1, 10)), "kv_segment_ids": ids((0, 510), (1, 10)),
         "causal": True, "causal_offset": 256},
     )  # fmt: skip
-    chosen = interface.choose_tiles
+    chosen = flash_attention.choose
 
-    def cut(problem, cfg):
-        found = chosen(problem, cfg)
+    def cut(problem, target):
+        found = chosen(problem, target)
         names, sizes = ("fwd", "dq", "dkv"), {"block_q": block_q, "block_kv": 256, "rows": 64}
         smaller = {n: replace(getattr(found, n), columns=128, **sizes) for n in names}
         # the running maximum of a strip is over all keys of a step, as shipped
         smaller["fwd"] = replace(found.fwd, **sizes)
         return replace(found, **smaller)
 
-    monkeypatch.setattr(interface, "choose_tiles", cut)
+    monkeypatch.setattr(flash_attention, "choose", cut)
     monkeypatch.setattr(tiles, "EDGE", 128)
     x = arrays(call)
     with interpreter(kind=kind):

@@ -14,9 +14,10 @@ import pytest
 from jax import export
 
 from ejkernel.kernels.pallas.tpu.common.chip import current_chip, facts_of, on_chip
-from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, support, tiles
+from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, tiles
 from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
+from ejktest.bound import bound
 
 CHIPS = {
     "v4": "TPU v4",
@@ -91,21 +92,19 @@ def test_tiles_fit(chip, dtype, dim):
                 assert -(-length // block) * block * 8 <= rounded * 9
 
 
-class Call:
+def call(*arrays, **options):
     """What the registry hands to the hooks."""
-
-    def __init__(self, *arrays, **options):
-        names = ("query", "key", "value")
-        self.arguments = {**dict(zip(names, arrays, strict=True)), **options}
+    names = ("query", "key", "value")
+    return bound(flash_attention.call, **dict(zip(names, arrays, strict=True)), **options)
 
 
 def test_hooks():
-    call = Call(*shapes(128, 4096))
+    asked = call(*shapes(128, 4096))
     with on_chip(CHIPS["v5e"]):
-        assert support.supports(call) is None
+        assert flash_attention.supports(asked) is None
         assert current_chip().mxu == 128
-        first = support.heuristic(call)
-        found = support.candidates(call)
+        first = flash_attention.heuristic(asked)
+        found = flash_attention.candidates(asked)
     assert found[0] == first and len(found) > 3
     sizes = [n for c in found for part in c.values() for n in part.values()]
     assert all(128 <= n <= 1024 and n & (n - 1) == 0 for n in sizes)
@@ -114,14 +113,19 @@ def test_hooks():
 def test_reasons():
     q, k, v = shapes(128)
     with on_chip(CHIPS["v6e"]):
-        assert "bias" in (support.supports(Call(q, k, v, bias=q)) or "")
+        assert "bias" in (
+            flash_attention.supports(
+                call(q, k, v, bias=jax.ShapeDtypeStruct((1, 1, 1024, 1024), "float32"))
+            )
+            or ""
+        )
         dense = jax.ShapeDtypeStruct((1, 1, 1024, 1024), "bool")
-        assert "dense" in (support.supports(Call(q, k, v, attention_mask=dense)) or "")
+        assert "dense" in (flash_attention.supports(call(q, k, v, attention_mask=dense)) or "")
         padding = jax.ShapeDtypeStruct((1, 1024), "bool")
-        assert support.supports(Call(q, k, v, attention_mask=padding)) is None
+        assert flash_attention.supports(call(q, k, v, attention_mask=padding)) is None
         with jax.enable_x64(True):
-            assert "jax_enable_x64" in (support.supports(Call(q, k, v)) or "")
-    assert "TPU" in (support.supports(Call(q, k, v)) or "")
+            assert "jax_enable_x64" in (flash_attention.supports(call(q, k, v)) or "")
+    assert "TPU" in (flash_attention.supports(call(q, k, v)) or "")
 
 
 @pytest.mark.skipif(

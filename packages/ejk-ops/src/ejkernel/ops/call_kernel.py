@@ -69,11 +69,11 @@ class CallKernel:
         """Tiles worth timing beside the chosen ones."""
         return ()
 
-    def honour(self, tiles: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        """``tiles`` with what a config says instead."""
-        return tiles
+    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        """The chosen tiles with what a config says instead."""
+        return chosen
 
-    def fields(self, tiles: Any) -> dict[str, Any]:
+    def fields(self, chosen: Any) -> dict[str, Any]:
         """Tiles as fields of the operation's config, which ``honour`` reads back."""
         return {}
 
@@ -114,16 +114,12 @@ class CallKernel:
             if self.differentiable:
                 outputs = differentiable(work, arrays)
             else:
-                outputs = self.named(self.forward(work, arrays)[0])
+                outputs, _ = self.call.named(*self.forward(work, arrays))
         return self.call.results(a, outputs)
-
-    def named(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Outputs under the names by which ``jax.checkpoint`` policies can save them."""
-        return self.call.named(outputs)
 
     # ---- what the registry asks -------------------------------------------------------------
 
-    def _facts(self, inv: Any) -> tuple[Any, str | None]:
+    def facts(self, inv: Any) -> tuple[Any, str | None]:
         """The problem of an invocation, and why it cannot be done; remembered with it."""
         known = inv.facts.get(self)
         if known is None:
@@ -137,15 +133,15 @@ class CallKernel:
 
     def supports(self, inv: Any) -> str | None:
         """None, or why this kernel cannot do the call."""
-        return self.missing() or self._facts(inv)[1]
+        return self.missing() or self.facts(inv)[1]
 
     def heuristic(self, inv: Any) -> dict[str, Any]:
         """Config fields of the chosen tiles."""
-        return self.fields(self.choose(self._facts(inv)[0], self.target()))
+        return self.fields(self.choose(self.facts(inv)[0], self.target()))
 
     def candidates(self, inv: Any) -> list[dict[str, Any]]:
         """Config fields worth timing, the chosen tiles' first, each once."""
-        problem, target = self._facts(inv)[0], self.target()
+        problem, target = self.facts(inv)[0], self.target()
         chosen = self.choose(problem, target)
         found: list[dict[str, Any]] = []
         for tiles in (chosen, *self.near(problem, target, chosen)):

@@ -38,8 +38,7 @@ def _run(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
 
 
 def _forward(work: Work, arrays: Arrays) -> Any:
-    outputs, saved = work.kernel.forward(work, arrays)
-    outputs = work.kernel.named(outputs)
+    outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 

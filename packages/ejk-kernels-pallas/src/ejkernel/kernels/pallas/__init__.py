@@ -5,61 +5,42 @@ Every operation is a function here, under its own name, with full gradients:
 JAX targets. Each is imported on first use; importing this package imports no kernel.
 """
 
-from __future__ import annotations
-
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import Any
-
-from ejkernel.kernels.pallas._registrations import REGISTRATIONS
 from ejkernel.kernels.pallas._version import __version__
+from ejkernel.ops.packages import HOOKS, Entry, KernelPackage
 
-__all__ = ["__version__", "register", *dict.fromkeys(r.function for r in REGISTRATIONS)]
-
-
-def register(registry: Any) -> None:
-    """Register every implementation for its device; imports none."""
-    for r in REGISTRATIONS:
-        registry.register_lazy(
-            r.algorithm,
-            "pallas",
-            r.backend,
-            r.priority,
-            target=r.target,
-            config_fields=r.reads,
-            **r.hook_targets,
-        )
-
-
-def _exported(function: str) -> property:
-    targets = {r.backend: r.target for r in REGISTRATIONS if r.function == function}
-
-    def load(backend: str) -> Any:
-        module, _, name = targets[backend].partition(":")
-        return getattr(import_module(module), name)
-
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        """The operation, by the kernel of the target device (the TPU's where interpreted)."""
-        from ejkernel.ops.utils.device import device_kind
-
-        kind = device_kind()
-        return load(kind if kind in targets else "tpu")(*args, **kwargs)
-
-    # importing a subpackage assigns it to this module; the function of that name stays visible
-    if len(targets) == 1:
-        return property(lambda _: load(*targets), lambda _, value: None)
-    choose.__name__ = choose.__qualname__ = function
-    return property(lambda _: choose, lambda _, value: None)
-
-
-class _Package(ModuleType):
-    """This module, with the public functions as attributes: many share a subpackage's name."""
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-
-for _name in dict.fromkeys(r.function for r in REGISTRATIONS):
-    setattr(_Package, _name, _exported(_name))
-sys.modules[__name__].__class__ = _Package
+PACKAGE = KernelPackage(
+    __name__,
+    "pallas",
+    (
+        Entry(
+            "flash_attention",
+            "gpu.flash_attention.implementation:flash_attention",
+            priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
+            hooks=HOOKS,
+            config_fields=(
+                "fwd_params.q_blocksize",
+                "fwd_params.kv_blocksize",
+                "fwd_params.num_stages",
+                "bwd_params.q_blocksize",
+                "bwd_params.kv_blocksize",
+                "bwd_params.num_stages",
+            ),
+        ),
+        Entry(
+            "flash_attention",
+            "tpu.flash_attention.implementation:flash_attention",
+            backend="tpu",
+            config_fields=(
+                "fwd_params.q_blocksize",
+                "fwd_params.kv_blocksize",
+                "bwd_params.q_blocksize",
+                "bwd_params.kv_blocksize",
+                "bwd_params.blocksize_m",
+                "bwd_params.blocksize_n",
+            ),
+        ),
+    ),
+)
+__all__ = ["__version__", "register", *PACKAGE.functions]
+register = PACKAGE.register
+PACKAGE.export()

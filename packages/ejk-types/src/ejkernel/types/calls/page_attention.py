@@ -76,8 +76,8 @@ class PageAttention(Call):
         )
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return softmax.named(*outputs)
+    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.named(*outputs), softmax.named_lse(saved)
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:

@@ -67,8 +67,8 @@ class SoftmaxCall(Call):
         return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return softmax.named(*outputs)
+    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.named(*outputs), softmax.named_lse(saved)
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:

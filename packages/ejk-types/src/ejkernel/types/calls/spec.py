@@ -136,9 +136,9 @@ class Call:
         return None
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Outputs under the names that ``jax.checkpoint`` policies know."""
-        return outputs
+    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        """Outputs, and what a gradient needs beside them, under names for ``jax.checkpoint``."""
+        return outputs, saved
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:

@@ -46,11 +46,11 @@ class GroupedMatmul(TritonKernel):
     def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
         return (replace(chosen, fwd=t) for t in choice.near(problem, target))
 
-    def honour(self, tiles: Passes, cfg: Any, problem: Problem, target: Target) -> Passes:
-        return choice.honour(tiles, cfg)
+    def honour(self, chosen: Passes, cfg: Any, problem: Problem, target: Target) -> Passes:
+        return choice.honour(chosen, cfg)
 
-    def fields(self, tiles: Passes) -> dict[str, Any]:
-        return tiles.fwd.fields
+    def fields(self, chosen: Passes) -> dict[str, Any]:
+        return chosen.fwd.fields
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem

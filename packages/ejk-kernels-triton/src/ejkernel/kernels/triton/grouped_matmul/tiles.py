@@ -30,6 +30,7 @@ class Problem:
         transposed: matrices are ``[columns, inner]``.
         dtype, out: of both operands and of the result.
         precision: of float32 products, as Triton names it.
+        added: whether something is added to the product, in float32.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Problem:
     precision: str
     batch: int = 1
     shared: bool = True
+    added: bool = False
 
     @property
     def each(self) -> int:
@@ -80,6 +82,7 @@ class Problem:
             columns=self.inner,
             transposed=not self.transposed,
             out=self.dtype,
+            added=False,
         )
 
 
@@ -152,7 +155,8 @@ def held_bytes(p: Problem, t: Tiles) -> int:
     steps = t.num_stages * (t.block_m + t.block_n) * t.block_k * p.itemsize
     # half a tile of all warps is a whole one of those that hold it
     parts = t.parts if t.block_m >= 16 * t.num_warps else 1
-    return steps + t.block_m * t.block_n // parts * BYTES[p.out] + 64
+    width = 4 if p.added else BYTES[p.out]
+    return steps + t.block_m * t.block_n // parts * width + 64
 
 
 def deepest(p: Problem, t: Tiles, target: Target, most: int) -> Tiles:

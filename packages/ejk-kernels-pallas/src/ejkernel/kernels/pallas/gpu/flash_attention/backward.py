@@ -18,31 +18,16 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import build
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
+    backward_tiles,
     band_ranges,
     falling_heads,
+    is_wide,
     ranges_by_query,
     walk_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import ROWS, WidePlan
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band
-
-
-def is_wide(problem: Problem) -> bool:
-    """Whether the head is too wide for the fused kernel."""
-    return max(problem.dim, problem.value_dim) > 128
-
-
-def backward_tiles(problem: Problem) -> BackwardTiles:
-    """Tile sizes for a problem.
-
-    The dk and dv sums of 64 key rows take ``dim`` registers of a thread. At 64 that leaves room
-    for logits of 128 queries, which halves the reads of keys and the steps; at 128 it does not.
-    Above, two warpgroups share the sums of 64 key rows, and dq is a kernel of its own.
-    """
-    if is_wide(problem):
-        return BackwardTiles(block_q=ROWS, block_kv=ROWS)
-    return BackwardTiles(block_q=128 if max(problem.dim, problem.value_dim) <= 64 else 64)
 
 
 def _padded(x: jax.Array, length: int, fill: float) -> jax.Array:

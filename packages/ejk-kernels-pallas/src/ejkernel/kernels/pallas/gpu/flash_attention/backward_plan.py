@@ -39,6 +39,23 @@ class BackwardTiles:
         return kv + q + ds + dq + BARRIERS
 
 
+def is_wide(problem: Problem) -> bool:
+    """Whether the head is too wide for the fused kernel."""
+    return max(problem.dim, problem.value_dim) > 128
+
+
+def backward_tiles(problem: Problem) -> BackwardTiles:
+    """Tile sizes for a problem.
+
+    The dk and dv sums of 64 key rows take ``dim`` registers of a thread. At 64 that leaves room
+    for logits of 128 queries, which halves the reads of keys and the steps; at 128 it does not.
+    Above, two warpgroups share the sums of 64 key rows, and dq is a kernel of its own.
+    """
+    if is_wide(problem):
+        return BackwardTiles(block_q=64, block_kv=64)
+    return BackwardTiles(block_q=128 if max(problem.dim, problem.value_dim) <= 64 else 64)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything static about one backward call.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS, Chip
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles, backward_tiles
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types.attention import field
 from ejkernel.types.problem import Problem
@@ -71,6 +71,42 @@ class ForwardTiles:
         kv = self.stages * self.block_kv * (d + dv) * size
         o = self.block_q * (self.o_columns * size + 2 * 4)  # and lse, base
         return q + kv + o + BARRIERS
+
+
+@dataclass(frozen=True)
+class FlashTiles:
+    """Tiles of both passes."""
+
+    fwd: ForwardTiles
+    bwd: BackwardTiles
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As fields of a config."""
+        blocks = {"q_blocksize": self.fwd.block_q, "kv_blocksize": self.fwd.block_kv}
+        # 192 queries and 160 keys are what no block size stands for: left out, they are chosen
+        # again
+        fwd = {name: n for name, n in blocks.items() if n & (n - 1) == 0}
+        return {
+            "fwd_params": {**fwd, "num_stages": self.fwd.stages},
+            "bwd_params": {
+                "q_blocksize": self.bwd.block_q,
+                "kv_blocksize": self.bwd.block_kv,
+                "num_stages": self.bwd.stages,
+            },
+        }
+
+    def honouring(self, cfg: Any, problem: Problem, chip: Chip) -> FlashTiles:
+        """These tiles with what a config says instead."""
+        return FlashTiles(
+            override_forward(self.fwd, problem, chip, field(cfg, "fwd_params")),
+            override_backward(self.bwd, problem, chip, field(cfg, "bwd_params")),
+        )
+
+
+def choose(problem: Problem, chip: Chip) -> FlashTiles:
+    """The tiles of a call by the arithmetic below."""
+    return FlashTiles(forward_tiles(problem, problem.rules, chip), backward_tiles(problem))
 
 
 def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:

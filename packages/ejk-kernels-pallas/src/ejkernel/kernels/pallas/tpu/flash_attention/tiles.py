@@ -60,6 +60,35 @@ class Tiles:
         return blocks + kept + converted + 12 * min(self.rows, 512) * walked
 
 
+@dataclass(frozen=True)
+class FlashTiles:
+    """Tiles of the three kernels: forward, query gradient, key gradients."""
+
+    fwd: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As fields of a config."""
+        fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
+        dkv = {theirs: getattr(self.dkv, mine) for mine, theirs in FIELDS.items()}
+        dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
+        return {"fwd_params": fwd, "bwd_params": dkv | dq}
+
+    def honouring(self, cfg: Any) -> FlashTiles:
+        """These tiles with what a config says instead."""
+        fwd, bwd = arg.field(cfg, "fwd_params"), arg.field(cfg, "bwd_params")
+        dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
+        return FlashTiles(override(self.fwd, fwd), dq, dkv)
+
+
+def choose(problem: Problem, chip: Chip) -> FlashTiles:
+    """The tiles of a call by the arithmetic below."""
+    tiles = (forward_tiles(problem, chip), dq_tiles(problem, chip), dkv_tiles(problem, chip))
+    return FlashTiles(*tiles)
+
+
 def _block(length: int, largest: int) -> int:
     """The largest power of two that wastes at most an eighth of ``length`` rounded to lanes."""
     rounded = -(-length // LANES) * LANES

@@ -1,0 +1,31 @@
+"""What all Pallas kernels have in common: the chip they are made for, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ejkernel.ops.call_kernel import CallKernel
+from ejkernel.ops.differentiate import Arrays
+from ejkernel.ops.varying import vary, varying_axes
+
+
+class PallasKernel(CallKernel):
+    """A kernel for the chip that ``chip()`` finds."""
+
+    chip: ClassVar[Callable[[], Any]]
+
+    def missing(self) -> str | None:
+        try:
+            self.chip()
+        except self.call.Unsupported as error:
+            return str(error)
+        return None
+
+    def target(self) -> Any:
+        return self.chip()
+
+    @staticmethod
+    def alike(results: Any, arrays: Arrays) -> Any:
+        """Results that vary over the mesh axes over which the arrays do."""
+        return vary(results, varying_axes(arrays["q"]))

@@ -1,0 +1,161 @@
+"""Flash attention on TPU as one kernel object: what it takes, its tiles, its three kernels.
+
+Residuals are q, k, v, o, the lse of every row and what the caller gave; the [q, k] matrix is
+recomputed tile by tile. The kernels read head-major arrays padded to whole tiles: one transpose
+and pad that XLA fuses into what produced the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.kernels.pallas.tpu.common.chip import Chip, current_chip
+from ejkernel.kernels.pallas.tpu.common.masks import tile_rules, visits
+from ejkernel.kernels.pallas.tpu.flash_attention import tiles
+from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
+from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
+from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
+from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import MaskInfo, calls, softmax
+from ejkernel.types.problem import Problem
+
+DTYPES = ("bfloat16", "float32")
+MAX_DIM = 256
+
+
+class FlashAttention(PallasKernel):
+    """Exact attention in memory linear in the lengths, on a TPU; see the operation of this name.
+
+    q, k and v are bfloat16 or float32, promoted to one dtype, with head dims up to 256; a dense
+    mask, a bias and dropout are not supported. ``precision`` of float32 products: None is one
+    bfloat16 pass, "high" and "highest" float32. Two runs give the same bits. ``cfg``:
+    ``fwd_params`` (q_blocksize, kv_blocksize) and ``bwd_params`` (the same for the key gradients;
+    blocksize_m, blocksize_n for the query gradient); sizes below 128 mean 128.
+
+    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
+    """
+
+    call = calls.FlashAttention
+    chip = staticmethod(current_chip)
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        return replace(self.call.problem(a), precision=dot_precision(a["precision"]))
+
+    def refuse(self, problem: Problem, target: Chip) -> str | None:
+        if problem.dtype not in DTYPES:
+            return f"query: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
+        if problem.logits_dtype == "float64":
+            return "logits_dtype: float64 is not supported"
+        for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
+            if not 0 < dim <= MAX_DIM:
+                return f"{argument}: head dim {dim} is not between 1 and {MAX_DIM}"
+        if problem.biased:
+            return "bias: a [q, k] bias would be read once a head, which costs more than products"
+        if problem.dropout:
+            return "dropout_prob: dropout is not supported"
+        return None
+
+    def choose(self, problem: Problem, target: Chip) -> FlashTiles:
+        return tiles.choose(problem, target)
+
+    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+        for part in ("fwd", "dkv", "dq"):
+            for tile in tiles.neighbours(getattr(chosen, part)):
+                yield replace(chosen, **{part: tile})
+
+    def honour(self, chosen: FlashTiles, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
+        return chosen.honouring(cfg)
+
+    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
+        return chosen.fields
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p = work.problem
+        layout, table, pairs = _prepare(work, work.tiles.fwd, arrays["mask"])
+        o, lse, base = forward(
+            layout,
+            table,
+            _head_major(arrays["q"], layout.q_padded, layout.dim),
+            _head_major(arrays["k"], layout.kv_padded, layout.dim),
+            _head_major(arrays["v"], layout.kv_padded, layout.value_dim),
+            arrays.get("sink"),
+            pairs,
+        )
+        lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
+        return (_natural(o, p.q_len, p.value_dim), lse), base
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        p, t, mask = work.problem, work.tiles, arrays["mask"]
+        (o, lse), (do, dlse) = outputs, cotangents
+        delta = softmax.row_delta(o, do, dlse)
+
+        def operands(layout: Layout) -> tuple[jax.Array, ...]:
+            return (
+                _head_major(arrays["q"], layout.q_padded, layout.dim),
+                _head_major(arrays["k"], layout.kv_padded, layout.dim),
+                _head_major(arrays["v"], layout.kv_padded, layout.value_dim),
+                _head_major(do, layout.q_padded, layout.value_dim),
+                padded(saved[:, :, None], layout.q_padded),
+                padded(delta[:, :, None], layout.q_padded),
+            )
+
+        layout, table, pairs = _prepare(work, t.dq, mask)
+        dq = query_gradient(layout, table, *operands(layout), pairs)
+        layout, table, pairs = _prepare(work, t.dkv, mask, transposed=True)
+        dk, dv = key_gradients(layout, table, *operands(layout), pairs)
+        grads = {
+            "q": _natural(dq, p.q_len, p.dim),
+            "k": _natural(dk, p.kv_len, p.dim),
+            "v": _natural(dv, p.kv_len, p.value_dim),
+        }
+        if "sink" in arrays:
+            grads["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
+        return grads
+
+
+def _prepare(
+    work: Work, tiles: Tiles, mask: MaskInfo, transposed: bool = False
+) -> tuple[Layout, Any, list[tuple[jax.Array, jax.Array]]]:
+    """Layout, table of visited blocks and padded value pairs ``[#b, 1, tokens]`` of a kernel."""
+    p = work.problem
+    rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
+    found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
+    layout = layout_of(p, tiles, rules, work.target, found)
+    rows = [
+        (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
+        for q, kv in pairs.values()
+    ]
+    return layout, found.table, rows
+
+
+def _head_major(x: jax.Array, length: int, dim: int) -> jax.Array:
+    return padded(x.swapaxes(1, 2), length, dim)
+
+
+def _natural(x: jax.Array, length: int, dim: int) -> jax.Array:
+    return x[:, :, :length, :dim].swapaxes(1, 2)
+
+
+def dot_precision(precision: Any) -> str:
+    """jax.lax precision of a float32 product: "default" (one bfloat16 pass) or "highest"."""
+    if isinstance(precision, (tuple, list)):
+        return max(map(dot_precision, precision), key=("default", "highest").index)
+    text = "default" if precision is None else str(getattr(precision, "name", precision)).lower()
+    return "highest" if text in ("highest", "float32", "high", "tensorfloat32") else "default"
+
+
+flash_attention = FlashAttention()
