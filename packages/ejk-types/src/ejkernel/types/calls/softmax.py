@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +15,7 @@ from ejkernel.types.call import mask_of, problem_of, read_mask
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Rules, split_mask
+from ejkernel.types.structure import split_mask
 
 
 def _packed(a: Mapping[str, Any]) -> bool:
@@ -38,15 +39,14 @@ class SoftmaxCall(Call):
             biased=a.get("bias") is not None,
             seed_batches=max(a["query"].shape[0], 1),
             logits_dtype=jnp.dtype(a.get("logits_dtype", "float32")).name,
-            rules=cls._rules(a),
+            rules=cls.read_mask(a, lambda mask: split_mask(mask)[0]),
         )
 
     @staticmethod
-    def _rules(a: Mapping[str, Any]) -> Rules:
-        def read(mask: MaskInfo) -> Rules:
-            return split_mask(mask)[0]
-
-        return read_mask(a, read) if _packed(a) else read(a["mask_info"])
+    def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
+        """What ``read`` finds in the mask of a call, from shapes alone. May raise Unsupported."""
+        mask = a["mask_info"]
+        return read_mask(a, read) if _packed(a) or jax.tree.leaves(mask) else read(mask)
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:

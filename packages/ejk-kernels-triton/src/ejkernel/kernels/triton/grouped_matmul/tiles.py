@@ -279,6 +279,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         dtype=dtype.name,
         out=dtype.name if out is None else jnp.dtype(out).name,
         precision=precision_name(a.get("precision"), dtype.name) or "",
+        added=a.get("existing_out") is not None,
     )
 
 

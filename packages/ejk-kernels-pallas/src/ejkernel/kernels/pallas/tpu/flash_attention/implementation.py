@@ -46,7 +46,10 @@ class FlashAttention(PallasKernel):
     chip = staticmethod(current_chip)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        return replace(self.call.problem(a), precision=dot_precision(a["precision"]))
+        p = replace(self.call.problem(a), precision=dot_precision(a["precision"]))
+        # raises for masks that tiles have no rules for
+        self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
+        return p
 
     def refuse(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
