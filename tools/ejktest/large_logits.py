@@ -91,6 +91,33 @@ CASES = (
 )
 
 
+def walks(unit: float, blocks: int, rows: int = 64, block: int = 16) -> np.ndarray:
+    """Float32 numbers ``[rows, blocks * block]`` whose maxima rise and fall from block to block.
+
+    They wander across the size from which rows take another slope, in both directions, with
+    neighbours one rounding apart, and each block holds keys that tie. Times ``unit`` all of them
+    are finite logits.
+    """
+    rng = np.random.default_rng(0)
+    top = np.float32(min(MAX / max(unit, 1.0), MAX))
+    limit = np.float32(2.0**30 / (unit * np.log2(np.e)))
+    sizes = [np.float32(1.0), np.float32(2.0**24), np.float32(2.0**40), top]
+    sizes += [limit * np.float32(x) for x in (0.1, 0.7, 1.4, 3.0)]
+    for direction in (np.float32(0.0), top):
+        x = limit
+        for _ in range(3):
+            sizes.append(x)
+            x = np.nextafter(x, direction)
+    levels = np.array([sign * x for x in sizes for sign in (-1.0, 1.0)], np.float32)
+    near = rng.choice(levels, (rows, 1, 1))
+    near = np.nextafter(near, rng.choice(levels, (rows, blocks, 1)))
+    far = rng.choice(levels, (rows, blocks, 1))
+    x = np.where(np.arange(rows)[:, None, None] % 2, near, far)
+    below = np.nextafter(x, np.float32(-MAX))
+    lower = np.where(rng.random((rows, blocks, block)) < 0.5, below, -top)
+    return np.where(rng.random(lower.shape) < 0.3, x, lower).reshape(rows, -1)
+
+
 def natural(case: Case, x: dict[str, Any]) -> dict[str, float]:
     """What one unit of each result's arithmetic is worth: the size of its summands."""
     call = case.call

@@ -56,6 +56,29 @@ def test_blocks_that_nobody_sees_may_hold_nan() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("unit, chip", [(1.0, 90), (0.3, 90), (1e10, 90), (0.3, 80)])
+def test_maxima_that_cross_from_slope_to_slope(unit: float, chip: int) -> None:
+    """o and lse, with the numbers as a bias (unit 1) or as products."""
+    x = large_logits.walks(unit, blocks=5).reshape(4, 16, -1)
+    v = np.random.default_rng(1).standard_normal((4, x.shape[2], 1, 16)).astype(np.float32)
+    q, k = np.zeros((4, 16, 1, 16), np.float32), np.zeros_like(v)
+    bias = x[:, None] if unit == 1.0 else None
+    if bias is None:  # each query picks a column of the keys
+        q[:], k[:, :, 0] = np.eye(16)[:, None], np.swapaxes(x, 1, 2)
+    with compile_for(cuda_target(chip)):
+        o, lse = flash_attention(
+            q, k, v, bias, softmax_scale=unit, precision="highest", return_lse=True,
+            cfg={"fwd_params": {"q_blocksize": 16, "kv_blocksize": 16}},
+        )  # fmt: skip
+    logits = x.astype(np.float64) * unit
+    high = logits.max(2, keepdims=True)
+    p = np.exp(logits - high)
+    total = p.sum(2, keepdims=True)
+    want = (p / total) @ v[:, :, 0].astype(np.float64)
+    np.testing.assert_allclose(o[:, :, 0], want, rtol=0, atol=2**-18)
+    np.testing.assert_allclose(lse[..., 0], (high + np.log(total))[..., 0], rtol=2**-18)
+
+
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("size, scale", [(1e5, None), (1.0, 1e10), (1.0, -1e10)])
 def test_paged_decoding(splits: int | None, size: float, scale: float | None) -> None:

@@ -4,9 +4,14 @@ The running state of a row is its maximum m, the sum l of exp2((x - m) * slope) 
 and the equally scaled output. A tile with no visible key has maximum -inf; the guard keeps
 -inf - -inf from making a NaN.
 
-x - m is subtracted before it is scaled: the largest logit then adds exactly 1, however large it
-is. One multiply-add of x * slope - m * slope would leave what the rounding of m * slope lost, 512
-at a logit of 1e10.
+``online_softmax`` subtracts x - m before it scales: the largest logit then adds exactly 1, however
+large it is. That is an addition and a multiplication a score. ``fused_softmax`` makes it one
+multiply-add, x * slope - b, with b = m * slope as rounded. A multiply-add rounds once, at its end,
+so that all terms of a row have the factor exp2(e) in common, e = m * slope - b being what the
+rounding of b lost, itself a float32 number. It is carried along, and the end divides by its
+power. From 2^30 on it might grow too large; there float32 logits differ by 64 or not at all (in
+base 2), and a power of two as the slope, no larger than the natural one, keeps e at 0, a difference
+large, and m * slope finite. Not for float16, which has not the range for exp2(e).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3;
 Dao, "FlashAttention-2" (2023), section 3.1.
@@ -36,6 +41,24 @@ def online_softmax(x, m, l, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr): 
         p = tl.exp2((x - base[:, None]) * slope)
     alpha = tl.exp2((m - base) * slope)
     return p, m_new, l * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def fused_softmax(x, m, l, e, slope, power, large, GUARD: tl.constexpr):  # noqa: E741
+    """The same by one multiply-add a score: returns (p, m, l, e, alpha).
+
+    True sums are those of p times exp2(-e); e is 0 before the first tile. ``power``: the slope of
+    rows whose m is beyond ``large``.
+    """
+    m_new = tl.maximum(m, tl.max(x, 1))
+    slope = tl.where(tl.abs(m_new) >= large, power, slope)
+    base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
+    b = base * slope
+    p = tl.exp2(tl.fma(x, slope[:, None], -b[:, None]))
+    # multiply-adds by name: a compiler that fused the product b itself would undo its rounding
+    alpha = tl.exp2(tl.fma(m, slope, -b) - e)
+    e = tl.fma(base, slope, -b)
+    return p, m_new, l * alpha + tl.sum(p, 1), e, alpha
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
-from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, online_softmax
+from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, fused_softmax, online_softmax
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
     given_blocks,
@@ -75,6 +75,8 @@ def flash_fwd(
     chunk_offset,
     scale,
     slope,
+    power,
+    large,
     unit,
     shift,
     peak,
@@ -110,6 +112,7 @@ def flash_fwd(
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
     FIXED: tl.constexpr,
+    MULTIPLY_ADD: tl.constexpr,
     DROPOUT: tl.constexpr,
     SCALED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
@@ -156,6 +159,7 @@ def flash_fwd(
 
     m = tl.full([BLOCK_Q], 0.0 if FIXED else float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
+    e = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DV_MAIN], tl.float32)
     if DV_REST > 0:
         acc_more = tl.zeros([BLOCK_Q, DV_REST], tl.float32)
@@ -210,9 +214,14 @@ def flash_fwd(
                 p = tl.exp2(s * slope - peak)
                 l += tl.sum(p, 1)  # noqa: E741
             else:
-                p, m, l, alpha = online_softmax(  # noqa: E741
-                    s, m, l, slope, False, (phase == 1) or bias is not None
-                )
+                if MULTIPLY_ADD:
+                    p, m, l, e, alpha = fused_softmax(  # noqa: E741
+                        s, m, l, e, slope, power, large, (phase == 1) or bias is not None
+                    )
+                else:
+                    p, m, l, alpha = online_softmax(  # noqa: E741
+                        s, m, l, slope, False, (phase == 1) or bias is not None
+                    )
                 acc = acc * alpha[:, None]
                 if DV_REST > 0:
                     acc_more = acc_more * alpha[:, None]
@@ -234,20 +243,22 @@ def flash_fwd(
 
     alive = l > 0.0
     top = tl.where(alive, m, 0.0) * unit + shift  # the largest logit, as the caller counts them
-    low = tl.where(alive, l, 1.0)
+    # what fused_softmax carried along
+    shrink = tl.exp2(-e) if MULTIPLY_ADD and not FIXED else 1.0
+    low = tl.where(alive, l, 1.0) * shrink
     if sink is not None:
         # one more logit per row, never in the output; a row without keys stays empty
         extra = tl.load(sink + b * sink_batch + h)
         whole = tl.maximum(top, extra)
         above = (whole - top) * LOG2E
-        shrink = tl.exp2(-above)
-        low = low * shrink + tl.exp2((extra - whole) * LOG2E)
-        factor = shrink / low
+        share = tl.exp2(-above)
+        low = low * share + tl.exp2((extra - whole) * LOG2E)
+        factor = share * shrink / low
         top = whole
         low = tl.log2(low)
         less = low + above
     else:
-        factor = 1.0 / low
+        factor = shrink / low
         low = tl.log2(low)
         less = low
     if DROPOUT:
@@ -258,9 +269,9 @@ def flash_fwd(
     # one log l is rounded away, so with a bias, where rows of one large number are common, it is
     # stored by itself
     if rest is not None:
-        large = alive & (tl.abs(m) >= LARGE)
-        tl.store(rest + rows + i, tl.where(large, less, 0.0), mask=i < q_len)
-        less = tl.where(large, 0.0, less)
+        apart = alive & (tl.abs(m) >= LARGE)
+        tl.store(rest + rows + i, tl.where(apart, less, 0.0), mask=i < q_len)
+        less = tl.where(apart, 0.0, less)
     if FIXED:
         less += peak
     row_base = (m * slope + less) if FUSED else (m + less / slope)

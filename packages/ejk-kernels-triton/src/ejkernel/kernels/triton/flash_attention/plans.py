@@ -23,6 +23,8 @@ from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band, Rules
 
 FLOAT = jnp.float32
+MAX = float(jnp.finfo(FLOAT).max)
+TINY = 2.0**-120
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ class AttentionPlan:
         rows = math.prod((self.shape("bias") or ())[:3])
         return TensorMap(bias.index, (rows, p.kv_len), (self.tiles.block_q, self.tiles.block_kv))
 
+    @property
+    def slope(self) -> float:
+        """Of what the kernels hold, in base 2; keys hidden at -inf stay so at a scale of 0."""
+        return max(float(logit_unit(self.problem) * LOG2E), TINY)
+
     def partial(self, even: bool) -> bool:
         """Whether any block needs an element mask; ``even``: tiles end with the walked axis."""
         rules = self.rules
@@ -158,8 +165,7 @@ class AttentionPlan:
             "chunk": chunk[0] if chunk else None,
             "chunk_offset": chunk[1] if chunk else None,
             "scale": float(scale),
-            # keys that are hidden at -inf stay hidden, also at a scale of 0
-            "slope": max(float(logit_unit(p) * LOG2E), 2.0**-120),
+            "slope": self.slope,
             "cap_in": float(2 / cap * LOG2E * (1.0 if biased else p.scale)) if cap else 0.0,
             "keep_threshold": p.keep_threshold,
             "ids_stride": leading("q_ids", 1),
@@ -277,6 +283,8 @@ class ForwardPlan(AttentionPlan):
         arguments = {
             "sink": self.operand("sink"),
             "sink_batch": 0 if sink is None or sink[0] == 1 else p.heads,
+            "power": 2.0 ** math.floor(math.log2(max(logit_unit(p), TINY))),
+            "large": min(2.0**30 / self.slope, MAX),
             "unit": logit_unit(p),
             "shift": (logit_shift(p) + (peak if fixed else 0.0)) / LOG2E,
             "peak": peak,
@@ -286,7 +294,10 @@ class ForwardPlan(AttentionPlan):
             "base": Out(2),
             "rest": Out(3) if p.biased else None,
         }
-        return self.over_queries(flash_fwd, target, arguments, {"FIXED": fixed})
+        # see ``fused_softmax``; elsewhere masked forms would spill
+        multiply_add = target.hopper and p.dtype != "float16"
+        constants = {"FIXED": fixed, "MULTIPLY_ADD": multiply_add}
+        return self.over_queries(flash_fwd, target, arguments, constants)
 
 
 @dataclass(frozen=True)
