@@ -28,12 +28,18 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, implementation, tiles
+from ejkernel.kernels.pallas.gpu.flash_attention import (
+    flash_attention,
+    forward_softmax,
+    implementation,
+    tiles,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
+from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.bound import bound
 from ejktest.tolerance import check_close
@@ -129,6 +135,39 @@ def test_lowers_inside_a_shard_map_that_tracks_axes(d):
         f = jax.jit(jax.shard_map(gradient(CAUSAL), in_specs=specs, out_specs=specs))
         text = f.trace(*heads(d, d, 300)).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("slack", [0, 8])
+@pytest.mark.parametrize("unit, dtype", [(1.0, "bfloat16"), (0.3, "bfloat16"), (0.3, "float16")])
+def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
+    """The online softmax by itself, and its sums as the end of the kernel reads them."""
+
+    def multiply_add(x, factors, terms):
+        wide = (np.asarray(a, np.float64) for a in (x, factors, terms))
+        x, factors, terms = (a.reshape(-1, 1) if x.ndim > a.ndim else a for a in wide)
+        with np.errstate(over="ignore"):
+            return jnp.asarray((x * factors + terms).astype(np.float32))
+
+    monkeypatch.setattr(forward_softmax, "multiply_add", multiply_add)
+    monkeypatch.setattr(forward_softmax, "_hide", lambda form, r, x, *_: x)
+    monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
+    x, block = large_logits.walks(unit, blocks=5), 16
+    problem = Problem(1, 64, x.shape[1], 1, 1, 64, 64, dtype, unit)
+    form = Form(problem, Rules(), tiles.ForwardTiles(slack=slack), (), frozenset(), 132)
+    v = np.random.default_rng(1).standard_normal(x.shape[1])
+    state, acc = forward_softmax.start(form), 0.0
+    for n in range(0, x.shape[1], block):
+        s = jnp.asarray(x[:, n : n + block])
+        p, state, alpha = forward_softmax.softmax(form, None, s, None, None, (), state)
+        acc = acc * np.asarray(alpha, np.float64) + np.asarray(p, np.float64) @ v[n : n + block]
+    m, total, e = (np.asarray(a, np.float64) for a in (*state, 0.0)[:3])
+    logits = x.astype(np.float64) * unit
+    high = logits.max(1)
+    weights = np.exp(logits - high[:, None])
+    shift = np.exp2(-e) * np.exp(m * unit - high)
+    np.testing.assert_allclose(total * shift, weights.sum(1), rtol=2**-18)
+    np.testing.assert_allclose(acc * shift, weights @ v, rtol=0, atol=2**-18 * block * 5)
+    assert np.asarray(total).max() < 2.0**50
 
 
 @pytest.mark.parametrize("d, dv", DIMS)

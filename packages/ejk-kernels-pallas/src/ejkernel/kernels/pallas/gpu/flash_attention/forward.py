@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read
-from ejkernel.kernels.pallas.gpu.common.rescale import scale_rows
+from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
@@ -92,11 +92,14 @@ class Forward(Form):
 
     # ---- consumers --------------------------------------------------------------------------
 
-    def _finish(self, r: Any, tile: Tile, o, m, total) -> None:
+    def _finish(self, r: Any, tile: Tile, o, state) -> None:
         """Divides, and hands o, lse and base (lse as ``units`` counts) of a tile to TMA."""
         t, p = self.tiles, self.problem
         wg = lax.axis_index("wg")
+        m, total, *e = state
         empty = total == 0.0
+        common = jnp.exp2(-e[0]) if e else 1.0
+        total = total * common
         top, alpha, above = m * unit(p), 1.0, 0.0
         if "sink" in self.operands:
             b = 0 if "sink" in self.shared else tile.batch
@@ -111,7 +114,7 @@ class Forward(Form):
         log = jnp.log(whole)
         lse = jnp.where(empty, -jnp.inf, top + log)
         base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / unit(p)))
-        share = alpha / whole
+        share = alpha * common / whole
         rows = pl.ds(wg * ROWS, ROWS)
         first = tile.block * t.block_q + wg * ROWS
         out_rows = pl.ds(first, ROWS)
@@ -156,7 +159,7 @@ class Forward(Form):
                 plgpu.wgmma(s_acc, q.at[rows, others], k.at[:, others].T)
 
         def step(carry, o_acc):
-            i, ahead, tile, j, n, held, p_now, m, total = carry
+            i, ahead, tile, j, n, held, p_now, state = carry
             slot, next_slot = lax.rem(n, t.stages), lax.rem(n + 1, t.stages)
             new = j == tile.start  # the next block is the next tile's first
             i2 = i + new.astype(jnp.int32)
@@ -186,15 +189,15 @@ class Forward(Form):
                 plgpu.barrier_arrive(r.k_free.at[next_slot])
                 last = j2 == tile2.start
                 pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free.at[q_slot]))
-                before = lax.cond(new, lambda: start(self), lambda: (m, total))
-                p2, m2, total2, alpha = softmax(self, r, s, tile2, j2, ids, *before)
+                before = lax.cond(new, lambda: start(self), lambda: state)
+                p2, state2, alpha = softmax(self, r, s, tile2, j2, ids, before)
                 # waiting here ends the block of code: the exponentials stay before the next wait
                 plgpu.barrier_wait(r.v_ready.at[next_slot])
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 plgpu.barrier_arrive(r.v_free.at[slot])
 
                 def finish():
-                    self._finish(r, tile, o, m, total)
+                    self._finish(r, tile, o, state)
                     return jnp.zeros_like(o)
 
                 def go_on():
@@ -205,7 +208,7 @@ class Forward(Form):
                     return o * lax.broadcast_in_dim(alpha, o.shape, [0])
 
                 o_acc[...] = lax.cond(new, finish, go_on)
-                return ahead3, p2.astype(p.dtype), m2, total2
+                return ahead3, p2.astype(p.dtype), state2
 
             ahead3, *sums = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
             return i2, ahead3, tile2, j2, n + 1, held2, *sums
@@ -227,20 +230,20 @@ class Forward(Form):
             plgpu.barrier_arrive(r.k_free.at[0])
             pl.when(j == tile.start)(lambda: plgpu.barrier_arrive(r.q_free.at[0]))
             ids = one_id(self, r, tile, j)
-            p_now, m, total, _ = softmax(self, r, s, tile, j, ids, *start(self))
+            p_now, state, _ = softmax(self, r, s, tile, j, ids, start(self))
             plgpu.barrier_wait(r.v_ready.at[0])
             ahead = self.ahead(r, zero + 1)
             p_now = p_now.astype(p.dtype)
-            carry = (zero, ahead, tile, j, zero, held, p_now, m, total)
+            carry = (zero, ahead, tile, j, zero, held, p_now, state)
 
             def more(carry):
                 _, (number, *_), tile, j, *_ = carry
                 return (number >= 0) | (j > tile.start)
 
             carry = lax.while_loop(more, lambda carry: step(carry, o_acc), carry)
-            _, _, tile, _, n, _, p_now, m, total = carry
+            _, _, tile, _, n, _, p_now, state = carry
             plgpu.wgmma(o_acc, p_now, r.v_smem.at[lax.rem(n, t.stages)])
-            self._finish(r, tile, o_acc[...], m, total)
+            self._finish(r, tile, o_acc[...], state)
             plgpu.wait_smem_to_gmem(0)
             if t.cluster > 1:  # nobody leaves while another may still signal to it
                 plgpu.barrier_arrive(r.done.at[0])

@@ -68,6 +68,21 @@ class Form:
         return unit(self.problem) * LOG2E
 
     @property
+    def fused(self) -> bool:
+        """Whether probabilities are exponentials of one multiply-add (see ``softmax``)."""
+        return self.shift is None and self.problem.dtype != "float16"
+
+    @property
+    def large(self) -> float:
+        """Numbers from here on, 2^30 in base 2, are multiplied by ``power``."""
+        return min(2.0**30 / self.log2_scale, float(np.finfo(np.float32).max))
+
+    @property
+    def power(self) -> float:
+        """A power of two for ``log2_scale``; finite logits stay finite."""
+        return 2.0 ** math.floor(math.log2(unit(self.problem)))
+
+    @property
     def shift(self) -> float | None:
         """What capped base-2 logits are shifted by, if by a constant and not by the rows' maxima.
 

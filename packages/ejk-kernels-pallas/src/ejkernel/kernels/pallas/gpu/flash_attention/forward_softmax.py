@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import sign
 from ejkernel.kernels.pallas.gpu.common.masks import ROW, hide_other_segments, hide_outside
+from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.types.structure import Band
@@ -73,32 +74,47 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
     return x
 
 
-def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, m, total):
-    """One step of the online softmax: (p, m, total, factor of what was summed before).
+def softmax(form: Form, r: Any, s, tile: Tile, j: Any, one_id: tuple, state: tuple):
+    """One step of the online softmax: (p, state, factor of what was summed before).
 
-    m, by which the sums are shifted, follows a row's maximum no closer than ``slack``. It is
-    subtracted before the difference is scaled: the largest logit then counts exactly, however
-    large it is, where one multiply-add would leave what the rounding of a scaled m lost.
+    state is (m, total, e). m, by which the sums are shifted, follows a row's maximum no closer
+    than ``slack``.
+
+    A probability is exp2 of one multiply-add, s * c - b, with b = m * c as rounded. A multiply-add
+    rounds once, at its end, so that p and the sums of a row have the factor exp2(e) in common,
+    e = m * c - b being what the rounding of b lost, itself a float32 number; the end takes it out.
+    From 2^30 on e might grow too large. There float32 logits differ by 64 or not at all (in base
+    2), and a power of two for c keeps e at 0 and a difference large. float16 has not the range for
+    exp2(e): there m is subtracted first, an instruction more, and state is (m, total).
     """
     p, c = form.problem, form.log2_scale
     if p.soft_cap is not None:
         s = jnp.tanh(s * (p.scale / p.soft_cap))
     elif sign(p) < 0.0:
         s = -s
+    m, total, *e = state
     if form.shift is not None:
         x = _hide(form, r, jnp.exp2(s * c - form.shift), tile, j, one_id, 0.0)
-        return x, m, total + jnp.sum(x, axis=1), None
+        return x, (m, total + jnp.sum(x, axis=1)), None
     s = _hide(form, r, s, tile, j, one_id, -jnp.inf)
     top = jnp.maximum(m, jnp.max(s, axis=1))
     if form.tiles.slack:
         top = jnp.where(top > m + form.tiles.slack / c, top, m)
     shift = jnp.where(top == -jnp.inf, 0.0, top) if form.masks else top
-    x = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
-    alpha = jnp.exp2((m - shift) * c)
-    return x, top, total * alpha + jnp.sum(x, axis=1), alpha
+    if form.fused:
+        slope = jnp.where(jnp.abs(top) >= form.large, form.power, c)
+        less = -(shift * slope)
+        x = jnp.exp2(multiply_add(s, slope, less))
+        alpha = jnp.exp2(multiply_add(m, slope, less) - e[0])
+        e = [multiply_add(shift, slope, less)]
+    else:
+        x = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
+        alpha = jnp.exp2((m - shift) * c)
+    return x, (top, total * alpha + jnp.sum(x, axis=1), *e), alpha
 
 
-def start(form: Form):
-    """(m, total) of rows of which nothing has been seen."""
+def start(form: Form) -> tuple:
+    """The state of rows of which nothing has been seen."""
     low = -jnp.inf if form.shift is None else form.shift / form.log2_scale
-    return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in (low, 0.0))
+    values = (low, 0.0, 0.0) if form.fused else (low, 0.0)
+    return tuple(plgpu.layout_cast(jnp.full((ROWS,), x, F32), ROW) for x in values)

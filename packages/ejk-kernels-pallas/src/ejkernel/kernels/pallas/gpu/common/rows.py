@@ -1,4 +1,4 @@
-"""Scaling the rows of a tile of sums in the registers of one warpgroup."""
+"""Arithmetic of a tile and numbers of its rows, in the registers of one warpgroup."""
 
 from __future__ import annotations
 
@@ -73,3 +73,39 @@ def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
 
     return apply(x, factors)
+
+
+def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Array:
+    """``x * factors + terms``, float32, rounded once: what no compiler fuses or parts otherwise.
+
+    x is a tile in the layout of products, or rows; the others are rows.
+    """
+    tile = x.ndim == 2
+    layout = LAYOUT if tile else ROW
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, ROW, ROW),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def apply(_: Any, x: Any, factors: Any, terms: Any) -> Any:
+        zero = ir.DenseI64ArrayAttr.get([0])
+        kind = x.registers.flat[0].type
+
+        def spread(rows: Any) -> list[Any]:
+            if not tile:
+                return list(rows.registers.flat)
+            out = [
+                vector.extract(r, dynamic_position=[], static_position=zero)
+                for r in rows.registers.flat
+            ]
+            return [vector.broadcast(kind, r) for r in out]
+
+        a, b = spread(factors), spread(terms)
+        out = np.empty_like(x.registers)
+        at: Any
+        for n, (at, value) in enumerate(np.ndenumerate(x.registers)):
+            row = at[4] if tile else n
+            out[at] = llvm.intr_fma(value, a[row], b[row])
+        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+
+    return apply(x, factors, terms)
