@@ -13,7 +13,9 @@ from ejkernel.modules._explicit import explicit_mesh
 from ejkernel.modules._help import show_signature
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
+from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Resolved
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg
@@ -134,6 +136,12 @@ class Operation(RegisteredKernel[Cfg, Any]):
 
         arguments = self.spec.boundary.by_name(args, kwargs)
         return distribute(self, arguments, mesh, in_specs, out_specs, call)
+
+    def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Any) -> Any:
+        kernel = resolved.fn
+        if isinstance(kernel, CallKernel) and kernel.call is self.spec:
+            return kernel.run(kwargs, cfg)  # settled already; a shard's seed fits no signature
+        return super().call(resolved, args, kwargs, cfg)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:
         arguments = inv.arguments

@@ -1,0 +1,42 @@
+"""Kernels that are objects, reached through the operations: a call is settled once."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel.modules import flash_attention
+from ejkernel.ops import interpret_mode
+from ejkernel.types import calls
+
+
+@pytest.fixture
+def qkv():
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((2, 24, 2, 16), dtype=np.float32) for _ in range(3))
+
+
+def test_dropout_on_shards_counts_global_rows_and_heads(qkv):
+    """One shard's seed carries its place, which no public argument can."""
+    pytest.importorskip("triton")
+    options = dict(dropout_prob=0.5, dropout_seed=3, causal=True)
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("dp", "tp"))
+    specs = (PartitionSpec("dp", None, "tp", None),) * 3
+    with interpret_mode():
+        out = flash_attention(*qkv, **options, platform="triton", mesh=mesh, in_specs=specs)
+    np.testing.assert_allclose(out, flash_attention(*qkv, **options, platform="xla"), atol=1e-5)
+
+
+def test_an_operation_settles_a_call_once_for_its_kernel(qkv, monkeypatch):
+    pytest.importorskip("triton")
+    settled = []
+    before = calls.FlashAttention.canonicalise
+
+    def canonicalise(a):
+        settled.append(type(a["query"]))
+        before(a)
+
+    monkeypatch.setattr(calls.FlashAttention, "canonicalise", staticmethod(canonicalise))
+    with interpret_mode():
+        flash_attention(*(x[:, :23] for x in qkv), platform="triton")
+    assert len(settled) == 2  # abstractly, to choose a config, and in the trace
