@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ejkernel.types.structure import Rules
 
@@ -22,7 +22,7 @@ class Problem:
         precision: of products of float32 inputs, as the backend names it.
         biased: whether a bias is added.
         logits_dtype: lower bound of the dtype of logits and sums.
-        rules: the static part of the mask, None where nobody asked.
+        rules: the static part of the mask; no rules where nobody asked.
         seed_batches: batch rows that share one seed and count from its first index; a vmap axis
             multiplies ``batch`` but not this.
     """
@@ -42,7 +42,7 @@ class Problem:
     biased: bool = False
     seed_batches: int = 1
     logits_dtype: str = "float32"
-    rules: Rules | None = None
+    rules: Rules = field(default_factory=Rules)
 
     @property
     def group(self) -> int:
