@@ -243,3 +243,18 @@ def test_a_scale_of_zero_hides_what_is_hidden() -> None:
     q, k, v = (jnp.ones((1, 130, 1, 64)) * jnp.arange(130.0)[:, None, None] for _ in range(3))
     o = flash_attention(q, k, v, softmax_scale=0.0, causal=True)
     np.testing.assert_allclose(o[0, :, 0, 0], np.arange(130) / 2, rtol=1e-5)
+
+
+def test_what_lies_past_the_last_sequence_may_be_nan() -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    clean = [jax.random.normal(x, (1, 130, 1, 64)) for x in keys]
+    dirty = [x.at[:, 100:].set(jnp.nan) for x in clean]
+
+    @jax.jit
+    def run(q, k, v, do):
+        cu = np.array([0, 40, 100])
+        o, back = jax.vjp(lambda *x: flash_attention(*x, cum_seqlens_q=cu, causal=True), q, k, v)
+        return o, *back(do)
+
+    for got, want in zip(run(*dirty), run(*clean), strict=True):
+        np.testing.assert_array_equal(got, want)

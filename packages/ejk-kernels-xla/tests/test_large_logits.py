@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from ejkernel.kernels.xla.attention import attention
 from ejkernel.kernels.xla.blocksparse_attention import blocksparse_attention
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.kernels.xla.mla_decode import mla_decode
+from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
 from ejkernel.kernels.xla.page_attention import page_attention
 from ejkernel.kernels.xla.ring_attention import ring_attention
 from ejktest import large_logits
@@ -144,6 +147,41 @@ def test_page_attention_with_sinks_and_inputs_of_any_size(splits: int) -> None:
             sinks = jnp.full((2, 2), sink)
             value, grads = every(q * size, pages * size, sinks)
             assert all(np.isfinite(g).all() for g in (value, *grads)), (size, sink)
+
+
+CACHE = jnp.full((3, 4, 1, 16), 1e5)
+SEEN = 10  # of its 12 tokens
+
+
+def page(splits, v):
+    lens, table = np.array([SEEN], np.int32), np.arange(3, dtype=np.int32)[None]
+    v = v.reshape(CACHE.shape)
+    return page_attention(CACHE[:1, 0], CACHE, v, lens, table, num_splits=splits)
+
+
+def latent(splits, v):
+    lens, table = np.array([SEEN], np.int32), np.arange(3, dtype=np.int32)[None]
+    cache, k = v.reshape(3, 4, 16), jnp.zeros((1, 1, 32)).at[..., 16:].set(1e5)
+    both = jnp.concatenate([cache, jnp.full((3, 4, 16), 1e5)], -1)
+    return mla_decode(k, both, lens, table, latent_dim=16, num_splits=splits)
+
+
+def selected(_, v):
+    k, indices = jnp.full((1, SEEN, 1, 16), 1e5), jnp.zeros((1, SEEN, 1, 1), jnp.int32)
+    v = v.reshape(1, -1, 1, 16)[:, :SEEN]
+    return native_sparse_attention(k, k, v, block_indices=indices, block_size=SEEN)[:, -1]
+
+
+@pytest.mark.parametrize(
+    "function, splits", [(page, 1), (page, 3), (latent, 1), (latent, 3), (selected, 1)]
+)
+def test_equal_logits_share_the_row(function, splits: int) -> None:
+    """Logits of 4e10, all alike: the answer is a mean, which every value moves alike."""
+    v = jax.random.normal(jax.random.key(0), (12, 16))
+    o, back = jax.vjp(jax.jit(partial(function, splits)), v)
+    np.testing.assert_allclose(o.reshape(16), v[:SEEN].mean(0), atol=1e-6)
+    want = np.where(np.arange(12) < SEEN, 1 / SEEN, 0.0)
+    np.testing.assert_allclose(back(jnp.ones_like(o))[0], want[:, None].repeat(16, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize("op", ["page", "mla"])

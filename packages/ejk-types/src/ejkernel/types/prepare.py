@@ -19,6 +19,7 @@ from ejkernel.types.blocks import (
 )
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.fields import check_sizes, per_head, with_private
+from ejkernel.types.hidden import seen_keys
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.rules import both
 
@@ -122,6 +123,10 @@ class PreparedMask:
         if isinstance(start, int) and isinstance(ki, (int, np.integer)):
             return not start <= ki < stop
         return (ki < start) | (ki >= stop)
+
+    def seen_keys(self) -> Any:
+        """Keys that some query may see, bool ``[#b, #kv_len]``; None if nothing says otherwise."""
+        return seen_keys(self.parts, self.tiling.q_len, self.tiling.kv_len)
 
     def _tail(self, qi: Any, ki: Any) -> Any:
         t, tail, xp = self.tiling, None, namespace(qi, ki)

@@ -28,6 +28,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, softmax
+from ejkernel.types.hidden import without_dead_rows
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import block_ranges, operands, split_mask
 
@@ -89,10 +90,11 @@ class FlashAttention(TritonKernel):
     ) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
+        q, do, dlse = without_dead_rows(mask, p.kv_len, lse, arrays["q"], do, dlse)
         delta = softmax.row_delta(o, do, dlse)
         base, *rest = saved
         tensors = {name: x for name, x in arrays.items() if name not in ("mask", "sink")}
-        tensors |= {"base": base, **row_terms(p, do, delta, *(rest or [None]))}
+        tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
         (dq,) = _launch(DqPlan, work, t.dq, mask, tensors)
         found = {"q": dq}
         for parts, part_tiles in tiles.key_passes(p, t.dkv, work.target):

@@ -19,7 +19,8 @@ class BlockMask(Protocol):
     into a block number, for visits that are not consecutive; without them step and number agree.
     With ``q_order`` or ``kv_order`` ``[blocks]`` the outer loop takes its blocks in that order,
     which changes no result: mapped calls waste nothing when long visits meet long ones. With
-    ``visited(qi, ki)``, bool ``[]``, ``tile`` need not hide the tiles outside the ranges.
+    ``visited(qi, ki)``, bool ``[]``, ``tile`` need not hide the tiles outside the ranges. With
+    ``seen_keys()``, bool ``[#b, #k]`` or None, the other keys and values may hold anything.
     """
 
     def tile(self, qi: Any, ki: Any) -> jax.Array | None: ...

@@ -29,6 +29,7 @@ from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import Layout
 from ejkernel.ops.varying import vary, varying_axes
+from ejkernel.types.hidden import cleared
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ def _slice(x: jax.Array, number: Any, block: int, count: int) -> jax.Array:
     return x if count == 1 else jax.lax.dynamic_slice_in_dim(x, number * block, block)
 
 
+def _seen(mask: blk.BlockMask, *keys: jax.Array) -> tuple[jax.Array, ...]:
+    """``keys`` with zeros in place of those that nobody sees, where the mask knows them."""
+    seen = getattr(mask, "seen_keys", None)
+    return keys if seen is None else cleared(seen(), *keys)
+
+
 def _flat(blocks: jax.Array) -> jax.Array:
     """``[n, b, hk, rows, c]`` without axes of size 1; ``Layout.tile`` undoes it for a block.
 
@@ -157,8 +164,8 @@ def forward(
     if layout.empty:
         rows = (layout.batch, layout.q_len, q.shape[2])
         return tiles.zeros(*rows, dv), sm.Rows(tiles.zeros(*rows) - jnp.inf, tiles.zeros(*rows))
-    q_blocks, k_blocks = _flat(layout.split_q(q)), _flat(layout.split_kv(k))
-    v_blocks = _flat(layout.split_kv(v))
+    q_blocks = _flat(layout.split_q(q))
+    k_blocks, v_blocks = (_flat(layout.split_kv(x)) for x in _seen(mask, k, v))
     state_shape = (layout.batch, layout.kv_heads, layout.groups, layout.block_q)
 
     def query_block(qi: Any, _: None, q_tile: jax.Array):
@@ -221,6 +228,8 @@ def backward(
     if layout.empty:
         dbias = None if bias is None else tiles.zeros(*bias.shape)
         return Grads(*(tiles.zeros(*x.shape) for x in (q, k, v)), dbias)
+    # a row without keys has weights of 0, and 0 * NaN would reach the keys' gradients
+    q, do = (jnp.where(shares.alive[..., None], x, jnp.zeros((), x.dtype)) for x in (q, do))
     q_blocks, do_blocks = _flat(layout.split_q(q)), _flat(layout.split_q(do))
     # XLA's CPU product is three times slower with a transposed left operand, so dk and dv are
     # summed transposed, from transposed copies of q and do
@@ -269,7 +278,7 @@ def backward(
 
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)
     carry = (tiles.zeros(*q_blocks.shape), dbias)
-    blocks = (_flat(layout.split_kv(k)), _flat(layout.split_kv(v)))
+    blocks = tuple(_flat(layout.split_kv(x)) for x in _seen(mask, k, v))
     order = getattr(mask, "kv_order", None)
     (dq, dbias), (dk, dv) = blk.scan_blocks(key_block, carry, blocks, layout.nk, order)
     if dbias is not None:

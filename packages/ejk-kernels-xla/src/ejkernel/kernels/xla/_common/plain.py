@@ -8,12 +8,15 @@ O(q_len * kv_len) memory. No custom derivative: forward mode and second order wo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.softmax import narrowed
 from ejkernel.types import MaskInfo, prepare_mask
+from ejkernel.types.hidden import cleared
 
 
 def dense_tile(mask: MaskInfo, q_len: int, kv_len: int) -> jax.Array | None:
@@ -24,12 +27,34 @@ def dense_tile(mask: MaskInfo, q_len: int, kv_len: int) -> jax.Array | None:
     return prepare_mask(mask, **sizes).tile(0, 0)
 
 
+class Sight(NamedTuple):
+    """Who sees what: ``pairs`` ``[#b, #h, q, k]``, rows ``[#b, q, #h]`` that see a key, keys
+    ``[#b, k]`` that some row sees. What the other rows and keys hold reaches nothing."""
+
+    pairs: jax.Array
+    rows: jax.Array
+    keys: jax.Array
+
+    @classmethod
+    def of(cls, mask: MaskInfo, q_len: int, kv_len: int) -> Sight | None:
+        """None when every pair is visible."""
+        pairs = dense_tile(mask, q_len, kv_len)
+        if pairs is None:
+            return None
+        pairs = jnp.asarray(pairs)
+        return cls(pairs, pairs.any(3).swapaxes(1, 2), pairs.any((1, 2)))
+
+    def of_rows(self, x: jax.Array) -> jax.Array:
+        """``x`` ``[b, q, h, c]`` with zeros in rows that see no key, as its gradient has."""
+        return jnp.where(self.rows[..., None], x, jnp.zeros((), x.dtype))
+
+
 def probabilities(
     q: jax.Array,
     k: jax.Array,
     bias: jax.Array | None,
     sinks: jax.Array | None,
-    mask: MaskInfo,
+    sight: Sight | None,
     *,
     scale: float,
     soft_cap: float | None,
@@ -38,6 +63,9 @@ def probabilities(
     """p ``[b, h, q, k]`` in the accumulation dtype; rows that see no key are 0."""
     b, q_len, h, d = q.shape
     kv_len, hk = k.shape[1], k.shape[2]
+    if sight is not None:
+        (k,) = cleared(sight.keys, k)
+        q = sight.of_rows(q)
     rows = q.reshape(b, q_len, hk, h // max(hk, 1), d).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(b, hk, (h // max(hk, 1)) * q_len, d)
     x = dots.rows_cols(rows, k.transpose(0, 2, 1, 3)).reshape(b, h, q_len, kv_len) * scale
@@ -45,9 +73,8 @@ def probabilities(
         x = x + narrowed(bias, x.dtype)
     if soft_cap is not None:
         x = soft_cap * jnp.tanh(x / soft_cap)
-    visible = dense_tile(mask, q_len, kv_len)
-    if visible is not None:
-        x = jnp.where(visible, x, -jnp.inf)
+    if sight is not None:
+        x = jnp.where(sight.pairs, x, -jnp.inf)
     top = jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf)
     empty = top == -jnp.inf
     if sinks is None:
@@ -58,13 +85,18 @@ def probabilities(
     below = x - top  # at most 0, but for x rounded otherwise when it is computed again
     e = jnp.exp(below - jax.lax.stop_gradient(jnp.maximum(below, 0.0)))
     total = e.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
-    return e / jnp.where(empty, 1.0, total)
+    return jnp.where(empty, 0.0, e / jnp.where(empty, 1.0, total))
 
 
-def weighted_values(p: jax.Array, v: jax.Array, dots: DotPolicy) -> jax.Array:
+def weighted_values(
+    p: jax.Array, v: jax.Array, dots: DotPolicy, sight: Sight | None = None
+) -> jax.Array:
     """``[b, h, q, k]`` and ``[b, k, hk, dv]`` -> ``[b, q, h, dv]`` in the accumulation dtype."""
     b, h, q_len, kv_len = p.shape
     hk, dv = v.shape[2:]
+    if sight is not None:
+        (v,) = cleared(sight.keys, v)
     rows = p.reshape(b, hk, (h // max(hk, 1)) * q_len, kv_len)
     o = dots.weigh(rows, v.transpose(0, 2, 1, 3))
-    return o.reshape(b, h, q_len, dv).transpose(0, 2, 1, 3)
+    o = o.reshape(b, h, q_len, dv).transpose(0, 2, 1, 3)
+    return o if sight is None else sight.of_rows(o)

@@ -38,6 +38,12 @@ def stepwise(
 
     n, length = cu_seqlens.shape[0] - 1, rows.q.shape[1]
     sequence = packing(cu_seqlens, length).sequence
+    # rows past the last sequence change nothing, whatever they hold
+    held = sequence < n
+    by_time = jax.tree.map(
+        lambda x: jnp.where(held.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype)),
+        by_time,
+    )
 
     def advance(states, at):
         row, m = at

@@ -9,7 +9,8 @@ the lengths, not the size of the table::
     lse[i]  = log(sum_j exp(x[i, j]) + sum_s exp(sink[s]));  o[i] = sum_j exp(x - lse) v[j]
 
 Online softmax: Milakov and Gimelshein 2018 (arXiv 1805.02867), Algorithm 3. The backward pass
-recomputes the probabilities from ``lse`` (FlashAttention, arXiv 2205.14135, section 3.1).
+recomputes the probabilities from the row's maximum and sum (FlashAttention, arXiv 2205.14135,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -129,21 +130,31 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
     init = (zero + NEG_INF, zero, zeros((n, hk, g, rows, dv), spec.accumulate, q))
     top, total, o = jax.lax.fori_loop(*blocks, step, init)
     alive = total > 0
-    lse = jnp.where(alive, top + jnp.log(jnp.where(alive, total, 1.0)), NEG_INF)
-    if sinks is None:
-        scale_o = 1 / jnp.where(alive, total, 1.0)
-        return jnp.where(alive[..., None], o * scale_o[..., None], 0.0), lse
-    sink = jax.nn.logsumexp(sinks.astype(spec.accumulate), axis=-1)[None, :, :, None]
-    whole = jnp.where(alive, jnp.logaddexp(lse, sink), NEG_INF)
-    factor = jnp.where(alive, jnp.exp(jnp.where(alive, top - whole, 0.0)), 0.0)
-    return o * factor[..., None], whole
+    top, total = jnp.where(alive, top, 0.0), jnp.where(alive, total, 1.0)
+    whole, keys = top, zero
+    if sinks is not None:
+        # the larger of the two maxima is the reference; one difference decides for both
+        sink, weight = _sink_sum(sinks)
+        gap = top - sink[None, :, :, None]
+        whole, keys = jnp.maximum(top, sink[None, :, :, None]), jnp.minimum(gap, 0.0)
+        total = total * jnp.exp(keys) + jnp.exp(jnp.minimum(-gap, 0.0)) * weight[None, :, :, None]
+    rest = jnp.log(total)
+    o = jnp.where(alive[..., None], o * jnp.exp(keys - rest)[..., None], 0.0)
+    return o, rest, jnp.where(alive, whole, NEG_INF), top
+
+
+def _sink_sum(sinks):
+    """The largest sink ``[hk, g]``, finite, and the sum of exponentials relative to it."""
+    top = jnp.maximum(jnp.max(sinks, axis=-1), jnp.finfo(sinks.dtype).min)
+    return top, jnp.sum(jnp.exp(sinks - top[..., None]), axis=-1)
 
 
 def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, tiles, saved):
     """Adds this group's gradients to ``carry = (d arrays, d scale, d sinks)``; returns dq too."""
-    o, lse, do, dlse = saved
-    alive = lse != NEG_INF
-    safe = jnp.where(alive, lse, 0.0)
+    o, rest, whole, top, do, dlse = saved
+    alive = whole != NEG_INF
+    whole = jnp.where(alive, whole, 0.0)
+    share = jnp.minimum(top - whole, 0.0) - rest  # log of what exp(x - top) has of the sum
     # d x = p * (dot(do, v) - delta), where delta also carries the gradient of lse
     delta = jnp.where(alive, jnp.sum(do * o, axis=-1) - dlse, 0.0)
     tables = arrays[-1]
@@ -152,9 +163,8 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
         dq, grads, dscale = carry
         k, v, seen = _block(spec, layout, arrays, tiles, c, q.dtype)
         raw, x = _logits(spec, q, k, scale)
-        p = jnp.where(
-            seen, jnp.exp(jnp.where(seen, jnp.minimum(x - safe[..., None], 0.0), 0.0)), 0.0
-        )
+        below = jnp.where(seen, jnp.minimum(x - top[..., None], 0.0), 0.0)
+        p = jnp.where(seen, jnp.exp(below + share[..., None]), 0.0)
         dv = _weighted(spec, p, do, "nkgrt,nkgrd->ntkd")
         dp = jnp.einsum("nkgrd,ntkd->nkgrt", do, v.astype(do.dtype))
         ds = p * (dp - delta[..., None])
@@ -173,11 +183,8 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
     blocks = _walk(spec, tiles, layout.capacity)
     dq, grads, dscale = jax.lax.fori_loop(*blocks, step, (dq, grads, dscale))
     if sinks is not None:
-        # their share among themselves, then that of their sum: lse may have lost the former
-        sink = jax.nn.logsumexp(sinks, axis=-1, keepdims=True)[None, :, :, None]
-        p_sink = jax.nn.softmax(sinks, axis=-1)[None, :, :, None]
-        p_sink = p_sink * jnp.exp(jnp.minimum(sink - safe[..., None], 0.0))
-        p_sink = jnp.where(alive[..., None], p_sink, 0.0)
+        below = jnp.minimum(sinks[None, :, :, None] - whole[..., None], 0.0)
+        p_sink = jnp.where(alive[..., None], jnp.exp(below - rest[..., None]), 0.0)
         dsinks = dsinks - jnp.sum(p_sink * delta[..., None], axis=(0, 3))
     return (grads, dscale, dsinks), dq
 
@@ -193,11 +200,15 @@ def _flat(x):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
-    """``o [n, hk, g, rows, dv]`` and ``lse [n, hk, g, rows]`` of every tile, accumulation dtype.
+    """``o [n, hk, g, rows, dv]``, ``rest`` and ``whole`` ``[n, hk, g, rows]`` of every tile.
+
+    lse = whole + rest, kept apart because their sum loses the smaller one when logits are large;
+    ``whole`` is the largest logit, sinks included, -inf for a row that sees no key. All in the
+    accumulation dtype.
 
     q ``[n, rows, hk, g, d]`` with ``n`` a multiple of ``spec.group``; scale ``[hk]``; sinks
     ``[hk, g, num_sinks]`` or None. Differentiable in q, the float caches of at least 16 bits,
-    scale and sinks, through both results.
+    scale and sinks, through o and rest, whose gradient is that of lse: ``whole`` is a constant.
     """
     return _forward(spec, layout, q, arrays, scale, sinks, tiles)[0]
 
@@ -213,12 +224,12 @@ def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
     else:
         out = _flat(jax.lax.scan(group, None, x)[1])
     out = named(*out)
-    return out, (q, arrays, scale, sinks, tiles, *out)
+    return out[:3], (q, arrays, scale, sinks, tiles, *out)
 
 
 def _backward(spec: Spec, layout: Layout, saved, cotangent):
     # a numpy argument is saved as it came, and numpy cannot be indexed by a traced number
-    q, arrays, scale, sinks, tiles, o, lse = jax.tree.map(jnp.asarray, saved)
+    q, arrays, scale, sinks, tiles, *rows = jax.tree.map(jnp.asarray, saved)
     caches = arrays[: layout.num_caches]
     floats = any(_wide(a) for a in caches)
     grads = tuple(zeros(a.shape, spec.accumulate, q) for a in caches) if floats else None
@@ -232,7 +243,7 @@ def _backward(spec: Spec, layout: Layout, saved, cotangent):
         gq, gtiles, *rest = x
         return _group_backward(spec, layout, carry, gq, arrays, scale, sinks, gtiles, rest)
 
-    x = _grouped(spec, (q, tiles, o, lse, *cotangent))
+    x = _grouped(spec, (q, tiles, *rows, *cotangent[:2]))
     (grads, dscale, dsinks), dq = jax.lax.scan(group, init, x)
     # 8-bit caches have no gradient
     darrays = [None] * len(arrays)

@@ -68,23 +68,30 @@ def split_tiles(tiles: Tiles, splits: int) -> Tiles:
     )
 
 
-def merge_splits(o: jax.Array, lse: jax.Array, sinks, splits: int):
-    """Weights partial results by their share of the softmax sum, sinks counted once."""
-    o, lse = (x.reshape(splits, -1, *x.shape[1:]) for x in (o, lse))
-    alive = jnp.max(lse, axis=0) != NEG_INF
-    parts = lse
+def merge_splits(o: jax.Array, rest: jax.Array, whole: jax.Array, sinks, splits: int):
+    """o and lse of all keys, from what ``attend`` gives for each share of them; sinks count once.
+
+    A constant stands for the largest logit, so the gradient passes through ``rest`` alone.
+    """
+    o, rest, whole = (x.reshape(splits, -1, *x.shape[1:]) for x in (o, rest, whole))
+    seen = whole != NEG_INF
+    alive = jnp.any(seen, axis=0)
+    top = jnp.max(whole, axis=0)
     if sinks is not None:
-        # a sink of -inf adds nothing, also not a gradient of 0 / 0
-        sink = jnp.maximum(sinks, jnp.finfo(sinks.dtype).min)
-        sink = jax.nn.logsumexp(sink, axis=-1)[None, None, :, :, None]
-        parts = jnp.concatenate([lse, jnp.broadcast_to(sink, (1, *lse.shape[1:]))])
-    # rows that see nothing take part with a harmless value, so that gradients stay finite
-    whole = jax.nn.logsumexp(jnp.where(alive[None], parts, 0.0), axis=0)
-    seen = alive[None] & (lse != NEG_INF)
+        sinks = sinks[None, :, :, None]
+        top = jnp.maximum(top, jax.lax.stop_gradient(jnp.max(sinks, axis=-1)))
+    top = jnp.where(alive, top, 0.0)
     # what is hidden stands at weight 1 before it is dropped: a dead branch that overflows would
     # still make the gradient 0 * inf
-    weight = jnp.where(seen, jnp.exp(jnp.where(seen, lse - whole[None], 0.0)), 0.0)
-    return jnp.sum(o * weight[..., None], axis=0), jnp.where(alive, whole, NEG_INF)
+    below = jnp.where(seen, jnp.minimum(jnp.where(seen, whole, 0.0) - top[None], 0.0), 0.0)
+    weight = jnp.where(seen, jnp.exp(below + jnp.where(seen, rest, 0.0)), 0.0)
+    total = jnp.sum(weight, axis=0)
+    if sinks is not None:
+        sink = jnp.where(alive[..., None], sinks - top[..., None], 0.0)
+        total = total + jnp.sum(jnp.exp(sink), axis=-1)
+    total = jnp.where(alive, total, 1.0)
+    o = jnp.sum(o * (weight / total[None])[..., None], axis=0)
+    return o, jnp.where(alive, top + jnp.log(total), NEG_INF)
 
 
 def attend_rows(
@@ -113,8 +120,12 @@ def attend_rows(
         padded(tiles.sequence, 0), padded(tiles.position, -1),
         padded(tiles.start, 0), padded(tiles.stop, 0),
     )  # fmt: skip
-    o, lse = attend(spec, layout, padded(q, 0), arrays, scale, None if splits > 1 else sinks, tiles)
-    o, lse = o[: n * splits], lse[: n * splits]
+    inside = None if splits > 1 else sinks
+    parts = attend(spec, layout, padded(q, 0), arrays, scale, inside, tiles)
+    o, rest, whole = (x[: n * splits] for x in parts)
+    whole = jax.lax.stop_gradient(whole)
     if splits > 1:
-        o, lse = merge_splits(o, lse, sinks, splits)
+        o, lse = merge_splits(o, rest, whole, sinks, splits)
+    else:
+        lse = whole + rest
     return jnp.moveaxis(o, 3, 1), jnp.moveaxis(lse, 3, 1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.plain import probabilities, weighted_values
+from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_values
 from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types import attention as arg
 from ejkernel.types.softmax import named_out
@@ -104,12 +104,13 @@ def attention(
     )
     at_least = jnp.float32 if softmax_dtype is None else softmax_dtype
     dots = DotPolicy.of(q, k, v, precision=precision, at_least=at_least)
+    sight = Sight.of(mask, q_len, k.shape[1])
     p = probabilities(
         q,
         k,
         arg.bias_array(bias, q, k),
         arg.sink_array(softmax_aux, h),
-        mask,
+        sight,
         scale=arg.scale_of(softmax_scale, d),
         soft_cap=arg.soft_cap_of(logits_soft_cap),
         dots=dots,
@@ -117,5 +118,5 @@ def attention(
     if prob > 0.0 and not deterministic:
         dropout = Dropout.make(_seed(dropout_rng), b, h, q_len, k.shape[1])
         p = jnp.where(dropout.keep(prob), p / (1.0 - prob), 0.0)
-    o = named_out(weighted_values(p, v, dots).astype(out_dtype))
+    o = named_out(weighted_values(p, v, dots, sight).astype(out_dtype))
     return o, p.astype(out_dtype)

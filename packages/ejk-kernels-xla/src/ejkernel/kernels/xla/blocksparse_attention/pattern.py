@@ -20,6 +20,7 @@ from ejkernel.types import MaskInfo, PreparedMask, prepare_mask
 from ejkernel.types.blocks import BlockRange
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.fields import with_private
+from ejkernel.types.hidden import seen_keys
 from ejkernel.types.prepare import Tiling
 
 # only tiles are asked of the other masks; the walk is in the lists
@@ -167,6 +168,16 @@ class HeadMask:
     def visited(self, qi: Any, ki: Any) -> jax.Array:
         """bool ``[]``: a head that is through, walked with one that is not, visits other tiles."""
         return self.seen[qi, ki]
+
+    def seen_keys(self) -> jax.Array:
+        """bool ``[1, k]``: walked with others, a head visits keys that none of its rows sees."""
+        t = self.grid.tiling
+        seen = jnp.repeat(self.seen.any(0), t.block_kv)[None]
+        keys = seen_keys(self.parts, t.q_len, t.kv_len)
+        if keys is None:
+            return seen
+        missing = seen.shape[1] - t.kv_len  # keys come padded to whole tiles
+        return seen & (keys if keys.shape[1] == 1 else jnp.pad(keys, ((0, 0), (0, missing))))
 
     def tile(self, qi: Any, ki: Any) -> jax.Array | None:
         """bool ``[1, 1|g, block_q, block_kv]`` of a tile to visit; None if nothing is hidden."""

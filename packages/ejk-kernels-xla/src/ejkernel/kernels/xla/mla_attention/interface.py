@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.types import attention as arg
+from ejkernel.types import combine_masks
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.hidden import cleared, seen_keys
 
 
 def _expand(latent: jax.Array, weight: jax.Array, precision: Any = None) -> jax.Array:
@@ -105,17 +107,31 @@ def mla_attention(
     """
     q, latent, w_kc, w_vc, b_q, b_k = _checked(query, key_value, w_kc, w_vc, b_q, b_k)
     h, hk = q.shape[2], w_kc.shape[1]
+    mask = combine_masks(
+        mask_info,
+        attention_mask=attention_mask,
+        causal=causal,
+        causal_offset=causal_offset,
+        sliding_window=sliding_window,
+        cum_seqlens_q=cu_seqlens,
+        q_len=q.shape[1],
+        kv_len=latent.shape[1],
+        batch=q.shape[0],
+        heads=h,
+    )
+    # rows that nobody sees may hold NaN, which would reach the gradients of the weights
+    seen = seen_keys(mask.conjuncts, q.shape[1], latent.shape[1])
+    (latent,) = cleared(seen, latent)
     k, v = _expand(latent, w_kc), _expand(latent, w_vc)
     if b_k is not None:
+        (b_k,) = cleared(seen, b_k)
         k = jnp.concatenate([k, _shared(b_k, hk, k)], -1)
     if b_q is not None:
         q = jnp.concatenate([q, _shared(b_q, h, q)], -1)
     return flash_attention(
-        q, k, v, bias, cu_seqlens, None, softmax_aux,
-        mask_info=mask_info, attention_mask=attention_mask,
+        q, k, v, bias, None, None, softmax_aux, mask_info=mask,
         softmax_scale=arg.scale_of(softmax_scale, q.shape[3]),
-        dropout_prob=dropout_prob, dropout_seed=dropout_seed, causal=causal,
-        causal_offset=causal_offset, sliding_window=sliding_window,
+        dropout_prob=dropout_prob, dropout_seed=dropout_seed,
         logits_soft_cap=logits_soft_cap, return_lse=return_lse, cfg=cfg,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, at
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo
 from ejkernel.types import attention as arg
+from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
@@ -130,11 +131,16 @@ def native_sparse_attention(
     if isinstance(block_counts, int) and max_block_count is not None:
         block_counts = min(block_counts, max_block_count)
     slots = _slots(block_counts, max_block_count, blocks)
+    held = (blocks.sequence >= 0)[None] if blocks.packed else None
+    q, k, v = cleared(held, q, k, v)
+    g_cmp, g_slc, g_swa = (
+        None if g is None else cleared(held, jnp.asarray(g, wide))[0] for g in (g_cmp, g_slc, g_swa)
+    )
     out = jnp.zeros((b, s, h, dv), wide)
     if blocks.count and (g_cmp is not None or block_indices is None):
         o_cmp, lse, k_cmp = _compressed(q, k, v, blocks, scale)
         if g_cmp is not None:
-            out = out + jnp.asarray(g_cmp).astype(wide)[..., None] * o_cmp.astype(wide)
+            out = out + g_cmp[..., None] * o_cmp.astype(wide)
     if block_indices is None:
         slots = min(slots, blocks.count)
         grouped = q.reshape(b, s, hk, h // hk, d)
@@ -151,7 +157,7 @@ def native_sparse_attention(
         chosen = clean_indices(block_indices, counts, blocks)
     chosen = named_lse(chosen)  # choosing again would run a loop of its own
     o_slc = _selected(q, k, v, chosen, blocks, scale, cfg)
-    gate = 1.0 if g_slc is None else jnp.asarray(g_slc).astype(wide)[..., None]
+    gate = 1.0 if g_slc is None else g_slc[..., None]
     out = out + gate * o_slc.astype(wide)
     if sliding_window is not None:
         o_swa = flash_attention(
@@ -159,9 +165,9 @@ def native_sparse_attention(
             softmax_scale=scale,
         )  # fmt: skip
         assert isinstance(o_swa, jax.Array)  # without return_lse
-        gate = 1.0 if g_swa is None else jnp.asarray(g_swa).astype(wide)[..., None]
+        gate = 1.0 if g_swa is None else g_swa[..., None]
         out = out + gate * o_swa.astype(wide)
-    return out.astype(q.dtype)
+    return cleared(held, out)[0].astype(q.dtype)
 
 
 def heuristic(inv) -> dict:

@@ -81,7 +81,8 @@ def _logits(spec: Spec, q, k):
 
 
 def _tile_forward(spec: Spec, q, k, v, rows: Rows):
-    """o ``[r, hk, g, dv]`` and lse ``[r, hk, g]`` of one tile."""
+    """o ``[r, hk, g, dv]`` of one tile, and of every row the largest logit and the logarithm of
+    the sum relative to it, ``[r, hk, g]``; 0 without keys."""
 
     def step(i, carry):
         top, total, o = carry
@@ -102,21 +103,20 @@ def _tile_forward(spec: Spec, q, k, v, rows: Rows):
     top, total, o = lax.fori_loop(0, steps, step, (zero + NEG_INF, zero, o))
     alive = total > 0
     total = jnp.where(alive, total, 1.0)
-    return o / total[..., None], jnp.where(alive, top + jnp.log(total), NEG_INF)
+    return o / total[..., None], jnp.where(alive, top, 0.0), jnp.log(total)
 
 
-def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, lse, do):
+def _tile_backward(spec: Spec, dk, dv, q, k, v, rows: Rows, o, top, rest, do):
     """Adds to ``dk [s, hk, d]`` and ``dv``; returns dq of the tile."""
-    alive = lse != NEG_INF
-    safe = jnp.where(alive, lse, 0.0)[..., None]
+    top, rest = top[..., None], rest[..., None]
     delta = jnp.sum(do * o, -1)[..., None]
 
     def step(i, carry):
         dq, dk, dv = carry
         token, seen = _tokens(spec, rows, k.shape[0], i)
         kt, vt = _gather(k, token), _gather(v, token)
-        x = jnp.where(seen[:, :, None], _logits(spec, q, kt) - safe, NEG_INF)
-        p = jnp.where(alive[..., None], jnp.exp(jnp.minimum(x, 0.0)), 0.0)
+        x = jnp.where(seen[:, :, None], _logits(spec, q, kt) - top, NEG_INF)
+        p = jnp.exp(jnp.minimum(x, 0.0) - rest)
         dp = jnp.einsum("rkgd,rktd->rkgt", do, vt.astype(do.dtype))
         ds = spec.scale * p * (dp - delta)
         dq = dq + jnp.einsum("rkgt,rktd->rkgd", ds, kt.astype(ds.dtype))
@@ -158,21 +158,21 @@ def _forward(spec: Spec, q, k, v, rows: Rows):
     def tile(_, x):
         return None, _tile_forward(spec, x[0], k, v, x[1])
 
-    o, lse = lax.scan(tile, None, _cut(spec, (q, rows)))[1]
-    o, lse = named(_join(o, q.shape[0]), _join(lse, q.shape[0]))
-    return o, (q, k, v, rows, o, lse)
+    o, top, rest = (_join(x, q.shape[0]) for x in lax.scan(tile, None, _cut(spec, (q, rows)))[1])
+    o, top, rest = named(o, top, rest)
+    return o, (q, k, v, rows, o, top, rest)
 
 
 def _backward(spec: Spec, saved, do):
-    q, k, v, rows, o, lse = saved
+    q, k, v, rows, o, top, rest = saved
 
     def tile(carry, x):
-        q, rows, o, lse, do = x
-        dk, dv, dq = _tile_backward(spec, *carry, q, k, v, rows, o, lse, do)
+        q, rows, o, top, rest, do = x
+        dk, dv, dq = _tile_backward(spec, *carry, q, k, v, rows, o, top, rest, do)
         return (dk, dv), dq
 
     start = tuple(zeros(a.shape, spec.accumulate, q) for a in (k, v))
-    (dk, dv), dq = lax.scan(tile, start, _cut(spec, (q, rows, o, lse, do)))
+    (dk, dv), dq = lax.scan(tile, start, _cut(spec, (q, rows, o, top, rest, do)))
     dq = _join(dq, q.shape[0])
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.xla._common.dots import DotPolicy
-from ejkernel.kernels.xla._common.plain import probabilities, weighted_values
+from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_values
 from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types import attention as arg
 from ejkernel.types.softmax import named_out
@@ -69,5 +69,6 @@ def scaled_dot_product_attention(
     dots = DotPolicy.of(q, k, v)
     scale = arg.scale_of(softmax_scale, q.shape[3])
     bias = arg.bias_array(bias, q, k)
-    p = probabilities(q, k, bias, None, mask, scale=scale, soft_cap=None, dots=dots)
-    return named_out(weighted_values(p, v, dots).astype(q.dtype))
+    sight = Sight.of(mask, q.shape[1], k.shape[1])
+    p = probabilities(q, k, bias, None, sight, scale=scale, soft_cap=None, dots=dots)
+    return named_out(weighted_values(p, v, dots, sight).astype(q.dtype))

@@ -20,6 +20,7 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls, softmax
+from ejkernel.types.hidden import without_dead_rows
 from ejkernel.types.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -110,8 +111,9 @@ class FlashAttention(PallasKernel):
     ) -> Mapping[str, Any]:
         p, t, cores = work.problem, work.tiles.bwd, work.target.cores
         (o, lse), (do, dlse) = outputs, cotangents
+        q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, arrays["q"], do, dlse)
         delta = softmax.row_delta(o, do, dlse)
-        tensors = {name: arrays[name] for name in ("q", "k", "v")}
+        tensors = {"q": q, "k": arrays["k"], "v": arrays["v"]}
         tensors |= {"do": do, "base": saved, "delta": delta}
         tensors |= masks(arrays["mask"], p, t, backward=True)
 

@@ -24,6 +24,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls, softmax
+from ejkernel.types.hidden import cleared, seen_keys, without_dead_rows
 from ejkernel.types.problem import Problem
 
 DTYPES = ("bfloat16", "float32")
@@ -80,14 +81,15 @@ class FlashAttention(PallasKernel):
         return chosen.fields
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p = work.problem
-        layout, table, pairs = _prepare(work, work.tiles.fwd, arrays["mask"])
+        p, mask = work.problem, arrays["mask"]
+        k, v = cleared(seen_keys(mask.conjuncts, p.q_len, p.kv_len), arrays["k"], arrays["v"])
+        layout, table, pairs = _prepare(work, work.tiles.fwd, mask)
         o, lse, base = forward(
             layout,
             table,
             _head_major(arrays["q"], layout.q_padded, layout.dim),
-            _head_major(arrays["k"], layout.kv_padded, layout.dim),
-            _head_major(arrays["v"], layout.kv_padded, layout.value_dim),
+            _head_major(k, layout.kv_padded, layout.dim),
+            _head_major(v, layout.kv_padded, layout.value_dim),
             arrays.get("sink"),
             pairs,
         )
@@ -104,13 +106,16 @@ class FlashAttention(PallasKernel):
     ) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
+        # what nobody sees may hold NaN; XLA fuses this into the transposes below
+        k, v = cleared(seen_keys(mask.conjuncts, p.q_len, p.kv_len), arrays["k"], arrays["v"])
+        q, do, dlse = without_dead_rows(mask, p.kv_len, lse, arrays["q"], do, dlse)
         delta = softmax.row_delta(o, do, dlse)
 
         def operands(layout: Layout) -> tuple[jax.Array, ...]:
             return (
-                _head_major(arrays["q"], layout.q_padded, layout.dim),
-                _head_major(arrays["k"], layout.kv_padded, layout.dim),
-                _head_major(arrays["v"], layout.kv_padded, layout.value_dim),
+                _head_major(q, layout.q_padded, layout.dim),
+                _head_major(k, layout.kv_padded, layout.dim),
+                _head_major(v, layout.kv_padded, layout.value_dim),
                 _head_major(do, layout.q_padded, layout.value_dim),
                 padded(saved[:, :, None], layout.q_padded),
                 padded(delta[:, :, None], layout.q_padded),

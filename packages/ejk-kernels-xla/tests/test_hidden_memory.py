@@ -1,0 +1,143 @@
+"""NaN where nobody looks reaches neither a value nor a gradient of a dense operation.
+
+Nobody looks at the rows of queries that see no key, at rows past the last sequence, at padding, and
+at whole blocks of keys that no query sees.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.kernels.xla.attention import attention
+from ejkernel.kernels.xla.blocksparse_attention import blocksparse_attention
+from ejkernel.kernels.xla.flash_attention import flash_attention
+from ejkernel.kernels.xla.gla import gla_attention
+from ejkernel.kernels.xla.mla_attention import mla_attention
+from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
+from ejkernel.kernels.xla.ring_attention import ring_attention
+from ejkernel.kernels.xla.scaled_dot_product_attention import scaled_dot_product_attention
+
+S, HELD = 24, 19
+CU = np.array([0, 6, HELD], np.int32)
+TAIL = np.arange(S) >= HELD
+BLOCKS = {"q_blocksize": 16, "kv_blocksize": 16}
+CFG = {"fwd_params": BLOCKS, "bwd_params": BLOCKS}
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+QKV = {"query": normal(0, 1, S, 2, 8), "key": normal(1, 1, S, 2, 8), "value": normal(2, 1, S, 2, 8)}
+
+
+def check(function, arrays: dict, queries, keys=None, *, of_queries=("query",), whole=()) -> None:
+    """``function(**arrays)`` with NaN in the marked rows against the same without.
+
+    ``queries`` and ``keys`` bool ``[s]`` mark rows of ``of_queries`` and the cotangent, and of the
+    other arrays; ``whole`` names those that have no such rows.
+    """
+
+    @jax.jit
+    def run(arrays, rows):
+        o, back = jax.vjp(lambda x: function(**x), arrays)
+        do = jax.tree.map(lambda x: jnp.where(over(rows, x), jnp.nan, normal(9, *x.shape)), o)
+        return o, back(do)[0]
+
+    def over(rows, x):
+        return rows.reshape(1, -1, *(1,) * (x.ndim - 2))
+
+    dirty = dict(arrays)
+    for name, x in arrays.items():
+        rows = queries if name in of_queries else keys
+        if name not in whole and rows is not None:
+            dirty[name] = jnp.where(over(rows, x), jnp.nan, x)
+    got, want = run(dirty, queries), run(arrays, np.zeros_like(queries))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert all(np.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("op", [flash_attention, scaled_dot_product_attention])
+def test_past_the_last_sequence(op) -> None:
+    cfg = CFG if op is flash_attention else None
+    check(partial(op, cum_seqlens_q=CU, causal=True, cfg=cfg), QKV, TAIL, TAIL)
+
+
+PAIRS = np.random.default_rng(3).random((1, 1, S, S)) < 0.5
+DEAD, UNSEEN = np.arange(S) % 5 == 1, np.arange(S) // 4 == 2
+PAIRS[:, :, DEAD] = PAIRS[..., UNSEEN] = False
+
+
+def with_weights(**x):
+    o, weights = attention(**x)
+    return o, weights.swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("op", [flash_attention, with_weights])
+def test_dense_mask(op) -> None:
+    aux = {"softmax_aux": normal(4, 2, 1)}
+    cfg = CFG if op is flash_attention else None
+    function = partial(op, attention_mask=PAIRS, cfg=cfg)
+    check(function, QKV | aux, DEAD, UNSEEN, whole=("softmax_aux",))
+
+
+def test_by_structure() -> None:
+    """The first rows see nothing, the last keys are seen by none."""
+    dead, unseen = np.arange(S) < 10, np.arange(S) >= S - 10
+    check(partial(flash_attention, causal=True, causal_offset=-10, cfg=CFG), QKV, dead, unseen)
+
+
+def test_pattern_of_heads_that_walk_together() -> None:
+    pattern = np.array([[[1, 0, 0], [0, 0, 0], [1, 0, 0]], [[1, 0, 1], [0, 0, 0], [1, 0, 1]]], bool)
+    dead = unseen = np.arange(S) // 8 == 1
+    cfg = {"fwd_params": {"q_blocksize": 8, "kv_blocksize": 8}} | {
+        "bwd_params": {"q_blocksize": 8, "kv_blocksize": 8}
+    }
+    function = partial(
+        blocksparse_attention, block_mask=pattern[None], q_block_size=8, kv_block_size=8, cfg=cfg
+    )
+    check(function, QKV, dead, unseen)
+
+
+def test_ring() -> None:
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    ids = jnp.asarray(np.where(TAIL, -1, np.arange(S) >= 6), jnp.int32)[None]
+
+    def function(**x):
+        return jax.shard_map(
+            lambda x, ids: ring_attention(**x, q_segment_ids=ids, causal=True, axis_name="sp"),
+            mesh=Mesh(np.array(jax.devices()[:2]), ("sp",)),
+            in_specs=(P(None, "sp"), P(None, "sp")),
+            out_specs=P(None, "sp"),
+        )(x, ids)
+
+    check(function, QKV, TAIL, TAIL)
+
+
+def test_latent_rows() -> None:
+    arrays = {
+        "query": QKV["query"], "key_value": normal(5, 1, S, 6), "b_k": normal(6, 1, S, 3),
+        "w_kc": normal(7, 6, 2, 5), "w_vc": normal(8, 6, 2, 4),
+    }  # fmt: skip
+    function = partial(mla_attention, cu_seqlens=CU)
+    check(function, arrays, TAIL, TAIL, whole=("w_kc", "w_vc"))
+
+
+def test_native_sparse() -> None:
+    gates = {"g_cmp": normal(5, 1, S, 2), "g_slc": normal(6, 1, S, 2)}
+    function = partial(native_sparse_attention, cu_seqlens=CU, block_size=4, block_counts=2)
+    check(function, QKV | gates, TAIL, TAIL)
+
+
+def test_linear_steps() -> None:
+    arrays = {n: x[:, :12] for n, x in QKV.items()} | {"g": -jnp.abs(normal(5, 1, 12, 2, 8))}
+    rows = np.arange(12) >= 8
+    check(partial(gla_attention, cu_seqlens=np.array([0, 6, 8], np.int32)), arrays, rows, rows)
