@@ -36,3 +36,14 @@ def test_every_operation_with_64_bit_types(operation):
         assert all(g.dtype == floats and np.isfinite(g).all() for g in grads.values())
         for a, b in zip(out, narrow, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_gradients_outside_jit_meet_no_infinity() -> None:
+    """Hidden logits of -inf stay inside the compiled programs, forward and backward."""
+    x = jax.random.normal(jax.random.key(0), (1, 12, 1, 8))
+
+    def loss(x):
+        return (modules.flash_attention(x, x, x, causal=True, platform="xla") ** 2).sum()
+
+    with jax.debug_infs(True):
+        assert jnp.isfinite(jax.grad(loss)(x)).all()

@@ -1,7 +1,7 @@
 """Keys that nobody sees and rows that see nobody, as far as a mask says so by itself.
 
-No pair is looked at. What such keys and rows hold may be anything, NaN included: 0 * NaN is NaN, so whoever
-multiplies them by a probability of 0 must replace them first.
+No pair is looked at. What such keys and rows hold may be anything, NaN included: 0 * NaN is NaN, so
+whoever multiplies them by a probability of 0 must replace them first.
 """
 
 from __future__ import annotations
