@@ -85,16 +85,16 @@ FEW_ROWS = [
 ]
 WEIGHTS = [
     BIG,
-    _change(BIG, tail=16),
     _change(BIG, num_stages=3),
     _change(BIG, num_stages=3, parts=1),
     _change(BIG, band=32),
     Tiles(256, 128, 64, 8, 4, 1, 2, 8),
     PAIR,
-    _change(PAIR, tail=16),
+    _change(PAIR, num_stages=2, parts=1),
     _change(PAIR, num_warps=8),
     Tiles(128, 128, 32, 4, 4, 2, 1),
     Tiles(64, 256, 64, 4, 2, 2, 2),
+    Tiles(128, 64, 64, 4, 2, 3, 1),
 ]
 
 
@@ -243,7 +243,7 @@ def edges():
 def text(t):
     return (
         f"{t.block_m}x{t.block_n}x{t.block_k} w{t.num_warps} s{t.num_stages} c{t.per_core} "
-        f"p{t.parts} b{t.band} t{t.tail}"
+        f"p{t.parts} b{t.band}"
     )
 
 

@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.triton import bridge, compat, flash_attention
-from ejkernel.kernels.triton.bridge import In, Launch, Out, TensorMap, call, describe
+from ejkernel.kernels.triton.bridge import (
+    RUNS,
+    In,
+    Launch,
+    Out,
+    TensorMap,
+    call,
+    describe,
+    runs_map,
+)
 from ejkernel.kernels.triton.compiled import (
     Code,
     OutOfSharedMemory,
@@ -397,3 +406,17 @@ def test_vmap_lays_the_axis_into_the_grid(in_axes) -> None:
         nested = jax.vmap(jax.vmap(one))(numbers(2, 3, 2, 20), numbers(2, 3, 2, 20, seed=1))
     want = 2 * numbers(2, 3, 2, 20) + numbers(2, 3, 2, 20, seed=1)
     np.testing.assert_allclose(nested, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_rows_of_runs_are_where_they_should_be(itemsize):
+    """The copy engine adds bytes modulo 2^64, and takes strides of whole 16 bytes below 2^40."""
+    columns, end, length = 7168, 60000, 300
+    steps = [s * itemsize for s in runs_map(0, columns, (64, 128)).strides]
+    assert all(s % 16 == 0 and s < 2**40 for s in steps[:3])
+    assert all(n < 2**31 for n in runs_map(0, columns, (64, 128)).shape)
+    for row in (0, 1, length - 1, length):
+        at = (RUNS, end, RUNS - length + row, 5)
+        address = sum(i * s for i, s in zip(at, steps, strict=True)) % 2**64
+        assert address == ((end - length + row) * columns + 5) * itemsize
+        assert (at[2] < RUNS) == (row < length)

@@ -64,6 +64,7 @@ def check(shape, which, chip):
     used = measure(plan_source(plan, avals, target), target)
     print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
     assert used.spills == 0
+    assert not used.serialized
     assert used.products > 0 or "highest" in shape or chip == "sm_100"
     # the programs meant to run together fit
     assert (used.shared + 1024) * plan.tiles.per_core <= target.shared_limit + 1024

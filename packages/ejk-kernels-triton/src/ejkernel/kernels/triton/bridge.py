@@ -68,20 +68,44 @@ class Out:
     index: int
 
 
+RUNS = 2**30  # of ``runs_map``: more rows than an operand may have
+
+
 @dataclass(frozen=True)
 class TensorMap:
-    """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``."""
+    """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``.
+
+    ``steps``: strides in elements, where they are not those of ``shape``.
+    """
 
     index: int
     shape: tuple[int, ...]
     block: tuple[int, ...]
+    steps: tuple[int, ...] | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
+        if self.steps is not None:
+            return self.steps
         steps = [1]
         for size in reversed(self.shape[1:]):
             steps.append(steps[-1] * size)
         return tuple(reversed(steps))
+
+
+def runs_map(index: int, columns: int, block: tuple[int, int]) -> TensorMap:
+    """A descriptor of rows that come in runs: rows past the end of a run read as 0.
+
+    Row ``r`` of a run of ``length`` rows that ends before row ``end`` of the operand is at
+    ``[RUNS, end, RUNS - length + r, column]``. The copy engine sees rows past the run outside
+    the third axis. RUNS steps along the first axis take RUNS rows back, as addresses wrap around
+    at 2^64. Operands have fewer than RUNS rows.
+
+    Source: Triton's own ``triton.tools.ragged_tma``, where the trick is from.
+    """
+    large = 2**31 - 2**16
+    shape, steps = (large, large, RUNS, columns), (2**34 - columns, columns, columns, 1)
+    return TensorMap(index, shape, (1, 1, *block), steps)
 
 
 @dataclass(frozen=True)

@@ -280,8 +280,10 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
         if isinstance(value, Out):
             return _Tensor(outputs[value.index])
         if isinstance(value, TensorMap):
-            view = inputs[value.index].reshape(value.shape)
-            return TensorDescriptor.from_tensor(_Tensor(view), list(value.block))
+            array = inputs[value.index]
+            view = array if value.steps else array.reshape(value.shape)
+            shape, strides, block = map(list, (value.shape, value.strides, value.block))
+            return TensorDescriptor(_Tensor(view), shape, strides, block)
         return value
 
     with TRITON_LOCK, _interpreted_library():

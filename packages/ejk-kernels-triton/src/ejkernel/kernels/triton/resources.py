@@ -26,6 +26,7 @@ class Resources:
     shared: int
     num_warps: int
     products: int  # matrix instructions in the text: wgmma, mma, mfma
+    serialized: bool = False  # the assembler makes every wgmma wait for the one before
 
     def __str__(self) -> str:
         return (
@@ -45,9 +46,9 @@ def measure(source: Source, target: Target) -> Resources:
     shared, warps = int(metadata["shared"]), int(metadata["num_warps"])
     if target.platform == "cuda":
         text = outputs["ptx"]
-        registers, spills = _assemble(text, target)
+        registers, spills, serialized = _assemble(text, target)
         products = text.count("wgmma.mma_async") or text.count("mma.sync")
-        return Resources(registers, spills, shared, warps, products)
+        return Resources(registers, spills, shared, warps, products, serialized)
     text = outputs["amdgcn"]
     count = {
         name: int(found[1]) if (found := re.search(rf"\.{name}:\s+(\d+)", text)) else 0
@@ -58,7 +59,7 @@ def measure(source: Source, target: Target) -> Resources:
     )
 
 
-def _assemble(ptx: str, target: Target) -> tuple[int, int]:
+def _assemble(ptx: str, target: Target) -> tuple[int, int, bool]:
     from triton import knobs
 
     tool = getattr(knobs.nvidia, "ptxas_blackwell", knobs.nvidia.ptxas).path
@@ -73,4 +74,5 @@ def _assemble(ptx: str, target: Target) -> tuple[int, int]:
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     if registers is None or spilled is None:
         raise RuntimeError(f"no resource usage in {report!r}")
-    return int(registers[1]), max(int(spilled[1]), int(spilled[2]))
+    serialized = "wgmma.mma_async instructions are serialized" in report
+    return int(registers[1]), max(int(spilled[1]), int(spilled[2])), serialized

@@ -94,7 +94,6 @@ class Tiles:
         per_core: programs meant to run together on one multiprocessor.
         parts: in which a tile is stored, 1 or 2.
         band: row tiles of a band.
-        tail: rows that the end of a group takes at a time (weights only).
     """
 
     block_m: int
@@ -105,7 +104,6 @@ class Tiles:
     per_core: int = 1
     parts: int = 1
     band: int = 16
-    tail: int = 32
 
     @property
     def fields(self) -> dict[str, int]:
