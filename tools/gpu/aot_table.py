@@ -6,7 +6,6 @@ python tools/gpu/aot_table.py d128 "bias d256"  # only these calls; the others s
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from ejktest.triton_configs import cases, resources  # noqa: E402
 
 
 def measured(call: str, target: str) -> dict[str, dict[str, int]]:
-    return {kernel: dataclasses.asdict(r) for kernel, r in resources(call, target).items()}
+    return {kernel: r.row for kernel, r in resources(call, target).items()}
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ with and without: any other spill fails.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +53,7 @@ def test_sample(call: str, chip: str) -> None:
 def test_all_and_as_recorded(call: str, chip: str) -> None:
     used = check(call, chip)
     if TABLE["triton"] == version("triton"):
-        assert {k: dataclasses.asdict(r) for k, r in used.items()} == recorded(call, chip)
+        assert {k: r.row for k, r in used.items()} == recorded(call, chip)
 
 
 def test_table_names_what_ships() -> None:

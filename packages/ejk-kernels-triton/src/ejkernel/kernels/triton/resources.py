@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ejkernel.kernels.triton.bridge import Plan, describe
 from ejkernel.kernels.triton.compiled import Source, stages
@@ -27,6 +27,11 @@ class Resources:
     num_warps: int
     products: int  # matrix instructions in the text: wgmma, mma, mfma
     serialized: bool = False  # the assembler makes every wgmma wait for the one before
+
+    @property
+    def row(self) -> dict[str, int]:
+        """The numbers, which tables keep."""
+        return {name: n for name, n in asdict(self).items() if name != "serialized"}
 
     def __str__(self) -> str:
         return (
