@@ -42,5 +42,6 @@ def row_terms(
     if rest is not None:
         share = jnp.exp2(-rest)
         delta = delta * share
-        do = (do * jnp.swapaxes(share, 1, 2)[..., None]).astype(do.dtype)
+        scaled = do.astype(share.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
+        do = scaled.astype(do.dtype)
     return {"do": do, "delta": delta}
