@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.second_order import differentiable_once
 from ejkernel.ops.varying import vary_alike
 
 Arrays = dict[str, Any]
@@ -38,11 +39,13 @@ def _run(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
 
 
 def _forward(work: Work, arrays: Arrays) -> Any:
+    arrays = differentiable_once(arrays, work.kernel.call.name)
     outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 
 def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Arrays]:
+    cotangents = differentiable_once(cotangents, work.kernel.call.name)
     gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
     arrays = residuals[0]
     unknown = gradients.keys() - arrays.keys()

@@ -20,6 +20,7 @@ from ejkernel.ops.core.vjp import call_with_custom_vjp
 from ejkernel.ops.errors import ConfigError, KernelNotSupported
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.second_order import running
 from ejkernel.ops.utils.device import target_device
 from ejkernel.ops.utils.known import allow_in_files
 
@@ -237,9 +238,10 @@ class Kernel(Generic[Cfg, Out]):
 
     def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Cfg) -> Out:
         """Last step: run it, differentiated by ``custom_vjp`` when that is defined."""
-        if self.has_custom_vjp:
-            return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
-        return resolved.fn(*args, cfg=cfg, **kwargs)
+        with running(self.name):
+            if self.has_custom_vjp:
+                return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
+            return resolved.fn(*args, cfg=cfg, **kwargs)
 
     # ---- what can be asked about a kernel --------------------------------------------------
 

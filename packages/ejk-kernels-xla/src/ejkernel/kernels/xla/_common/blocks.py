@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.second_order import reverse_once
+
 
 class BlockMask(Protocol):
     """What the blockwise core asks of a mask; ``ejkernel.types.PreparedMask`` is one.
@@ -49,29 +51,37 @@ def _union_of_batch(axis_size, in_batched, start, stop):
 
 
 @jax.custom_batching.custom_vmap
+def _seen(visited: jax.Array) -> jax.Array:
+    return jnp.ones_like(visited)
+
+
+@_seen.def_vmap
+def _seen_of_batch(axis_size, in_batched, visited):
+    del axis_size
+    return visited, in_batched[0]
+
+
 def hide_unvisited(x: jax.Array, visited: jax.Array) -> jax.Array:
     """Logits ``x`` of a tile, hidden if ``visited`` ``[]`` is False, which only mapped calls see.
 
-    Alone, a call visits nothing but its own tiles, and then this costs nothing.
+    Alone, a call visits nothing but its own tiles, and then this costs nothing: the choice is
+    between a constant's sides. Only the flag has a rule for vmap: with one for ``x``, JAX would
+    apply it to derivatives mapped over directions for ever.
     """
-    del visited
-    return x
-
-
-@hide_unvisited.def_vmap
-def _hide_unvisited_of_batch(axis_size, in_batched, x, visited):
-    if not in_batched[1]:
-        return hide_unvisited(x, visited), in_batched[0]
-    visited = visited.reshape(axis_size, *(1,) * (x.ndim - in_batched[0]))
-    return jnp.where(visited, x, -jnp.inf), True
+    return jnp.where(_seen(visited), x, -jnp.inf)
 
 
 def is_static(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) or (isinstance(x, np.ndarray) and x.ndim == 0)
 
 
-def visit(bounds: tuple[Any, Any], body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """``carry = body(step, carry)`` for every step in ``bounds``; no loop for a single step."""
+def visit(
+    bounds: tuple[Any, Any], body: Callable[[Any, Any], Any], carry: Any, operation: str
+) -> Any:
+    """``carry = body(step, carry)`` for every step in ``bounds``; no loop for a single step.
+
+    ``operation`` is named where reverse mode meets a loop whose bounds are traced.
+    """
     start, stop = bounds
     if is_static(start) and is_static(stop):
         if int(stop) <= int(start):
@@ -80,7 +90,7 @@ def visit(bounds: tuple[Any, Any], body: Callable[[Any, Any], Any], carry: Any) 
             return body(int(start), carry)
         return jax.lax.fori_loop(int(start), int(stop), body, carry)
     low, high = (jnp.asarray(x, jnp.int32) for x in (start, stop))
-    return jax.lax.fori_loop(*_union(low, high), body, carry)
+    return reverse_once(jax.lax.fori_loop(*_union(low, high), body, carry), operation)
 
 
 def scan_blocks(

@@ -17,7 +17,7 @@ Sources: Dao 2023, FlashAttention-2 (algorithms 1 and 2); Milakov and Gimelshein
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import Layout
+from ejkernel.ops.second_order import operation
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types.hidden import cleared
 
@@ -43,6 +44,7 @@ class Spec:
     dropout_prob: float = 0.0
     precision: Any = None
     logits_dtype: Any = jnp.float32
+    operation: str = field(default_factory=operation)
 
     def layout(self, q: Any, k: Any) -> Layout:
         """The blocks of a call; ``prepare_mask`` must be given its block_q and block_kv."""
@@ -187,7 +189,7 @@ def forward(
             tiles.zeros(*state_shape) - jnp.inf,
             tiles.zeros(*state_shape),
         )
-        o, rows = sm.finish(blk.visit(mask.kv_range(qi), step, start))
+        o, rows = sm.finish(blk.visit(mask.kv_range(qi), step, start, spec.operation))
         if dropout is not None:
             o = o * tiles.keep_scale
         return None, (o, rows)
@@ -273,7 +275,7 @@ def backward(
 
         columns = ((*x.shape[:2], x.shape[3], x.shape[2]) for x in (k_tile, v_tile))
         start = (*(tiles.zeros(*shape) for shape in columns), *carry)
-        dk, dv, *carry = blk.visit(mask.q_range(ki), step, start)
+        dk, dv, *carry = blk.visit(mask.q_range(ki), step, start, spec.operation)
         return tuple(carry), (dk.swapaxes(-1, -2), dv.swapaxes(-1, -2))
 
     dbias = None if tiles.bias is None else tiles.zeros(*tiles.bias.shape)

@@ -15,7 +15,7 @@ section 3.1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
+from ejkernel.ops.second_order import operation, reverse_once
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.softmax import named
@@ -40,6 +41,7 @@ class Spec:
     soft_cap: float | None = None
     left: int | None = None
     accumulate: jnp.dtype = jnp.float32
+    operation: str = field(default_factory=operation)
 
 
 class Tiles(NamedTuple):
@@ -110,6 +112,10 @@ def _wide(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 2
 
 
+def _steps(spec: Spec, blocks, step, carry):
+    return reverse_once(jax.lax.fori_loop(*blocks, step, carry), spec.operation)
+
+
 def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: Tiles):
     n, rows, hk, g, _ = q.shape
     blocks = _walk(spec, tiles, layout.capacity)
@@ -128,7 +134,7 @@ def _group_forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles: T
 
     zero = zeros((n, hk, g, rows), spec.accumulate, q)
     init = (zero + NEG_INF, zero, zeros((n, hk, g, rows, dv), spec.accumulate, q))
-    top, total, o = jax.lax.fori_loop(*blocks, step, init)
+    top, total, o = _steps(spec, blocks, step, init)
     alive = total > 0
     top, total = jnp.where(alive, top, 0.0), jnp.where(alive, total, 1.0)
     whole, keys = top, zero
@@ -181,7 +187,7 @@ def _group_backward(spec: Spec, layout: Layout, carry, q, arrays, scale, sinks, 
     grads, dscale, dsinks = carry
     dq = zeros(q.shape, spec.accumulate, q)
     blocks = _walk(spec, tiles, layout.capacity)
-    dq, grads, dscale = jax.lax.fori_loop(*blocks, step, (dq, grads, dscale))
+    dq, grads, dscale = _steps(spec, blocks, step, (dq, grads, dscale))
     if sinks is not None:
         below = jnp.minimum(sinks[None, :, :, None] - whole[..., None], 0.0)
         p_sink = jnp.where(alive[..., None], jnp.exp(below - rest[..., None]), 0.0)

@@ -1,0 +1,92 @@
+"""Errors that name the operation where its gradient cannot be differentiated again.
+
+``differentiable_once`` and ``reverse_once`` are identities. What they go through is a primitive of
+our own, because an error at this point is a rule for transposition under ``vmap``, for which JAX's
+public functions have no form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_running: ContextVar[str] = ContextVar("ejkernel_operation", default="this operation")
+
+
+@contextlib.contextmanager
+def running(operation: str) -> Generator[None]:
+    """What is traced inside belongs to ``operation``."""
+    token = _running.set(operation)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def operation() -> str:
+    """The operation that is being traced, for what is static in it."""
+    return _running.get()
+
+
+def _refuse(name: str, again: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} is differentiable once: its gradient has no derivative {again}; for second order "
+        "use attention or scaled_dot_product_attention (mean_pooling and grouped_matmul too) "
+        "with platform='xla'"
+    )
+
+
+def _jvp(primals: Any, tangents: Any, *, name: str, forward: bool) -> Any:
+    (x,), (tangent,) = primals, tangents
+    bind = partial(_once.bind, name=name, forward=forward)
+    if isinstance(tangent, ad.Zero):
+        return bind(x), tangent
+    if not forward:
+        _refuse(name, "on this platform")
+    return bind(x), bind(tangent)
+
+
+def _transpose(cotangent: Any, x: Any, *, name: str, forward: bool) -> Any:
+    if not isinstance(cotangent, ad.Zero):
+        _refuse(name, "in reverse mode")
+    return (cotangent,)
+
+
+def _batch(args: Any, axes: Any, **params: Any) -> Any:
+    return _once.bind(*args, **params), axes[0]
+
+
+_once = Primitive("differentiable_once")
+_once.def_impl(lambda x, **_: x)
+_once.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[_once] = _jvp
+ad.primitive_transposes[_once] = _transpose
+batching.primitive_batchers[_once] = _batch
+mlir.register_lowering(_once, lambda _, x, **__: [x])
+
+
+def _floats(tree: Any, name: str, forward: bool) -> Any:
+    def one(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return x
+        return _once.bind(jnp.asarray(x), name=name, forward=forward)
+
+    return jax.tree.map(one, tree)
+
+
+def differentiable_once(tree: Any, name: str) -> Any:
+    """``tree`` as it is, what a kernel without any derivative of its own is about to read."""
+    return _floats(tree, name, forward=False)
+
+
+def reverse_once(tree: Any, name: str) -> Any:
+    """``tree`` as it is, what came out of a loop that JAX differentiates in forward mode only."""
+    return _floats(tree, name, forward=True)
