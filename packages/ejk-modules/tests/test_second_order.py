@@ -1,5 +1,7 @@
 """Second derivatives: right, or refused with the name of the operation."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,6 +19,11 @@ REFUSED = (
     "ragged_decode_attention",
     "ragged_page_attention",
     "ragged_page_attention_v3",
+)
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("ejkernel.kernels.triton") is None,
+    reason="the package of Triton kernels is not installed",
 )
 
 
@@ -49,6 +56,7 @@ def test_reverse_over_reverse_names_the_operation(operation):
         jax.make_jaxpr(again(gradient))(x)
 
 
+@needs_triton
 @pytest.mark.parametrize("operation", ["flash_attention", "page_attention"])
 def test_kernels_name_the_operation(operation):
     with interpret_mode():

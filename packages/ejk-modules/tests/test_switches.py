@@ -1,5 +1,7 @@
 """With JAX's switches set as strict callers set them; the 64-bit one is in test_wide."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,11 @@ from ejktest.variants import options
 
 OPTIONS = options()
 WIDE = {"float32": "float64", "int32": "int64"}
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("ejkernel.kernels.triton") is None,
+    reason="the package of Triton kernels is not installed",
+)
 
 
 def narrow(x):
@@ -48,7 +55,11 @@ def test_no_operation_promotes_wide_indices(operation):
 
 @pytest.mark.parametrize(
     ("operation", "platform"),
-    [("flash_attention", "triton"), ("flash_attention", "pallas"), ("page_attention", "triton")],
+    [
+        pytest.param("flash_attention", "triton", marks=needs_triton),
+        ("flash_attention", "pallas"),
+        pytest.param("page_attention", "triton", marks=needs_triton),
+    ],
 )
 def test_no_kernel_promotes_ranks_or_dtypes(operation, platform):
     ran = []
