@@ -7,6 +7,7 @@ import pytest
 
 from ejktest.attention_cases import Call, arrays, oracle_case
 from ejktest.oracles import attention as oracle
+from ejktest.tolerance import check_close
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -35,3 +36,15 @@ def test_sums_are_taken_in_several_orders() -> None:
     sums = {float(oracle.summed_in_order(a, b.T, order)[0, 0]) for order in range(oracle.ORDERS)}
     assert len(sums) > 1
     np.testing.assert_allclose(list(sums), float((a @ b.T)[0, 0]), rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_inputs_cost_the_plain_computation_is_allowed_twice() -> None:
+    """The root-mean-square bound follows an ill-conditioned case, and ends there."""
+    good = np.random.default_rng(0).standard_normal(1000)
+    usual = good * (1 + 1e-4)
+    check_close((good * (1 + 1.9e-4)).astype(np.float32), good, usual)
+    with pytest.raises(AssertionError, match=r"error above|rms ratio above"):
+        check_close((good * (1 + 2.2e-4)).astype(np.float32), good, usual)
+    usual[0] += 1  # one large error of the plain computation excuses no others
+    with pytest.raises(AssertionError, match="rms ratio above"):
+        check_close((good + 0.9).astype(np.float32), good, usual)

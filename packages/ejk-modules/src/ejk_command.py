@@ -9,10 +9,12 @@ over to ``ejkernel.modules.cli``.
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -67,19 +69,28 @@ def damaged() -> list[str]:
     found = []
     for name, distribution in ours().items():
         missing, changed = [], []
-        for file in distribution.files or ():
-            if file.suffix != ".py" or file.hash is None:
-                continue
-            path = Path(str(file.locate()))
+        for file, mode, value in _recorded(distribution):
+            path = Path(str(distribution.locate_file(file)))
             if not path.is_file():
-                missing.append(str(file))
-            elif _digest(path, file.hash.mode) != file.hash.value:
-                changed.append(str(file))
+                missing.append(file)
+            elif _digest(path, mode) != value:
+                changed.append(file)
         for what, files in (("missing", missing), ("overwritten", changed)):
             if files:
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                 found.append(f"{name}: {files[0]}{more} {what}")
     return found
+
+
+def _recorded(distribution: metadata.Distribution) -> Iterator[tuple[str, str, str]]:
+    """(file, hash function, hash) of every Python file that was installed.
+
+    Read from RECORD itself: from Python 3.12 on, ``Distribution.files`` leaves out missing files.
+    """
+    for file, hashed, *_ in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
+        mode, _, value = hashed.partition("=")
+        if file.endswith(".py") and value:
+            yield file, mode, value
 
 
 def _digest(path: Path, mode: str) -> str:
