@@ -19,16 +19,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels.triton import bridge, compat, flash_attention
-from ejkernel.kernels.triton.bridge import (
-    RUNS,
-    In,
-    Launch,
-    Out,
-    TensorMap,
-    call,
-    describe,
-    runs_map,
-)
+from ejkernel.kernels.triton.bridge import call, describe
 from ejkernel.kernels.triton.compiled import (
     Code,
     OutOfSharedMemory,
@@ -37,6 +28,7 @@ from ejkernel.kernels.triton.compiled import (
     compile_kernel,
     stages,
 )
+from ejkernel.kernels.triton.launch import RUNS, In, Launch, Out, TensorMap, runs_map
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, current_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo

@@ -11,6 +11,7 @@ from ejkernel.types.arrays import static_int
 from ejkernel.types.constructors import Constructors
 from ejkernel.types.errors import invalid
 from ejkernel.types.fields import NO_RULE, Lengths, lengths_of, register, with_private
+from ejkernel.types.intersection import intersect
 from ejkernel.types.rules import MAX_DISTANCE, Rule, window_tuple
 from ejkernel.types.segments import segment_ids_to_cu_seqlens
 from ejkernel.types.sharding import MaskSharding
@@ -223,8 +224,6 @@ class MaskInfo(Constructors):
 
     def __and__(self, other: Any) -> MaskInfo:
         """Visible where both masks are. Stays structural; axis names are those of ``self``."""
-        from ejkernel.types.combine import intersect
-
         return intersect(self, other) if isinstance(other, MaskInfo) else NotImplemented
 
     def apply_causal(self, offset: int = 0) -> MaskInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -20,8 +20,10 @@ from ejkernel.types.blocks import (
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.fields import check_sizes, per_head, with_private
 from ejkernel.types.hidden import seen_keys
-from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.rules import both
+
+if TYPE_CHECKING:
+    from ejkernel.types.mask_info import MaskInfo
 
 
 class _Static:

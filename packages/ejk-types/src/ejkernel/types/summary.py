@@ -11,6 +11,7 @@ from ejkernel.types.arrays import known_values, namespace, static_int
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.convert import resolve_lengths
+from ejkernel.types.prepare import prepare_mask
 
 if TYPE_CHECKING:
     from ejkernel.types.mask_info import MaskInfo
@@ -54,8 +55,6 @@ def _one_exact_constraint(mask: MaskInfo) -> bool:
 
 def _refine(mask: MaskInfo, any_: np.ndarray, all_: np.ndarray, sizes: dict) -> None:
     """Decide, in place, the blocks that interval arithmetic leaves open, by their elements."""
-    from ejkernel.types.prepare import prepare_mask
-
     prepared = prepare_mask(mask, **sizes)
     t = prepared.tiling
     for qi, ki in np.argwhere((any_ & ~all_).any(axis=(0, 1))):

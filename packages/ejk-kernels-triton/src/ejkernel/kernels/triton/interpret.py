@@ -23,15 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ejkernel.kernels.triton.bridge import (
-    In,
-    Launch,
-    Out,
-    Plan,
-    TensorMap,
-    input_order,
-)
 from ejkernel.kernels.triton.compiled import TRITON_LOCK
+from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, input_order
 from ejkernel.kernels.triton.targets import current_target
 
 _EXTENDED = {

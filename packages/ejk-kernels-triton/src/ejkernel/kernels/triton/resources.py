@@ -12,8 +12,9 @@ import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 
-from ejkernel.kernels.triton.bridge import Plan, describe
+from ejkernel.kernels.triton.bridge import describe
 from ejkernel.kernels.triton.compiled import Source, stages
+from ejkernel.kernels.triton.launch import Plan
 from ejkernel.kernels.triton.targets import Target
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import In, Launch, Out, TensorMap, merge_leading
+from ejkernel.kernels.triton.bridge import merge_leading
 from ejkernel.kernels.triton.flash_attention.dims import split_dim
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
+from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band, Rules

@@ -28,7 +28,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.bridge import In, Launch, Out
 from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, matrix_of
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
@@ -38,6 +37,7 @@ from ejkernel.kernels.triton.grouped_matmul.tiles import (
     tensor_map,
     uses_maps,
 )
+from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.targets import Target
 
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ejkernel.kernels.triton.bridge import Launch, call
+from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.grouped_matmul import tiles as choice
 from ejkernel.kernels.triton.grouped_matmul.tiles import MAX_LANES, Passes, Problem, Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls

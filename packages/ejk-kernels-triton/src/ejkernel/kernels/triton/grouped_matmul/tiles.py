@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import In, TensorMap
+from ejkernel.kernels.triton.launch import In, TensorMap
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import field

@@ -19,7 +19,7 @@ Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s): 16384 rows, 4096 x 14
 0.40 GB of results, 0.105 ms: memory, one step of work a tile. Groups that end inside a step pay
 for all of it, half a step a tile on average; no other price.
 
-Sources: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3; ``bridge.runs_map``.
+Sources: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3; ``launch.runs_map``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.bridge import RUNS as _RUNS
-from ejkernel.kernels.triton.bridge import In, Launch, Out, runs_map
 from ejkernel.kernels.triton.grouped_matmul.forward import store_tile
 from ejkernel.kernels.triton.grouped_matmul.groups import (
     lane_of,
@@ -44,6 +42,8 @@ from ejkernel.kernels.triton.grouped_matmul.tiles import (
     precision,
     uses_maps,
 )
+from ejkernel.kernels.triton.launch import RUNS as _RUNS
+from ejkernel.kernels.triton.launch import In, Launch, Out, runs_map
 from ejkernel.kernels.triton.targets import Target
 
 RUNS = tl.constexpr(_RUNS)
@@ -71,7 +71,7 @@ def _place(t, down, across, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: 
 
 @triton.jit
 def _run(source, end, length, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile from row ``row`` of a run on, 0 outside the run (see ``bridge.runs_map``)."""
+    """A tile from row ``row`` of a run on, 0 outside the run (see ``launch.runs_map``)."""
     tile = source.load([RUNS, end, row - length + RUNS, column])
     return tl.reshape(tile, (ROWS, COLUMNS))
 

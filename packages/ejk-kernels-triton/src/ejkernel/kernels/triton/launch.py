@@ -1,0 +1,135 @@
+"""What a launch is: a plan of one call, a kernel's operands and results, its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+from ejkernel.kernels.triton.targets import Target
+
+
+@dataclass(frozen=True)
+class In:
+    """Operand ``index`` as a pointer; to elements of dtype ``view`` if given.
+
+    Elements of a wider ``view`` are neighbours along the last axis, which it must divide.
+    """
+
+    index: int
+    view: str | None = None
+
+
+@dataclass(frozen=True)
+class Out:
+    """Result ``index`` as a pointer."""
+
+    index: int
+
+
+RUNS = 2**30  # of ``runs_map``: more rows than an operand may have
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``.
+
+    ``steps``: strides in elements, where they are not those of ``shape``.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    steps: tuple[int, ...] | None = None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        if self.steps is not None:
+            return self.steps
+        steps = [1]
+        for size in reversed(self.shape[1:]):
+            steps.append(steps[-1] * size)
+        return tuple(reversed(steps))
+
+
+def runs_map(index: int, columns: int, block: tuple[int, int]) -> TensorMap:
+    """A descriptor of rows that come in runs: rows past the end of a run read as 0.
+
+    Row ``r`` of a run of ``length`` rows that ends before row ``end`` of the operand is at
+    ``[RUNS, end, RUNS - length + r, column]``. The copy engine sees rows past the run outside
+    the third axis. RUNS steps along the first axis take RUNS rows back, as addresses wrap around
+    at 2^64. Operands have fewer than RUNS rows.
+
+    Source: Triton's own ``triton.tools.ragged_tma``, where the trick is from.
+    """
+    large = 2**31 - 2**16
+    shape, steps = (large, large, RUNS, columns), (2**34 - columns, columns, columns, 1)
+    return TensorMap(index, shape, (1, 1, *block), steps)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel, its arguments by parameter name, its grid and its one config.
+
+    ``arguments`` values: ``In``, ``Out``, ``TensorMap``, int (passed as i32 or i64), float
+    (passed as float32), or None (the parameter becomes a constant None). ``interpreted``:
+    constants that take another value in the interpreter, which runs no assembly.
+    """
+
+    kernel: Any
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    grid: tuple[int, ...]
+    num_warps: int = 4
+    num_stages: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    interpreted: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Plan(Protocol):
+    """What ``call`` needs to know of an operation; implementations are frozen and hashable."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the results."""
+        ...
+
+    def launch(self, target: Target) -> Launch:
+        """The launch on ``target``."""
+        ...
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Plan, Sequence[jax.Array]]:
+        """The plan that computes ``size`` calls at once, and its operands.
+
+        Batched operands come with the mapped axis in front. Results of the new plan must be those
+        of the old one with the mapped axis merged into their leading axis, mapped axis slowest.
+        """
+        ...
+
+
+def input_order(launch: Launch, results: int) -> list[int]:
+    """The operand of every array parameter that is read, in the order of the parameters.
+
+    The launcher hands out one buffer per array parameter, in order: first the operands of the
+    custom call, then its results. So the operands must be given to it in this order, one that two
+    parameters read twice, one that none reads not at all.
+
+    Raises:
+        TypeError: results are not the last array parameters, each once and in order.
+    """
+    arrays = [
+        value
+        for name in launch.kernel.arg_names
+        if isinstance(value := launch.arguments.get(name), (In, Out, TensorMap))
+    ]
+    inputs = [value.index for value in arrays if not isinstance(value, Out)]
+    outputs = [value.index for value in arrays[len(inputs) :] if isinstance(value, Out)]
+    if outputs != list(range(results)):
+        raise TypeError(
+            f"{launch.kernel.__name__}: its {results} results must be the last array parameters, "
+            f"each once and in order; the parameters are {arrays}"
+        )
+    return inputs
