@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 
+from ejkernel.modules._distribute import distribute
 from ejkernel.modules._explicit import explicit_mesh
 from ejkernel.modules._help import show_signature
 from ejkernel.ops import InvalidArgument
@@ -132,8 +133,6 @@ class Operation(RegisteredKernel[Cfg, Any]):
         out_specs: Any,
         call: Callable[[tuple, dict[str, Any]], Any],
     ) -> Any:
-        from ejkernel.modules._distribute import distribute
-
         arguments = self.spec.boundary.by_name(args, kwargs)
         return distribute(self, arguments, mesh, in_specs, out_specs, call)
 

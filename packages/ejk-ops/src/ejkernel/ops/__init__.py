@@ -5,16 +5,11 @@ Importing it starts no device and changes no setting.
 
 from ejkernel.ops._version import __version__
 from ejkernel.ops.config.cache import ConfigCache, overlay_cache, policy_override
+from ejkernel.ops.config.choice import AutotunePolicy, Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import (
-    AutotunePolicy,
-    Choice,
-    ConfigChooser,
-    ConfigSelectorChain,
-)
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation, default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel, Resolved
-from ejkernel.ops.core.keys import default_key_builder_with_sharding
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
@@ -32,6 +27,7 @@ from ejkernel.ops.execution.batch import pmap_with_config, vmap_with_config
 from ejkernel.ops.execution.default import create_default_executor, get_default_executor
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.execution.explanation import Explanation
+from ejkernel.ops.execution.stamps import labels_to_configs
 from ejkernel.ops.execution.tuning import (
     Autotuner,
     AutotuneResult,
@@ -60,7 +56,6 @@ from ejkernel.ops.utils.labels import (
     extract_labels_from_hlo_text,
     find_labels_in_lowered,
     label,
-    labels_to_configs,
 )
 from ejkernel.ops.utils.serialization import (
     abstractify,

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ejkernel.ops.utils.device import device_kind
+
 HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "priority_for")
 
 
@@ -93,8 +95,6 @@ class KernelPackage:
             return self.load(*found.values())
 
         def choose(*args: Any, **kwargs: Any) -> Any:
-            from ejkernel.ops.utils.device import device_kind
-
             kind = device_kind()
             return self.load(found[kind if kind in found else "tpu"])(*args, **kwargs)
 

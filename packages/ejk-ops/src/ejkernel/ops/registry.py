@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from ejkernel.ops.core.invocation import Invocation
+
 if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
     from ejkernel.ops.core.kernel import Kernel
 
 _recorded: dict[str, Invocation] = {}
@@ -21,8 +22,6 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation) -> None:
         kernel: the kernel; need not be the one in ``inv``.
         inv: the call.
     """
-    from ejkernel.ops.core.invocation import Invocation
-
     if not isinstance(inv, Invocation):
         raise TypeError(f"inv must be an Invocation, got {inv!r}")
     if inv.kernel is not kernel:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops import env
-from ejkernel.ops.config.cache import ConfigCache, autotune_override, find_overlay
+from ejkernel.ops.config.cache import ConfigCache, find_overlay
+from ejkernel.ops.config.choice import AutotunePolicy, Choice
 from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tables import covers, nearest_configs
@@ -19,6 +18,9 @@ from ejkernel.ops.errors import (
     KernelNotSupported,
     NoConfigError,
 )
+from ejkernel.ops.execution import multihost
+from ejkernel.ops.execution.autotuner import Autotuner
+from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.platforms import parse_platform
 from ejkernel.ops.utils.device import target_device
 
@@ -27,71 +29,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Kernel
     from ejkernel.ops.execution.trials import AutotuneResult
 
-TIERS = ("override", "overlay", "memory", "persistent", "autotune", "heuristics", "error")
-
 Event = Callable[[str, dict[str, Any]], None]
-
-
-@runtime_checkable
-class ConfigChooser(Protocol):
-    """Anything that can give a config for a call. Ready-made: ConfigSelectorChain."""
-
-    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
-        """The config for ``inv``."""
-        ...
-
-
-@dataclass(frozen=True)
-class AutotunePolicy:
-    """Whether and how to tune.
-
-    Attributes:
-        autotune: True or False; None = ``EJKERNEL_AUTOTUNE_POLICY``.
-        num_warmup, num_iters: calls before and during the timing of a candidate.
-        validate_backward: whether gradients are compared too; None = for kernels that have some.
-        budget_s: seconds per key; None = ``EJKERNEL_AUTOTUNE_BUDGET_S``.
-        max_candidates: most configs of a kernel's ``config_space`` that are tried.
-    """
-
-    autotune: bool | None = None
-    num_warmup: int = 3
-    num_iters: int = 10
-    validate_backward: bool | None = None
-    budget_s: float | None = None
-    max_candidates: int = 12
-
-    def enabled(self) -> bool:
-        """The innermost ``policy_override``, else ``autotune``, else the variable."""
-        override = autotune_override()
-        if override is not None:
-            return override
-        if self.autotune is not None:
-            return self.autotune
-        return env.autotune_policy() == "autotune"
-
-    def asked_for(self) -> bool:
-        """Whether tuning is on because someone said so, not by default."""
-        said = autotune_override() is not None or self.autotune is not None
-        return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A config and where it comes from.
-
-    Attributes:
-        cfg: the config; None for kernels without tunables, and when ``tier`` is "error".
-        tier: one of ``TIERS``.
-        key: cache key of the call.
-        answers: what each tier said that was asked, in order.
-        error: what tier "error" would raise.
-    """
-
-    cfg: Any
-    tier: str
-    key: str
-    answers: tuple[tuple[str, str], ...] = ()
-    error: Exception | None = None
 
 
 @dataclass
@@ -178,9 +116,7 @@ class ConfigSelectorChain:
         if found is None and search.inv.symbolic:
             found = self._heuristics(search)  # nothing is stored or timed for a size unknown
         if found is None:
-            from ejkernel.ops.execution.multihost import peers
-
-            group = peers() if kernel.has_tunables else None
+            group = multihost.peers() if kernel.has_tunables else None
             if group is None:
                 found = self._slow_tiers(search)
             else:
@@ -324,13 +260,9 @@ class ConfigSelectorChain:
         if not target.present:
             search.miss("autotune", f"target device {target.name!r} is not present")
             return None
-        from ejkernel.ops.execution.shortlist import shortlist
-
         configs = shortlist(kernel, configs, self.policy.max_candidates)
         if search.dry:
             return search.hit("autotune", None, f"would time {len(configs)} candidates")
-        from ejkernel.ops.execution.tuning import Autotuner
-
         self._emit("autotune_start", search, candidates=len(configs))
         tuner = Autotuner(
             self.policy,

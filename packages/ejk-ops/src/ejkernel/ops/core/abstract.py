@@ -37,7 +37,7 @@ def bind_abstract(inv: Invocation) -> Invocation:
     inv = inv.replace(key=inv.key, payload=inv.payload)
     mesh, in_specs, out_specs = (inv.info.get(k) for k in ("mesh", "in_specs", "out_specs"))
     given = not (mesh is in_specs is out_specs is None)
-    if not (given or _overrides(kernel, "bind") or _overrides(kernel, "distributes")):
+    if not (given or kernel.says("bind", "distributes")):
         return inv.abstract().replace(bound=True)
 
     leaves, treedef = jax.tree_util.tree_flatten((inv.abstract_args, inv.abstract_kwargs))
@@ -60,9 +60,3 @@ def bind_abstract(inv: Invocation) -> Invocation:
     except _Reached as reached:
         return reached.inv
     raise TypeError(f"{kernel.name}.distribute returned without running the call")
-
-
-def _overrides(kernel: Any, method: str) -> bool:
-    from ejkernel.ops.core.kernel import Kernel
-
-    return getattr(type(kernel), method) is not getattr(Kernel, method) or method in vars(kernel)

@@ -13,6 +13,7 @@ import jax
 
 from ejkernel.ops.core.keys import key_payload, payload_key
 from ejkernel.ops.errors import InvalidArgument
+from ejkernel.ops.platforms import parse_platform
 from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.serialization import abstractify
 from ejkernel.ops.utils.symbolic import has_symbols, with_numbers
@@ -143,8 +144,6 @@ def call_invocation(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Invocation:
     """The invocation of an executor call, the executor's own keywords moved into ``info``."""
-    from ejkernel.ops.platforms import parse_platform
-
     plain = {name: value for name, value in kwargs.items() if name not in EXECUTOR_KEYWORDS}
     platform = parse_platform(kwargs.get("platform"))
     info: dict[str, Any] = {"requested_platform": None if platform is None else platform.value}
@@ -152,6 +151,27 @@ def call_invocation(
     return Invocation(
         kernel, args, plain, info=info | distribution_info(kwargs.get("mesh"), *specs)
     )
+
+
+def default_key_builder_with_sharding(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> str:
+    """The cache key of ``kernel(*args, **kwargs)``, sharding of the arrays included.
+
+    Args:
+        kernel: the kernel.
+        args: positional arguments: arrays, tracers, ShapeDtypeStructs or static values.
+        kwargs: keyword arguments; ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` mean what
+            they mean to the executor, ``cfg`` is ignored.
+
+    Returns:
+        A string that is equal in every process for equal devices, kernels, structure, dtypes,
+        bucketed shapes, shardings and static arguments, whatever the values of arrays and floats.
+
+    Raises:
+        TypeError: the arguments do not fit the kernel's ``run``.
+    """
+    return call_invocation(kernel, tuple(args), dict(kwargs or {})).key
 
 
 def specs_key(specs: Any) -> Any:

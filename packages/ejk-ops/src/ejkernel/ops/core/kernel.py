@@ -18,6 +18,7 @@ from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.vjp import call_with_custom_vjp
 from ejkernel.ops.errors import ConfigError, KernelNotSupported
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.second_order import running
@@ -108,8 +109,6 @@ class Kernel(Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Any = None, **kwargs: Any) -> Out:
         """Run through the default executor; ``platform``, ``mesh``, ... as in ``Executor``."""
-        from ejkernel.ops.execution.default import get_default_executor
-
         return get_default_executor()(self, *args, cfg=cfg, **kwargs)
 
     # ---- what a subclass says -------------------------------------------------------------
@@ -243,6 +242,12 @@ class Kernel(Generic[Cfg, Out]):
                 return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
             return resolved.fn(*args, cfg=cfg, **kwargs)
 
+    def not_chosen(
+        self, inv: Invocation, resolved: Resolved | None, cfg: Any
+    ) -> tuple[tuple[str, str], ...]:
+        """``(name, reason)`` of every implementation but ``resolved``."""
+        return () if resolved is None else resolved.skipped
+
     # ---- what can be asked about a kernel --------------------------------------------------
 
     def supports(
@@ -260,20 +265,19 @@ class Kernel(Generic[Cfg, Out]):
             return Support(False, error.reason, error.argument, error.nearest)
         return Support(True)
 
+    def says(self, *methods: str) -> bool:
+        """Whether the subclass, or the object itself, has one of these methods of its own."""
+        cls, own = type(self), vars(self)
+        return any(getattr(cls, m) is not getattr(Kernel, m) or m in own for m in methods)
+
     @property
     def has_custom_vjp(self) -> bool:
-        return type(self).custom_vjp is not Kernel.custom_vjp or "custom_vjp" in vars(self)
+        return self.says("custom_vjp")
 
     @property
     def has_tunables(self) -> bool:
         """Whether the kernel declares configs at all; else it runs with ``cfg=None``."""
-        cls = type(self)
-        return (
-            cls.heuristic_cfg is not Kernel.heuristic_cfg
-            or cls.config_space is not Kernel.config_space
-            or "heuristic_cfg" in vars(self)
-            or "config_space" in vars(self)
-        )
+        return self.says("heuristic_cfg", "config_space")
 
     @property
     def signature(self) -> inspect.Signature:

@@ -23,7 +23,6 @@ from ejkernel.ops.utils.symbolic import is_symbolic
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.kernel import Kernel
 
 SCHEMA = 1
 """Enters every key: raised when the meaning of a key changes."""
@@ -163,26 +162,3 @@ def payload_key(payload: Mapping[str, Any]) -> str:
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
     return f"{payload['kernel']}.v{payload['version']}@{payload['device']}#{digest}"
-
-
-def default_key_builder_with_sharding(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-) -> str:
-    """The cache key of ``kernel(*args, **kwargs)``, sharding of the arrays included.
-
-    Args:
-        kernel: the kernel.
-        args: positional arguments: arrays, tracers, ShapeDtypeStructs or static values.
-        kwargs: keyword arguments; ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` mean what
-            they mean to the executor, ``cfg`` is ignored.
-
-    Returns:
-        A string that is equal in every process for equal devices, kernels, structure, dtypes,
-        bucketed shapes, shardings and static arguments, whatever the values of arrays and floats.
-
-    Raises:
-        TypeError: the arguments do not fit the kernel's ``run``.
-    """
-    from ejkernel.ops.core.invocation import call_invocation
-
-    return call_invocation(kernel, tuple(args), dict(kwargs or {})).key

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS
 from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.ops.execution.freeze import Unhashable, freeze
 from ejkernel.ops.utils.serialization import abstractify
 
@@ -100,11 +101,7 @@ def _without_axis(x: Any, axis: int | None) -> Any:
 
 
 def _executor(executor: Executor | None) -> Executor:
-    if executor is not None:
-        return executor
-    from ejkernel.ops.execution.default import get_default_executor
-
-    return get_default_executor()
+    return get_default_executor() if executor is None else executor
 
 
 def _one_config(run: Executor, kernel: Kernel[Any, Any], call: _Mapped, cfg: Any) -> dict[str, Any]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ejkernel.ops import env, registry
 from ejkernel.ops.compat import ambient_mesh, settings
 from ejkernel.ops.config.cache import selection_state
-from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
+from ejkernel.ops.config.choice import Choice, ConfigChooser
+from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation, specs_key
-from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
@@ -30,6 +29,9 @@ from ejkernel.ops.execution.program import (
 )
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Kernel
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
@@ -198,7 +200,7 @@ class Executor:
                 resolved = resolve(kernel, inv, choice.cfg)
             except (KernelNotSupported, KernelNotFound) as refusal:
                 choice, error = Choice(choice.cfg, "error", inv.key, choice.answers), str(refusal)
-        skipped = _skipped(kernel, inv, resolved, choice)
+        skipped = kernel.not_chosen(inv, resolved, choice.cfg)
         chosen = None
         if resolved is not None:  # a generic run is what the device's own platform runs
             chosen = (resolved.platform or target_device().native_platform).value
@@ -340,12 +342,3 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
         return ()
     known = {"platform", "backend", *read}
     return tuple(name for name in given_fields(cfg) if name not in known)
-
-
-def _skipped(
-    kernel: Kernel[Any, Any], inv: Invocation, resolved: Any, choice: Choice
-) -> tuple[tuple[str, str], ...]:
-    """Every implementation but the chosen one, with the reason."""
-    if not isinstance(kernel, RegisteredKernel):
-        return () if resolved is None else resolved.skipped
-    return kernel.not_chosen(inv, resolved, choice.cfg)

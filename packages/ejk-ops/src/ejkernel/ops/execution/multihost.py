@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops import compat, env
-from ejkernel.ops.config.selection import Choice
+from ejkernel.ops.config.choice import Choice
 from ejkernel.ops.config.store import decode_config, encode_config, remember_class
 from ejkernel.ops.errors import AutotuneError, NoConfigError
 from ejkernel.ops.utils.serialization import short_hash

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.execution.autotuner import GRACE_S, Autotuner, Inputs
 from ejkernel.ops.execution.isolation import Surroundings
 from ejkernel.ops.execution.trials import AutotuneResult
-from ejkernel.ops.execution.tuning import GRACE_S, Autotuner, Inputs
 from ejkernel.ops.utils.device import target_device
 
 # A thread that compiles in Python gives way to the one that measures this soon, in seconds.

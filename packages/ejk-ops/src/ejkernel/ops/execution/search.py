@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
-from ejkernel.ops.config.selection import AutotunePolicy
+from ejkernel.ops.config.choice import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import AutotuneError, warn_once
 from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.utils.serialization import to_plain
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.kernel import Kernel
 
 
 def shortlist(kernel: Kernel[Any, Any], configs: Sequence[Any], limit: int) -> list[Any]:

@@ -10,24 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, unquote
 
 import jax
 
 from ejkernel.ops.errors import warn_once
-from ejkernel.ops.utils.serialization import from_plain, stable_json
+from ejkernel.ops.utils.serialization import stable_json
 
 PREFIX = "ejkernel#"
 DIGITS = 16
 
 _LABEL = re.compile(re.escape(PREFIX) + r"([\w.~%#:=+-]+)", re.ASCII)
-_STAMP = re.compile(r"(?P<kernel>[^#]+)\.v(?P<version>\d+)#(?P<content>.+)")
-_HASH = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,6 +112,12 @@ def key_digits(key: str) -> str:
     return key.rpartition("#")[2][:DIGITS]
 
 
+def stamped_config(name: str) -> tuple[bool, Any]:
+    """Whether this process made the stamp ``name``, and the config it stands for."""
+    made = _stamped.get(name)
+    return made is not None, None if made is None else made.cfg
+
+
 def stamped_calls(name: str) -> list[Any]:
     """The invocations that this process put the stamp ``name`` on; empty for other labels."""
     made = _stamped.get(name)
@@ -161,55 +164,3 @@ def stamped(
         warn_once(("stamp", kernel), f"calls of {kernel} are not stamped: {error}")
         name = None
     return contextlib.nullcontext() if name is None else jax.named_scope(PREFIX + name)
-
-
-def labels_to_configs(labels: Iterable[str], *, executor: Any = None) -> dict[str, Any]:
-    """The configs that stamps stand for; None for labels that are no stamps or are not known.
-
-    Json stamps decode themselves: to the config class if this process made the stamp or the
-    kernel's implementations declare one, else to a dict. Hash stamps are looked up among the
-    stamps of this process, then in the caches of ``executor`` (None = the default executor).
-    """
-    return {name: _config_of(name, executor) for name in labels}
-
-
-def _config_of(name: str, executor: Any) -> Any:
-    made = _stamped.get(name)
-    if made is not None:
-        return made.cfg
-    match = _STAMP.fullmatch(name)
-    if match is None:
-        return None
-    content = match["content"]
-    if not _HASH.fullmatch(content):
-        return _decode(unquote(match["kernel"]), content)
-    head = f"{unquote(match['kernel'])}.v{match['version']}@"
-    for cache in _caches(executor):
-        for key in cache.keys():
-            if isinstance(key, str) and key.startswith(head) and key_digits(key) == content:
-                return cache.get(key)
-    return None
-
-
-def _decode(kernel: str, content: str) -> Any:
-    try:
-        plain = json.loads(unquote(content))
-    except ValueError:
-        return None
-    from ejkernel.ops.kernel_registry import kernel_registry
-
-    implementations = kernel_registry.list_implementations(kernel)
-    for cls in {i.config_cls for i in implementations if i.config_cls is not None}:
-        with contextlib.suppress(ValueError, TypeError):
-            return from_plain(plain, cls)
-    return plain
-
-
-def _caches(executor: Any) -> list[Any]:
-    if executor is None:
-        from ejkernel.ops.execution.default import get_default_executor
-
-        executor = get_default_executor()
-    selector = getattr(executor, "selector", None)
-    caches = (getattr(selector, "cache", None), getattr(selector, "persistent", None))
-    return [cache for cache in caches if cache is not None]

@@ -1,0 +1,78 @@
+"""What is asked of whoever gives configs, and what the answer is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from ejkernel.ops import env
+from ejkernel.ops.config.cache import autotune_override
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.kernel import Kernel
+
+TIERS = ("override", "overlay", "memory", "persistent", "autotune", "heuristics", "error")
+
+
+@runtime_checkable
+class ConfigChooser(Protocol):
+    """Anything that can give a config for a call. Ready-made: ConfigSelectorChain."""
+
+    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+        """The config for ``inv``."""
+        ...
+
+
+@dataclass(frozen=True)
+class AutotunePolicy:
+    """Whether and how to tune.
+
+    Attributes:
+        autotune: True or False; None = ``EJKERNEL_AUTOTUNE_POLICY``.
+        num_warmup, num_iters: calls before and during the timing of a candidate.
+        validate_backward: whether gradients are compared too; None = for kernels that have some.
+        budget_s: seconds per key; None = ``EJKERNEL_AUTOTUNE_BUDGET_S``.
+        max_candidates: most configs of a kernel's ``config_space`` that are tried.
+    """
+
+    autotune: bool | None = None
+    num_warmup: int = 3
+    num_iters: int = 10
+    validate_backward: bool | None = None
+    budget_s: float | None = None
+    max_candidates: int = 12
+
+    def enabled(self) -> bool:
+        """The innermost ``policy_override``, else ``autotune``, else the variable."""
+        override = autotune_override()
+        if override is not None:
+            return override
+        if self.autotune is not None:
+            return self.autotune
+        return env.autotune_policy() == "autotune"
+
+    def asked_for(self) -> bool:
+        """Whether tuning is on because someone said so, not by default."""
+        said = autotune_override() is not None or self.autotune is not None
+        return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config and where it comes from.
+
+    Attributes:
+        cfg: the config; None for kernels without tunables, and when ``tier`` is "error".
+        tier: one of ``TIERS``.
+        key: cache key of the call.
+        answers: what each tier said that was asked, in order.
+        error: what tier "error" would raise.
+    """
+
+    cfg: Any
+    tier: str
+    key: str
+    answers: tuple[tuple[str, str], ...] = ()
+    error: Exception | None = None

@@ -1,0 +1,199 @@
+"""Autotuner: the fastest sound config of one call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops import env
+from ejkernel.ops.config.choice import AutotunePolicy
+from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.errors import AutotuneError, KernelNotSupported
+from ejkernel.ops.execution.isolation import Surroundings, outside_trace
+from ejkernel.ops.execution.progress import Reporter
+from ejkernel.ops.execution.search import Failures, Gate, Search
+from ejkernel.ops.execution.shortlist import shortlist
+from ejkernel.ops.execution.timing import check_counts
+from ejkernel.ops.execution.trials import AutotuneResult, Trial
+from ejkernel.ops.utils.device import target_device
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.kernel import Kernel
+
+# After Ctrl-C: time for the program that is running on the device to end.
+GRACE_S = 10.0
+
+OnTrial = Callable[[Trial, int, int], None]
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class TuningInterrupted(KeyboardInterrupt):
+    """Ctrl-C during tuning.
+
+    Attributes:
+        results: what was finished and stored before.
+        partial: the outcome of the key under way, not stored; None when nothing was measured.
+    """
+
+    def __init__(self, partial: AutotuneResult | None = None):
+        super().__init__("tuning was interrupted")
+        self.partial = partial
+        self.results: list[AutotuneResult] = []
+
+
+class Autotuner:
+    """Finds the fastest sound config of a call. Stores nothing but failures.
+
+    The heuristic config is candidate 0 and the numeric reference; if it fails, the first
+    candidate that runs is. Works inside a trace: everything happens in another thread, on inputs
+    made by ``kernel.sample_inputs``.
+
+    Args:
+        policy: counts, budget and validation of gradients.
+        on_trial: called with each finished trial, its index and the number of candidates.
+        failures: remembers candidates that fail, which are then not tried again; None = nothing.
+        gate: a lock that searches of several threads share: they compile side by side, and have
+            the device one after the other; None = there is one search at a time.
+        hopeless: why a config of a call is not worth compiling, None when it is; the first
+            config is not asked about.
+        unasked: whether nobody asked for this search by name: a line on stderr then says what a
+            call waits for, when it takes more than two seconds.
+    """
+
+    def __init__(
+        self,
+        policy: AutotunePolicy | None = None,
+        on_trial: OnTrial | None = None,
+        failures: Failures | None = None,
+        *,
+        gate: Gate | None = None,
+        hopeless: Callable[[Invocation, Any], str | None] | None = None,
+        unasked: bool = False,
+    ):
+        self.policy = AutotunePolicy() if policy is None else policy
+        check_counts(self.policy.num_warmup, self.policy.num_iters)
+        self.on_trial = on_trial
+        self.failures = failures
+        self.gate = gate
+        self.hopeless = hopeless
+        self.unasked = unasked
+        self._running: set[Search] = set()
+
+    def stop(self) -> None:
+        """Let the calls that other threads are tuning end soon, with what was measured so far."""
+        for search in tuple(self._running):
+            search.stop()
+
+    def tune(
+        self,
+        inv: Invocation,
+        configs: Sequence[Any] | None = None,
+        *,
+        inputs: Inputs | Callable[[], Inputs] | None = None,
+    ) -> AutotuneResult:
+        """Tune one call.
+
+        Args:
+            inv: the call; its arrays may be abstract or tracers.
+            configs: candidates, all of them tried; None = the ``policy.max_candidates`` best of
+                ``kernel.config_space(inv)``.
+            inputs: ``(args, kwargs)`` of the same call with concrete arrays to run on, or a
+                function that makes them; None = made up by ``kernel.sample_inputs``. Not for
+                calls over a mesh.
+
+        Raises:
+            AutotuneError: no candidate runs; one line per candidate says why.
+            TuningInterrupted: Ctrl-C; carries what was measured.
+        """
+        inv = bind_abstract(inv)
+        kernel = inv.kernel
+        candidates = self.candidates(inv, configs)
+        started = time.monotonic()
+        reporter = Reporter(kernel.name, inv.key, len(candidates))
+
+        def told(trial: Trial, index: int) -> None:
+            reporter.candidate(trial.cfg, trial.ms, trial.error)
+            if self.on_trial is not None:  # joined tiles come after all others
+                self.on_trial(trial, index, max(len(candidates), index + 1))
+
+        search = Search(
+            inv,
+            candidates,
+            self.policy,
+            env.autotune_budget_s() if self.policy.budget_s is None else self.policy.budget_s,
+            Surroundings.capture(target_device().device),
+            told,
+            self.failures,
+            reporter.note,
+            None if inputs is None else functools.partial(_bound, kernel, inputs),
+            self.gate,
+            self._hopeless(inv, candidates),
+        )
+        outcome: list[tuple[Any, float]] = []
+
+        def result(interrupted: bool = False) -> AutotuneResult:
+            (best, best_ms), seconds = outcome[0], time.monotonic() - started - search.waited
+            trials = [search.trials[i] for i in sorted(search.trials)]
+            return AutotuneResult(
+                kernel,
+                inv.key,
+                best,
+                best_ms,
+                trials,
+                seconds,
+                search.backward,
+                interrupted,
+                search.phases,
+            )
+
+        self._running.add(search)
+        told_why = reporter.announced(search.budget_s) if self.unasked else nullcontext()
+        try:
+            with told_why:
+                outside_trace(
+                    lambda: outcome.append(search.go()), search.surroundings, search.stop, GRACE_S
+                )
+        except KeyboardInterrupt:
+            raise TuningInterrupted(result(True) if outcome else None) from None
+        finally:
+            self._running.discard(search)
+        done = result(search.stopped.is_set())
+        reporter.finish(done.best, done.best_ms, done.seconds)
+        return done
+
+    def _hopeless(self, inv: Invocation, candidates: Sequence[Any]) -> dict[int, str]:
+        if self.hopeless is None:
+            return {}
+        reasons = {i: self.hopeless(inv, cfg) for i, cfg in enumerate(candidates) if i}
+        return {i: reason for i, reason in reasons.items() if reason is not None}
+
+    def candidates(self, inv: Invocation, configs: Sequence[Any] | None = None) -> list[Any]:
+        """What ``tune`` tries: the heuristic config first, then the others without repeats."""
+        kernel = inv.kernel
+        found: list[Any] = []
+        try:
+            heuristic = kernel.heuristic_cfg(inv) if kernel.has_tunables else None
+        except KernelNotSupported:
+            raise
+        except NotImplementedError:
+            heuristic = None
+        given = list(kernel.config_space(inv) if configs is None else configs)
+        for cfg in ([] if heuristic is None else [heuristic]) + given:
+            cfg = kernel.convert_config(cfg, inv)
+            if cfg not in found:
+                found.append(cfg)
+        if not found:
+            raise AutotuneError(f"key {inv.key!r}: kernel {kernel.name!r} has no candidates")
+        return shortlist(kernel, found, self.policy.max_candidates) if configs is None else found
+
+
+def _bound(
+    kernel: Kernel[Any, Any], inputs: Inputs | Callable[[], Inputs]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as implementations receive them."""
+    args, kwargs = inputs if isinstance(inputs, tuple) else inputs()
+    return kernel.bind(*kernel.prepare(tuple(args), dict(kwargs)))
