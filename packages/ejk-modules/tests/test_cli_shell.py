@@ -64,9 +64,12 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     save_invocations(calls, [Invocation(module.Mine(), (jnp.ones(4),))])
     content = calls.read_text()
 
-    def forget():
+    def forget_classes():
         for known_name in [k for k in known._classes if name in k]:
             monkeypatch.delitem(known._classes, known_name)
+
+    def forget():
+        forget_classes()
         del sys.modules[name]
 
     forget()
@@ -78,9 +81,7 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     assert ejk(capsys, "cache", "export", kept, "--kernel", "Mine")[1]["configs"] == 1
     (shown,) = ejk(capsys, "cache", "show", "Mine")[1]
     assert ejk(capsys, "cache", "clear", "--kernel", "Mine")[1]["forgotten"] == 1
-    monkeypatch.setattr(
-        known, "_classes", {k: v for k, v in known._classes.items() if name not in k}
-    )
+    forget_classes()
     assert ejk(capsys, "cache", "import", kept)[1]["counts"] == {"unknown": 1}
     del sys.modules[name]
     status, done = ejk(capsys, "cache", "import", kept, "--import", name)
