@@ -23,6 +23,7 @@ from ejkernel.kernels.xla.mla_attention import mla_attention
 from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
 from ejkernel.kernels.xla.ring_attention import ring_attention
 from ejkernel.kernels.xla.scaled_dot_product_attention import scaled_dot_product_attention
+from ejktest.hidden import check, normal
 
 S, HELD = 24, 19
 CU = np.array([0, 6, HELD], np.int32)
@@ -31,37 +32,7 @@ BLOCKS = {"q_blocksize": 16, "kv_blocksize": 16}
 CFG = {"fwd_params": BLOCKS, "bwd_params": BLOCKS}
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
 QKV = {"query": normal(0, 1, S, 2, 8), "key": normal(1, 1, S, 2, 8), "value": normal(2, 1, S, 2, 8)}
-
-
-def check(function, arrays: dict, queries, keys=None, *, of_queries=("query",), whole=()) -> None:
-    """``function(**arrays)`` with NaN in the marked rows against the same without.
-
-    ``queries`` and ``keys`` bool ``[s]`` mark rows of ``of_queries`` and the cotangent, and of the
-    other arrays; ``whole`` names those that have no such rows.
-    """
-
-    @jax.jit
-    def run(arrays, rows):
-        o, back = jax.vjp(lambda x: function(**x), arrays)
-        do = jax.tree.map(lambda x: jnp.where(over(rows, x), jnp.nan, normal(9, *x.shape)), o)
-        return o, back(do)[0]
-
-    def over(rows, x):
-        return rows.reshape(1, -1, *(1,) * (x.ndim - 2))
-
-    dirty = dict(arrays)
-    for name, x in arrays.items():
-        rows = queries if name in of_queries else keys
-        if name not in whole and rows is not None:
-            dirty[name] = jnp.where(over(rows, x), jnp.nan, x)
-    got, want = run(dirty, queries), run(arrays, np.zeros_like(queries))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert all(np.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(got))
 
 
 @pytest.mark.parametrize("op", [flash_attention, scaled_dot_product_attention])
