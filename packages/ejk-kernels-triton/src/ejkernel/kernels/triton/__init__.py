@@ -32,6 +32,11 @@ PACKAGE = KernelPackage(
             "grouped_matmul.implementation:grouped_matmul",
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
         ),
+        Entry(
+            "mean_pooling",
+            "mean_pooling.implementation:mean_pooling",
+            config_fields=("token_tile", "channel_tile", "num_warps"),
+        ),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

@@ -1,5 +1,12 @@
 """The call of mean_pooling."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I
@@ -42,3 +49,41 @@ class MeanPooling(Call):
     @staticmethod
     def canonicalise(a: Arguments) -> None:
         settle.pooling(a)
+
+    @classmethod
+    def _shapes(cls, a: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the means, and of x as ``[batch, rows, channels]``."""
+        x, cu, chunk = a["x"], a["cu_seqlens"], a["chunk_size"]
+        first = 2 if cu is None else 1
+        batch, rows = (1, x.shape[0]) if first == 1 else x.shape[:2]
+        groups = (batch,) if cu is None else (cu.shape[0] - 1,)
+        per_group = () if chunk is None else (-(-rows // chunk),)
+        channels = x.shape[first:]
+        return (*groups, *per_group, *channels), (batch, rows, math.prod(channels))
+
+    @classmethod
+    def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
+        """x ``[batch, rows, channels]``, cu_seqlens, and kept int8 ``[batch, rows]``."""
+        shape = cls._shapes(a)[1]
+        given = {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"]}
+        if a["attention_mask"] is not None:
+            given["kept"] = a["attention_mask"].reshape(shape[:2]).astype(jnp.int8)
+        return {name: x for name, x in given.items() if x is not None}
+
+    @classmethod
+    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """Means over nothing are 0."""
+        out, rows = cls._shapes(a)
+        return (jnp.zeros(out, a["x"].dtype),) if 0 in (*out, *rows) else None
+
+    @classmethod
+    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
+        return outputs[0].reshape(cls._shapes(a)[0])
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Sequences of equal length."""
+        if a["cu_seqlens"] is None:
+            return {}
+        ends = np.linspace(0, a["x"].shape[0], a["cu_seqlens"].shape[0])
+        return {"cu_seqlens": ends.astype(np.int32)}

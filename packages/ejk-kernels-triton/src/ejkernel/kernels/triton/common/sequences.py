@@ -1,0 +1,54 @@
+"""Packed sequences cut into pieces that no two sequences share, found on the device.
+
+A *piece* is what a sequence has of one tile of LENGTH rows. Piece ``i + m`` is the part of tile i
+that belongs to sequence m: both only rise from row to row, so the number is its own and no table is
+needed. The number of the first piece of a sequence rises with every sequence, so its sequence is
+the last one that begins at or before it. Some numbers have no rows. Rows behind the last sequence
+are those of one more sequence. ``piece_count`` says how many numbers there are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def piece_count(rows: int, sequences: int, length: int) -> int:
+    """How many numbers pieces have."""
+    return -(-rows // length) + sequences
+
+
+def lane_count(sequences: int) -> int:
+    """LANES of ``find_piece``."""
+    return max(16, min(1024, 1 << sequences.bit_length()))
+
+
+@triton.jit
+def sequence_start(cu, sequence, sequences, rows):
+    """The first row of a sequence, inside the array whatever ``cu`` holds; ``rows`` after all."""
+    start = tl.load(cu + sequence, mask=sequence <= sequences, other=rows)
+    return tl.minimum(tl.maximum(start, 0), rows)
+
+
+@triton.jit
+def find_piece(cu, sequences, rows, piece, LENGTH: tl.constexpr, LANES: tl.constexpr):
+    """(sequence, its first row, row past its last, first row of the tile) of a piece."""
+    found = 0
+    for at in range(0, sequences + 1, LANES):
+        m = at + tl.arange(0, LANES)
+        first = sequence_start(cu, m, sequences, rows) // LENGTH + m
+        found += tl.sum(((first <= piece) & (m <= sequences)).to(tl.int32), 0)
+    sequence = tl.maximum(found - 1, 0)
+    start = sequence_start(cu, sequence, sequences, rows)
+    end = sequence_start(cu, sequence + 1, sequences, rows)
+    return sequence, start, end, (piece - sequence) * LENGTH
+
+
+@triton.jit
+def pieces_of(cu, sequence, sequences, rows, LENGTH: tl.constexpr):
+    """(first piece, piece past the last, rows) of a sequence."""
+    start = sequence_start(cu, sequence, sequences, rows)
+    end = sequence_start(cu, sequence + 1, sequences, rows)
+    first = start // LENGTH + sequence
+    last = tl.where(end > start, (end - 1) // LENGTH + sequence + 1, first)
+    return first, last, tl.maximum(end - start, 0)

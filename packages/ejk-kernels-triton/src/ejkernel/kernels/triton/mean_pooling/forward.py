@@ -1,0 +1,238 @@
+"""Means of groups of consecutive rows.
+
+    out[group] = sum of x[row] over the group's rows that count / their number, summed in float32
+
+Work split: a program has some channels of one group, or of several small ones; a step reads 64 rows
+of 512 bytes, which is enough in flight that four programs a multiprocessor keep the memory busy.
+Where that leaves multiprocessors idle (few groups, or packed sequences of any length), a program
+sums a *part* of a group into float32, and a second launch adds the parts in order: two runs give
+the same bits. Parts of packed sequences are the pieces of ``common.sequences``.
+
+Bound: x is read once, the means are written once: memory. 8 x 8192 rows of 2048 channels in
+bfloat16, chunks of 64: 268 MB + 4 MB = 0.063 ms on an H200 (copies 4.3 TB/s). Parts add their
+float32 sums twice, 2 / part of x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.bridge import In, Launch, Out
+from ejkernel.kernels.triton.common.sequences import (
+    find_piece,
+    lane_count,
+    piece_count,
+    pieces_of,
+    sequence_start,
+)
+from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
+
+
+@triton.jit
+def sums_of_groups(
+    x,
+    kept,
+    cu,
+    out,
+    count,
+    rows,
+    channels,
+    chunk,
+    sequences,
+    per_sequence,
+    units,
+    parts,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PART: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Means, or with PART sums of parts; ``units``: programs of a call for each block of channels,
+    ``parts`` of each group."""
+    across = (channels + CHANNELS - 1) // CHANNELS
+    program = tl.program_id(0)
+    block = program % across
+    unit = program // across
+    batch = (unit // units).to(tl.int64)
+    unit = unit % units
+    if cu is not None:
+        cu += batch * (sequences + 1)
+
+    # rows [start + first * chunk, end) of the sequence; group i of the program begins chunk * i on
+    if PART and cu is not None:
+        sequence, start, end, tile = find_piece(cu, sequences, rows, unit, PART, LANES)
+        end = tl.minimum(tl.where(sequence < sequences, end, start), tile + PART)
+        start = tl.maximum(start, tile)
+        first = 0
+        length = tl.maximum(end - start, 0)
+        slot = unit
+    elif PART:
+        first = 0
+        start = unit // parts * chunk + unit % parts * PART
+        end = tl.minimum(tl.minimum(start + PART, (unit // parts + 1) * chunk), rows)
+        length = tl.maximum(end - start, 0)
+        slot = unit
+    else:
+        spans = (per_sequence + GROUPS - 1) // GROUPS
+        sequence = unit // spans
+        first = unit % spans * GROUPS
+        start = 0
+        end = rows
+        if cu is not None:
+            start = sequence_start(cu, sequence, sequences, rows)
+            end = sequence_start(cu, sequence + 1, sequences, rows)
+        length = tl.where(start + first * chunk < end, chunk, 0)
+        slot = sequence * per_sequence + first
+
+    group = tl.arange(0, GROUPS)
+    each = tl.arange(0, ROWS)
+    column = block * CHANNELS + tl.arange(0, CHANNELS)
+    base = x + batch * rows * channels + column[None, None, :]
+    total = tl.zeros([GROUPS, ROWS, CHANNELS], tl.float32)
+    number = tl.zeros([GROUPS, ROWS], tl.float32)
+    for at in range(0, length, ROWS):
+        inside = (at + each[None, :] < length) & (first + group[:, None] < per_sequence)
+        row = start + (first + group[:, None]) * chunk + at + each[None, :]
+        inside = inside & (row < end)
+        if kept is not None:
+            inside = inside & (tl.load(kept + batch * rows + row, mask=inside, other=0) != 0)
+        pointers = base + row[:, :, None].to(tl.int64) * channels
+        seen = inside[:, :, None] & (column < channels)[None, None, :]
+        total += tl.load(pointers, mask=seen, other=0.0).to(tl.float32)
+        number += inside.to(tl.float32)
+    total = tl.sum(total, 1)
+    number = tl.sum(number, 1)
+    if not PART:
+        total = total / tl.maximum(number, 1.0)[:, None]
+
+    slots = units
+    written = group >= 0
+    if not PART:
+        slots = units // ((per_sequence + GROUPS - 1) // GROUPS) * per_sequence
+        written = first + group < per_sequence
+    slot = batch * slots + slot + group
+    pointers = out + slot[:, None] * channels + column[None, :]
+    inside = written[:, None] & (column < channels)[None, :]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
+    if count is not None:
+        if block == 0:
+            tl.store(count + slot, number, mask=written)
+
+
+@triton.jit
+def means_of_parts(
+    sums,
+    counts,
+    cu,
+    out,
+    count,
+    rows,
+    channels,
+    chunk,
+    sequences,
+    groups,
+    slots,
+    parts,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One group a program: its parts are consecutive."""
+    across = (channels + CHANNELS - 1) // CHANNELS
+    program = tl.program_id(0)
+    block = program % across
+    batch = (program // across // groups).to(tl.int64)
+    group = program // across % groups
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        begin, end, length = pieces_of(cu, group, sequences, rows, PART)
+    else:
+        begin = group * parts
+        end = begin + parts
+        length = tl.minimum(rows - group * chunk, chunk)
+
+    column = block * CHANNELS + tl.arange(0, CHANNELS)
+    each = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    number = tl.zeros([ROWS], tl.float32)
+    for at in range(begin, end, ROWS):
+        inside = at + each < end
+        slot = batch * slots + at + each
+        seen = inside[:, None] & (column < channels)[None, :]
+        total += tl.load(sums + slot[:, None] * channels + column[None, :], mask=seen, other=0.0)
+        if counts is not None:
+            number += tl.load(counts + slot, mask=inside, other=0.0)
+    total = tl.sum(total, 0)
+    share = length.to(tl.float32)
+    if counts is not None:
+        share = tl.sum(number, 0)
+        if block == 0:
+            tl.store(count + batch * groups + group, share)
+    mean = total / tl.maximum(share, 1.0)
+    at = (batch * groups + group) * channels + column
+    tl.store(out + at, mean.to(out.dtype.element_ty), mask=column < channels)
+
+
+def split(p: Problem, t: Tiles) -> tuple[int, int]:
+    """(programs of a call for each block of channels, parts of a group)."""
+    if t.part and p.sequences:
+        return piece_count(p.rows, p.sequences, t.part), 1
+    if t.part:
+        parts = -(-p.chunk // t.part)
+        return p.groups * parts, parts
+    return max(p.sequences, 1) * -(-p.per_sequence // t.shape(p)[0]), 1
+
+
+def launch(p: Problem, t: Tiles) -> Launch:
+    """Of operands x, then what is kept and cu as far as they are given."""
+    units, parts = split(p, t)
+    groups, each = t.shape(p)
+    arguments: dict[str, Any] = {
+        "x": In(0),
+        "kept": In(1) if p.masked else None,
+        "cu": In(1 + p.masked) if p.sequences else None,
+        "out": Out(0),
+        "count": Out(1) if p.masked else None,
+        "rows": p.rows,
+        "channels": p.channels,
+        "chunk": p.chunk,
+        "sequences": p.sequences,
+        "per_sequence": p.per_sequence,
+        "units": units,
+        "parts": parts,
+    }
+    constants = {
+        "GROUPS": groups,
+        "ROWS": each,
+        "CHANNELS": t.channels,
+        "PART": t.part,
+        "LANES": lane_count(p.sequences),
+    }
+    grid = (p.batch * units * -(-p.channels // t.channels),)
+    return Launch(sums_of_groups, arguments, constants, grid, t.num_warps, 1)
+
+
+def merge_launch(p: Problem, t: Tiles) -> Launch:
+    """Of operands sums, then counts and cu as far as they are given."""
+    slots, parts = split(p, t)
+    channels = min(64, t.channels)  # parts are few: more programs rather than whole lines
+    arguments: dict[str, Any] = {
+        "sums": In(0),
+        "counts": In(1) if p.masked else None,
+        "cu": In(1 + p.masked) if p.sequences else None,
+        "out": Out(0),
+        "count": Out(1) if p.masked else None,
+        "rows": p.rows,
+        "channels": p.channels,
+        "chunk": p.chunk,
+        "sequences": p.sequences,
+        "groups": p.groups,
+        "slots": slots,
+        "parts": parts,
+    }
+    constants = {"ROWS": 32, "CHANNELS": channels, "PART": t.part or 1}
+    grid = (p.batch * p.groups * -(-p.channels // channels),)
+    return Launch(means_of_parts, arguments, constants, grid, 4, 1)
