@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 from ejkernel.modules._explicit import explicit_mesh, own_spec, read_types
 from ejkernel.modules._specs import (
-    KV,
     Argument,
     Layout,
     check_divisible,
@@ -25,6 +24,7 @@ from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls.axes import Kind, mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Arguments = dict[str, Any]
 Call = Callable[[tuple, dict[str, Any]], Any]
-SPREADABLE = frozenset({"batch", "heads", *KV})
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,13 @@ class Shard:
             number = number * self.layout.mesh_sizes[axis] + jax.lax.axis_index(axis)
         return number.astype(jnp.int32)
 
+    def parts(self, word: str) -> int:
+        """Over how many devices the word is spread."""
+        return self.layout.parts(word)
+
     def local(self, word: str) -> int:
         """Size of the word on this shard."""
-        return self.sizes[word] // self.layout.parts(word)
+        return self.sizes[word] // self.parts(word)
 
     def offset(self, word: str) -> jax.Array:
         """Global index of this shard's first entry along the word."""
@@ -98,11 +101,10 @@ def distribute(
         for word, size in zip(argument.words, argument.shape, strict=True)
         if not (word.startswith("#") and size == 1)
     }
-    legal = SPREADABLE | op.spreadable(a)
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        legal & _words(arguments),
+        _spreadable(arguments) | (op.spreadable(a) & _words(arguments)),
         source="arguments" if typed else "in_specs",
     )
     if ring_axis is not None:
@@ -127,12 +129,8 @@ def distribute(
         local = rebuild(leaves)
         if pick:
             _pick_kv_heads(local, by_name, shard)
-        if local.get("dropout_seed") is not None:
-            local["dropout_seed"] = _local_seed(local["dropout_seed"], shard)
-        if local.get("dropout_rng") is not None:
-            local["dropout_rng"] = _local_seed(local["dropout_rng"], shard)
-        run = op.localise(local, shard)
-        return (run or call)((), local)
+        op.localise(local, shard)
+        return call((), local)
 
     single = len(outputs) == 1
     if explicit_axes(mesh):
@@ -168,6 +166,11 @@ def _words(arguments: Sequence[Argument]) -> frozenset[str]:
     return frozenset(w.lstrip("#") for argument in arguments for w in argument.words)
 
 
+def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
+    """The words in use that every operation may spread."""
+    return frozenset(w for w in _words(arguments) if meaning(w).free)
+
+
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
     if axes.startswith("="):
         return arguments[axes[1:]].words
@@ -190,7 +193,7 @@ def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Arg
         if isinstance(value, MaskInfo):
             leaves = jax.tree_util.tree_leaves(value)
             for leaf, x in zip(leaf_names(name, value), leaves, strict=True):
-                found.append((Argument(leaf, _mask_words(x), x.shape), x))
+                found.append((Argument(leaf, mask_axes(x), x.shape), x))
     return found
 
 
@@ -205,7 +208,7 @@ def _split(
             names.append(name)
             arrays.append(value)
             specs.append(
-                jax.tree_util.tree_map(lambda x: layout.spec(_mask_words(x), x.shape), value)
+                jax.tree_util.tree_map(lambda x: layout.spec(mask_axes(x), x.shape), value)
             )
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             words = argument.words if argument else ("_",) * len(value.shape)
@@ -217,13 +220,6 @@ def _split(
         return {**a, **dict(zip(names, leaves, strict=True))}
 
     return arrays, specs, rebuild
-
-
-def _mask_words(x: Any) -> tuple[str, ...]:
-    """Axes of an array of a mask: a dense one, or one number per token, or per head and token."""
-    if x.ndim == 4:  # its keys stay whole also where a ring cuts the keys themselves
-        return ("batch", "heads", "q_len", "kv_total")
-    return ("batch", *("heads",) * (x.ndim - 2), "q_len")
 
 
 def _wanted(
@@ -281,12 +277,6 @@ def _placed_tree(x: Any, mesh: Any, specs: Any) -> Any:
     )
 
 
-def _local_seed(seed: jax.Array, shard: Shard) -> jax.Array:
-    """``(seed, first global batch row, first global head)``, which the dropout hash starts from."""
-    words = seed if seed.ndim else jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
-    return words + jnp.stack([jnp.int32(0), shard.offset("batch"), shard.offset("heads")])
-
-
 def _pick_kv_heads(a: Arguments, by_name: Mapping[str, Argument], shard: Shard) -> None:
     """Where key heads stayed whole, keep those that this shard's query heads read.
 
@@ -294,17 +284,18 @@ def _pick_kv_heads(a: Arguments, by_name: Mapping[str, Argument], shard: Shard) 
     the last case every query head gets its own copy of its key head.
     """
     for name, argument in by_name.items():
-        word = next((w for w in argument.words if w in KV), None)
-        if word is None or argument.shape is None:
+        words = argument.words
+        at = next((i for i, w in enumerate(words) if meaning(w).kind is Kind.KEY_HEADS), None)
+        if at is None or argument.shape is None:
             continue
-        axis, width = argument.words.index(word), KV[word] or 1
-        local, whole = shard.local("heads"), argument.shape[axis] // width
+        width = meaning(words[at]).entries_per_head or 1
+        local, whole = shard.local("heads"), argument.shape[at] // width
         group = shard.sizes["heads"] // whole
         first = shard.offset("heads") // group
         if group % local == 0 or local % group == 0:
             count = max(local // group, 1)
-            a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, axis)
+            a[name] = jax.lax.dynamic_slice_in_dim(a[name], first * width, count * width, at)
             continue
         heads = (shard.offset("heads") + jnp.arange(local)) // group
         index = (heads[:, None] * width + jnp.arange(width)).reshape(-1)
-        a[name] = jnp.take(a[name], index, axis=axis)
+        a[name] = jnp.take(a[name], index, axis=at)

@@ -23,16 +23,11 @@ from ejkernel.ops.core.types import Cfg
 from ejkernel.ops.utils.buckets import bucket
 from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
+from ejkernel.types.calls.axes import mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call
 
 Arguments = dict[str, Any]
-
-# Axes whose length varies from call to call: calls of one bucket share a config.
-TOKEN_AXES = frozenset(
-    "batch q_len kv_len kv_total seq tokens rows pages max_blocks table_entries sequences "
-    "sequences_plus_1 states q_blocks kv_blocks".split()
-)
 
 
 @contextlib.contextmanager
@@ -99,13 +94,10 @@ class Operation(RegisteredKernel[Cfg, Any]):
         """Axes that may be sharded besides batch and heads."""
         return frozenset()
 
-    @staticmethod
-    def localise(a: Arguments, shard: Any) -> Callable[[tuple, dict[str, Any]], Any] | None:
-        """Adapt one shard's arguments to what the operation means globally.
-
-        May return what to call instead of the operation itself.
-        """
-        return None
+    @classmethod
+    def localise(cls, a: Arguments, shard: Any) -> None:
+        """Adapt one shard's arguments to what the operation means globally."""
+        cls.spec.localise(a, shard)
 
     # ---- the steps of a call ----------------------------------------------------------------
 
@@ -149,20 +141,14 @@ class Operation(RegisteredKernel[Cfg, Any]):
         for p in self.spec.boundary.parameters:
             value = arguments.get(p.name)
             if isinstance(value, MaskInfo):
-                shapes.update(_mask_buckets(p.name, value))
+                leaves = jax.tree_util.tree_leaves(value)
+                for leaf, x in zip(leaf_names(p.name, value), leaves, strict=True):
+                    shapes[leaf] = _bucketed(mask_axes(x), x.shape)
             elif p.forms and hasattr(value, "shape"):
-                words = axes_of(p, value, override)
-                shapes[p.name] = tuple(
-                    bucket(n) if w.lstrip("#") in TOKEN_AXES else n
-                    for w, n in zip(words, value.shape, strict=True)
-                )
+                shapes[p.name] = _bucketed(axes_of(p, value, override), value.shape)
         return shapes
 
 
-def _mask_buckets(name: str, mask: MaskInfo) -> dict[str, Sequence[int]]:
-    """Buckets of the arrays of a mask: every axis but the heads of a dense mask."""
-    leaves = jax.tree_util.tree_leaves(mask)
-    return {
-        leaf: tuple(n if len(x.shape) == 4 and i == 1 else bucket(n) for i, n in enumerate(x.shape))
-        for leaf, x in zip(leaf_names(name, mask), leaves, strict=False)
-    }
+def _bucketed(words: Sequence[str], shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape with the axes that vary from call to call rounded up."""
+    return tuple(bucket(n) if meaning(w).varies else n for w, n in zip(words, shape, strict=True))

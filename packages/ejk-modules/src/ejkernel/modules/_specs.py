@@ -14,11 +14,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops import InvalidArgument
-
-# Axes that no softmax, scan or page walk may be cut along without talking to the other devices.
-SEQUENCE = frozenset("q_len kv_len kv_total seq tokens".split())
-# Axes of key heads: entries per head, None where that depends on the packing of a cache.
-KV: dict[str, int | None] = {"kv_heads": 1, "combined_kv_heads": 2, "packed_kv_heads": None}
+from ejkernel.types.calls.axes import AXES, Kind, meaning
 
 MeshAxes = tuple[str, ...]
 
@@ -120,9 +116,10 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
     if unknown:
         known = ", ".join(layout.mesh_sizes)
         raise ValueError(f"{where}: mesh axis {unknown[0]!r} is unknown, the mesh has: {known}")
-    if word in SEQUENCE and word in layout.spread and layout.spread[word] == axes:
+    in_order = meaning(word).in_order
+    if in_order and layout.spread.get(word) == axes:
         return
-    if word in SEQUENCE:
+    if in_order:
         raise ValueError(
             f"{where}: axis {word} may not be sharded (given {axes}) by {layout.operation}; "
             "use ring_attention to shard a sequence"
@@ -139,9 +136,13 @@ def spread(layout: Layout, where: str, word: str, axes: MeshAxes) -> None:
             f"{where}: axis {word} is sharded over {axes}, but over {before} in an earlier one"
         )
     for other, taken in layout.spread.items():
-        same_heads = {word, other} <= {"heads", *KV}
+        same_heads = _of_heads(word) and _of_heads(other)
         if other != word and not same_heads and set(taken) & set(axes):
             raise ValueError(f"{where}: {axes} already shards axis {other}, cannot shard {word}")
+
+
+def _of_heads(word: str) -> bool:
+    return meaning(word).kind in (Kind.HEADS, Kind.KEY_HEADS)
 
 
 def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:
@@ -151,7 +152,7 @@ def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool
         ValueError: query and key heads spread differently.
         InvalidArgument: key heads that do not divide where the operation needs whole groups.
     """
-    words = [word for word in KV if word in sizes]
+    words = [word for word in AXES if word in sizes and meaning(word).kind is Kind.KEY_HEADS]
     chosen = {w: layout.spread[w] for w in ("heads", *words) if w in layout.spread}
     if not words or not chosen:
         return False
@@ -168,7 +169,7 @@ def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool
         layout.spread.update(dict.fromkeys(words, axes))
         return False
     if whole_groups or any(word in chosen for word in words):
-        count = sizes[words[0]] // (KV[words[0]] or 1)
+        count = sizes[words[0]] // (meaning(words[0]).entries_per_head or 1)
         raise InvalidArgument(
             f"{layout.source}: {count} kv heads cannot be sharded over {parts} devices by "
             f"{layout.operation}: expected a number that {parts} divides"
@@ -178,7 +179,7 @@ def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool
 
 def _divides(word: str, sizes: Mapping[str, int], parts: int) -> bool:
     """Whether every part holds whole key heads."""
-    width = KV[word]
+    width = meaning(word).entries_per_head
     if width is None:
         exact = sizes[word] * sizes["packing"] == 2 * sizes["kv_heads"]
         return exact and sizes[word] % parts == 0 and sizes["kv_heads"] % parts == 0

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -91,15 +90,3 @@ class GroupedMatmul(Operation[GroupedMatmulConfig]):
     @staticmethod
     def spreadable(a: Arguments) -> frozenset[str]:
         return frozenset({"rows", "columns"})
-
-    @staticmethod
-    def localise(a: Arguments, shard: Any) -> None:
-        """Each shard of rows has the part of every group that lies in it."""
-        if shard.layout.parts("rows") == 1:
-            return
-        ends = jnp.cumsum(a["group_sizes"].astype(jnp.int32))
-        first = shard.offset("rows")
-        inside = jnp.clip(
-            jnp.stack([ends - a["group_sizes"], ends]) - first, 0, shard.local("rows")
-        )
-        a["group_sizes"] = inside[1] - inside[0]

@@ -110,7 +110,7 @@ class LightningAttention(Operation[LightningAttentionConfig]):
 
     @staticmethod
     def localise(a: Arguments, shard: Any) -> None:
-        if shard.layout.parts("heads") > 1:
+        if shard.parts("heads") > 1:
             first = shard.offset("heads")
             a["layer_idx"] = _LayerOfShard.of(a["layer_idx"], shard.sizes["heads"], first)
 

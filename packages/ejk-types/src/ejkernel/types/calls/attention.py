@@ -1,6 +1,7 @@
 """The call of attention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -55,3 +56,7 @@ class Attention(Call):
         settle.dropout_from_key(a)
         settle.sinks(a)
         settle.masks(a)
+
+    @classmethod
+    def localise(cls, a: Arguments, shard: Any) -> None:
+        settle.local_seeds(a, shard, "dropout_rng")

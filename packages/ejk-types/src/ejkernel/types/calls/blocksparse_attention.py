@@ -13,6 +13,8 @@ class BlockSparseAttention(Call):
 
     name = "blocksparse_attention"
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
+    asks_for_more = "return_lse"
+    seeds = ("dropout_seed",)
 
     @staticmethod
     def takes(

@@ -16,6 +16,8 @@ class FlashAttention(SoftmaxCall):
 
     name = "flash_attention"
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
+    asks_for_more = "return_lse"
+    seeds = ("dropout_seed",)
 
     @staticmethod
     def takes(
@@ -46,6 +48,7 @@ class FlashAttention(SoftmaxCall):
 
     @staticmethod
     def check_values(a: Arguments) -> None:
+        settle.one_packing(a)
         settle.check_packed(a, "cum_seqlens_q", "query", axis=1)
         settle.check_packed(a, "cum_seqlens_k", "key", axis=1)
 

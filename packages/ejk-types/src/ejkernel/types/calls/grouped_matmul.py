@@ -48,6 +48,16 @@ class GroupedMatmul(Call):
         settle.groups(a)
 
     @classmethod
+    def localise(cls, a: Arguments, shard: Any) -> None:
+        """Each shard of rows has the part of every group that lies in it."""
+        if shard.parts("rows") == 1:
+            return
+        ends = jnp.cumsum(a["group_sizes"].astype(jnp.int32))
+        inside = jnp.stack([ends - a["group_sizes"], ends]) - shard.offset("rows")
+        inside = jnp.clip(inside, 0, shard.local("rows"))
+        a["group_sizes"] = inside[1] - inside[0]
+
+    @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zero, or what is added to it, where an axis has no entries."""
         lhs, rhs, existing = a["lhs"], a["rhs"], a["existing_out"]

@@ -11,6 +11,8 @@ class FlashMLA(Call):
 
     name = "mla_attention"
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
+    asks_for_more = "return_lse"
+    seeds = ("dropout_seed",)
 
     @staticmethod
     def takes(

@@ -17,6 +17,8 @@ class RingAttention(Call):
 
     name = "ring_attention"
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
+    asks_for_more = "return_lse"
+    seeds = ("dropout_seed",)
 
     @staticmethod
     def takes(

@@ -38,6 +38,7 @@ class ScaledDotProductAttention(Call):
     @staticmethod
     def check_values(a: Arguments) -> None:
         settle.build_bias(a)
+        settle.one_packing(a)
         settle.check_packed(a, "cum_seqlens_q", "query", axis=1)
         settle.check_packed(a, "cum_seqlens_k", "key", axis=1)
 

@@ -8,11 +8,14 @@ it, is an InvalidArgument that names the argument, what is expected and what was
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
+
+from ejkernel.types.calls.axes import meaning
 from ejkernel.types.calls.words import alternatives, expected, forms, given, is_array
 from ejkernel.types.errors import InvalidArgument
 
@@ -44,9 +47,10 @@ class Boundary:
     name: str
     function: Callable[..., Any]
     parameters: tuple[Parameter, ...]
+    seeds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, name: str, function: Callable[..., Any]) -> Boundary:
+    def of(cls, name: str, function: Callable[..., Any], seeds: tuple[str, ...] = ()) -> Boundary:
         """Read the signature of ``function``; annotations must be objects, not strings."""
         signature = inspect.signature(function)
         return cls(
@@ -57,7 +61,23 @@ class Boundary:
                 for p in signature.parameters.values()
                 if p.name not in TAIL
             ),
+            seeds,
         )
+
+    def check_words(self, outputs: Sequence[str] = ()) -> None:
+        """Raise TypeError for an axis of an argument or output whose word nobody explained."""
+        said = [(p.name, axes) for p in self.parameters for _, axes in p.forms]
+        for i, axes in enumerate(outputs):
+            if not axes.startswith("="):
+                said.append((f"output {i}", axes))
+            elif axes[1:] not in self.names:
+                raise TypeError(f"{self.name}, output {i}: there is no argument {axes[1:]!r}")
+        for where, axes in said:
+            for word in axes.split():
+                try:
+                    meaning(word)
+                except ValueError as error:
+                    raise TypeError(f"{self.name}, {where}: {error}") from None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -71,13 +91,15 @@ class Boundary:
     @cached_property
     def array_parameters(self) -> tuple[Parameter, ...]:
         """The parameters that take arrays, in signature order."""
-        return tuple(p for p in self.parameters if p.forms or p.name == "dropout_rng")
+        return tuple(
+            p for p in self.parameters if p.forms or jax.Array in alternatives(p.annotation)
+        )
 
     @cached_property
     def index_names(self) -> tuple[str, ...]:
         """The parameters that take integer arrays only; they are used as int32."""
         integers = (p for p in self.parameters if {family for family, _ in p.forms} == {"int"})
-        return tuple(p.name for p in integers if p.name != "dropout_seed")
+        return tuple(p.name for p in integers if p.name not in self.seeds)
 
     @cached_property
     def static_names(self) -> frozenset[str]:

@@ -25,7 +25,9 @@ class Call:
     Attributes:
         name: of the operation, as users call it.
         algorithm: its name in a registry; default: ``name``.
-        outputs: axes of every output, in the words of the signature.
+        outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
+        asks_for_more: the parameter without which there is only the first output; "": none.
+        seeds: the arguments, any integer, that dropout starts from.
         boundary: the parameters, read from ``takes``.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
@@ -33,6 +35,8 @@ class Call:
     name: ClassVar[str]
     algorithm: ClassVar[str] = ""
     outputs: ClassVar[tuple[str, ...]] = ()
+    asks_for_more: ClassVar[str] = ""
+    seeds: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[Any]
     boundary: ClassVar[Boundary]
     Unsupported: ClassVar[type[Exception]] = Unsupported
@@ -41,7 +45,8 @@ class Call:
         super().__init_subclass__(**kwargs)
         if "takes" not in vars(cls):
             return
-        cls.boundary = Boundary.of(cls.name, cls.takes)
+        cls.boundary = Boundary.of(cls.name, cls.takes, cls.seeds)
+        cls.boundary.check_words(cls.outputs)
         cls.algorithm = cls.algorithm or cls.name
 
     # ---- what a subclass says ---------------------------------------------------------------
@@ -61,9 +66,17 @@ class Call:
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        """Axes of the outputs of this call: all of ``outputs``, unless a flag leaves out some."""
-        optional = any(a.get(flag) is False for flag in ("return_lse", "return_state"))
-        return cls.outputs[:1] if optional else cls.outputs
+        """Axes of the outputs of this call."""
+        return cls.outputs if a.get(cls.asks_for_more, True) else cls.outputs[:1]
+
+    @classmethod
+    def localise(cls, a: Arguments, shard: Any) -> None:
+        """Adapt settled arguments of one shard to what the operation means for all of them.
+
+        ``shard`` has ``parts(word)``, over how many devices an axis is spread, and of this one
+        ``offset(word)``, its first index, and ``local(word)``, its size.
+        """
+        settle.local_seeds(a, shard, *cls.seeds)
 
     # ---- the two steps of a call ------------------------------------------------------------
 
@@ -84,10 +97,7 @@ class Call:
             if isinstance(value, np.generic):
                 static = name in boundary.static_names
                 a[name] = value.item() if static else np.asarray(value)
-        if "dropout_seed" in kwargs:
-            settle.seed_to_array(a)
-        if "cum_seqlens_k" in kwargs:
-            settle.one_packing(a)
+        settle.seeds_to_arrays(a, *cls.seeds)
         for name, value in a.items():
             if value is REQUIRED:
                 raise TypeError(f"{cls.name}() is missing the argument {name!r}")

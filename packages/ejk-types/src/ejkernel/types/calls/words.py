@@ -1,8 +1,8 @@
 """The words signatures are written in: dtype families with named axes, checked by jaxtyping.
 
 An axis called ``heads`` means the same size wherever it appears in one call. ``#batch`` also
-allows size 1. The same words say how an argument is distributed over a mesh (``_specs``), so a
-name decides more than a check: ``batch``, ``heads`` and ``kv_heads`` can be sharded.
+allows size 1. What a name means besides (``axes``) decides how an argument may be spread over a
+mesh, and which calls share a tuned config.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from ejkernel.types.calls.settle.softmax import (
     dropout,
     dropout_from_key,
     head_scales,
+    local_seeds,
     scalar_index,
     sinks,
     softmax_options,
@@ -52,7 +53,7 @@ from ejkernel.types.calls.settle.values import (
     integers_to_arrays,
     known,
     scalars_to_arrays,
-    seed_to_array,
+    seeds_to_arrays,
 )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "latent",
     "latent_dim",
     "layer",
+    "local_seeds",
     "masks",
     "one_packing",
     "packed",
@@ -91,7 +93,7 @@ __all__ = [
     "ring_masks",
     "scalar_index",
     "scalars_to_arrays",
-    "seed_to_array",
+    "seeds_to_arrays",
     "sinks",
     "softmax_options",
     "sparse_options",

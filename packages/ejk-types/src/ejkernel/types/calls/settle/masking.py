@@ -38,7 +38,7 @@ def packed_pair(a: Arguments) -> None:
 
 def one_packing(a: Arguments) -> None:
     """The same array given for queries and keys is given once: then indices serve as positions."""
-    if a["cum_seqlens_k"] is a.get("cum_seqlens_q"):
+    if a["cum_seqlens_k"] is a["cum_seqlens_q"]:
         a["cum_seqlens_k"] = None
 
 

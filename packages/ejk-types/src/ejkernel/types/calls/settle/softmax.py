@@ -135,6 +135,17 @@ def _seed_array(seed: Any) -> jax.Array:
     return jnp.asarray(0 if seed is None else seed).astype(jnp.uint32).astype(jnp.int32)
 
 
+def local_seeds(a: Arguments, shard: Any, *names: str) -> None:
+    """Settled seeds of one shard: the seed, its first batch row, its first head, all global."""
+    for name in names:
+        seed = a[name]
+        if seed is None:
+            continue
+        words = seed if seed.ndim else jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
+        offsets = [jnp.int32(0), shard.offset("batch"), shard.offset("heads")]
+        a[name] = words + jnp.stack(offsets)
+
+
 def sinks(a: Arguments, query: str = "query") -> None:
     """Sinks as ``[heads, sinks]``; one axis means shared by all heads."""
     aux = a["softmax_aux"]

@@ -26,12 +26,13 @@ def known(value: Any) -> Any:
     return None
 
 
-def seed_to_array(a: Arguments, name: str = "dropout_seed") -> None:
-    """A Python or numpy seed becomes an int32 array, so that new seeds compile nothing."""
-    value = known(a.get(name))
-    whole = value is not None and value.dtype.kind in "iuO" and value.ndim == 0
-    if whole:  # a Python int that no integer dtype holds is an object to numpy
-        a[name] = np.asarray(int(value) & 0xFFFFFFFF, np.uint32).view(np.int32)
+def seeds_to_arrays(a: Arguments, *names: str) -> None:
+    """Python and numpy seeds become int32 arrays, so that new seeds compile nothing."""
+    for name in names:
+        value = known(a[name])
+        whole = value is not None and value.dtype.kind in "iuO" and value.ndim == 0
+        if whole:  # a Python int that no integer dtype holds is an object to numpy
+            a[name] = np.asarray(int(value) & 0xFFFFFFFF, np.uint32).view(np.int32)
 
 
 def check_int32(a: Arguments, *names: str) -> None:

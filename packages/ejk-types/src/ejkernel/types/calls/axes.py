@@ -1,0 +1,102 @@
+"""What the axes of arguments are: the one table of the words that signatures are written in.
+
+The word of an axis decides whether calls that differ in it share a tuned config, and whether it may
+be spread over a mesh. A word that is not here is an error where a call is defined.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+class Kind(enum.Enum):
+    """What an axis counts."""
+
+    BATCH = "independent problems"
+    HEADS = "query heads"
+    KEY_HEADS = "key heads, which go where their query heads go"
+    TOKENS = "places of a sequence, which no device can work on without the others"
+    COUNT = "how much there is of something, from call to call another number"
+    FEATURE = "a size of the model"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What one word means.
+
+    Attributes:
+        kind: what the axis counts.
+        entries_per_head: of key heads: entries a head, None where a cache's packing decides.
+    """
+
+    kind: Kind
+    entries_per_head: int | None = 1
+
+    @property
+    def varies(self) -> bool:
+        """Whether its size changes from call to call: calls of one bucket share a config."""
+        return self.kind in (Kind.BATCH, Kind.TOKENS, Kind.COUNT)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no softmax, scan or page walk may be cut along it."""
+        return self.kind is Kind.TOKENS
+
+    @property
+    def free(self) -> bool:
+        """Whether every operation may spread it over a mesh."""
+        return self.kind in (Kind.BATCH, Kind.HEADS, Kind.KEY_HEADS)
+
+
+def _all(kind: Kind, words: str) -> dict[str, Axis]:
+    return dict.fromkeys(words.split(), Axis(kind))
+
+
+AXES: dict[str, Axis] = {
+    **_all(Kind.BATCH, "batch"),
+    **_all(Kind.HEADS, "heads"),
+    "kv_heads": Axis(Kind.KEY_HEADS),
+    "combined_kv_heads": Axis(Kind.KEY_HEADS, 2),
+    "packed_kv_heads": Axis(Kind.KEY_HEADS, None),
+    **_all(Kind.TOKENS, "q_len kv_len kv_total seq tokens"),
+    # of packed sequences, of a cache, of a block mask, of a grouped product
+    **_all(Kind.COUNT, "sequences sequences_plus_1 states chunks"),
+    **_all(Kind.COUNT, "pages max_blocks table_entries"),
+    **_all(Kind.COUNT, "q_blocks kv_blocks rows"),
+    **_all(Kind.FEATURE, "head_dim v_dim key_dim q_dim nope_dim rope_dim latent latent_dim"),
+    **_all(Kind.FEATURE, "cache_dim padded_head_dim packing page_size sinks selected"),
+    **_all(Kind.FEATURE, "channels groups all_groups inner columns"),
+}
+
+_UNNAMED = Axis(Kind.FEATURE)
+_NUMBERED = re.compile(r"_\d+$")
+
+
+def meaning(word: str) -> Axis:
+    """What a word of a signature means, marks as in ``#batch`` and ``channels_0`` taken off.
+
+    ``_`` and numbers stand for axes without a name.
+
+    Raises:
+        ValueError: nobody said what the word means.
+    """
+    found = AXES.get(word)
+    if found is not None:
+        return found
+    name = word.lstrip("#*")
+    if name == "_" or name.isdigit():
+        return _UNNAMED
+    found = AXES.get(name) or AXES.get(_NUMBERED.sub("", name))
+    if found is None:
+        raise ValueError(f"axis word {name!r} is unknown, known are: {', '.join(AXES)}")
+    return found
+
+
+def mask_axes(x: Any) -> tuple[str, ...]:
+    """Words of an array of a MaskInfo: a dense mask, or a number a token, or a head and token."""
+    if len(x.shape) == 4:  # its keys stay whole also where a ring cuts the keys themselves
+        return ("batch", "heads", "q_len", "kv_total")
+    return ("batch", *("heads",) * (len(x.shape) - 2), "q_len")
