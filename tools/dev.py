@@ -22,6 +22,8 @@ import sys
 OLDEST = (3, 11)
 HATCH = "hatch>=1.18.2,<2"
 DISK_GB = 2.0
+MOST_PROGRAMS = 60_000  # about 0.4 GB; then the tests' compiled programs are forgotten
+TESTS = ("test", "cov", "readme", "isolate")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("types", "ops", "kernels-xla", "kernels-triton", "kernels-pallas", "modules")
 
@@ -121,6 +123,21 @@ def index_settings(env):
     if found.get("cert"):
         settings["SSL_CERT_FILE"] = found["cert"][0]
     return settings
+
+
+def test_environment(home):
+    """The environment of the test commands: programs compiled once serve every process and run.
+
+    Most of the suite's time is XLA's compiler at work on thousands of small programs.
+    """
+    programs = home / "programs"
+    if programs.is_dir() and sum(1 for _ in programs.iterdir()) > MOST_PROGRAMS:
+        shutil.rmtree(str(programs), ignore_errors=True)
+    env = environment(home)
+    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    return env
 
 
 def make_tool_environment(home, python, env):
@@ -270,7 +287,8 @@ def main(argv):
     try:
         arguments = hatch_arguments(command, args)
         prepare(home, python, hatch, env)
-        return run([str(hatch), "run", *arguments], environment(home))
+        env = test_environment(home) if command in TESTS else environment(home)
+        return run([str(hatch), "run", *arguments], env)
     except SetupError as error:
         say(f"error: {error}")
         return 1
