@@ -26,7 +26,8 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config import building
 from ejkernel.ops.config.building import TableBuilder, table_name
-from ejkernel.ops.config.tables import covers, payload_distance
+from ejkernel.ops.config.nearness import payload_distance
+from ejkernel.ops.config.tables import covers
 from ejkernel.ops.execution import timing
 from ejkernel.ops.params import tile_field
 from ejkernel.ops.utils.buckets import bucket_shape

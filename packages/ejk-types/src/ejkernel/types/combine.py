@@ -11,6 +11,7 @@ from ejkernel.types.errors import invalid
 from ejkernel.types.fields import (
     AXES,
     check_sizes,
+    checked_rule,
     placed_conjunct,
     rule_fields,
     with_private,
@@ -18,6 +19,9 @@ from ejkernel.types.fields import (
 from ejkernel.types.intersection import NO_POSITIONS, intersect
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.segments import cu_seqlens_mask_fields
+
+EVERYTHING = MaskInfo()
+"""The mask that hides nothing."""
 
 
 def _from_mask_argument(mask: Any, q_len: int, kv_len: int) -> MaskInfo:
@@ -46,7 +50,7 @@ def _from_mask_argument(mask: Any, q_len: int, kv_len: int) -> MaskInfo:
             kv_segment_ids=xp.where(keys, np.int32(0), np.int32(-1)),
         )
     broadcast = mask.shape[2:] != (q_len, kv_len)
-    return with_private(MaskInfo(), attention_mask=mask, _broadcast=broadcast)
+    return with_private(EVERYTHING, attention_mask=mask, _broadcast=broadcast)
 
 
 def _hide_padding(mask: MaskInfo, padding: MaskInfo) -> MaskInfo:
@@ -91,16 +95,11 @@ def combine_masks(
     """
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise invalid("mask_info", "a MaskInfo or None", mask_info)
-    own = MaskInfo(
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-    )
-    if own.rule.trivial:
-        own = MaskInfo()
-    result = mask_info if mask_info is not None else MaskInfo()
-    check_sizes(result, batch, q_len, kv_len, heads, "mask_info")
+    rule = checked_rule(causal, causal_offset, sliding_window, chunk_size)
+    result = EVERYTHING
+    if mask_info is not None:
+        result = mask_info
+        check_sizes(result, batch, q_len, kv_len, heads, "mask_info")
     if cum_seqlens_q is None and cum_seqlens_k is not None:
         raise ValueError("cum_seqlens_k: needs cum_seqlens_q, got None for it")
     if cum_seqlens_q is not None:
@@ -120,16 +119,20 @@ def combine_masks(
             )
         )
         axes = {name: getattr(result, name) for name in AXES}
-        packed = with_private(packed, **rule_fields(own.rule), **axes)
+        packed = with_private(packed, **rule_fields(rule), **axes)
         same = cum_seqlens_k is None or cum_seqlens_k is cum_seqlens_q
-        if same and own.chunk_size is None:
+        if same and rule.chunk is None:
             # within a sequence positions differ as indices do; kernels skip more by index
             packed = with_private(packed, **NO_POSITIONS)
         result = packed if mask_info is None else intersect(packed, result)
-    elif not own.rule.trivial:
-        ruler = placed_conjunct(result)
-        positions = {"q_positions": ruler.q_positions, "kv_positions": ruler.kv_positions}
-        result = intersect(result, with_private(own, **positions))
+    elif not rule.trivial:
+        own = with_private(EVERYTHING, **rule_fields(rule))
+        if mask_info is None:
+            result = own
+        else:
+            ruler = placed_conjunct(result)
+            positions = {"q_positions": ruler.q_positions, "kv_positions": ruler.kv_positions}
+            result = intersect(result, with_private(own, **positions))
     if attention_mask is not None:
         extra = _from_mask_argument(attention_mask, q_len, kv_len)
         check_sizes(extra, batch, q_len, kv_len, heads, None)

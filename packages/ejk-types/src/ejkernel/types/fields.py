@@ -77,6 +77,17 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
+def checked_rule(causal: Any, causal_offset: Any, sliding_window: Any, chunk_size: Any) -> Rule:
+    """The rule of these arguments, each checked; one that hides nothing is ``Rule()``."""
+    rule = Rule(
+        _flag(causal, "causal"),
+        _offset(causal_offset, "causal_offset"),
+        window_tuple(sliding_window),
+        _chunk(chunk_size, "chunk_size"),
+    )
+    return Rule() if rule.trivial else rule
+
+
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     """Each field checked and converted; one array given for q and kv stays one object."""
     new = {name: _CHECKS[name](value, name) for name, value in fields.items()}

@@ -10,7 +10,7 @@ head by ``GROUP_FACTOR``. Further away, an entry says less than arithmetic does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 FACTOR = 4.0
@@ -34,20 +34,35 @@ _LIMIT = math.log2(FACTOR) + 1e-9
 _GROUP_LIMIT = math.log2(GROUP_FACTOR) + 1e-9
 
 
+def subject(payload: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an entry is about: a kernel of this version on this device."""
+    return tuple(payload.get(k) for k in ("schema", "kernel", "version", "device"))
+
+
+def outline(payload: Mapping[str, Any]) -> Hashable:
+    """What must be equal for one payload to say anything about another."""
+    arguments = []
+    for name, x in sorted(payload.get("arguments", {}).items()):
+        facts = (x["dtype"], len(x["shape"]), tuple(x["free"])) if _is_array(x) else ()
+        arguments.append((name, *facts))
+    placed = repr((payload.get("mesh"), payload.get("specs")))
+    return (*subject(payload), placed, tuple(arguments))
+
+
 def payload_distance(entry: Mapping[str, Any], call: Mapping[str, Any]) -> float:
     """Distance of the payload of an entry from the payload of a call, in octaves.
 
     0 for one bucket, infinite when the entry says nothing about the call.
     """
-    same = ("schema", "kernel", "version", "device", "mesh", "specs")
-    if any(entry.get(k) != call.get(k) for k in same):
-        return math.inf
+    return distance_of_alike(entry, call) if outline(entry) == outline(call) else math.inf
+
+
+def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+    """As ``payload_distance``, of payloads with one outline."""
     asked, tuned = call.get("platform", "auto"), entry.get("platform", "auto")
     if tuned not in ("auto", asked):  # the best of one platform is not the best of all
         return math.inf
     ours, theirs = entry.get("arguments", {}), call.get("arguments", {})
-    if ours.keys() != theirs.keys():
-        return math.inf
     heads: list[float] = []
     distance = _sum(_argument(name, ours[name], theirs[name], heads) for name in ours)
     if heads and max(heads) - min(heads) > _GROUP_LIMIT:
@@ -114,7 +129,7 @@ def _child(a: Any, b: Any) -> float:
 def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, pool: bool) -> float:
     ours, theirs = a["shape"], b["shape"]
     if a["dtype"] != b["dtype"] or a["free"] != b["free"] or len(ours) != len(theirs):
-        return math.inf
+        return math.inf  # of arguments the outline says so already, of what is inside masks not
     free = set(a["free"])
     # [..., heads, dim]; a cache of rank three is [pages, page size, dim]
     head_axis = len(ours) - 2 if len(ours) > (3 if pool else 1) else None

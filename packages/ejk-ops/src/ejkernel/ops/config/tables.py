@@ -9,34 +9,42 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config.nearness import payload_distance
+from ejkernel.ops.config.nearness import distance_of_alike, outline, subject
 from ejkernel.ops.config.store import Entry, read_table
 from ejkernel.ops.errors import warn_once
 
 
-class Table(tuple[Entry, ...]):
-    """The entries of a table that say what they were tuned for."""
+class Table:
+    """The entries of a table that say what they were tuned for, by the outline of that."""
 
-    header: Mapping[str, Any] = {}
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.subjects: set[Hashable] = set()
+        self.entries: dict[Hashable, list[Entry]] = {}
+        for entry in entries:
+            if not isinstance(entry.facts, Mapping):
+                continue
+            try:
+                self.entries.setdefault(outline(entry.facts), []).append(entry)
+                self.subjects.add(subject(entry.facts))
+            except (AttributeError, LookupError, TypeError):
+                continue  # facts of another form say nothing about any call
 
 
 @functools.lru_cache(maxsize=256)
 def _read(path: Path, stamp: int) -> Table:
     try:
-        header, entries = read_table(path)
+        _, entries = read_table(path)
     except (OSError, ValueError) as error:
         warn_once(("table", str(path)), f"shipped config table {path} is not used: {error}")
-        return Table()
-    table = Table(e for e in entries.values() if isinstance(e.facts, Mapping))
-    table.header = header
-    return table
+        return Table(())
+    return Table(entries.values())
 
 
-def _entries(path: Path) -> Table:
+def _table(path: Path) -> Table:
     try:
         stamp = path.stat().st_mtime_ns
     except OSError:
@@ -49,8 +57,9 @@ def nearest_configs(
 ) -> Iterator[tuple[Any, float]]:
     """``(config, distance)`` of the entries that serve ``payload``, nearest first."""
     found = []
+    wanted = outline(payload)
     for path in paths:
-        for entry in _entries(path):
+        for entry in _table(path).entries.get(wanted, ()):
             distance = _distance(entry, payload)
             if distance < math.inf:
                 found.append((distance, len(found), entry))
@@ -62,16 +71,12 @@ def nearest_configs(
 
 def _distance(entry: Entry, payload: Mapping[str, Any]) -> float:
     try:
-        return payload_distance(entry.facts, payload)
+        return distance_of_alike(entry.facts, payload)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return math.inf  # facts of another form say nothing about any call
 
 
 def covers(paths: Iterable[Path], payload: Mapping[str, Any]) -> bool:
     """Whether some table holds entries of this kernel for this device: a known card."""
-    wanted = [payload.get(k) for k in ("schema", "kernel", "version", "device")]
-    return any(
-        [e.facts.get(k) for k in ("schema", "kernel", "version", "device")] == wanted
-        for path in paths
-        for e in _entries(path)
-    )
+    wanted = subject(payload)
+    return any(wanted in _table(path).subjects for path in paths)
