@@ -10,13 +10,13 @@ import jax
 
 from ejkernel.modules._specs import Argument, Layout, mesh_axes, spread
 from ejkernel.modules.compat import explicit_axes, typed_sharding
-from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.keys import ARRAYS
 
 
 def explicit_mesh(values: Any) -> Any:
     """The mesh over which an array in ``values`` carries its sharding, None without one."""
     for x in jax.tree_util.tree_leaves(values):
-        sharding = typed_sharding(x) if is_array(x) else None
+        sharding = typed_sharding(x) if isinstance(x, ARRAYS) else None
         if sharding is not None and explicit_axes(sharding.mesh):
             return sharding.mesh
     return None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops import env
-from ejkernel.ops.differentiate import Arrays, Work, differentiable
+from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 
 
 class CallKernel:
@@ -112,7 +112,7 @@ class CallKernel:
             work = Work(self, problem, tiles, target)
             arrays = self.call.operands(a, problem)
             if self.differentiable:
-                outputs = differentiable(work, arrays)
+                outputs = differentiable(work, same_axes(arrays))
             else:
                 outputs, _ = self.call.named(*self.forward(work, arrays))
         return self.call.results(a, outputs)

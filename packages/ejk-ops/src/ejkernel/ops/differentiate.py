@@ -34,7 +34,11 @@ class Work:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """The outputs of ``work.kernel.forward``, differentiated by ``work.kernel.backward``.
+
+    ``arrays`` are ``same_axes(arrays)``.
+    """
     return work.kernel.forward(work, arrays)[0]
 
 
@@ -59,13 +63,13 @@ def _as(gradient: Any, primal: Any) -> Any:
     return None if gradient is None else gradient.astype(primal.dtype)
 
 
-_run.defvjp(_forward, _backward)
+differentiable.defvjp(_forward, _backward)
 
 
-def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """The outputs of ``work.kernel.forward``, differentiated by ``work.kernel.backward``.
+def same_axes(arrays: Arrays) -> Arrays:
+    """The arrays as ``differentiable`` wants them.
 
-    Inside ``shard_map`` all arrays vary over the same mesh axes, so that JAX sums the gradients
-    of those that were replicated.
+    Inside ``shard_map`` all of them vary over the same mesh axes, so that JAX sums the gradients of
+    those that were replicated.
     """
-    return _run(work, vary_alike(jax.tree.map(jnp.asarray, arrays)))
+    return vary_alike(jax.tree.map(jnp.asarray, arrays))

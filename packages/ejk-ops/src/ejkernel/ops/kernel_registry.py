@@ -252,10 +252,14 @@ class KernelRegistry:
         """
         forced, wanted = parse_platform(platform), parse_backend(backend)
         target = target_device(device)
+        self.load_for(forced, target)
+        return self._survey(normalized(algorithm), forced, wanted, inv, target)
+
+    def load_for(self, forced: Platform | None, target: TargetDevice) -> None:
+        """Load the packages that may serve calls on a device, or one platform's."""
         self.load(platforms_for(target.kind) if forced is None else (forced,))
         if forced is None:
             self._packages.warn_failures()
-        return self._survey(normalized(algorithm), forced, wanted, inv, target)
 
     def _survey(
         self,
@@ -301,7 +305,10 @@ class KernelRegistry:
         device: Any = None,
     ) -> Implementation:
         """As ``get``, but the whole record. Its function is loaded."""
-        survey = self.survey(algorithm, platform, backend, inv=inv, device=device)
+        return self.pick(self.survey(algorithm, platform, backend, inv=inv, device=device), inv)
+
+    def pick(self, survey: Survey, inv: Any = None) -> Implementation:
+        """The best implementation of a survey whose function can be loaded; errors as ``get``."""
         broken: list[Refusal] = []
         cause: Exception | None = None
         for implementation in survey.usable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax.tree_util as jtu
@@ -210,10 +211,12 @@ def with_private(mask: Any, **fields: Any) -> Any:
     return new
 
 
+_children = attrgetter(*ARRAYS, "_and")
+_static = attrgetter(*RULE, *AXES, "_broadcast")
+
+
 def flatten(mask: Any) -> tuple[tuple, tuple]:
-    children = (*(getattr(mask, name) for name in ARRAYS), mask._and)
-    static = tuple(getattr(mask, name) for name in (*RULE, *AXES, "_broadcast"))
-    return children, static
+    return _children(mask), _static(mask)
 
 
 def flatten_with_keys(mask: Any) -> tuple[tuple, tuple]:

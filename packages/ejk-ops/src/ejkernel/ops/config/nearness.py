@@ -10,6 +10,7 @@ head by ``GROUP_FACTOR``. Further away, an entry says less than arithmetic does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -25,9 +26,9 @@ DETAIL = 1.0
 # Arguments that change what is computed and not how: any value serves.
 INDIFFERENT = frozenset({"softmax_scale", "scale", "return_lse"})
 # Static integers that are sizes; all others must be equal.
-SIZES = ("window", "chunk")
+SIZES = re.compile("window|chunk")
 # Arrays whose first axis is a pool: how much there is in it says nothing about one call.
-POOLS = ("cache", "pages")
+POOLS = re.compile("cache|pages")
 
 _ARRAY = {"shape", "dtype", "sharding", "free"}
 _LIMIT = math.log2(FACTOR) + 1e-9
@@ -41,12 +42,21 @@ def subject(payload: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def outline(payload: Mapping[str, Any]) -> Hashable:
     """What must be equal for one payload to say anything about another."""
-    arguments = []
-    for name, x in sorted(payload.get("arguments", {}).items()):
-        facts = (x["dtype"], len(x["shape"]), tuple(x["free"])) if _is_array(x) else ()
-        arguments.append((name, *facts))
+    arguments = sorted(payload.get("arguments", {}).items())
     placed = repr((payload.get("mesh"), payload.get("specs")))
-    return (*subject(payload), placed, tuple(arguments))
+    return (*subject(payload), placed, *[(name, *_fixed(name, x)) for name, x in arguments])
+
+
+def _fixed(name: str, x: Any) -> tuple[Any, ...]:
+    """What of an argument must be equal; what ``_argument`` compares besides is left out."""
+    if isinstance(x, Mapping):
+        if _is_array(x):
+            free, heads = x["free"], _head_axis(name, x)
+            sizes = [None if i in free or i == heads else n for i, n in enumerate(x["shape"])]
+            return x["dtype"], tuple(free), tuple(sizes)
+        if _is_node(x):
+            return x["node"], len(x["children"])
+    return () if name in INDIFFERENT or SIZES.search(name) else (repr(x),)
 
 
 def payload_distance(entry: Mapping[str, Any], call: Mapping[str, Any]) -> float:
@@ -64,7 +74,14 @@ def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any]) -> floa
         return math.inf
     ours, theirs = entry.get("arguments", {}), call.get("arguments", {})
     heads: list[float] = []
-    distance = _sum(_argument(name, ours[name], theirs[name], heads) for name in ours)
+    distance = 0.0
+    for name, a in ours.items():
+        b = theirs[name]
+        if type(a) is type(b) and a == b and not isinstance(a, Mapping):
+            continue
+        distance += _argument(name, a, b, heads)
+        if distance == math.inf:
+            return math.inf
     if heads and max(heads) - min(heads) > _GROUP_LIMIT:
         return math.inf
     return distance + (0.0 if tuned == asked else OTHER_PLATFORM)
@@ -73,7 +90,7 @@ def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any]) -> floa
 def _argument(name: str, a: Any, b: Any, heads: list[float]) -> float:
     """Distance of one argument; ``heads`` collects by how many octaves numbers of heads differ."""
     if _is_array(a) and _is_array(b):
-        return _array(a, b, heads, pool=any(word in name for word in POOLS))
+        return _array(a, b, heads, pool=bool(POOLS.search(name)), head_axis=_head_axis(name, a))
     if a == b and type(a) is type(b):
         return 0.0
     if _is_array(a) or _is_array(b):
@@ -82,7 +99,7 @@ def _argument(name: str, a: Any, b: Any, heads: list[float]) -> float:
         return DETAIL
     if _is_node(a) and _is_node(b):
         return _node(a, b)
-    if any(word in name for word in SIZES):
+    if SIZES.search(name):
         return _size(_pair(a), _pair(b))
     return math.inf
 
@@ -126,24 +143,35 @@ def _child(a: Any, b: Any) -> float:
     return _argument("", a, b, [])
 
 
-def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, pool: bool) -> float:
+def _head_axis(name: str, x: Mapping[str, Any]) -> int | None:
+    """The axis of heads in ``[..., heads, dim]``; a cache of rank three is [pages, size, dim]."""
+    rank = len(x["shape"])
+    return rank - 2 if rank > (3 if POOLS.search(name) else 1) else None
+
+
+def _array(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    heads: list[float],
+    *,
+    pool: bool,
+    head_axis: int | None,
+) -> float:
     ours, theirs = a["shape"], b["shape"]
     if a["dtype"] != b["dtype"] or a["free"] != b["free"] or len(ours) != len(theirs):
         return math.inf  # of arguments the outline says so already, of what is inside masks not
     free = set(a["free"])
-    # [..., heads, dim]; a cache of rank three is [pages, page size, dim]
-    head_axis = len(ours) - 2 if len(ours) > (3 if pool else 1) else None
     sizes, rows = 0.0, 0.0
     for axis, (m, n) in enumerate(zip(ours, theirs, strict=True)):
-        octaves = _octaves(m, n)
+        octaves = 0.0 if m == n else _octaves(m, n)
         if axis in free:
             if pool and axis == 0:
                 continue
-            sizes += _within(octaves)
+            sizes += _within(octaves) if octaves else 0.0
             rows += octaves if axis == 0 else 0.0
         elif axis == head_axis:
             heads.append(octaves)
-            sizes += HEADS_WEIGHT * _within(octaves)
+            sizes += HEADS_WEIGHT * _within(octaves) if octaves else 0.0
             rows += octaves
         elif octaves:
             return math.inf
@@ -152,9 +180,7 @@ def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, po
 
 
 def _octaves(a: int, b: int) -> float:
-    """log2 of the ratio, infinite where there is none."""
-    if a == b:
-        return 0.0
+    """log2 of the ratio of two numbers, infinite where there is none."""
     return math.log2(a / b) if a > 0 and b > 0 else math.inf
 
 

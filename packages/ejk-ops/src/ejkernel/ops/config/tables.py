@@ -56,10 +56,12 @@ def nearest_configs(
     paths: Iterable[Path], payload: Mapping[str, Any], cls: type | None
 ) -> Iterator[tuple[Any, float]]:
     """``(config, distance)`` of the entries that serve ``payload``, nearest first."""
+    about = subject(payload)
+    tables = [table for table in map(_table, paths) if about in table.subjects]
+    wanted = outline(payload) if tables else None
     found = []
-    wanted = outline(payload)
-    for path in paths:
-        for entry in _table(path).entries.get(wanted, ()):
+    for table in tables:
+        for entry in table.entries.get(wanted, ()):
             distance = _distance(entry, payload)
             if distance < math.inf:
                 found.append((distance, len(found), entry))

@@ -53,9 +53,14 @@ def parse_key(key: object) -> KeyParts | None:
     return KeyParts(kernel, int(version), device, digest)
 
 
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+"""What enters as shape and dtype: jax and numpy arrays, tracers, abstract arrays."""
+_PLAIN = (type(None), bool, int, float, str)
+
+
 def is_array(x: object) -> bool:
-    """Whether ``x`` enters as shape and dtype: jax and numpy arrays, tracers, abstract arrays."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    """Whether ``x`` enters as shape and dtype."""
+    return isinstance(x, ARRAYS)
 
 
 def _type_name(cls: type) -> str:
@@ -130,8 +135,10 @@ def leaf_names(argument: str, value: Any) -> list[str]:
 
 
 def _describe_argument(name: str, value: Any, buckets: Mapping[str, Any]) -> Any:
-    if is_array(value):
+    if isinstance(value, ARRAYS):
         return _describe_array(value, buckets.get(name, value.shape))
+    if type(value) in _PLAIN:
+        return _describe(value)
     names = iter(leaf_names(name, value))
     return _describe_tree(value, lambda x: _describe_array(x, buckets.get(next(names), x.shape)))
 

@@ -15,6 +15,7 @@ from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
 from ejkernel.ops.utils.device import target_device
@@ -51,14 +52,21 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """The registered implementation that runs the call; see ``KernelRegistry.get``."""
         inv = bind_abstract(inv)
-        backend = inv.info.get("requested_backend")
-        impl = self.registry.resolve(self.name, platform, backend, inv=inv)
+        impl = self.registry.pick(self.survey(inv, platform), inv)
         return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable)
 
     def survey(self, inv: Invocation, platform: Platform | None) -> Survey:
         """Every implementation with the reason why it can or cannot do the call."""
         inv = bind_abstract(inv)
-        return self.registry.survey(self.name, platform, inv.info.get("requested_backend"), inv=inv)
+        target, registry = target_device(), self.registry
+        registry.load_for(platform, target)
+        # asked several times while a call is settled; what the answer depends on is in the key
+        asked = (Survey, self, platform, registry.version, target, interpreting())
+        found = inv.facts.get(asked)
+        if found is None:
+            backend = inv.info.get("requested_backend")
+            found = inv.facts[asked] = registry.survey(self.name, platform, backend, inv=inv)
+        return found
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
@@ -150,7 +158,8 @@ class RegisteredKernel(Kernel[Cfg, Out]):
 
     def config_tables(self, inv: Invocation) -> Sequence[Any]:
         """Tables shipped with the kernel packages that were loaded for this call."""
-        self.survey(inv, parse_platform(inv.info.get("requested_platform")))
+        wanted = parse_platform(inv.info.get("requested_platform"))
+        self.registry.load_for(wanted, target_device())
         return self.registry.config_tables
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 
 if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel
+    from ejkernel.ops.core.kernel import Kernel, Resolved
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
@@ -49,6 +50,11 @@ class _Settled:
     inv: Invocation
     choice: Choice
     route: Route
+
+    @functools.cached_property
+    def resolved(self) -> Resolved:
+        """What runs."""
+        return resolve(self.inv.kernel, self.inv, self.choice.cfg)
 
 
 class Executor:
@@ -288,6 +294,7 @@ class Executor:
             settled.inv.kernel,
             flat,
             settled.choice.cfg,
+            settled.resolved,
             settled.route,
             settled.choice.key,
             info,
@@ -295,10 +302,11 @@ class Executor:
         )
 
     def _function(self, call_key: tuple, settled: _Settled, flat: Any) -> Callable[..., Any]:
-        """The compiled function of a call: one per config, whatever the shapes."""
+        """The compiled function of a call: one per config and implementation, for all shapes."""
         # A stamp carries the key, which differs between buckets.
         stamp = settled.choice.key if env.ops_stamp() != "none" else None
-        key = (call_key, freeze(settled.choice.cfg), flat.positions, stamp)
+        impl = settled.resolved.impl
+        key = (call_key, freeze(settled.choice.cfg), impl, flat.positions, stamp)
         function = self._functions.get(key)
         if function is None:
             # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second

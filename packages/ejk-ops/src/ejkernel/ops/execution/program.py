@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -160,12 +161,19 @@ def _no_array(leaf: Any) -> bool:
 class Program:
     """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``.
 
-    ``compiled``: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
+    Attributes:
+        kernel, flat: the call.
+        cfg: its config.
+        resolved: what runs, for one shard where there are several.
+        route: where it runs.
+        key, info: of its invocation, for stamps.
+        compiled: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
     """
 
     kernel: Kernel[Any, Any]
     flat: Flat
     cfg: Any
+    resolved: Resolved
     route: Route
     key: str
     info: dict[str, Any]
@@ -176,37 +184,32 @@ class Program:
         return self.kernel.name
 
     def __call__(self, *arrays: Any) -> Any:
-        out = self._outputs(*arrays)
-        if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
-            raise OtherOutputs
-        return out
-
-    def _outputs(self, *arrays: Any) -> Any:
         leaves = list(self.flat.leaves)
         for position, array in zip(self.flat.positions, arrays, strict=True):
             leaves[position] = array
         args, kwargs = jax.tree_util.tree_unflatten(self.flat.treedef, leaves)
         kernel, route = self.kernel, self.route
+        run: Any = partial(kernel.call, self.resolved, cfg=self.cfg)
+        if env.ops_stamp() != "none":
+            run = partial(self._stamped, run)
         args, kwargs = kernel.bind(args, kwargs)
         given = not (route.mesh is route.in_specs is route.out_specs is None)
-        if not given and not kernel.distributes(args, kwargs):
-            return self._run(args, kwargs)
-        return kernel.distribute(
-            args, kwargs, route.mesh, route.in_specs, route.out_specs, self._run
-        )
+        if given or kernel.distributes(args, kwargs):
+            specs = route.mesh, route.in_specs, route.out_specs
+            out = kernel.distribute(args, kwargs, *specs, run)
+        else:
+            out = run(args, kwargs)
+        if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
+            raise OtherOutputs
+        return out
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Dispatch the bound call of one shard."""
+    def _stamped(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``run``, under a label that says which call this is."""
         kernel = self.kernel
-        inv = Invocation(
-            kernel,
-            abstractify(args),
-            abstractify(kwargs),
-            info={**self.info, "key": self.key, "bound": True},
-        )
-        resolved = resolve(kernel, inv, self.cfg)
+        info = {**self.info, "key": self.key, "bound": True}
+        inv = Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
         with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp(), inv):
-            return kernel.call(resolved, args, kwargs, self.cfg)
+            return run(args, kwargs)
 
 
 def without_arrays(flat: Flat) -> Flat:

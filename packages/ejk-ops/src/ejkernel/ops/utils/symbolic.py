@@ -19,8 +19,13 @@ def has_symbols(tree: Any) -> bool:
     """Whether some array of ``tree`` has a symbolic size."""
     import jax  # here, so that caches and configs work without loading JAX
 
-    shapes = (getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))
-    return any(is_symbolic(n) for shape in shapes if isinstance(shape, tuple) for n in shape)
+    for leaf in jax.tree.leaves(tree):
+        shape = getattr(leaf, "shape", ())
+        if isinstance(shape, tuple):
+            for n in shape:
+                if type(n) is not int and is_symbolic(n):
+                    return True
+    return False
 
 
 def with_numbers(tree: Any) -> Any:
