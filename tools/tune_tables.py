@@ -1,4 +1,4 @@
-"""Tune the named shapes on this device and write the table that a kernel package ships.
+"""Tune the named shapes on this device and write the tables that the kernel packages ship.
 
     python tools/tune_tables.py --budget 300
     python tools/tune_tables.py --ops flash_attention --cases 'llama3*' --per-call 20
@@ -43,15 +43,15 @@ from ejkernel.ops import (  # noqa: E402
     kernel_registry,
     target_device,
 )
-from ejkernel.ops.config.building import TableBuilder, table_name  # noqa: E402
+from ejkernel.ops.config.building import TableBuilder  # noqa: E402
+from ejkernel.ops.config.store import read_table  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation  # noqa: E402
 from ejkernel.ops.execution import pipeline, search  # noqa: E402
 from ejkernel.ops.execution.timing import busy_kernel_clock, kernel_clock  # noqa: E402
 from tuned import report  # noqa: E402
 from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
 from tuned.prepare import described, prepare  # noqa: E402
-
-TABLES = PACKAGES / "ejk-kernels-triton/src/ejkernel/kernels/triton/tables"
+from tuned.shipped import ShippedTable, shipped, shipped_names  # noqa: E402
 
 
 def register_checkout() -> None:
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=10, help="samples of a finalist")
     p.add_argument("--workers", type=int, help="compiler threads; default: the cores, at most 16")
     p.add_argument("--again", action="store_true", help="tune what the table has already, too")
-    p.add_argument("--out", type=Path, help="the table; default: the Triton package's")
+    p.add_argument("--out", type=Path, help="the table; default: those the kernel packages ship")
     p.add_argument(
         "--prepare",
         metavar="PRODUCT",
@@ -180,9 +180,9 @@ def details(result: AutotuneResult) -> str:
 
 def show(args: argparse.Namespace) -> int:
     """Print the tables; needs no device."""
-    paths = [args.out] if args.out else sorted(TABLES.glob("*.json"))
     try:
-        found = [report.read(path) for path in paths]
+        tables = [read_table(args.out)] if args.out else [shipped(n) for n in shipped_names()]
+        found = [report.of_table(*table) for table in tables]
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -223,8 +223,9 @@ def main(argv: list[str] | None = None) -> int:
     target = target_device()
     kind = "cpu" if target.kind.value == "cpu" else "gpu"
     todo = in_order(calls(args.ops, args.cases, kind))
-    path = args.out or TABLES / table_name(target.fingerprint)
-    builder = TableBuilder(path, target.fingerprint)
+    device = target.fingerprint
+    builder = TableBuilder(args.out, device) if args.out else ShippedTable(device)
+    path = builder.path
     known = [job for job in todo if builder.done(job.inv.key)]
     if not args.again:
         todo = [job for job in todo if not builder.done(job.inv.key)]

@@ -12,13 +12,16 @@ import pytest
 
 import tune_tables
 from ejkernel.ops import Kernel, OpConfig
+from ejkernel.ops.config.store import Entry
 from ejkernel.ops.core.invocation import call_invocation
+from ejkernel.ops.core.keys import payload_key
 from ejkernel.ops.execution import timing
 from ejkernel.ops.params import tile_field
 from tuned import prepare
 from tuned.calls import TableCall, hopeless, in_order
 from tuned.calls import calls as calls_of
 from tuned.prepare import described
+from tuned.shipped import FOLDERS, ShippedTable, shipped_names
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,26 @@ def test_the_budget_and_failures(calls, tmp_path, capsys):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="where XLA is alone")
 def test_shapes_give_jobs_where_there_is_something_to_choose():
     assert list(calls_of("flash_attention", "llama3*", "gpu")) == []  # only XLA here
+
+
+def test_the_table_of_a_device_is_spread_over_the_packages(tmp_path):
+    device = "gpu:some-card:9.0"
+    table = ShippedTable(device, tmp_path)
+    for i, platform in enumerate(("triton", "xla", "xla")):
+        facts = {"kernel": "op", "version": 1, "device": device, "n": i}
+        table.entries[payload_key(facts)] = Entry({"config": {"platform": platform}}, facts)
+    table.write()
+    assert shipped_names(tmp_path) == ["some_card.json"]
+    found = {p: tmp_path / folder / "some_card.json" for p, folder in FOLDERS.items()}
+    assert {p: len(entries(path)) for p, path in found.items() if path.exists()} == {
+        "triton": 1,
+        "xla": 2,
+    }
+    again = ShippedTable(device, tmp_path)
+    assert again.entries.keys() == table.entries.keys()
+    again.entries.popitem()
+    again.write()
+    assert sum(len(entries(path)) for path in found.values() if path.exists()) == 2
 
 
 def made_up_table(path):

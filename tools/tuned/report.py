@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config.store import parse_file
+from ejkernel.ops.config.store import Entry
 
 GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
 RUNNER_UP = 3  # of the platforms that lost, as many as this are shown
@@ -67,13 +66,8 @@ class Report:
         return [line.ratio for line in self.lines if line.ratio is not None]
 
 
-def read(path: Path) -> Report:
-    """The report of a table file.
-
-    Raises:
-        ValueError, OSError: it is no table, or cannot be read.
-    """
-    header, entries = parse_file(path.read_text(encoding="utf-8"))
+def of_table(header: Mapping[str, Any], entries: Mapping[str, Entry]) -> Report:
+    """The report of a table."""
     calls: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries.values():
         facts, measured = entry.facts or {}, entry.measured or {}

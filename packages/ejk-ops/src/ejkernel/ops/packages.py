@@ -15,6 +15,13 @@ from ejkernel.ops.utils.device import device_kind
 HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "priority_for")
 
 
+def add_tables(registry: Any, module: str) -> None:
+    """Register the tuned tables beside a module: those of its own platform."""
+    folder = Path(sys.modules[module].__file__ or "").parent / "tables"
+    for table in sorted(folder.glob("*.json")):
+        registry.add_config_table(table)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One kernel of a package, as text, so that nothing is imported before it is needed.
@@ -75,9 +82,7 @@ class KernelPackage:
                 config_fields=entry.config_fields,
                 **self.hooks(entry),
             )
-        folder = Path(sys.modules[self.name].__file__ or "").parent / "tables"
-        for table in sorted(folder.glob("*.json")):
-            registry.add_config_table(table)
+        add_tables(registry, self.name)
 
     @property
     def functions(self) -> tuple[str, ...]:

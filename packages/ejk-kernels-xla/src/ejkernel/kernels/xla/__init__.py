@@ -13,6 +13,7 @@ from typing import Any
 
 from ejkernel.kernels.xla._registrations import REGISTRATIONS
 from ejkernel.kernels.xla._version import __version__
+from ejkernel.ops.packages import add_tables
 
 __all__ = ["__version__", "register", *(r.function for r in REGISTRATIONS)]
 
@@ -23,6 +24,7 @@ def register(registry: Any) -> None:
         registry.register_lazy(
             r.algorithm, "xla", "any", 0, target=r.target, config_fields=r.reads, **r.hooks
         )
+    add_tables(registry, __name__)
 
 
 def _exported(target: str) -> property:

@@ -39,12 +39,14 @@ class TableBuilder:
     def __init__(self, path: str | os.PathLike[str], device: str):
         self.path = Path(path)
         self.device = device
-        self.entries: dict[str, Entry] = {}
-        if self.path.exists():
-            header, self.entries = read_table(self.path)
-            found = header.get("device")
-            if found != device:
-                raise ValueError(f"{path} is a table for {found!r}, the device here is {device!r}")
+        header, self.entries = self.read()
+        found = header.get("device", device)
+        if found != device:
+            raise ValueError(f"{path} is a table for {found!r}, the device here is {device!r}")
+
+    def read(self) -> tuple[Mapping[str, Any], dict[str, Entry]]:
+        """Header and entries of the table so far."""
+        return read_table(self.path) if self.path.exists() else ({}, {})
 
     def done(self, key: str) -> bool:
         """Whether the table has a call already, tuned with the versions installed now."""
@@ -76,19 +78,22 @@ class TableBuilder:
         self.entries[payload_key(payload)] = Entry(encode_config(cfg), payload, measured)
 
     def write(self) -> None:
-        """Replace the file as a whole; a killed run leaves the old one or the new one."""
-        provenance = {"date": today(), "versions": versions()}
-        header = {"device": self.device, "provenance": provenance}
-        ordered = dict(sorted(self.entries.items(), key=_order))
-        temporary = self.path.with_name(f".{self.path.stem}.{os.getpid()}.tmp")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(format_file(header, ordered), encoding="utf-8")
-            os.replace(temporary, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        write_table(self.path, self.device, self.entries)
+
+
+def write_table(path: Path, device: str, entries: Mapping[str, Entry]) -> None:
+    """Replace a table as a whole; a killed run leaves the old one or the new one."""
+    header = {"device": device, "provenance": {"date": today(), "versions": versions()}}
+    ordered = dict(sorted(entries.items(), key=_order))
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.write_text(format_file(header, ordered), encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _order(item: tuple[str, Entry]) -> tuple[str, str, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ejkernel.ops.packages import add_tables
+
 ALGORITHMS = ("flash_attention", "scaled_dot_product_attention")
 
 
@@ -24,3 +26,4 @@ def register(registry: Any) -> None:
             supports=f"{package}.support:supports",
             config_fields=(),
         )
+    add_tables(registry, __name__)
