@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ejkernel.ops import Backend, BwdParams, ConfigError, FwdParams, OpConfig, Platform
-from ejkernel.ops.params import bytes_field, count_field, params_field, read_field, tile_field
+from ejkernel.ops.params import bytes_field, count_field, params_field, tile_field
 from ejkernel.ops.platforms import parse_backend, parse_platform
 
 
@@ -131,10 +131,3 @@ def test_from_dict_refuses():
         PagedConfig.from_json("{")
     with pytest.raises(ConfigError, match="JSON object"):
         PagedConfig.from_json("[]")
-
-
-def test_read_field_takes_objects_mappings_and_none():
-    assert read_field(PagedConfig(q_tile=32), "q_tile", 64) == 32
-    assert read_field({"q_tile": 32}, "q_tile", 64) == 32
-    assert read_field({"q_tile": None}, "q_tile", 64) == 64
-    assert read_field(None, "q_tile", 64) == 64

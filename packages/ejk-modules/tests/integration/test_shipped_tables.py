@@ -22,7 +22,7 @@ from ejkernel.ops import (
 from ejkernel.ops.config.building import TableBuilder
 from ejkernel.ops.config.store import read_table
 from ejkernel.ops.core.invocation import call_invocation
-from ejkernel.ops.core.keys import parse_key, payload_key
+from ejkernel.ops.core.keys import payload_key
 from ejkernel.types import MaskInfo
 
 CONFIG = FlashAttentionConfig("xla", fwd_params={"q_blocksize": 256, "kv_blocksize": 512})
@@ -114,11 +114,12 @@ def check(path, platform):
     header, entries = read_table(path)
     assert header["provenance"]["date"] and header["provenance"]["versions"] and entries
     for key, entry in entries.items():
-        parts = parse_key(key)
-        assert parts is not None and parts.device == header["device"]
+        assert entry.facts["device"] == header["device"]
         assert key == payload_key(entry.facts)
-        kernel = operation_class(parts.kernel).shared()
-        assert kernel.version == parts.version, "tuned for an older version of the operation"
+        kernel = operation_class(entry.facts["kernel"]).shared()
+        assert kernel.version == entry.facts["version"], (
+            "tuned for an older version of the operation"
+        )
         cfg = entry.config(kernel.config_cls)
-        assert cfg is not None and cfg.platform == platform, "each package ships its own platform's"
+        assert cfg is not None and cfg.platform == platform, "each package ships its own"
         assert entry.measured["ms"] > 0 and entry.measured["case"]

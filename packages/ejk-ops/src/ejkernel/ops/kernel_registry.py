@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace as with_fields
 from importlib.metadata import EntryPoint
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ejkernel.ops import discovery, inspection, refusal
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.implementation import (
     Implementation,
     KernelSpec,
-    LazyFunction,
     LazyLoadError,
-    checked_priority,
-    hard_differences,
-    identify,
-    lazily,
     normalized,
-    signature_of,
 )
 from ejkernel.ops.lookup import (
     Refusal,
@@ -33,15 +24,13 @@ from ejkernel.ops.lookup import (
     rank,
 )
 from ejkernel.ops.platforms import Backend, Platform, parse_backend, parse_platform
+from ejkernel.ops.registrations import Registrations
 from ejkernel.ops.utils.device import TargetDevice, target_device
-from ejkernel.ops.utils.known import allow_in_files
 
 __all__ = ["Implementation", "KernelRegistry", "KernelSpec", "Survey", "kernel_registry"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-class KernelRegistry:
+class KernelRegistry(Registrations):
     """Implementations by algorithm, platform and backend.
 
     A registry made by hand holds only what is registered in it. The shared one,
@@ -50,158 +39,8 @@ class KernelRegistry:
     """
 
     def __init__(self, *, discover: Callable[[], Sequence[EntryPoint]] | None = None):
+        super().__init__()
         self._packages = discovery.Packages(discover or tuple)
-        self._lock = threading.RLock()
-        self._by_algorithm: dict[str, list[Implementation]] = {}
-        self._config_tables: list[Path] = []
-        self._count = 0
-
-    # Registration
-
-    def register(
-        self,
-        algorithm: str,
-        platform: str | Platform,
-        backend: str | Backend,
-        priority: int = 0,
-        *,
-        supports: Callable[[Any], str | None] | None = None,
-        heuristic: Callable[..., Any] | None = None,
-        candidates: Callable[..., Any] | None = None,
-        sample_inputs: Callable[..., Any] | None = None,
-        config_cls: type | None = None,
-        version: int = 1,
-        differentiable: bool = True,
-        priority_for: Callable[[Any], int] | None = None,
-        config_fields: Sequence[str] | None = None,
-        replace: bool = False,
-    ) -> Callable[[F], F]:
-        """Decorator that registers an implementation and returns it unchanged.
-
-        All implementations of an algorithm have the same parameters, ``cfg`` aside: same names,
-        order and kinds. Convention for ``priority``: native code 100, other accelerator paths 50,
-        XLA 0; ``priority_for`` moves between them from call to call. The meaning of the other
-        arguments is that of the attributes of ``Implementation``.
-
-        Raises:
-            ValueError: unknown platform or backend, a backend the platform cannot run on, a
-                registration that exists already (unless ``replace``), a priority that is no
-                number, or a different signature.
-        """
-        identity = identify(algorithm, platform, backend)
-
-        def decorate(fn: F) -> F:
-            implementation = Implementation(
-                *identity,
-                priority,
-                fn,
-                supports,
-                heuristic,
-                candidates,
-                sample_inputs,
-                config_cls,
-                version,
-                differentiable,
-                priority_for,
-                config_fields,
-            )
-            self._add(implementation, replace)
-            return fn
-
-        return decorate
-
-    def register_lazy(
-        self,
-        algorithm: str,
-        platform: str | Platform,
-        backend: str | Backend,
-        priority: int = 0,
-        *,
-        target: str,
-        supports: Callable[[Any], str | None] | str | None = None,
-        heuristic: Callable[..., Any] | str | None = None,
-        candidates: Callable[..., Any] | str | None = None,
-        sample_inputs: Callable[..., Any] | str | None = None,
-        config_cls: type | None = None,
-        version: int = 1,
-        differentiable: bool = True,
-        priority_for: Callable[[Any], int] | str | None = None,
-        config_fields: Sequence[str] | None = None,
-        replace: bool = False,
-    ) -> None:
-        """Register the function ``target="package.module:function"`` without importing it.
-
-        The module is imported, and the signature compared with the others, when
-        ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates``,
-        ``sample_inputs`` and ``priority_for`` may be such strings too, each imported on its first
-        call, so that a package's ``register`` imports nothing:
-
-            registry.register_lazy(
-                "flash_attention", "xla", "any",
-                target="ejkernel.kernels.xla.flash_attention.interface:flash_attention",
-                supports="ejkernel.kernels.xla.flash_attention.tiles:supports",
-            )
-
-        A module that cannot be imported makes automatic choice pass on, with one warning; a
-        forced platform raises. Other arguments and errors as for ``register``.
-        """
-        implementation = Implementation(
-            *identify(algorithm, platform, backend),
-            priority,
-            LazyFunction(target),
-            lazily(supports),
-            lazily(heuristic),
-            lazily(candidates),
-            lazily(sample_inputs),
-            config_cls,
-            version,
-            differentiable,
-            lazily(priority_for),
-            config_fields,
-            on_load=self._check_signature,
-        )
-        self._add(implementation, replace)
-
-    def add_config_table(self, path: str | os.PathLike[str]) -> None:
-        """Add a shipped table of tuned configs: a JSON file of the persistent cache's schema."""
-        with self._lock:
-            path = Path(path)
-            if path not in self._config_tables:
-                self._config_tables.append(path)
-
-    def _add(self, implementation: Implementation, replace: bool) -> None:
-        checked_priority(implementation.priority, implementation.name)
-        if implementation.config_cls is not None:
-            allow_in_files(implementation.config_cls)
-        with self._lock:
-            known = self._by_algorithm.get(implementation.algorithm, [])
-            same = [i for i in known if i.name == implementation.name]
-            if same and not replace:
-                raise ValueError(
-                    f"{implementation.name} is registered already; pass replace=True to replace it"
-                )
-            others = [i for i in known if i not in same]
-            if implementation.loaded:
-                self._check_signature(implementation, others)
-            object.__setattr__(implementation, "order", self._count)
-            self._count += 1
-            self._by_algorithm[implementation.algorithm] = [*others, implementation]
-
-    def _check_signature(
-        self, implementation: Implementation, others: Sequence[Implementation] | None = None
-    ) -> None:
-        signature = signature_of(implementation.load(), implementation.name)
-        with self._lock:
-            if others is None:
-                others = self._by_algorithm.get(implementation.algorithm, [])
-            others = [i for i in others if i.loaded and i is not implementation]
-        if others:
-            reference = signature_of(others[0].load(), others[0].name)
-            different = hard_differences(reference, signature)
-            if different:
-                raise ValueError(
-                    f"{implementation.name} differs from {others[0].name}: {'; '.join(different)}"
-                )
 
     # Loading of installed packages
 
@@ -377,17 +216,6 @@ class KernelRegistry:
         return refusal.nothing_registered(survey, everything, known, self._packages)
 
     # Inspection
-
-    @property
-    def version(self) -> int:
-        """Counts registrations: equal versions hold the same implementations."""
-        return self._count
-
-    @property
-    def config_tables(self) -> tuple[Path, ...]:
-        """Paths given to ``add_config_table`` by the packages loaded so far."""
-        with self._lock:
-            return tuple(self._config_tables)
 
     def list_algorithms(self) -> list[str]:
         """Names of all algorithms, sorted. Loads every installed package, no kernel."""

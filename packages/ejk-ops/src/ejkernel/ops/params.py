@@ -232,11 +232,3 @@ class OpConfig(Params):
 
     platform: str = checked_field(_check_platform, "auto")
     backend: str = checked_field(_check_backend, "any")
-
-
-def read_field(cfg: Any, name: str, default: Any = None) -> Any:
-    """Field ``name`` of a config given as an object or a mapping; ``default`` if absent or None."""
-    if cfg is None:
-        return default
-    value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
-    return default if value is None else value

@@ -55,10 +55,6 @@ class Rules:
     names: tuple[str, ...] = ()
 
 
-def _padding_only(mask: Any) -> bool:
-    return mask.shape[1] == 1 and mask.shape[2] == 1
-
-
 def split_mask(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
     """The rules and the arrays of a canonical mask.
 

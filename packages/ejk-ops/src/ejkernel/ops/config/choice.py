@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
     from ejkernel.ops.core.kernel import Kernel
 
-TIERS = ("override", "overlay", "memory", "persistent", "autotune", "heuristics", "error")
-
 
 @runtime_checkable
 class ConfigChooser(Protocol):
@@ -65,7 +63,7 @@ class Choice:
 
     Attributes:
         cfg: the config; None for kernels without tunables, and when ``tier`` is "error".
-        tier: one of ``TIERS``.
+        tier: "override", "overlay", "memory", "persistent", "autotune", "heuristics" or "error".
         key: cache key of the call.
         answers: what each tier said that was asked, in order.
         error: what tier "error" would raise.

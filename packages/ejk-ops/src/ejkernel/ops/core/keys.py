@@ -12,7 +12,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,29 +28,6 @@ SCHEMA = 1
 """Enters every key: raised when the meaning of a key changes."""
 
 DIGITS = 32
-
-
-class KeyParts(NamedTuple):
-    """What can be read off a key."""
-
-    kernel: str
-    version: int
-    device: str
-    digest: str
-
-
-def parse_key(key: object) -> KeyParts | None:
-    """The parts of a key made by the key builder, None for anything else."""
-    if not isinstance(key, str):
-        return None
-    head, at, rest = key.partition("@")
-    device, hash_sign, digest = rest.rpartition("#")
-    kernel, dot_v, version = head.rpartition(".v")
-    if not (at and hash_sign and dot_v and kernel and device and version.isdecimal()):
-        return None
-    if len(digest) != DIGITS or any(c not in "0123456789abcdef" for c in digest):
-        return None
-    return KeyParts(kernel, int(version), device, digest)
 
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops import env
 from ejkernel.ops.config.choice import AutotunePolicy
+from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.errors import AutotuneError, KernelNotSupported
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.progress import Reporter
-from ejkernel.ops.execution.search import Failures, Gate, Search
+from ejkernel.ops.execution.search import Gate, Search
 from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.execution.timing import check_counts
 from ejkernel.ops.execution.trials import AutotuneResult, Trial
@@ -68,7 +69,7 @@ class Autotuner:
         self,
         policy: AutotunePolicy | None = None,
         on_trial: OnTrial | None = None,
-        failures: Failures | None = None,
+        failures: FailureCache | None = None,
         *,
         gate: Gate | None = None,
         hopeless: Callable[[Invocation, Any], str | None] | None = None,

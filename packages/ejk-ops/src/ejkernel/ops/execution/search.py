@@ -18,6 +18,7 @@ from concurrent import futures
 from typing import Any, Protocol
 
 from ejkernel.ops.config.choice import AutotunePolicy
+from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import AutotuneError, warn_once
 from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench
@@ -49,18 +50,6 @@ class Gate(Protocol):
     def release(self) -> Any: ...
 
 
-class Failures(Protocol):
-    """What is remembered about candidates that failed."""
-
-    def reason(self, key: str, cfg: Any) -> str | None:
-        """Why a config failed for a key with the versions in use; None when not known."""
-        ...
-
-    def remember(self, key: str, cfg: Any, reason: str) -> None:
-        """Keep a failure that another try would only repeat."""
-        ...
-
-
 @dataclasses.dataclass(eq=False)
 class Search:
     """The search of one call, run in a thread of its own.
@@ -88,7 +77,7 @@ class Search:
     budget_s: float
     surroundings: Surroundings
     on_trial: Callable[[Trial, int], None] = lambda trial, index: None
-    failures: Failures | None = None
+    failures: FailureCache | None = None
     note: Callable[[str], None] = lambda text: None
     inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     gate: Gate | None = None

@@ -34,12 +34,6 @@ CUPTI_CALLS = 20
 HOPELESS = 2.0
 
 
-class Racer(Protocol):
-    """A compiled program without arguments left to give."""
-
-    def __call__(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Timed:
     """Milliseconds per call.

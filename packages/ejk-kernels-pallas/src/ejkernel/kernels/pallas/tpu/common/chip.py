@@ -18,7 +18,6 @@ from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types.structure import Unsupported
 
-MIB = 2**20
 # What interpretation runs with, and the chip it stands for: the one with the least memory.
 _interpreter: ContextVar[tuple[Any, str]] = ContextVar(
     "ejkernel_tpu_interpreter", default=(True, "TPU v4")
