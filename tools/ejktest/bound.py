@@ -1,4 +1,4 @@
-"""The canonical call that a kernel's hooks are asked about, made without the module layer."""
+"""Calls from shapes alone: what a kernel's hooks are asked about, for a device that is not here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from ejkernel.types import MaskInfo
 
@@ -34,3 +36,13 @@ def bound(call: Any, **given: Any) -> SimpleNamespace:
 
     jax.eval_shape(probe, arrays)
     return SimpleNamespace(arguments=found, facts={})
+
+
+def on(device):
+    """A context in which calls are for a device that need not be here."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    """An abstract array."""
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,0 +1,179 @@
+"""Hopper flash attention where there is no Hopper GPU: its tiles, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice
+
+from ejkernel.kernels.pallas import PACKAGE, compat
+from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
+from ejkernel.ops import ConfigError
+from ejkernel.ops.implementation import LazyFunction
+from ejkernel.types import InvalidArgument
+from ejkernel.types.structure import Unsupported
+
+if compat.mosaic_gpu_problem() is not None:
+    pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
+
+from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Band, Rules
+from ejktest.bound import bound, on, struct
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+
+
+@pytest.mark.parametrize("d, dv", DIMS)
+def test_tiles_are_what_the_kernels_take(d, dv):
+    masks = (Rules(), Rules(Band(None, 0)), Rules(Band(-512, 0)), Rules(arrays=True))
+    lengths = (1, 100, 777, 1600, 4096)
+    for rules, q_len, kv_len, cap in itertools.product(masks, lengths, lengths, (None, 30.0, 99.0)):
+        p = Problem(1, q_len, kv_len, 8, 8, d, dv, "bfloat16", 1.0, soft_cap=cap)
+        t = tiles.forward_tiles(p, rules, Chip())
+        assert t.shared(p) <= Chip().shared
+        assert t.consumers * t.consumer_registers + t.producer_registers <= 512
+        assert t.consumer_registers % 8 == t.producer_registers % 8 == 0
+        assert t.block_kv * 2 % t.swizzle == t.q_held % 64 == dv % t.o_columns == 0
+        assert t.q_held == 0 or (t.consumers == 2 and t.q_held <= d)  # three have no registers
+        # programs of a cluster wait for each other: all of them visit all keys
+        assert t.cluster == 1 or rules == Rules()
+        form = Form(p, rules, t, (), frozenset(), 132)
+        assert form.strips * t.cluster * t.block_q >= q_len and 1 <= form.grid * t.cluster <= 132
+
+
+@pytest.mark.parametrize("cap", [1e-3, 5.0, 27.0, 30.0, 50.0, 55.0, 56.0, 1e4, None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_capped_logits_are_shifted_by_a_constant_where_exponentials_fit(cap, dtype):
+    p = Problem(1, 4096, 4096, 8, 8, 128, 128, dtype, -0.3, soft_cap=cap)
+    form = Form(p, Rules(), tiles.forward_tiles(p, Rules(), Chip()), (), frozenset(), 132)
+    if cap is None or cap > 55 or dtype == "float16":
+        assert form.shift is None
+        return
+    ends = np.float32(2.0) ** (np.float32([-1, 1]) * np.float32(form.log2_scale) - form.shift)
+    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    assert ends[0] * 2.0**-40 > tiny  # a value of 2^-40 still counts
+    assert ends[1] * 2.0**20 * 2.0**20 < huge  # a million keys, values of a million
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, dv", DIMS)
+def test_configs_give_the_tiles_they_come_from(d, dv, causal):
+    x, v = struct(1, 1280, 2, d), struct(1, 1280, 2, dv)
+    inv = bound(flash_attention.call, query=x, key=x, value=v, causal=causal)
+    p, rules = flash_attention.problem(inv.arguments), Rules(Band(None, 0) if causal else Band())
+    assert p.rules == rules
+    with on(H200):
+        chosen = flash_attention.choose(p, Chip())
+        for config in flash_attention.candidates(inv):
+            chosen.honouring(config, p, Chip())  # none is refused
+        first = chosen.honouring(flash_attention.heuristic(inv), p, Chip())
+    assert first.fwd == tiles.forward_tiles(p, rules, Chip())
+    assert first.bwd == backward_tiles(p)
+
+
+def test_given_blocks_take_the_form_that_arithmetic_gives_them():
+    small, large = (Problem(1, n, n, 2, 2, 128, 128, "bfloat16", 1.0) for n in (1024, 4096))
+    chosen = [tiles.forward_tiles(p, Rules(), Chip()) for p in (small, large)]
+    assert [t.cluster for t in chosen] == [1, 2]
+    given = {"q_blocksize": 128, "kv_blocksize": chosen[0].block_kv, "num_stages": 2}
+    assert tiles.override_forward(chosen[1], large, Chip(), given) == chosen[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d, dv", DIMS)
+@pytest.mark.parametrize("blocks", [{}, {"kv_blocksize": 64}, {"kv_blocksize": 256}])
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
+    p = Problem(1, 1280, 1280, 2, 2, d, dv, "bfloat16", 1.0)
+    rules, params = Rules(Band(None, 0) if causal else Band()), {**blocks, "num_stages": stages}
+    chosen = tiles.forward_tiles(p, rules, Chip())
+    try:
+        t = tiles.override_forward(chosen, p, Chip(), params)
+    except ConfigError as error:
+        assert "fwd_params" in str(error) and "shared memory" in str(error)
+        assert stages > 2 or blocks.get("kv_blocksize") == 256
+        return
+    assert t.shared(p) <= Chip().shared
+    assert t.stages == max(stages, 2) and t.block_kv == blocks.get("kv_blocksize", chosen.block_kv)
+    assert t.block_kv * 2 % t.swizzle == 0 and t.block_kv <= 256  # keys of one product
+    assert t.block_kv / 2 < t.consumer_registers - 40  # half a row of logits in a thread
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reason, shape, dtype, options",
+    [
+        ("query: float32", 64, jnp.float32, {}),
+        ("head dim 96", 96, jnp.bfloat16, {}),
+        ("bias", 64, jnp.bfloat16, {"bias": struct(1, 1, 64, 64)}),
+        ("dropout_prob", 64, jnp.bfloat16, {"dropout_prob": 0.1}),
+        ("attention_mask", 64, jnp.bfloat16, {"attention_mask": struct(1, 1, 64, 64, dtype=bool)}),
+        ("positions", 64, jnp.bfloat16, {"cum_seqlens_q": struct(3, dtype=jnp.int32),
+                                         "cum_seqlens_k": struct(3, dtype=jnp.int32),
+                                         "causal": True}),
+    ],
+)  # fmt: skip
+def test_reasons(reason, shape, dtype, options):
+    x = struct(1, 64, 2, shape, dtype=dtype)
+    arguments = {"query": x, "key": x, "value": x, **options}
+    with on(H200):
+        assert reason in flash_attention.supports(bound(flash_attention.call, **arguments))
+    static = {name: x for name, x in arguments.items() if not hasattr(x, "shape")}
+    given = {name: x for name, x in arguments.items() if hasattr(x, "shape")}
+    with pytest.raises(Unsupported, match=reason), on(H200):
+        jax.eval_shape(lambda a: flash_attention(**a, **static), given)
+
+
+def test_other_devices_are_named():
+    with on(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "cuda")):
+        with pytest.raises(Unsupported, match="A100"):
+            current_chip()
+    assert "Hopper" in flash_attention.missing()
+
+
+def test_bad_shapes_name_the_argument():
+    x = struct(1, 64, 2, 64)
+    with on(H200), pytest.raises(InvalidArgument, match="key"):
+        jax.eval_shape(flash_attention, x, struct(1, 64, 2, 128), x)
+
+
+# ---- what the registry is told -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", PACKAGE.entries, ids=lambda entry: entry.backend)
+def test_what_is_registered_as_text_exists(entry):
+    for target in (PACKAGE.path(entry.target), *PACKAGE.hooks(entry).values()):
+        assert callable(LazyFunction(target).resolve())
+
+
+SHORT = {  # (queries, keys, head dim), options: whether the kernels for every GPU go first
+    "vision": ((576, 576, 64), {}, True),
+    "window": ((8192, 8192, 64), dict(causal=True, sliding_window=127), True),
+    "packed": ((8192, 8192, 64), dict(cum_seqlens_q=np.array([0, 4000, 8192], np.int32)), True),
+    "cross": ((448, 1500, 64), {}, True),
+    "causal": ((4096, 4096, 64), dict(causal=True), False),
+    "full": ((1024, 1024, 64), {}, False),
+    "no queries": ((0, 1024, 64), {}, True),
+    "wider": ((576, 576, 128), {}, False),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", SHORT)
+def test_short_walks_of_narrow_heads_go_to_the_kernels_for_every_gpu(name):
+    (q_len, kv_len, d), options, behind = SHORT[name]
+    arguments = dict(query=struct(1, q_len, 4, d), key=struct(1, kv_len, 4, d))
+    inv = bound(flash_attention.call, **arguments, value=arguments["key"], **options)
+    with on(H200):
+        found = flash_attention.priority_for(inv)
+    assert (found < 100) == behind and found > 50  # libraries have 50
