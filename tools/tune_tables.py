@@ -43,12 +43,12 @@ from ejkernel.ops import (  # noqa: E402
     kernel_registry,
     target_device,
 )
-from ejkernel.ops.config.building import TableBuilder  # noqa: E402
 from ejkernel.ops.config.store import read_table  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation  # noqa: E402
-from ejkernel.ops.execution import pipeline, search  # noqa: E402
+from ejkernel.ops.execution import search  # noqa: E402
 from ejkernel.ops.execution.timing import busy_kernel_clock, kernel_clock  # noqa: E402
-from tuned import report  # noqa: E402
+from tuned import pipeline, report  # noqa: E402
+from tuned.building import TableBuilder  # noqa: E402
 from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
 from tuned.prepare import described, prepare  # noqa: E402
 from tuned.shipped import ShippedTable, shipped, shipped_names  # noqa: E402

@@ -34,11 +34,11 @@ from ejkernel.ops import (  # noqa: E402
     kernel_registry,
     target_device,
 )
-from ejkernel.ops.config.building import TableBuilder  # noqa: E402
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.core.invocation import call_invocation  # noqa: E402
 from ejkernel.ops.execution import timing  # noqa: E402
 from ejkernel.ops.execution.candidates import Workbench  # noqa: E402
+from tuned.building import TableBuilder  # noqa: E402
 
 SECONDS = 20.0  # the target for one flash shape on a warm machine
 failed: list[str] = []

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config.building import TableBuilder, table_name, write_table
 from ejkernel.ops.config.store import Entry, read_table
+from tuned.building import TableBuilder, table_name, write_table
 
 KERNELS = Path(__file__).resolve().parents[2] / "packages"
 FOLDERS = {

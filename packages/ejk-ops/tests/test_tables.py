@@ -1,9 +1,10 @@
-"""Shipped tables: made by tuning, read by the nearest call, and a known card is never tuned."""
+"""Shipped tables: read by the nearest call, and a known card is never tuned."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.ops import (
-    AutotunePolicy,
-    Autotuner,
     ConfigCache,
     ConfigSelectorChain,
     Executor,
@@ -24,11 +23,9 @@ from ejkernel.ops import (
     policy_override,
     target_device,
 )
-from ejkernel.ops.config import building
-from ejkernel.ops.config.building import TableBuilder, table_name
 from ejkernel.ops.config.nearness import payload_distance
+from ejkernel.ops.config.store import Entry, encode_config, format_file
 from ejkernel.ops.config.tables import covers
-from ejkernel.ops.execution import timing
 from ejkernel.ops.params import tile_field
 from ejkernel.ops.utils.buckets import bucket_shape
 
@@ -75,42 +72,19 @@ def x(rows, heads=4, dim=8, dtype=jnp.float32):
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """The tile that a shape likes is fast; ``clock[rows]`` says which."""
-    likes = {}
-
-    def seconds(self, racer, calls):
-        return 1e-3 if racer.cfg.tile == likes[racer.arguments[0].shape[0]] else 2e-3
-
-    monkeypatch.setattr(timing.QueueClock, "seconds", seconds)
-    return likes
-
-
-@pytest.fixture
-def table(tmp_path, clock):
+def table(tmp_path):
     """Tuned for 64 and 4096 rows of this machine's device."""
-    clock.update({64: 32, 4096: 64})
-    builder = TableBuilder(tmp_path / "table.json", target_device().fingerprint)
-    tuner = Autotuner(AutotunePolicy(True, num_warmup=0, num_iters=2))
-    for rows in clock:
+    entries = {}
+    for rows, tile in ((64, 32), (4096, 64)):
         inv = Invocation(make(), (x(rows),))
-        builder.add(inv, tuner.tune(inv, inputs=((x(rows),), {})), f"rows-{rows}")
-    return builder
+        entries[inv.key] = Entry(encode_config(Tile("xla", tile=tile)), dict(inv.payload))
+    path = tmp_path / "table.json"
+    path.write_text(format_file({"device": target_device().fingerprint}, entries))
+    return SimpleNamespace(path=path)
 
 
 def executor(autotune=None):
     return Executor(ConfigSelectorChain(ConfigCache(), autotune=autotune))
-
-
-def test_the_file_says_where_it_comes_from(table):
-    content = json.loads(table.path.read_text())
-    assert content["schema"] == 1 and content["device"] == target_device().fingerprint
-    assert content["provenance"]["date"] and "jax" in content["provenance"]["versions"]
-    (entry, _) = content["entries"].values()
-    assert entry["config"]["tile"] == 64 and entry["facts"]["kernel"] == "rows"
-    measured = entry["measured"]
-    assert measured["case"] == "rows-4096" and measured["ms"] == 1.0 and measured["spread"] == 0
-    assert measured["heuristic_ms"] == 2.0 and "jax" in measured["versions"]
 
 
 def test_the_nearest_bucket_serves_and_nothing_is_tuned(table, monkeypatch):
@@ -195,40 +169,6 @@ def test_sizes_of_windows_may_differ_and_their_kind_may_not():
     assert 0 < payload_distance(payload((1023, 0)), payload((4095, 0))) < 3
     for other in ((None, 0), (127, 0), (1023, 1023), None):
         assert payload_distance(payload((1023, 0)), payload(other)) == float("inf")
-
-
-def test_a_run_goes_on_where_it_stopped(table, clock, monkeypatch):
-    again = TableBuilder(table.path, target_device().fingerprint)
-    key = Invocation(make(), (x(64),)).key
-    assert again.done(key) and not again.done(Invocation(make(), (x(9000),)).key)
-    monkeypatch.setattr(building, "versions_text", lambda: "jax 99")
-    assert not again.done(key) and len(again.entries) == 2
-    with pytest.raises(ValueError, match="table for"):
-        TableBuilder(table.path, "gpu:nvidia-h200:9.0")
-    table.path.write_text('{"schema": 2}')
-    with pytest.raises(ValueError, match="schema 2"):
-        TableBuilder(table.path, target_device().fingerprint)
-
-
-def test_platforms_that_lost_are_kept_for_calls_that_force_them(tmp_path):
-    from ejkernel.ops import AutotuneResult, Trial
-
-    configs = [Tile("triton", tile=16), Tile("triton", tile=32), Tile("xla"), Tile("cuda")]
-    trials = [Trial(c, ms) for c, ms in zip(configs, (3.0, 2.0, 1.0, None), strict=True)]
-    inv = Invocation(make(), (x(64),))
-    builder = TableBuilder(tmp_path / "t.json", inv.device_fingerprint)
-    builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[2], 1.0, trials), "case")
-    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
-    assert sorted(stored) == [("auto", configs[2]), ("triton", configs[1])]
-    # tuned again, Triton wins: what it had lost with must not serve calls that force it
-    builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[0], 0.5, trials), "case")
-    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
-    assert sorted(stored) == [("auto", configs[0]), ("xla", configs[2])]
-
-
-def test_the_name_of_a_table():
-    assert table_name("gpu:nvidia-h200:9.0") == "nvidia_h200.json"
-    assert table_name("cpu:cpu:2cores") == "cpu.json"
 
 
 def test_a_broken_table_warns_once_and_is_passed_over(tmp_path):

@@ -19,11 +19,11 @@ from ejkernel.ops import (
     discovery,
     kernel_registry,
 )
-from ejkernel.ops.config.building import TableBuilder
 from ejkernel.ops.config.store import read_table
 from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.core.keys import payload_key
 from ejkernel.types import MaskInfo
+from tuned.building import TableBuilder
 
 CONFIG = FlashAttentionConfig("xla", fwd_params={"q_blocksize": 256, "kv_blocksize": 512})
 

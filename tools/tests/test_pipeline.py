@@ -15,8 +15,8 @@ import pytest
 from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, Invocation, Kernel, OpConfig
 from ejkernel.ops.execution import timing
 from ejkernel.ops.execution.candidates import Workbench
-from ejkernel.ops.execution.pipeline import Job, tune_in_turn
 from ejkernel.ops.params import tile_field
+from tuned.pipeline import Job, tune_in_turn
 
 POLICY = AutotunePolicy(True, num_warmup=0, num_iters=4, validate_backward=False)
 TILES = (16, 32, 64)
