@@ -78,7 +78,7 @@ FAULTS = (
         f"{XLA_TESTS}/test_paged.py",
     ),
     Fault(
-        "decode rows one position too far", f"{XLA}/page_attention/interface.py",
+        "decode rows one position too far", f"{XLA}/page_attention/implementation.py",
         "lens[:, None] - 1, ", "lens[:, None], ", f"{XLA_TESTS}/test_paged.py",
     ),
     Fault(

@@ -158,7 +158,7 @@ def test_empty_and_missing_patterns() -> None:
 
 def test_bad_patterns() -> None:
     q, k, v, _ = problem(heads=2, length=128)
-    with pytest.raises(InvalidArgument, match=r"block_mask: expected bool\[2 or 1, 2 or 1, 1, 1\]"):
+    with pytest.raises(InvalidArgument, match=r"block_mask: expected bool\[.., 1, 1\]"):
         blocksparse_attention(q, k, v, block_mask=jnp.ones((1, 1, 2, 1), bool))
     with pytest.raises(InvalidArgument, match="block_mask"):
         blocksparse_attention(q, k, v, block_mask=jnp.ones((1, 1)))

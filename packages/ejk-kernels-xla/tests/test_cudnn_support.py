@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla import cudnn, flash_attention, scaled_dot_product_attention
-from ejkernel.kernels.xla.cudnn import core, interface, support
+from ejkernel.kernels.xla.cudnn import core, support
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import TargetDevice
@@ -111,13 +111,13 @@ def test_old_devices(monkeypatch) -> None:
 
 def test_same_signatures_and_refusal() -> None:
     for f in (flash_attention, scaled_dot_product_attention):
-        assert inspect.signature(getattr(interface, f.__name__)) == inspect.signature(f)
+        assert inspect.signature(getattr(cudnn, f.__name__)) == inspect.signature(f)
     registry = KernelRegistry()
     cudnn.register(registry)
     assert registry.list_algorithms() == sorted(cudnn.ALGORITHMS)
     q = jnp.ones((1, 16, 2, 64), jnp.bfloat16)
     with pytest.raises(KernelNotSupported, match="dropout_prob") as error:
-        interface.flash_attention(q, q, q, dropout_prob=0.5)
+        cudnn.flash_attention(q, q, q, dropout_prob=0.5)
     assert error.value.argument == "dropout_prob"
 
 
@@ -134,7 +134,7 @@ def test_the_repeatable_backward(monkeypatch):
     q, k, v, do = (
         jnp.asarray(rng.standard_normal((2, 96, h, 64)), jnp.float16) for h in (4, 2, 2, 4)
     )
-    _, back = jax.vjp(lambda *a: interface.flash_attention(*a, causal=True), q, k, v)
+    _, back = jax.vjp(lambda *a: cudnn.flash_attention(*a, causal=True), q, k, v)
     see = np.tril(np.ones((96, 96), bool))[None, None]
     want = oracle.gradients(oracle.Case(q, k, v, see=see), do)
     for got, ref in zip(back(do), (want.dq, want.dk, want.dv), strict=True):

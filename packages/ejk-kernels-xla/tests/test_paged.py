@@ -318,7 +318,7 @@ def test_transformations_and_empty_shapes():
     np.testing.assert_allclose(jax.vmap(lambda x: f(x, k, v, LENS, bt))(q), one, atol=1e-6)
     g = jax.jit(jax.vmap(jax.grad(lambda x, n: f(x, k, v, n, bt).sum())))(q, jnp.stack([LENS] * 2))
     assert g.shape == q.shape and np.isfinite(g).all()
-    assert page_attention(q[0], k[:0], v[:0], LENS, bt).shape == (B, H, D)
+    assert page_attention(q[0], k[:0], v[:0], jnp.asarray(LENS), bt).shape == (B, H, D)
     assert page_attention(q[0], k, v, LENS, bt[:, :0]).sum() == 0
     assert page_attention(q[0, :0], k, v, LENS[:0], bt[:0]).shape == (0, H, D)
     empty = ragged_decode_attention(q[0], normal(B, 0, HK, D), normal(B, 0, HK, D), LENS, LENS)

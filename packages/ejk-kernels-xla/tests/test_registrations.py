@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 
 import ejkernel.kernels.xla as xla
-from ejkernel.kernels.xla._registrations import REGISTRATIONS
 from ejkernel.ops import KernelRegistry
 
 
@@ -22,20 +22,27 @@ def test_register_imports_no_kernel() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("entry", REGISTRATIONS, ids=lambda r: r.algorithm)
+@pytest.mark.parametrize("entry", xla.PACKAGE.entries, ids=lambda e: e.algorithm)
 def test_every_entry_loads(entry) -> None:
     registry = KernelRegistry()
     xla.register(registry)
     implementation = registry.resolve(entry.algorithm, "xla")
-    assert implementation.fn is getattr(xla, entry.function)
-    assert callable(implementation.fn) and entry.function in dir(xla)
+    assert implementation.fn is getattr(xla, entry.public)
+    assert callable(implementation.fn) and entry.public in dir(xla)
     assert implementation.fn.__doc__
-    if entry.heuristic:
-        implementation.heuristic.resolve()
+    assert implementation.heuristic.resolve() == implementation.fn.heuristic
+    assert inspect.signature(implementation.fn) == signature(implementation.fn.call.takes)
+
+
+def signature(takes) -> inspect.Signature:
+    """An operation's, as every backend has it."""
+    own = inspect.signature(takes)
+    cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
+    return own.replace(parameters=[*own.parameters.values(), cfg])
 
 
 def test_functions_win_over_subpackages_of_the_same_name() -> None:
     from ejkernel.kernels.xla import flash_attention
-    from ejkernel.kernels.xla.flash_attention import interface
+    from ejkernel.kernels.xla.flash_attention import implementation
 
-    assert flash_attention is interface.flash_attention is xla.flash_attention
+    assert flash_attention is implementation.flash_attention is xla.flash_attention

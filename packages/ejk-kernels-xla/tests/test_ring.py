@@ -186,9 +186,9 @@ def test_bad_calls() -> None:
             mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=False,
         )(x)  # fmt: skip
 
-    with pytest.raises(InvalidArgument, match="query: expected an even length"):
+    with pytest.raises(InvalidArgument, match="query: expected a length divisible by 2"):
         call(layout="zigzag")
-    with pytest.raises(ValueError, match="layout: given 'spiral'"):
+    with pytest.raises(ValueError, match=r"layout: expected .*'spiral'"):
         call(layout="spiral")
     with pytest.raises(InvalidArgument, match="bias: expected"):
         call(bias=jnp.zeros((1, 1, 3, 3)))

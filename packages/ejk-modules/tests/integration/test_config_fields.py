@@ -74,7 +74,7 @@ def test_xla_reads_what_it_says(name, monkeypatch):
 
     monkeypatch.setattr(operation, "call", run)
     # so few tokens need no chunks
-    monkeypatch.setattr("ejkernel.kernels.xla._linear.attention.STEP_LIMIT", 0)
+    monkeypatch.setattr("ejkernel.kernels.xla._linear.tiles.STEP_LIMIT", 0)
     c = call(name)
     jax.clear_caches()
     jax.eval_shape(lambda: getattr(modules, name)(**c.arguments, platform="xla"))

@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
+from ejkernel.ops.second_order import operation
 
 
 class CallKernel:
@@ -29,6 +30,8 @@ class CallKernel:
     call: ClassVar[Any]
     differentiable: ClassVar[bool] = True
     """Whether ``backward`` exists; a kernel without it is differentiated by JAX."""
+    forward_again: ClassVar[bool] = False
+    """Whether JAX can differentiate ``forward`` and ``backward``, at least in forward mode."""
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -51,15 +54,37 @@ class CallKernel:
         """The device kernels are made for; hashable."""
         return None
 
+    def outputs(self, work: Work, arrays: Arrays) -> tuple[Any, ...]:
+        """The outputs of ``forward``, differentiable."""
+        if self.differentiable:
+            return differentiable(work, same_axes(arrays))
+        return self.call.named(*self.forward(work, arrays))[0]
+
     # ---- what a kernel says -----------------------------------------------------------------
 
     def problem(self, a: Mapping[str, Any]) -> Any:
         """Static facts of a call whose arguments are canonical (and may be abstract)."""
         return self.call.problem(a)
 
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        """The arrays of such a call, by the names ``forward`` knows them by."""
+        return self.call.operands(a, problem)
+
+    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """The outputs of a call that ``forward`` is not asked for; None for every other call."""
+        return self.call.without_work(a, problem)
+
+    def results(self, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
+        """What the call returns, from what ``forward`` computed."""
+        return self.call.results(a, outputs)
+
     def refuse(self, problem: Any, target: Any) -> str | None:
         """Why a call cannot be done, beginning with the argument's name; None = it can."""
         return None
+
+    def refused(self, reason: str) -> Exception:
+        """What a call that is refused raises."""
+        return self.call.Unsupported(reason)
 
     def choose(self, problem: Any, target: Any) -> Any:
         """The tiles of a call, from its facts alone."""
@@ -105,17 +130,17 @@ class CallKernel:
         problem, target = self.problem(a), self.target()
         reason = self.refuse(problem, target)
         if reason is not None:
-            raise self.call.Unsupported(reason)
-        outputs = self.call.without_work(a, problem)
+            raise self.refused(reason)
+        outputs = self.without_work(a, problem)
         if outputs is None:
             tiles = self.honour(self.choose(problem, target), cfg, problem, target)
-            work = Work(self, problem, tiles, target)
-            arrays = self.call.operands(a, problem)
-            if self.differentiable:
-                outputs = differentiable(work, same_axes(arrays))
-            else:
-                outputs, _ = self.call.named(*self.forward(work, arrays))
-        return self.call.results(a, outputs)
+            work = Work(self, problem, tiles, target, operation(self.call.name))
+            outputs = self.outputs(work, self.operands(a, problem))
+        return self.results(a, outputs)
+
+    def settled(self, *, cfg: Any = None, **given: Any) -> Any:
+        """The call of canonical arguments by name; what is left out has its default."""
+        return self.run({**self.call.boundary.defaults, **given}, cfg)
 
     # ---- what the registry asks -------------------------------------------------------------
 

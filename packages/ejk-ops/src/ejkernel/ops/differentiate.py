@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.second_order import differentiable_once
+from ejkernel.ops.second_order import differentiable_once, running
 from ejkernel.ops.varying import vary_alike
 
 Arrays = dict[str, Any]
@@ -25,12 +25,14 @@ class Work:
         problem: static facts of the call.
         tiles: how each pass is launched.
         target: the device it is made for.
+        operation: what the user called, for errors.
     """
 
     kernel: Any
     problem: Any
     tiles: Any
     target: Any
+    operation: str = ""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -42,15 +44,21 @@ def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
     return work.kernel.forward(work, arrays)[0]
 
 
+def _once(work: Work, tree: Any) -> Any:
+    """The arrays as they are; an error where a second derivative would need one of the kernel's."""
+    return tree if work.kernel.forward_again else differentiable_once(tree, work.operation)
+
+
 def _forward(work: Work, arrays: Arrays) -> Any:
-    arrays = differentiable_once(arrays, work.kernel.call.name)
+    arrays = _once(work, arrays)
     outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 
 def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Arrays]:
-    cotangents = differentiable_once(cotangents, work.kernel.call.name)
-    gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
+    cotangents = _once(work, cotangents)
+    with running(work.operation):
+        gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
     arrays = residuals[0]
     unknown = gradients.keys() - arrays.keys()
     if unknown:

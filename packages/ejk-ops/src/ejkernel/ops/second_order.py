@@ -31,9 +31,9 @@ def running(operation: str) -> Generator[None]:
         _running.reset(token)
 
 
-def operation() -> str:
-    """The operation that is being traced, for what is static in it."""
-    return _running.get()
+def operation(otherwise: str | None = None) -> str:
+    """The operation that is being traced, for what is static in it; without one, ``otherwise``."""
+    return _running.get() if otherwise is None else _running.get(otherwise)
 
 
 def _refuse(name: str, again: str) -> NoReturn:

@@ -4,42 +4,56 @@ Every operation is a function here, under its own name, with full gradients:
 ``ejkernel.kernels.xla.flash_attention(q, k, v, causal=True)``. Each is imported on first use.
 """
 
-from __future__ import annotations
-
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import Any
-
-from ejkernel.kernels.xla._registrations import REGISTRATIONS
 from ejkernel.kernels.xla._version import __version__
-from ejkernel.ops.packages import add_tables
+from ejkernel.ops.packages import Entry, KernelPackage
 
-__all__ = ["__version__", "register", *(r.function for r in REGISTRATIONS)]
-
-
-def register(registry: Any) -> None:
-    """Register every implementation for any backend at the lowest priority; imports none."""
-    for r in REGISTRATIONS:
-        registry.register_lazy(
-            r.algorithm, "xla", "any", 0, target=r.target, config_fields=r.reads, **r.hooks
-        )
-    add_tables(registry, __name__)
-
-
-def _exported(target: str) -> property:
-    module, _, name = target.partition(":")
-    # importing a subpackage assigns it to this module; the function of that name stays visible
-    return property(lambda _: getattr(import_module(module), name), lambda _, value: None)
+# blocks of queries and keys, forward and backward
+_BLOCKS = tuple(
+    f"{half}.{size}"
+    for half in ("fwd_params", "bwd_params")
+    for size in ("q_blocksize", "kv_blocksize")
+)
+_SPLITS = ("num_splits", "pages_per_block")
+_RAGGED = ("num_kv_pages_per_block", "num_queries_per_block")
+_STEP = ("fwd_params.blocksize_keys", "fwd_params.kv_blocksize")
 
 
-class _Package(ModuleType):
-    """This module, with the public functions as attributes: many share a subpackage's name."""
+def _entry(algorithm: str, *config_fields: str, function: str = "") -> Entry:
+    """An implementation for every device; others go first. It takes any call and times nothing."""
+    return Entry(
+        algorithm,
+        f"{algorithm}.implementation:{function or algorithm}",
+        backend="any",
+        priority=0,
+        function=function,
+        hooks=("heuristic", "sample_inputs"),
+        config_fields=config_fields,
+    )
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
 
-
-for _r in REGISTRATIONS:
-    setattr(_Package, _r.function, _exported(_r.target))
-sys.modules[__name__].__class__ = _Package
+PACKAGE = KernelPackage(
+    __name__,
+    "xla",
+    (
+        _entry("flash_attention", *_BLOCKS),
+        _entry("attention"),
+        _entry("scaled_dot_product_attention"),
+        _entry("ring_attention", *_BLOCKS),
+        _entry("blocksparse_attention", *_BLOCKS),
+        _entry("page_attention", *_SPLITS),
+        _entry("ragged_page_attention", *_RAGGED),
+        _entry("ragged_page_attention_v3", *_RAGGED),
+        _entry("ragged_decode_attention", *_STEP),
+        _entry("mla_attention", *_BLOCKS),
+        _entry("mla_decode", *_SPLITS),
+        _entry("native_sparse_attention", "q_tile"),
+        _entry("gla", "time_tile", function="gla_attention"),
+        _entry("recurrent", "time_tile", function="recurrent_attention"),
+        _entry("lightning_attn", "time_tile", function="lightning_attention"),
+        _entry("mean_pooling", "token_tile"),
+        _entry("grouped_matmul", "block_m"),
+    ),
+)
+__all__ = ["__version__", "register", *PACKAGE.functions]
+register = PACKAGE.register
+PACKAGE.export()

@@ -1,7 +1,9 @@
 """The call of blocksparse_attention."""
 
 from collections.abc import Callable
+from typing import Any
 
+from ejkernel.types import softmax
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, B, F, Flags, I
@@ -58,3 +60,7 @@ class BlockSparseAttention(Call):
         settle.dropout(a)
         settle.sinks(a)
         settle.masks(a)
+
+    @classmethod
+    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.named(*outputs), softmax.named_lse(saved)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
 
@@ -72,5 +72,4 @@ class GroupedMatmul(Call):
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Groups of equal size."""
         rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
-        ends = np.linspace(0, rows, groups + 1).astype(np.int32)
-        return {"group_sizes": np.diff(ends)}
+        return {"group_sizes": np.diff(drawn.starts(groups, rows))}

@@ -1,6 +1,11 @@
 """The call of mla_attention."""
 
-from ejkernel.types.calls import settle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
@@ -52,3 +57,12 @@ class FlashMLA(Call):
         settle.dropout(a)
         settle.sinks(a)
         settle.masks(a)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Sequences of equal length."""
+        cu, names = a["cu_seqlens"], ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k", "bias")
+        found = drawn.normal(a, rng, *names, "softmax_aux")
+        if cu is not None:
+            found["cu_seqlens"] = drawn.starts(cu.shape[0] - 1, a["query"].shape[1])
+        return found

@@ -1,6 +1,11 @@
 """The call of mla_decode."""
 
-from ejkernel.types.calls import settle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -44,3 +49,10 @@ class MLADecode(Call):
         settle.count(a, "num_splits")
         settle.sinks(a)
         settle.head_scales(a, "k_scale", kv_heads=None)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Full contexts, and tables that visit pages in random order."""
+        names = ("query", "latent_cache", "softmax_aux", "k_scale")
+        found = drawn.tables(a, rng, "context_lens", "latent_cache")
+        return found | drawn.normal(a, rng, *names)

@@ -1,6 +1,11 @@
 """The call of native_sparse_attention."""
 
-from ejkernel.types.calls import settle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
 
@@ -40,3 +45,19 @@ class NativeSparseAttention(Call):
         settle.packed(a, "cu_seqlens", "query")
         settle.sparse_options(a)
         settle.softmax_options(a)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Sequences of equal length; of each token the last blocks before it."""
+        found = drawn.normal(a, rng, "query", "key", "value", "g_cmp", "g_slc", "g_swa")
+        s, cu, indices = a["query"].shape[1], a["cu_seqlens"], a["block_indices"]
+        if cu is not None:
+            found["cu_seqlens"] = drawn.starts(cu.shape[0] - 1, s)
+        if indices is not None:
+            own = np.arange(s)[None, :, None, None] // a["block_size"]
+            own = own - np.arange(indices.shape[-1])
+            found["block_indices"] = np.broadcast_to(own, indices.shape).astype(np.int32)
+        if hasattr(a["block_counts"], "shape"):
+            bound = a["max_block_count"] or -(-s // a["block_size"])
+            found["block_counts"] = np.full(a["block_counts"].shape, bound, np.int32)
+        return found

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types import softmax
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -86,14 +86,7 @@ class PageAttention(Call):
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Random caches, full contexts, and tables that visit pages in random order."""
-        found = dict(a)
-        pages, page_size = a["key_cache"].shape[:2]
-        rows, columns = a["block_tables"].shape
-        found["context_lens"] = jnp.full((rows,), columns * page_size, jnp.int32)
-        table = rng.permutation(max(pages, rows * columns))[: rows * columns] % max(pages, 1)
-        found["block_tables"] = jnp.asarray(table.reshape(rows, columns), jnp.int32)
-        for name in ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"):
-            if hasattr(a[name], "shape"):
-                found[name] = jnp.asarray(rng.standard_normal(a[name].shape), a[name].dtype)
-        return found
+        """Full contexts, and tables that visit pages in random order."""
+        names = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
+        found = drawn.tables(a, rng, "context_lens", "key_cache")
+        return found | drawn.normal(a, rng, *names)

@@ -1,6 +1,11 @@
 """The call of ragged_decode_attention."""
 
-from ejkernel.types.calls import settle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
 
@@ -33,3 +38,11 @@ class RaggedDecodeAttention(Call):
         settle.grouped_heads(a)
         settle.softmax_options(a)
         settle.sinks(a)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Whole rows."""
+        b, length = a["key"].shape[:2]
+        found = {"sequence_start": np.zeros((b,), np.int32)}
+        found["sequence_end"] = np.full((b,), length, np.int32)
+        return found | drawn.normal(a, rng, "query", "key", "value", "softmax_aux")

@@ -1,8 +1,15 @@
 """The call of ragged_page_attention."""
 
-from ejkernel.types.calls import settle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
+
+SCALES = ("k_scale", "v_scale")
 
 
 class RaggedPageAttention(Call):
@@ -45,3 +52,11 @@ class RaggedPageAttention(Call):
         settle.sinks(a, query="queries")
         settle.head_scales(a, "k_scale", "v_scale", kv_heads=heads)
         settle.scalar_index(a, "num_seqs")
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Sequences of equal length, their contexts full."""
+        n, tokens = a["block_tables"].shape[0], a["queries"].shape[0]
+        found = drawn.tables(a, rng, "context_lens", "kv_pages")
+        found |= {"query_start_loc": drawn.starts(n, tokens), "num_seqs": np.int32(n)}
+        return found | drawn.normal(a, rng, "queries", "kv_pages", "softmax_aux", *SCALES)

@@ -1,8 +1,15 @@
 """The call of ragged_page_attention_v3."""
 
-from ejkernel.types.calls import settle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
+
+SCALES = ("k_scale", "v_scale")
 
 
 class RaggedPageAttentionv3(Call):
@@ -49,3 +56,13 @@ class RaggedPageAttentionv3(Call):
         settle.sinks(a, query="queries")
         settle.head_scales(a, "k_scale", "v_scale", kv_heads=a["keys"].shape[1])
         settle.head_scales(a, "q_scale", kv_heads=None)
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Sequences of equal length, their contexts full."""
+        n, tokens = a["kv_lens"].shape[0], a["queries"].shape[0]
+        found = drawn.tables(a, rng, "kv_lens", "kv_cache")
+        found["query_start_loc"] = drawn.starts(n, tokens)
+        found["distribution"] = np.array([0, 0, n], np.int32)
+        names = ("queries", "keys", "values", "kv_cache", "softmax_aux", "q_scale", *SCALES)
+        return found | drawn.normal(a, rng, *names)

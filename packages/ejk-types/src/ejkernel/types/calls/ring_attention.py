@@ -1,11 +1,12 @@
 """The call of ring_attention."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ejkernel.types import softmax
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
@@ -53,3 +54,7 @@ class RingAttention(Call):
         settle.dropout(a)
         settle.sinks(a)
         settle.ring_masks(a)
+
+    @classmethod
+    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.named(*outputs), softmax.named_lse(saved)

@@ -12,6 +12,7 @@ import numpy as np
 from ejkernel.types import attention as arg
 from ejkernel.types import softmax
 from ejkernel.types.call import mask_of, problem_of, read_mask
+from ejkernel.types.calls import drawn
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
@@ -82,6 +83,5 @@ class SoftmaxCall(Call):
         found = {}
         for name, array in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
             if a.get(name) is not None:
-                ends = np.linspace(0, a[array].shape[1], a[name].shape[0])
-                found[name] = ends.astype(np.int32)
+                found[name] = drawn.starts(a[name].shape[0] - 1, a[array].shape[1])
         return found

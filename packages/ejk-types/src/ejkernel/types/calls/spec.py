@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.signature import REQUIRED, Boundary
+from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
 
 Arguments = dict[str, Any]
@@ -29,6 +32,7 @@ class Call:
         asks_for_more: the parameter without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
         boundary: the parameters, read from ``takes``.
+        Facts: tuple with a field for every parameter but ``mask_info``.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
 
@@ -39,6 +43,7 @@ class Call:
     seeds: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[Any]
     boundary: ClassVar[Boundary]
+    Facts: ClassVar[Any]
     Unsupported: ClassVar[type[Exception]] = Unsupported
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -48,6 +53,8 @@ class Call:
         cls.boundary = Boundary.of(cls.name, cls.takes, cls.seeds)
         cls.boundary.check_words(cls.outputs)
         cls.algorithm = cls.algorithm or cls.name
+        names = [name for name in cls.boundary.names if name != "mask_info"]
+        cls.Facts = namedtuple(f"{cls.__name__}Facts", names)
 
     # ---- what a subclass says ---------------------------------------------------------------
 
@@ -67,7 +74,7 @@ class Call:
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
-        return cls.outputs if a.get(cls.asks_for_more, True) else cls.outputs[:1]
+        return cls.asked(a, cls.outputs)
 
     @classmethod
     def localise(cls, a: Arguments, shard: Any) -> None:
@@ -127,18 +134,28 @@ class Call:
     # ---- what a kernel asks of canonical arguments ------------------------------------------
 
     @classmethod
+    def facts(cls, a: Mapping[str, Any]) -> Any:
+        """All arguments but ``mask_info``, every array as its shape and dtype; hashable."""
+        return cls.Facts(*(_shape(a[name]) for name in cls.Facts._fields))
+
+    @classmethod
+    def given(cls, a: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays among the arguments, and the mask, by name."""
+        return {p.name: a[p.name] for p in cls.boundary.parameters if _is_array(a[p.name])}
+
+    @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
-        """The static facts of a call, hashable; arrays may be abstract.
+        """The static facts a kernel asks for, hashable; arrays may be abstract.
 
         Raises:
             Unsupported: facts that no kernel of this kind takes.
         """
-        return None
+        return cls.facts(a)
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
-        """The arrays a kernel reads, by name: those given, as they are."""
-        return {p.name: a[p.name] for p in cls.boundary.array_parameters if a[p.name] is not None}
+        """The arrays a kernel reads, by the names it knows them by."""
+        return cls.given(a)
 
     @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
@@ -153,9 +170,23 @@ class Call:
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         """What the operation returns, from what a kernel computes."""
+        outputs = cls.asked(a, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    @classmethod
+    def asked(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of all outputs that the call wants."""
+        return outputs if a.get(cls.asks_for_more, True) else outputs[:1]
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Valid values, by name, of the arguments that random floats and zeros do not fit."""
         return {}
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, MaskInfo) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x

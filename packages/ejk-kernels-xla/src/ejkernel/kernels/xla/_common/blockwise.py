@@ -28,6 +28,7 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import Layout
+from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types.hidden import cleared
@@ -45,6 +46,19 @@ class Spec:
     precision: Any = None
     logits_dtype: Any = jnp.float32
     operation: str = field(default_factory=operation)
+
+    @classmethod
+    def of(cls, problem: Any, blocks: Blocks) -> Spec:
+        """The static arguments of a call, and the blocks of a pass."""
+        return cls(
+            scale=problem.softmax_scale,
+            block_q=blocks.q,
+            block_kv=blocks.kv,
+            soft_cap=problem.logits_soft_cap,
+            dropout_prob=problem.dropout_prob,
+            precision=getattr(problem, "precision", None),
+            logits_dtype=jnp.dtype(getattr(problem, "logits_dtype", jnp.float32)),
+        )
 
     def layout(self, q: Any, k: Any) -> Layout:
         """The blocks of a call; ``prepare_mask`` must be given its block_q and block_kv."""

@@ -5,10 +5,10 @@
 Every gate is one of three log decays: ``a`` per key channel, ``b`` per value channel, or one
 number per head, kept apart because a whole chunk then needs a single score product.
 
-* ``inputs``   checks a call and brings it into this form
+* ``inputs``   brings a call into this form
 * ``layout``   rows to chunks of equal length, packed sequences included
 * ``chunk``    what happens inside a chunk: matrix products with bounded exponents
 * ``core``     the scan over chunk states and its gradient
 * ``step``     the recurrence itself, for a few tokens
-* ``attention``  chooses between the two
+* ``kernel``   chooses between the two
 """

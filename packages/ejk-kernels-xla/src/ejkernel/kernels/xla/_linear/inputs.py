@@ -1,4 +1,4 @@
-"""A call of linear attention, checked and brought into canonical form.
+"""A call of linear attention as rows of one form.
 
 All gates become at most three log decays, kv heads are repeated, the scale is multiplied into the
 query and everything is in the accumulation dtype. JAX differentiates these steps by itself, so
@@ -7,7 +7,6 @@ the kernels need gradients for the canonical arrays only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,44 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._common.packed import cumulative_lengths
 from ejkernel.kernels.xla._linear.chunk import Rows
+from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import vary_alike
-from ejkernel.types.attention import (
-    float_array,
-    invalid,
-    query_key_value,
-    scale_of,
-)
-
-
-@dataclass(frozen=True)
-class Gates:
-    """The gates as the caller gave them."""
-
-    g: Any = None
-    g_gamma: Any = None
-    gk: Any = None
-    gv: Any = None
-
-
-@dataclass(frozen=True)
-class Canonical:
-    """``rows`` hold ``[batch, seq, heads, channels]``; ``table`` ``[b or n, heads, dk, dv]``."""
-
-    rows: Rows
-    table: jax.Array
-    cu_seqlens: jax.Array | None
-    dtype: Any
-
-
-def _gate(x: Any, argument: str, shape: tuple[int, ...], axes: str) -> jax.Array | None:
-    if x is None:
-        return None
-    x = float_array(x, argument, axes)
-    if x.shape != shape:
-        raise invalid(argument, f"float[{', '.join(map(str, shape))}] ({axes})", x)
-    return x
 
 
 def _add(*gates: jax.Array | None) -> jax.Array | None:
@@ -75,7 +39,7 @@ def _rows(
     scale: float,
     groups: int,
 ) -> Rows:
-    """Checked arrays in the dtype of the products, gates as at most three log decays."""
+    """Arrays in the dtype of the products, gates as at most three log decays."""
 
     def widen(x):
         return None if x is None else x.astype(dtype)
@@ -92,44 +56,17 @@ def _rows(
     return Rows(q=q * scale, k=k, v=v, key=key, value=gv, scalar=scalar)
 
 
-def canonicalise(
-    query: Any,
-    key: Any,
-    value: Any,
-    gates: Gates,
-    initial_state: Any,
-    cu_seqlens: Any,
-    softmax_scale: Any,
-) -> Canonical:
-    q, k, v = query_key_value(query, key, value)
-    b, s, h, dk = q.shape
-    dv = v.shape[3]
-    if k.shape[1] != s:
-        raise invalid("key", f"float[batch, {s}, kv_heads, head_dim], as long as the query", k)
-    acc, dtype = accumulation_dtype(q, k, v), q.dtype
-    if cu_seqlens is not None:
-        if b != 1:
-            raise invalid("query", "float[1, seq, heads, head_dim] with cu_seqlens", q)
-        cu_seqlens = cumulative_lengths(cu_seqlens, "cu_seqlens", s)
-
-    per_key = (b, s, h, dk)
-    if getattr(gates.g, "ndim", 4) == 3:
-        g, g_scalar = None, _gate(gates.g, "g", (b, s, h), "batch seq heads")
-    else:
-        g, g_scalar = _gate(gates.g, "g", per_key, "batch seq heads head_dim"), None
-    gk = _gate(gates.gk, "gk", per_key, "batch seq heads head_dim")
-    gv = _gate(gates.gv, "gv", (b, s, h, dv), "batch seq heads value_dim")
-    gamma = _gate(gates.g_gamma, "g_gamma", (h,), "heads")
-    states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if initial_state is None:
-        table = jnp.zeros((states, h, dk, dv), acc)
-    else:
-        table = float_array(initial_state, "initial_state", "sequences heads head_dim value_dim")
-        if table.shape != (states, h, dk, dv):
-            raise invalid("initial_state", f"float[{states}, {h}, {dk}, {dv}]", table)
-
+def rows_and_states(arrays: Arrays, gates: Arrays, scale: float) -> tuple[Rows, jax.Array]:
+    """Rows ``[batch, seq, heads, channels]`` and initial states ``[b or n, heads, dk, dv]``."""
+    q, k, v = (arrays[name] for name in ("query", "key", "value"))
+    g, gamma, gk, gv = (gates.get(name) for name in ("g", "g_gamma", "gk", "gv"))
+    per_head = g is not None and g.ndim == 3
+    g, g_scalar = (None, g) if per_head else (g, None)
+    (b, _, h, dk), dv = q.shape, v.shape[3]
+    acc = accumulation_dtype(q, k, v)
     groups = h // k.shape[2] if h else 1
-    given = (q, k, v, g, gk, gv, g_scalar, gamma)
-    rows = _rows(*given, dtype=acc, scale=scale_of(softmax_scale, dk), groups=groups)
-    table = table.astype(acc)
-    return Canonical(*vary_alike((rows, table, cu_seqlens)), dtype)
+    rows = _rows(q, k, v, g, gk, gv, g_scalar, gamma, dtype=acc, scale=scale, groups=groups)
+    states, cu = arrays.get("initial_state"), arrays.get("cu_seqlens")
+    if states is None:
+        states = jnp.zeros((b if cu is None else cu.shape[0] - 1, h, dk, dv), acc)
+    return vary_alike((rows, states.astype(acc)))

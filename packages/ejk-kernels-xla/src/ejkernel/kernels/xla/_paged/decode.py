@@ -22,12 +22,6 @@ def left_of(window) -> int | None:
     return min(int(window if isinstance(window, int) else window[0]), 2**30)
 
 
-def split_count(table: Tables, *wanted: int | None) -> int:
-    """The first number of splits that is given, at most one token each; 1 without any."""
-    splits = next((int(n) for n in wanted if n), 1)
-    return min(splits, max(table.capacity, 1))
-
-
 def head_scale(kv_heads: int, dtype, *scales) -> jax.Array:
     """Product of the given scales (float, 0-d or ``[hk]``; None = 1) as ``[hk]``."""
     out = jnp.ones((kv_heads,), dtype)

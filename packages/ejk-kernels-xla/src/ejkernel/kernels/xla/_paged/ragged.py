@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._paged.core import Spec, Tiles
+from ejkernel.kernels.xla._paged.decode import (
+    attend_rows,
+    head_scale,
+    head_sinks,
+    left_of,
+    step_tokens,
+)  # fmt: skip
+from ejkernel.kernels.xla._paged.kernel import Groups
+from ejkernel.kernels.xla._paged.layouts import CombinedPages, Tables
 
 # query rows of a group of tiles: enough for a dot to be worth its launch
 GROUP_ROWS = 256
@@ -62,3 +74,54 @@ def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity
     row = jnp.where(here, starts[sequence][:, None] + m, t)
     stop = context[sequence]
     return Tiles(sequence, jnp.where(here, position, -1), jnp.zeros_like(stop), stop), row
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What packed queries attend to: combined pages, and whose they are."""
+
+    pages: jax.Array
+    lens: jax.Array
+    tables: jax.Array
+    starts: jax.Array
+    count: jax.Array
+    kv_heads: int
+
+
+def attend_ragged(
+    problem: Any,
+    groups: Groups,
+    queries: jax.Array,
+    sequences: Sequences,
+    *,
+    sinks: jax.Array | None,
+    logit_scales: tuple[Any, ...],
+    v_scale: jax.Array | None,
+) -> jax.Array:
+    """Read-only attention over either form of combined pages; ``logit_scales`` are multiplied."""
+    (t, h, d), kv_heads = queries.shape, sequences.kv_heads
+    pages, tables = sequences.pages, sequences.tables
+    table = Tables(pages.shape[1], pages.shape[0], tables.shape[1])
+    dtype = accumulation_dtype(queries, pages)
+    shape = choose_shape(t, tables.shape[0], groups.num_queries_per_block)
+    row_bytes = shape.group * 2 * kv_heads * d * queries.dtype.itemsize
+    tokens = step_tokens(table, table.capacity, row_bytes, groups.num_kv_pages_per_block)
+    if t == 0 or tables.shape[0] == 0:
+        return jnp.zeros(queries.shape, queries.dtype)
+    tiles, row = tile_queries(
+        shape, sequences.starts, sequences.lens, sequences.count, table.capacity
+    )
+    q = queries.reshape(t, kv_heads, h // max(kv_heads, 1), d)
+    cap, left = problem.logits_soft_cap, left_of(problem.sliding_window)
+    o, _ = attend_rows(
+        Spec(tokens, shape.group, cap, left, dtype),
+        CombinedPages(table, kv_heads, d),
+        jnp.take(q, row, axis=0, mode="fill", fill_value=0),
+        (pages, tables),
+        head_scale(kv_heads, dtype, *logit_scales),
+        head_sinks(sinks, h, kv_heads, dtype),
+        tiles,
+    )
+    o = o * head_scale(kv_heads, dtype, v_scale)[None, None, :, None, None]
+    o = o.reshape(row.size, h, d).astype(queries.dtype)
+    return jnp.zeros(queries.shape, queries.dtype).at[row.reshape(-1)].set(o, mode="drop")

@@ -1,5 +1,5 @@
 """Plain attention that also returns its weights."""
 
-from ejkernel.kernels.xla.attention.interface import attention
+from ejkernel.kernels.xla.attention.implementation import attention
 
 __all__ = ["attention"]

@@ -11,11 +11,8 @@ of a step on a CPU; heads with smaller tiles are walked together, and on a GPU a
 
 from __future__ import annotations
 
-from typing import Any
-
 from ejkernel.ops import Backend
 from ejkernel.ops.utils.device import target_device
-from ejkernel.types.attention import field
 
 SMALLEST, LARGEST, PLAIN = 64, 256, 128
 STEP_MULTIPLY_ADDS = 2**20
@@ -31,18 +28,6 @@ def tile_of(block: int, length: int) -> int:
         return block
     divisors = (n for n in range(LARGEST, SMALLEST - 1, -1) if block % n == 0)
     return next(divisors, PLAIN)
-
-
-def tile_sizes(cfg: Any, name: str, q: tuple[int, int], kv: tuple[int, int]) -> tuple[int, int]:
-    """(block_q, block_kv) of ``cfg.fwd_params`` or ``cfg.bwd_params``, else fitted to the pattern.
-
-    ``q`` and ``kv`` are (block of the pattern, length).
-    """
-    params = field(cfg, name)
-    return (
-        int(field(params, "q_blocksize", tile_of(*q))),
-        int(field(params, "kv_blocksize", tile_of(*kv))),
-    )
 
 
 def heads_at_once(rows: int, columns: int, dim: int, all_heads: int) -> int:

@@ -4,26 +4,17 @@ Registered as platform "cuda" under the algorithms' own names; everything else i
 reason, so that another implementation takes the call.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from ejkernel.ops.packages import add_tables
+from ejkernel.ops.packages import Entry, KernelPackage
 
 ALGORITHMS = ("flash_attention", "scaled_dot_product_attention")
 
-
-def register(registry: Any) -> None:
-    """Register the cuDNN paths; imports none of them."""
-    package = "ejkernel.kernels.xla.cudnn"
-    for name in ALGORITHMS:
-        registry.register_lazy(
-            name,
-            "cuda",
-            "gpu",
-            50,
-            target=f"{package}.interface:{name}",
-            supports=f"{package}.support:supports",
-            config_fields=(),
-        )
-    add_tables(registry, __name__)
+PACKAGE = KernelPackage(
+    __name__,
+    "cuda",
+    tuple(
+        Entry(name, f"implementation:{name}", priority=50, hooks=("supports",), config_fields=())
+        for name in ALGORITHMS
+    ),
+)
+register = PACKAGE.register
+PACKAGE.export()

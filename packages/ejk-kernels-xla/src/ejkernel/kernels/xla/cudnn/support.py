@@ -99,8 +99,3 @@ def reason_against(arguments: Mapping[str, Any]) -> str | None:
         return reason
     pattern = pattern_of(mask_of(arguments), q.shape[1], k.shape[1])
     return pattern if isinstance(pattern, str) else None
-
-
-def supports(inv: Any) -> str | None:
-    """None, or why cuDNN cannot do the call."""
-    return reason_against(inv.arguments)

@@ -1,5 +1,5 @@
 """Flash attention in XLA: blockwise forward and backward, memory linear in the lengths."""
 
-from ejkernel.kernels.xla.flash_attention.interface import flash_attention
+from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
 
 __all__ = ["flash_attention"]

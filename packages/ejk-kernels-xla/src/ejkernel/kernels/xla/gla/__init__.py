@@ -1,5 +1,5 @@
 """Gated linear attention."""
 
-from ejkernel.kernels.xla.gla.interface import gla_attention
+from ejkernel.kernels.xla.gla.implementation import gla_attention
 
 __all__ = ["gla_attention"]

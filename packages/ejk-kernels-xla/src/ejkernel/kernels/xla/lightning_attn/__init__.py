@@ -1,5 +1,5 @@
 """Lightning attention: linear attention with a fixed decay per head and layer."""
 
-from ejkernel.kernels.xla.lightning_attn.interface import lightning_attention
+from ejkernel.kernels.xla.lightning_attn.implementation import lightning_attention
 
 __all__ = ["lightning_attention"]

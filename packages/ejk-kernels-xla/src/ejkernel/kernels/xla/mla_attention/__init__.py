@@ -1,5 +1,5 @@
 """Multi-head latent attention in expanded form."""
 
-from ejkernel.kernels.xla.mla_attention.interface import heuristic, mla_attention, sample_inputs
+from ejkernel.kernels.xla.mla_attention.implementation import mla_attention
 
-__all__ = ["heuristic", "mla_attention", "sample_inputs"]
+__all__ = ["mla_attention"]

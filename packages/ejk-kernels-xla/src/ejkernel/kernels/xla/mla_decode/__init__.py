@@ -1,5 +1,5 @@
 """Decoding from a paged cache of latent rows."""
 
-from ejkernel.kernels.xla.mla_decode.interface import heuristic, mla_decode, sample_inputs
+from ejkernel.kernels.xla.mla_decode.implementation import mla_decode
 
-__all__ = ["heuristic", "mla_decode", "sample_inputs"]
+__all__ = ["mla_decode"]

@@ -1,9 +1,5 @@
 """Native sparse attention: compressed, selected and sliding branches."""
 
-from ejkernel.kernels.xla.native_sparse_attention.interface import (
-    heuristic,
-    native_sparse_attention,
-    sample_inputs,
-)
+from ejkernel.kernels.xla.native_sparse_attention.implementation import native_sparse_attention
 
-__all__ = ["heuristic", "native_sparse_attention", "sample_inputs"]
+__all__ = ["native_sparse_attention"]

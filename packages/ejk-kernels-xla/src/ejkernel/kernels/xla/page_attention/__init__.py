@@ -1,5 +1,5 @@
 """Decoding from a paged key/value cache."""
 
-from ejkernel.kernels.xla.page_attention.interface import heuristic, page_attention, sample_inputs
+from ejkernel.kernels.xla.page_attention.implementation import page_attention
 
-__all__ = ["heuristic", "page_attention", "sample_inputs"]
+__all__ = ["page_attention"]

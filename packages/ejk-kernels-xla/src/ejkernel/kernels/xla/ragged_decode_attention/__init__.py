@@ -1,9 +1,5 @@
 """Decoding from a contiguous key/value cache with a start and an end per row."""
 
-from ejkernel.kernels.xla.ragged_decode_attention.interface import (
-    heuristic,
-    ragged_decode_attention,
-    sample_inputs,
-)
+from ejkernel.kernels.xla.ragged_decode_attention.implementation import ragged_decode_attention
 
-__all__ = ["heuristic", "ragged_decode_attention", "sample_inputs"]
+__all__ = ["ragged_decode_attention"]

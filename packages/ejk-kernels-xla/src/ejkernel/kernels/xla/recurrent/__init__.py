@@ -1,5 +1,5 @@
 """Recurrent attention: linear attention with every kind of gate."""
 
-from ejkernel.kernels.xla.recurrent.interface import recurrent_attention
+from ejkernel.kernels.xla.recurrent.implementation import recurrent_attention
 
 __all__ = ["recurrent_attention"]

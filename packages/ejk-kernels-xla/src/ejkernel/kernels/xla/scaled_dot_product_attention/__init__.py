@@ -1,6 +1,6 @@
 """Scaled dot product attention without extras."""
 
-from ejkernel.kernels.xla.scaled_dot_product_attention.interface import (
+from ejkernel.kernels.xla.scaled_dot_product_attention.implementation import (
     scaled_dot_product_attention,
 )
 

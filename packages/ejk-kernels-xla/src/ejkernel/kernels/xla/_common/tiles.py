@@ -1,0 +1,59 @@
+"""What kernels choose: frozen, stored under the names of the config's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.types.attention import field
+
+
+class Steps:
+    """Base of tiles whose fields are fields of the config; None follows from the shapes."""
+
+    def honouring(self, cfg: Any) -> Self:
+        """These, with what a config says instead."""
+        given = {f.name: field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
+        given = {name: int(size) for name, size in given.items() if size is not None}
+        for name, size in given.items():
+            if size < 1:
+                raise ValueError(f"{name}: must be at least 1, got {size}")
+        return replace(self, **given)  # ty: ignore[invalid-argument-type]
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return {name: size for name, size in vars(self).items() if size is not None}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Lengths of the blocks of queries and keys in one pass."""
+
+    q: int
+    kv: int
+
+    def honouring(self, params: Any) -> Blocks:
+        return Blocks(
+            int(field(params, "q_blocksize", self.q)), int(field(params, "kv_blocksize", self.kv))
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Blocks of the forward and the backward pass."""
+
+    fwd: Blocks
+    bwd: Blocks
+
+    def honouring(self, cfg: Any) -> Passes:
+        fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
+        return Passes(self.fwd.honouring(fwd), self.bwd.honouring(bwd))
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return {
+            "fwd_params": FwdParams(q_blocksize=self.fwd.q, kv_blocksize=self.fwd.kv),
+            "bwd_params": BwdParams(q_blocksize=self.bwd.q, kv_blocksize=self.bwd.kv),
+        }

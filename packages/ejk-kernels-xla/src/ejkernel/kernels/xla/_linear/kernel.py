@@ -1,0 +1,67 @@
+"""Linear attention as a kernel object: the recurrence for a few tokens, chunks for the others."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._linear import tiles
+from ejkernel.kernels.xla._linear.chunk import Rows
+from ejkernel.kernels.xla._linear.core import chunked
+from ejkernel.kernels.xla._linear.inputs import rows_and_states
+from ejkernel.kernels.xla._linear.layout import Plain, packed
+from ejkernel.kernels.xla._linear.step import stepwise
+from ejkernel.kernels.xla._linear.tiles import Chunk
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.softmax import named_out
+
+GATES = ("g", "g_gamma", "gk", "gv")
+
+
+@partial(jax.jit, static_argnames=("chunk", "reverse"))
+def _in_chunks(
+    rows: Rows, table: jax.Array, cu_seqlens: jax.Array | None, *, chunk: int, reverse: bool
+) -> tuple[jax.Array, jax.Array]:
+    length = rows.q.shape[1]
+    if cu_seqlens is None:
+        layout = Plain(length, chunk, reverse)
+    else:
+        layout = packed(cu_seqlens, length, chunk, reverse)
+    rows = jax.tree.map(layout.split, rows)
+    o, ends = chunked(rows, layout.initial(table), layout.links())
+    return layout.merge(o), layout.final(ends, table)
+
+
+_in_steps = jax.jit(stepwise, static_argnames="reverse")
+
+
+class LinearKernel(XlaKernel):
+    """The recurrence of this folder; a kernel names its call, and what its gates are.
+
+    The parts are jitted on their own: layers that differ in numbers alone share their loops.
+    """
+
+    def choose(self, problem: Any, target: Any) -> Chunk:
+        cu = problem.cu_seqlens
+        return tiles.choose(problem.query.shape[1], 1 if cu is None else cu.shape[0] - 1)
+
+    def gates(self, problem: Any, arrays: Arrays) -> Arrays:
+        """Log decays by the names of ``GATES``."""
+        return {name: arrays[name] for name in GATES if name in arrays}
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, dtype, cu = work.problem, arrays["query"].dtype, arrays.get("cu_seqlens")
+        rows, states = rows_and_states(arrays, self.gates(p, arrays), p.softmax_scale)
+        (b, s, h, dk), dv = rows.q.shape, rows.v.shape[3]
+        if 0 in (b, s, h, dk, dv, states.shape[0]):
+            return (jnp.zeros((b, s, h, dv), dtype), states), ()
+        if s < tiles.STEP_LIMIT:
+            o, states = _in_steps(rows, states, cu, reverse=p.reverse)
+        else:
+            chunk = work.tiles.time_tile
+            o, states = _in_chunks(rows, states, cu, chunk=chunk, reverse=p.reverse)
+        return (named_out(o.astype(dtype)), states), ()

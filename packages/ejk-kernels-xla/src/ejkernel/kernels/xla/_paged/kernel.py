@@ -1,0 +1,46 @@
+"""What kernels of one token a row have in common: their tiles, and which rows see which keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.kernels.xla._common.tiles import Steps
+from ejkernel.kernels.xla._paged.layouts import Tables
+from ejkernel.kernels.xla.kernel import XlaKernel
+
+
+@dataclass(frozen=True)
+class Splits(Steps):
+    """Shares of a row's keys, and pages of a step."""
+
+    num_splits: int = 1
+    pages_per_block: int | None = None
+
+
+@dataclass(frozen=True)
+class Groups(Steps):
+    """Pages of a step, and query rows of a tile."""
+
+    num_kv_pages_per_block: int | None = None
+    num_queries_per_block: int | None = None
+
+
+class SplitKernel(XlaKernel):
+    """A kernel of ``Splits``: XLA walks the blocks of all rows together, so one split is best."""
+
+    def choose(self, problem: Any, target: Any) -> Splits:
+        return Splits()
+
+
+class GroupKernel(XlaKernel):
+    """A kernel of ``Groups``, which follow from the shapes."""
+
+    def choose(self, problem: Any, target: Any) -> Groups:
+        return Groups()
+
+
+def split_count(table: Tables, *wanted: int | None) -> int:
+    """The first number of splits that is given, at most one token each; 1 without any."""
+    splits = next((n for n in wanted if n), 1)
+    return min(splits, max(table.capacity, 1))

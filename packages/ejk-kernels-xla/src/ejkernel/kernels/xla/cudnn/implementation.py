@@ -1,0 +1,70 @@
+"""cuDNN's attention as kernel objects, one for each operation that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.kernels.xla.cudnn.core import attend
+from ejkernel.kernels.xla.cudnn.support import Pattern, pattern_of, reason_against
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops import KernelNotSupported
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.call import mask_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What cuDNN is told, or why it cannot do the call."""
+
+    reason: str | None
+    pattern: Pattern | str
+    scale: float
+
+
+class CudnnKernel(XlaKernel):
+    """Attention on cuDNN where ``support`` allows it.
+
+    float16 or bfloat16, head_dim a multiple of 8, no mask or causal from the top left, with a left
+    window if wanted. Raises KernelNotSupported, naming the argument, for everything else.
+    """
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        reason = reason_against(a)
+        pattern = pattern_of(mask_of(a), a["query"].shape[1], a["key"].shape[1])
+        return Problem(reason, pattern, a["softmax_scale"])
+
+    def refuse(self, problem: Problem, target: Any) -> str | None:
+        return problem.reason
+
+    def refused(self, reason: str) -> Exception:
+        return KernelNotSupported(
+            algorithm=self.call.name,
+            platform="cuda",
+            argument=reason.partition(":")[0],
+            reason=reason,
+            nearest="xla",
+        )
+
+    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
+        return {name: a[name] for name in ("query", "key", "value")}
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        return (attend(work.problem.pattern, work.problem.scale, q, k, v),), ()
+
+
+class FlashAttention(CudnnKernel):
+    __doc__ = CudnnKernel.__doc__
+    call = calls.FlashAttention
+
+
+class ScaledDotProductAttention(CudnnKernel):
+    __doc__ = CudnnKernel.__doc__
+    call = calls.ScaledDotProductAttention
+
+
+flash_attention = FlashAttention()
+scaled_dot_product_attention = ScaledDotProductAttention()

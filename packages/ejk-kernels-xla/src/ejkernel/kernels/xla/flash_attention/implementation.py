@@ -1,0 +1,92 @@
+"""Flash attention in XLA as one kernel object over the blockwise passes.
+
+Residuals are the arguments, o and two numbers a row for its probabilities (``softmax.Shares``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ejkernel.kernels.xla._common import blockwise
+from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.dropout import Dropout
+from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
+from ejkernel.kernels.xla._common.tiles import Passes
+from ejkernel.kernels.xla.flash_attention import tiles
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls, prepare_mask
+from ejkernel.types.call import mask_of
+
+
+class FlashAttention(XlaKernel):
+    """Exact attention in memory linear in the lengths; see the operation of this name.
+
+    Products accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
+    ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and of ``bwd_params``.
+    Differentiable in reverse mode in query, key, value, bias and softmax_aux, through o and lse.
+
+    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
+    """
+
+    call = calls.FlashAttention
+    differentiable: ClassVar[bool] = True
+
+    def choose(self, problem: Any, target: Any) -> Passes:
+        heads, dim = problem.query.shape[2:]
+        return tiles.choose(heads // max(problem.key.shape[2], 1), dim)
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        """The arrays of the call, cumulative lengths joined with the mask."""
+        packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
+        mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
+        arrays = {name: x for name, x in self.call.given(a).items() if name not in packed}
+        return {**arrays, "mask_info": mask}
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        spec = Spec.of(work.problem, work.tiles.fwd)
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        bias = arrays.get("bias")
+        o, rows = blockwise.forward(spec, q, k, v, bias, **_seen(spec, arrays))
+        o, lse, shares = settle(o, rows, arrays.get("softmax_aux"), spec.unit(bias))
+        return (o.astype(q.dtype), lse), shares
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        spec = Spec.of(work.problem, work.tiles.bwd)
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        bias = arrays.get("bias")
+        delta = blockwise.row_delta(outputs[0], *cotangents, saved.m.dtype)
+        seen = _seen(spec, arrays)
+        grads = blockwise.backward(
+            spec, q, k, v, bias, shares=saved, delta=delta, do=cotangents[0], **seen
+        )
+        found = {"query": grads.dq, "key": grads.dk, "value": grads.dv}
+        if bias is not None:
+            found["bias"] = grads.dbias
+        if "softmax_aux" in arrays:
+            found["softmax_aux"] = sink_gradient(arrays["softmax_aux"], saved, delta)
+        return found
+
+
+def _seen(spec: Spec, arrays: Arrays) -> dict[str, Any]:
+    """The mask in the blocks of a pass, and what is dropped."""
+    q, k = arrays["query"], arrays["key"]
+    layout = spec.layout(q, k)
+    sizes = {"q_len": layout.q_len, "kv_len": layout.kv_len}
+    blocks = {"block_q": layout.block_q, "block_kv": layout.block_kv}
+    dropout = None
+    if spec.dropout_prob > 0.0:
+        seed = arrays.get("dropout_seed")
+        dropout = Dropout.make(seed, layout.batch, q.shape[2], layout.q_len, layout.kv_len)
+    return {"mask": prepare_mask(arrays["mask_info"], **sizes, **blocks), "dropout": dropout}
+
+
+flash_attention = FlashAttention()

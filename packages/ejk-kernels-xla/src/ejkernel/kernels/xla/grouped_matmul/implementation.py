@@ -1,0 +1,64 @@
+"""Grouped matmul: every run of rows times its own matrix, in a loop over tiles of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla.grouped_matmul.primitives import grouped_product
+from ejkernel.kernels.xla.grouped_matmul.products import Plan
+from ejkernel.kernels.xla.grouped_matmul.tiles import RowTile, row_tile
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.arrays import result_dtype
+
+
+class GroupedMatmul(XlaKernel):
+    """Consecutive runs of rows, each times its own matrix; see the operation of this name.
+
+    The cost is that of the rows: about ``2 k n (sum(group_sizes) + g * block_m / 2)`` operations,
+    accumulated in float32 at least. ``cfg``: ``block_m``, the number of rows per step.
+    Differentiable to every order, forward and reverse, in lhs, rhs and existing_out.
+    """
+
+    call = calls.GroupedMatmul
+
+    def choose(self, problem: Any, target: Any) -> RowTile:
+        return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, lhs, rhs = work.problem, arrays["lhs"], arrays["rhs"]
+        dtype = p.preferred_element_type or result_dtype(lhs, rhs)
+        accumulate = result_dtype(lhs, rhs, jnp.float32, jax.dtypes.canonicalize_dtype(dtype))
+        plan = Plan(work.tiles.block_m, p.transpose_rhs, p.precision, accumulate)
+        rows, groups = lhs.shape[0], rhs.shape[0]
+        if groups == 0:
+            out = jnp.zeros((rows, rhs.shape[1 if p.transpose_rhs else 2]), accumulate)
+        else:
+            bounds = _bounds(arrays["group_sizes"], arrays.get("group_offset"), groups, rows)
+            out = grouped_product(lhs, rhs, *bounds, plan)
+        if "existing_out" in arrays:
+            out = out + arrays["existing_out"].astype(accumulate)
+        return (out.astype(dtype),), ()
+
+
+def _bounds(
+    group_sizes: jax.Array, group_offset: jax.Array | None, groups: int, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """First row and row past the last of every local group, clipped to the rows there are."""
+    sizes = jnp.maximum(group_sizes, 0)
+    # clipped one by one, no sum of sizes can wrap around
+    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.minimum(sizes, rows))
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    if group_offset is None:
+        return starts, ends
+    index = group_offset + jnp.arange(groups, dtype=jnp.int32)
+    inside = (index >= 0) & (index < sizes.shape[0])
+    index = jnp.clip(index, 0, max(sizes.shape[0] - 1, 0))
+    return jnp.where(inside, starts[index], 0), jnp.where(inside, ends[index], 0)
+
+
+grouped_matmul = GroupedMatmul()

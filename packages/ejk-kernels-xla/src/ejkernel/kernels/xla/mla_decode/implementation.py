@@ -1,0 +1,68 @@
+"""mla_decode: latent attention in absorbed form over a paged latent cache.
+
+Every query head reads the same row, so one token costs ``2 * h * (dc + latent_dim)`` operations
+per ``dc`` entries read. Below about a hundred heads the bytes decide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._paged.core import Spec, Tiles
+from ejkernel.kernels.xla._paged.decode import (
+    attend_rows,
+    head_scale,
+    head_sinks,
+    left_of,
+    step_tokens,
+)  # fmt: skip
+from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
+from ejkernel.kernels.xla._paged.layouts import LatentPages, Tables
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+
+
+class MLADecode(SplitKernel):
+    """Latent attention of the last tokens over a paged cache; see the operation of this name.
+
+    ``cfg``: ``num_splits`` where the call gives none, ``pages_per_block``. Differentiable in
+    query, caches of 16 bits or more, softmax_aux and k_scale.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
+    """
+
+    call = calls.MLADecode
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, query = work.problem, arrays["query"]
+        cache, tables = arrays["latent_cache"], arrays["block_tables"]
+        q = query[:, None] if query.ndim == 3 else query
+        b, rows, h, dc = q.shape
+        table = Tables(cache.shape[1], cache.shape[0], tables.shape[1])
+        dtype = accumulation_dtype(query, cache)
+        row_bytes = b * dc * q.dtype.itemsize
+        tokens = step_tokens(table, table.capacity, row_bytes, work.tiles.pages_per_block)
+        splits = split_count(table, p.num_splits, work.tiles.num_splits)
+        lens = jnp.clip(arrays["context_lens"], 0, table.capacity)
+        position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None], -1)
+        tiles = Tiles(jnp.arange(b, dtype=jnp.int32), position, jnp.zeros_like(lens), lens)
+        k_scale = arrays.get("k_scale")
+        o, lse = attend_rows(
+            Spec(tokens, max(b * splits, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),
+            LatentPages(table, p.latent_dim),
+            q[:, :, None],
+            (cache, tables),
+            head_scale(1, dtype, p.softmax_scale, k_scale),
+            head_sinks(arrays.get("softmax_aux"), h, 1, dtype),
+            tiles,
+            splits,
+        )
+        o = o * head_scale(1, dtype, k_scale).reshape(())
+        o = o.reshape(*query.shape[:-1], p.latent_dim).astype(query.dtype)
+        return (o, lse.reshape(query.shape[:-1])), ()
+
+
+mla_decode = MLADecode()

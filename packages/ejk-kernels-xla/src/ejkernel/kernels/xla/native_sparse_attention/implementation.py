@@ -1,0 +1,162 @@
+"""native_sparse_attention: three branches, gated and added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._common.tiles import Steps
+from ejkernel.kernels.xla.flash_attention import flash_attention
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks, block_means, find_blocks
+from ejkernel.kernels.xla.native_sparse_attention.select import clean_indices, select_blocks
+from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, attend_selected
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.varying import vary_alike
+from ejkernel.types import MaskInfo, calls
+from ejkernel.types.call import mask_of
+from ejkernel.types.hidden import cleared
+from ejkernel.types.softmax import named_lse
+
+# gathered keys of one step, in elements per batch row: a megabyte or two
+STEP_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class RowTile(Steps):
+    """Tokens of a step of the selected branch; None follows from the bytes of a block."""
+
+    q_tile: int | None = None
+
+
+def _compressed(q, k, v, blocks: Blocks, scale: float):
+    """Output ``[b, s, h, dv]``, lse ``[b, s, h]`` and the block means of the keys."""
+    k_cmp, v_cmp = block_means(k, blocks), block_means(v, blocks)
+    b = q.shape[0]
+
+    def rows(x):
+        return jnp.broadcast_to(x, (b, *x.shape))
+
+    mask = MaskInfo(
+        q_segment_ids=rows(blocks.sequence),
+        kv_segment_ids=rows(blocks.block_sequence),
+        # block c is complete, and may be seen, from position (c + 1) * size - 1 on
+        q_positions=rows(blocks.position + 1),
+        kv_positions=rows(blocks.seen_from),
+        causal=True,
+    )
+    o, lse = flash_attention.settled(
+        query=q, key=k_cmp, value=v_cmp, mask_info=mask, softmax_scale=scale, return_lse=True
+    )
+    return o, lse, k_cmp
+
+
+def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
+    """Output ``[b, s, h, dv]`` of the selected branch."""
+    b, s, h, d = q.shape
+    hk, dv = k.shape[2], v.shape[3]
+    if chosen.shape[-1] == 0:
+        return jnp.zeros((b, s, h, dv), accumulation_dtype(q, k, v))
+    per_block = hk * blocks.size * (d + dv)
+    rows = max(1, min(rows or min(64, STEP_ELEMENTS // max(per_block, 1)), s))
+    count = chosen.shape[-1]
+    slots = max(1, min(count, STEP_ELEMENTS // max(1, rows * per_block)))
+    chosen = jnp.pad(chosen, [(0, 0)] * 3 + [(0, -count % slots)], constant_values=-1)
+    spec = Spec(scale, blocks.size, rows, slots, accumulation_dtype(q, k, v))
+    q, k, v, chosen, blocks = vary_alike((q, k, v, chosen, blocks))
+    token = jnp.arange(s, dtype=jnp.int32)
+
+    def one(q, k, v, chosen):
+        return attend_selected(
+            spec, q, k, v, Rows(chosen, token - blocks.position, blocks.position)
+        )
+
+    grouped = q.reshape(b, s, hk, h // hk, d)
+    o = one(grouped[0], k[0], v[0], chosen[0])[None] if b == 1 else None
+    if o is None:
+        o = jax.vmap(one)(grouped, k, v, chosen)
+    return o.reshape(b, s, h, dv)
+
+
+class NativeSparseAttention(XlaKernel):
+    """Causal attention over compressed, selected and near keys; see the operation of this name.
+
+    Without ``block_indices`` the blocks are chosen per key head: the own block first, then those
+    whose probability in the compressed branch, summed over the group's query heads, is largest
+    (float32, ties to the lower number); the choice carries no gradient. ``cfg``: ``q_tile``, the
+    tokens of a step of the selected branch. Differentiable in query, key, value and the gates.
+
+    Source: Native Sparse Attention (arXiv 2502.11089), section 3.
+    """
+
+    call = calls.NativeSparseAttention
+
+    def choose(self, problem: Any, target: Any) -> RowTile:
+        return RowTile()
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, cu = work.problem, arrays.get("cu_seqlens")
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        (b, s, h, _), dv = q.shape, v.shape[3]
+        if q.size == 0 or dv == 0 or (cu is not None and cu.shape[0] < 2):
+            return (jnp.zeros((b, s, h, dv), q.dtype),), ()
+        scale, wide = p.softmax_scale, accumulation_dtype(q, k, v)
+        blocks = find_blocks(s, p.block_size, cu)
+        held = (blocks.sequence >= 0)[None] if blocks.packed else None
+        q, k, v = cleared(held, q, k, v)
+        gates = (arrays.get(name) for name in ("g_cmp", "g_slc", "g_swa"))
+        g_cmp, g_slc, g_swa = (
+            None if g is None else cleared(held, g.astype(wide))[0][..., None] for g in gates
+        )
+        out = jnp.zeros((b, s, h, dv), wide)
+        compressed = None
+        if blocks.count and (g_cmp is not None or "block_indices" not in arrays):
+            o_cmp, *compressed = _compressed(q, k, v, blocks, scale)
+            if g_cmp is not None:
+                out = out + g_cmp * o_cmp.astype(wide)
+        chosen = named_lse(_chosen(p, arrays, q, blocks, compressed))  # a loop of its own
+        o_slc = _selected(q, k, v, chosen, blocks, scale, work.tiles.q_tile)
+        out = out + (1.0 if g_slc is None else g_slc) * o_slc.astype(wide)
+        if p.sliding_window is not None:
+            window = p.sliding_window
+            mask = mask_of(
+                {
+                    "query": q,
+                    "key": k,
+                    "cum_seqlens_q": cu,
+                    "causal": True,
+                    "sliding_window": window,
+                }
+            )
+            o_swa = flash_attention.settled(
+                query=q, key=k, value=v, mask_info=mask, softmax_scale=scale
+            )
+            out = out + (1.0 if g_swa is None else g_swa) * o_swa.astype(wide)
+        return (cleared(held, out)[0].astype(q.dtype),), ()
+
+
+def _chosen(p: Any, arrays: Arrays, q: Any, blocks: Blocks, compressed: Any) -> jax.Array:
+    """The blocks every token selects ``[b, s, hk, slots]``, -1 where there is none."""
+    counts = arrays.get("block_counts", p.block_counts)
+    if "block_indices" in arrays:
+        if not isinstance(counts, int) and p.max_block_count is not None:
+            counts = jnp.minimum(counts, p.max_block_count)
+        return clean_indices(arrays["block_indices"], counts, blocks)
+    (b, s, h, d), hk = q.shape, p.key.shape[2]
+    bound = counts if isinstance(counts, int) else p.max_block_count
+    slots = max(1, blocks.longest if bound is None else min(bound, blocks.longest))
+    slots = min(slots, blocks.count)
+    lse, k_cmp = compressed
+    grouped, lse = q.reshape(b, s, hk, h // hk, d), lse.reshape(b, s, hk, h // hk)
+    chosen = select_blocks(grouped, k_cmp, lse, blocks, p.softmax_scale, slots)
+    if isinstance(counts, int):
+        return chosen
+    number = jnp.arange(slots, dtype=jnp.int32)[None, None, None]
+    return jnp.where(number < counts[..., None], chosen, -1)
+
+
+native_sparse_attention = NativeSparseAttention()

@@ -1,0 +1,65 @@
+"""page_attention: one new token per sequence against its pages.
+
+Bound: memory. A step reads every visible key and value once; per key and query head it does
+``2 * (d + dv)`` operations, far below what a page's bytes take to arrive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._paged.core import Spec, Tiles
+from ejkernel.kernels.xla._paged.decode import (
+    attend_rows,
+    head_scale,
+    head_sinks,
+    left_of,
+    step_tokens,
+)  # fmt: skip
+from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
+from ejkernel.kernels.xla._paged.layouts import SplitPages, Tables
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+
+
+class PageAttention(SplitKernel):
+    """One token per sequence over its paged cache; see the operation of this name.
+
+    ``cfg``: ``num_splits`` where the call gives none, ``pages_per_block``. Differentiable in
+    query, caches of 16 bits or more, softmax_aux and the scales.
+
+    Source: Kwon et al. 2023, PagedAttention (arXiv 2309.06180), section 4.
+    """
+
+    call = calls.PageAttention
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, query = work.problem, arrays["query"]
+        keys, values, tables = (arrays[n] for n in ("key_cache", "value_cache", "block_tables"))
+        b, h, d = query.shape[0], *query.shape[-2:]
+        pages, page_size, hk, dv = values.shape
+        table = Tables(page_size, pages, tables.shape[1])
+        dtype = accumulation_dtype(query, keys, values)
+        row_bytes = b * hk * (d + dv) * query.dtype.itemsize
+        tokens = step_tokens(table, table.capacity, row_bytes, work.tiles.pages_per_block)
+        splits = split_count(table, p.num_splits, work.tiles.num_splits)
+        lens = jnp.clip(arrays["context_lens"], 0, table.capacity)
+        rows = jnp.arange(b, dtype=jnp.int32)
+        o, _ = attend_rows(
+            Spec(tokens, max(b * splits, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),
+            SplitPages(table),
+            query.reshape(b, 1, hk, h // max(hk, 1), d),
+            (keys, values, tables),
+            head_scale(hk, dtype, p.softmax_scale, arrays.get("k_scale")),
+            head_sinks(arrays.get("softmax_aux"), h, hk, dtype),
+            Tiles(rows, lens[:, None] - 1, jnp.zeros_like(lens), lens),
+            splits,
+        )
+        o = o * head_scale(hk, dtype, arrays.get("v_scale"))[None, None, :, None, None]
+        return (o.reshape(*query.shape[:-1], dv).astype(query.dtype),), ()
+
+
+page_attention = PageAttention()

@@ -1,0 +1,78 @@
+"""ragged_decode_attention: one new token per row against a slice of its contiguous cache.
+
+Bound: memory, as for every decoding step; the walk covers the blocks between the earliest start
+and the latest end of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
+from ejkernel.kernels.xla._paged.core import Spec, Tiles
+from ejkernel.kernels.xla._paged.decode import (
+    attend_rows,
+    head_scale,
+    head_sinks,
+    left_of,
+    step_tokens,
+)  # fmt: skip
+from ejkernel.kernels.xla._paged.layouts import Contiguous
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.attention import field
+
+
+@dataclass(frozen=True)
+class Step:
+    """Keys of one step of the walk; None follows from the bytes of a row."""
+
+    keys: int | None = None
+
+    def honouring(self, cfg: Any) -> Step:
+        params = field(cfg, "fwd_params")
+        return Step(field(params, "blocksize_keys") or field(params, "kv_blocksize") or self.keys)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+
+class RaggedDecodeAttention(XlaKernel):
+    """One token per row over a slice of its cache; see the operation of this name.
+
+    ``cfg``: ``blocksize_keys`` or ``kv_blocksize`` of ``fwd_params``, the keys of a step.
+    Differentiable in every float array.
+    """
+
+    call = calls.RaggedDecodeAttention
+
+    def choose(self, problem: Any, target: Any) -> Step:
+        return Step()
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, tokens = work.problem, work.tiles.keys
+        query, key, value = (arrays[name] for name in ("query", "key", "value"))
+        b, h, d = query.shape[0], *query.shape[-2:]
+        length, hk, dv = value.shape[1:]
+        dtype = accumulation_dtype(query, key, value)
+        row_bytes = b * hk * (d + dv) * query.dtype.itemsize
+        tokens = min(tokens, max(length, 1)) if tokens else step_tokens(None, length, row_bytes)
+        start, stop = (jnp.clip(arrays[f"sequence_{x}"], 0, length) for x in ("start", "end"))
+        o, _ = attend_rows(
+            Spec(tokens, max(b, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),
+            Contiguous(length),
+            query.reshape(b, 1, hk, h // max(hk, 1), d),
+            (key, value),
+            head_scale(hk, dtype, p.softmax_scale),
+            head_sinks(arrays.get("softmax_aux"), h, hk, dtype),
+            Tiles(jnp.arange(b, dtype=jnp.int32), stop[:, None] - 1, start, stop),
+        )
+        return (o.reshape(*query.shape[:-1], dv).astype(query.dtype),), ()
+
+
+ragged_decode_attention = RaggedDecodeAttention()

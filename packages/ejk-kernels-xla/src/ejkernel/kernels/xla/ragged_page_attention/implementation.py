@@ -1,0 +1,43 @@
+"""ragged_page_attention: packed queries of sequences of any mix of prefill and decoding.
+
+The packed rows are cut into tiles of one sequence; tiles are walked in groups, and a group visits
+only the cache blocks its tiles can see. Bound: memory while decoding, arithmetic in long prefills.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.kernels.xla._paged.kernel import GroupKernel
+from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+
+PAGES = ("kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs")
+
+
+class RaggedPageAttention(GroupKernel):
+    """Causal attention of packed query rows over their pages; see the operation of this name.
+
+    ``cfg``: ``num_kv_pages_per_block``, ``num_queries_per_block``. Differentiable in queries,
+    caches of 16 bits or more, softmax_aux and the scales.
+    """
+
+    call = calls.RaggedPageAttention
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p = work.problem
+        sequences = Sequences(*(arrays[name] for name in PAGES), p.kv_pages.shape[2] // 2)
+        o = attend_ragged(
+            p,
+            work.tiles,
+            arrays["queries"],
+            sequences,
+            sinks=arrays.get("softmax_aux"),
+            logit_scales=(p.softmax_scale, arrays.get("k_scale")),
+            v_scale=arrays.get("v_scale"),
+        )
+        return (o,), ()
+
+
+ragged_page_attention = RaggedPageAttention()

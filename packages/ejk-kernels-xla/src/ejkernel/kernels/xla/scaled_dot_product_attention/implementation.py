@@ -1,0 +1,37 @@
+"""Scaled dot product attention, differentiable in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ejkernel.kernels.xla._common.dots import DotPolicy
+from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_values
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.call import mask_of
+from ejkernel.types.softmax import named_out
+
+
+class ScaledDotProductAttention(XlaKernel):
+    """Softmax attention in O(q * k) memory; see the operation of this name.
+
+    Differentiable in forward and reverse mode, to any order, in every float array.
+    """
+
+    call = calls.ScaledDotProductAttention
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
+        return {**self.call.given(a), "mask_info": mask}
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        q, k, v = (arrays[name] for name in ("query", "key", "value"))
+        dots, sight = DotPolicy.of(q, k, v), Sight.of(arrays["mask_info"], q.shape[1], k.shape[1])
+        scale, bias = work.problem.softmax_scale, arrays.get("bias")
+        p = probabilities(q, k, bias, None, sight, scale=scale, soft_cap=None, dots=dots)
+        return (named_out(weighted_values(p, v, dots, sight).astype(q.dtype)),), ()
+
+
+scaled_dot_product_attention = ScaledDotProductAttention()
