@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -28,8 +28,6 @@ class CallKernel:
     """
 
     call: ClassVar[Any]
-    differentiable: ClassVar[bool] = True
-    """Whether ``backward`` exists; a kernel without it is differentiated by JAX."""
     forward_again: ClassVar[bool] = False
     """Whether JAX can differentiate ``forward`` and ``backward``, at least in forward mode."""
 
@@ -54,11 +52,8 @@ class CallKernel:
         """The device kernels are made for; hashable."""
         return None
 
-    def outputs(self, work: Work, arrays: Arrays) -> tuple[Any, ...]:
-        """The outputs of ``forward``, differentiable."""
-        if self.differentiable:
-            return differentiable(work, same_axes(arrays))
-        return self.call.named(*self.forward(work, arrays))[0]
+    outputs: ClassVar[Callable[[Work, Arrays], tuple[Any, ...]]] = staticmethod(differentiable)
+    """The outputs of ``forward``, with gradients."""
 
     # ---- what a kernel says -----------------------------------------------------------------
 
@@ -135,7 +130,7 @@ class CallKernel:
         if outputs is None:
             tiles = self.honour(self.choose(problem, target), cfg, problem, target)
             work = Work(self, problem, tiles, target, operation(self.call.name))
-            outputs = self.outputs(work, self.operands(a, problem))
+            outputs = self.outputs(work, same_axes(self.operands(a, problem)))
         return self.results(a, outputs)
 
     def settled(self, *, cfg: Any = None, **given: Any) -> Any:

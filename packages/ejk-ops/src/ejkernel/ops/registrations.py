@@ -112,8 +112,8 @@ class Registrations:
 
             registry.register_lazy(
                 "flash_attention", "xla", "any",
-                target="ejkernel.kernels.xla.flash_attention.interface:flash_attention",
-                supports="ejkernel.kernels.xla.flash_attention.tiles:supports",
+                target="fast.flash_attention:flash_attention",
+                supports="fast.flash_attention:supports",
             )
 
         A module that cannot be imported makes automatic choice pass on, with one warning; a

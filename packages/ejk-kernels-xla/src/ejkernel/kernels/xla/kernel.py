@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import jax
 
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
+from ejkernel.ops.differentiate import Arrays, Work, differentiable
 from ejkernel.ops.second_order import running
 from ejkernel.ops.utils.device import device_kind
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
+def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
+    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
     kernel = work.kernel
     with running(work.operation):
         if kernel.differentiable:
@@ -35,6 +36,7 @@ class XlaKernel(CallKernel):
 
     differentiable: ClassVar[bool] = False
     forward_again: ClassVar[bool] = True
+    outputs = staticmethod(compiled)
 
     def target(self) -> Any:
         return device_kind()
@@ -50,10 +52,6 @@ class XlaKernel(CallKernel):
 
     def fields(self, chosen: Any) -> dict[str, Any]:
         return {} if chosen is None else dict(chosen.fields)
-
-    def outputs(self, work: Work, arrays: Arrays) -> tuple[Any, ...]:
-        """As one program: JAX keeps its derivative and traces it once, outside jit as well."""
-        return _compiled(work, same_axes(arrays))
 
     def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None

@@ -136,12 +136,22 @@ class Call:
     @classmethod
     def facts(cls, a: Mapping[str, Any]) -> Any:
         """All arguments but ``mask_info``, every array as its shape and dtype; hashable."""
-        return cls.Facts(*(_shape(a[name]) for name in cls.Facts._fields))
+        found = []
+        for name in cls.Facts._fields:
+            x = a[name]
+            array = hasattr(x, "shape") and hasattr(x, "dtype")
+            found.append(jax.ShapeDtypeStruct(x.shape, x.dtype) if array else x)
+        return cls.Facts(*found)
 
     @classmethod
     def given(cls, a: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among the arguments, and the mask, by name."""
-        return {p.name: a[p.name] for p in cls.boundary.parameters if _is_array(a[p.name])}
+        found = {}
+        for name in cls.boundary.names:
+            x = a[name]
+            if isinstance(x, MaskInfo) or (hasattr(x, "shape") and hasattr(x, "dtype")):
+                found[name] = x
+        return found
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
@@ -182,11 +192,3 @@ class Call:
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Valid values, by name, of the arguments that random floats and zeros do not fit."""
         return {}
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, MaskInfo) or (hasattr(x, "shape") and hasattr(x, "dtype"))
-
-
-def _shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
