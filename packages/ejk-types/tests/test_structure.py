@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types import InvalidArgument, MaskInfo, combine_masks
+from ejkernel.types import InvalidArgument, MaskInfo, calls, combine_masks
 from ejkernel.types import attention as arg
 from ejkernel.types.structure import Band, Unsupported, block_ranges, operands, split_mask
 
@@ -60,16 +60,22 @@ def test_ranges_of_a_causal_mask():
     assert turned[:, 0].tolist() == [0, 1, 2] and turned[:, 3].tolist() == [3, 3, 3]
 
 
+def bound(k, **options):
+    given = dict(query=jnp.zeros((1, 4, 6, 8)), key=k, value=k, **options)
+    return calls.FlashAttention.bind(calls.FlashAttention.prepare((), given))
+
+
 def test_arguments_are_named():
-    q = jnp.zeros((1, 4, 6, 8))
+    k = jnp.zeros((1, 4, 2, 8))
     with pytest.raises(InvalidArgument, match="key"):
-        arg.query_key_value(q, jnp.zeros((1, 4, 2, 16)), jnp.zeros((1, 4, 2, 16)))
-    with pytest.raises(InvalidArgument, match="not a multiple of the 4"):
-        arg.query_key_value(q, jnp.zeros((1, 4, 4, 8)), jnp.zeros((1, 4, 4, 8)))
+        bound(jnp.zeros((1, 4, 2, 16)))
+    with pytest.raises(InvalidArgument, match=r"key: .*divide the 6 query heads .4 do not"):
+        bound(jnp.zeros((1, 4, 4, 8)))
     with pytest.raises(InvalidArgument, match="softmax_aux"):
-        arg.sink_array(jnp.zeros((5, 1)), 6)
+        bound(k, softmax_aux=jnp.zeros((5, 1)))
     with pytest.raises(ValueError, match="logits_soft_cap"):
-        arg.soft_cap_of(0.0)
+        bound(k, logits_soft_cap=0.0)
+    assert bound(k)["softmax_scale"] == 8**-0.5
 
 
 def test_sinks_of_a_head_are_one_logit():
@@ -82,4 +88,3 @@ def test_sinks_of_a_head_are_one_logit():
 def test_a_seed_becomes_three_words():
     assert arg.seed_words(-1).tolist() == [[-1, 0, 0]]
     assert arg.seed_words(jnp.array([5, 2, 3])).tolist() == [[5, 2, 3]]
-    assert arg.scale_of(None, 64) == 0.125

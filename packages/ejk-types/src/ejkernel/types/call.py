@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.attention import scale_of, soft_cap_of
 from ejkernel.types.combine import combine_masks
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
@@ -57,11 +56,7 @@ def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
 
 
 def problem_of(a: Mapping[str, Any], **own: Any) -> Problem:
-    """The static facts of a call; ``own`` are the fields only some kernels ask for.
-
-    Raises:
-        InvalidArgument, ValueError: an illegal scale or soft cap.
-    """
+    """The static facts of a settled call; ``own`` are the fields only some kernels ask for."""
     q, k, v = a["query"], a["key"], a["value"]
     return Problem(
         batch=q.shape[0],
@@ -72,7 +67,7 @@ def problem_of(a: Mapping[str, Any], **own: Any) -> Problem:
         dim=q.shape[3],
         value_dim=v.shape[3],
         dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
-        scale=scale_of(a.get("softmax_scale"), q.shape[3]),
-        soft_cap=soft_cap_of(a.get("logits_soft_cap")),
+        scale=a["softmax_scale"],
+        soft_cap=a.get("logits_soft_cap"),
         **own,
     )
