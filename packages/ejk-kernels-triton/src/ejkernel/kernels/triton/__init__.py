@@ -10,6 +10,16 @@ from ejkernel.ops.packages import Entry, KernelPackage
 
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
 
+
+def _linear(algorithm: str, function: str) -> Entry:
+    return Entry(
+        algorithm,
+        f"linear_attention.implementation:{function}",
+        function=function,
+        config_fields=("time_tile", "dv_tile", "num_warps", "num_stages"),
+    )
+
+
 PACKAGE = KernelPackage(
     __name__,
     "triton",
@@ -37,6 +47,9 @@ PACKAGE = KernelPackage(
             "mean_pooling.implementation:mean_pooling",
             config_fields=("token_tile", "channel_tile", "num_warps"),
         ),
+        _linear("recurrent", "recurrent_attention"),
+        _linear("gla", "gla_attention"),
+        _linear("lightning_attn", "lightning_attention"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

@@ -15,8 +15,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.bridge import In, Launch, Out
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.bridge import In, Launch, Out
 from ejkernel.kernels.triton.common.sequences import (
     find_piece,
     lane_count,
@@ -27,6 +26,7 @@ from ejkernel.kernels.triton.common.sequences import (
     pieces_of,
     sequence_start,
 )
+from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
 
 

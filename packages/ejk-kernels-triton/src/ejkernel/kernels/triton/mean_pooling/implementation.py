@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import Launch, Plan, call, merge_leading
+from ejkernel.kernels.triton.bridge import Plan, call, merge_leading
 from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.mean_pooling import tiles as choice
 from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
 from ejkernel.kernels.triton.targets import Target

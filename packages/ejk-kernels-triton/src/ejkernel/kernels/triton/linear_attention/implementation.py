@@ -1,0 +1,167 @@
+"""Linear attention in Triton: three operations, one kernel object each over the same walk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.linear_attention import roles
+from ejkernel.kernels.triton.linear_attention import tiles as choice
+from ejkernel.kernels.triton.linear_attention.plans import GatePlan, ScanPlan, WalkPlan
+from ejkernel.kernels.triton.linear_attention.problem import Problem, problem_of
+from ejkernel.kernels.triton.linear_attention.roles import Roles
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+
+
+class LinearAttention(TritonKernel):
+    """What the three have in common."""
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        return problem_of(a)
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        return problem.unsupported or None
+
+    def choose(self, problem: Problem, target: Target) -> Tiles:
+        return choice.choose(problem, target)
+
+    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+        return choice.near(problem, chosen, target)
+
+    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        return choice.honour(chosen, cfg, problem, target)
+
+    def fields(self, chosen: Tiles) -> dict[str, Any]:
+        return choice.fields(chosen)
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        run = Passes(work, arrays)
+        ends = run.walk(roles.SUMS)
+        starts, state = run.scan(ends, arrays.get("initial_state"), later=False)
+        (o,) = run.walk(replace(roles.OUTPUT, out=work.problem.out), starts)
+        return (o, state), starts
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        p = work.problem
+        do, dstate = cotangents
+        run = Passes(work, arrays | {"do": do})
+        gated = any(name in arrays for name in ("g", "g_gamma"))
+        dstarts, dinitial = run.scan(run.walk(roles.LATER_SUMS), dstate, later=True)
+        # gradients of heads that share a key are summed in float32
+        own = "float32" if p.heads != p.kv_heads else ""
+        dtypes = {n: own or str(arrays[n].dtype) for n in ("key", "value")}
+        dq, *states = run.walk(replace(roles.DQ, out=p.out, states=gated), saved)
+        (dk,) = run.walk(replace(roles.DK, out=dtypes["key"]), dstarts)
+        dv, *dstates = run.walk(replace(roles.DV, out=dtypes["value"], states=gated), dstarts)
+        found = {"query": dq, "key": run.of_keys(dk), "value": run.of_keys(dv)}
+        found["initial_state"] = dinitial
+        if gated:
+            dg = run.gate_gradient(*states, *dstates)
+            found |= {"g": dg, "g_gamma": jnp.sum(dg, (0, 1))}
+        return {name: x for name, x in found.items() if name in arrays}
+
+
+class Passes:
+    """The launches of one call, which share its arrays."""
+
+    def __init__(self, work: Work, arrays: Arrays):
+        self.problem, self.tiles = work.problem, work.tiles
+        self.arrays: dict[str, Any] = {name[0]: arrays[name] for name in ("query", "key", "value")}
+        self.arrays |= {"do": arrays.get("do"), "gate": _gate(work.problem, arrays)}
+        cu = arrays.get("cu_seqlens")
+        self.arrays["cu"] = None if cu is None else cu[None]
+
+    def named(self, *names: str) -> list[jax.Array]:
+        return [self.arrays[n] for n in names if self.arrays[n] is not None]
+
+    def walk(self, role: Roles, starts: Any = None) -> tuple[jax.Array, ...]:
+        names = [n for n in (role.query, role.key, role.value) if n]
+        operands = [*self.named(*names, "gate", "cu"), *([] if starts is None else [starts])]
+        return call(WalkPlan(self.problem, self.tiles, role), *operands)
+
+    def scan(self, ends: Any, initial: Any, *, later: bool) -> tuple[jax.Array, ...]:
+        given = [] if initial is None else [initial]
+        plan = ScanPlan(self.problem, self.tiles, later, bool(given))
+        return call(plan, *ends, *given, *self.named("cu"))
+
+    def gate_gradient(self, states: Any, dstates: Any) -> jax.Array:
+        names = ("q", "k", "v", "do", "gate")
+        operands = [*self.named(*names), states, dstates, *self.named("cu")]
+        return call(GatePlan(self.problem, self.tiles), *operands)[0]
+
+    def of_keys(self, x: jax.Array) -> jax.Array:
+        """Gradients of all heads, summed over those that share a key."""
+        p = self.problem
+        if p.heads == p.kv_heads:
+            return x
+        return jnp.sum(x.reshape(*x.shape[:2], p.kv_heads, -1, x.shape[3]), 3)
+
+
+def _gate(p: Problem, arrays: Arrays) -> jax.Array | None:
+    """One log decay a row and head, float32 ``[batch, rows, heads]``."""
+    parts = []
+    if p.slopes:
+        parts.append(jnp.asarray(p.slopes, jnp.float32)[None, None])
+    if "g_gamma" in arrays:
+        parts.append(arrays["g_gamma"].astype(jnp.float32)[None, None])
+    if "g" in arrays:
+        parts.append(arrays["g"].astype(jnp.float32))
+    if not parts:
+        return None
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return jnp.broadcast_to(total, (p.batch, p.rows, p.heads))
+
+
+class RecurrentAttention(LinearAttention):
+    """The gated recurrence, on a GPU; see the operation of this name.
+
+    float16, bfloat16 and float32, states and sums in float32; head dims up to 256. Gates: one
+    number a row and head, and one a head. Two runs give the same bits. Differentiable once.
+    ``vmap`` is one launch. ``cfg``: time_tile, dv_tile, num_warps, num_stages.
+
+    Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.
+    """
+
+    call = calls.RecurrentAttention
+
+
+class GLAttention(LinearAttention):
+    """Gated linear attention, on a GPU; see the operation of this name, and recurrent_attention.
+
+    Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.
+    """
+
+    call = calls.GLAttention
+
+
+class LightningAttention(LinearAttention):
+    """Linear attention with one decay a head and layer, on a GPU; see the operation of this name,
+    and recurrent_attention.
+
+    Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
+    """
+
+    call = calls.LightningAttention
+
+
+recurrent_attention = RecurrentAttention()
+gla_attention = GLAttention()
+lightning_attention = LightningAttention()

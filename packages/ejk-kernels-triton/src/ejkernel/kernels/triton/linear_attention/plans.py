@@ -1,0 +1,101 @@
+"""The launches of linear attention as plans: result types, and how ``vmap`` axes become batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import Plan, merge_leading
+from ejkernel.kernels.triton.common.sequences import piece_count
+from ejkernel.kernels.triton.launch import Launch
+from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.roles import Roles
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
+
+
+def _shape(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@dataclass(frozen=True)
+class LinearPlan(Plan):
+    """Common to all: every operand has the batch in front, alone or times something."""
+
+    problem: Problem
+    tiles: Tiles
+
+    @property
+    def segments(self) -> int:
+        """Of all batch rows."""
+        p = self.problem
+        return p.batch * piece_count(p.rows, p.sequences, self.tiles.segment)
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Plan, Sequence[jax.Array]]:
+        merged = [
+            merge_leading(size, x, on, x.shape[1 if on else 0])
+            for x, on in zip(arrays, batched, strict=True)
+        ]
+        return replace(self, problem=self.problem.folded(size)), merged
+
+
+@dataclass(frozen=True)
+class WalkPlan(LinearPlan):
+    """One launch of the walk, in the roles given."""
+
+    roles: Roles
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p, t = self.problem, self.tiles
+        columns = self.roles.sizes(p)[1]
+        state, segments = (p.heads, p.dim, p.value_dim), self.segments
+        found = {
+            "out": _shape(self.roles.out, p.batch, p.rows, p.heads, columns),
+            "ends": _shape("float32", segments, *state),
+            "decays": _shape("float32", segments, p.heads),
+            "states": _shape(p.operand, segments * (t.segment // t.chunk), *state),
+        }
+        return tuple(found[name] for name in self.roles.results(p))
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import walk
+
+        return walk.launch(self.problem, self.tiles, target, self.roles)
+
+
+@dataclass(frozen=True)
+class ScanPlan(LinearPlan):
+    """ends, (decays), (initial), (cu) -> the states before every segment, and the last one."""
+
+    later: bool
+    initial: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        state = (p.heads, p.dim, p.value_dim)
+        return tuple(_shape("float32", n, *state) for n in (self.segments, p.batch * p.states))
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import scan
+
+        return scan.launch(self.problem, self.tiles, self.later, self.initial)
+
+
+@dataclass(frozen=True)
+class GatePlan(LinearPlan):
+    """q, k, v, do, gate, states, dstates, (cu) -> the gradient of the gate."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        return (_shape("float32", p.batch, p.rows, p.heads),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import gate_gradient
+
+        return gate_gradient.launch(self.problem, self.tiles, target)

@@ -1,0 +1,104 @@
+"""What a call of linear attention computes, as static facts: hashable, so that it keys programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.types.arrays import result_dtype
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+MAX_DIM = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, dtypes and gates of ``batch`` calls.
+
+    Attributes:
+        rows: of every batch row, packed sequences together.
+        heads, kv_heads, dim, value_dim: sizes.
+        sequences: packed in a batch row; 0 = the rows are one sequence.
+        scale: factor of the query.
+        reverse: time runs from the last row to the first.
+        scalar: whether the state decays by one number a row and head.
+        dtype: of products; ``out``: of o; ``narrowest``: of q, k and v.
+        slopes: log decays of the heads, where they are constants of the operation.
+        unsupported: the argument that no kernel here takes, or "".
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    sequences: int
+    scale: float
+    reverse: bool
+    scalar: bool
+    dtype: str
+    out: str
+    narrowest: str
+    slopes: tuple[float, ...] = ()
+    unsupported: str = ""
+
+    @property
+    def states(self) -> int:
+        """Initial and final states of a batch row."""
+        return max(self.sequences, 1)
+
+    @property
+    def operand(self) -> str:
+        """What products take. A state, and scores that nothing normalises, leave the range of
+        float16; TF32 has all of its digits."""
+        return "bfloat16" if self.dtype == "bfloat16" else "float32"
+
+    def folded(self, size: int) -> Problem:
+        """``size`` times as many batch rows."""
+        return replace(self, batch=size * self.batch)
+
+
+def problem_of(a: Mapping[str, Any]) -> Problem:
+    """The static facts of a call whose arguments are canonical."""
+    q, k, v, cu = a["query"], a["key"], a["value"], a["cu_seqlens"]
+    g, constant, unsupported = a.get("g"), (), ""
+    if "layer_idx" in a:
+        step = -(8 / q.shape[2]) * (1 - a["layer_idx"] / a["num_layers"]) if q.shape[2] else 0.0
+        constant = tuple(step * head for head in range(q.shape[2]))
+    for name in ("gk", "gv"):
+        if a.get(name) is not None:
+            unsupported = f"{name}: a decay per channel is not supported"
+    if g is not None and g.ndim == 4:
+        unsupported = "g: a decay per channel is not supported, only [batch, seq, heads]"
+    dtypes = [jnp.dtype(x.dtype).name for x in (q, k, v)]
+    for name in ("query", "key", "value", "g", "g_gamma", "initial_state"):
+        x = a.get(name)
+        if x is not None and jnp.dtype(x.dtype).name not in BYTES:
+            dtype = jnp.dtype(x.dtype).name
+            unsupported = f"{name}: {dtype} is not supported, only {', '.join(BYTES)}"
+    for name, n in (("query", q.shape[3]), ("value", v.shape[3])):
+        if n > MAX_DIM:
+            unsupported = f"{name}: head dim {n} is more than {MAX_DIM}"
+    return Problem(
+        batch=q.shape[0],
+        rows=q.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        sequences=0 if cu is None else cu.shape[0] - 1,
+        scale=a["softmax_scale"],
+        reverse=a["reverse"],
+        scalar=g is not None or a.get("g_gamma") is not None or bool(constant),
+        dtype=dtypes[0]
+        if len(set(dtypes)) == 1
+        else result_dtype(*(x.dtype for x in (q, k, v))).name,
+        out=dtypes[0],
+        narrowest=min(dtypes, key=lambda name: BYTES.get(name, 8)),
+        slopes=constant,
+        unsupported=unsupported,
+    )

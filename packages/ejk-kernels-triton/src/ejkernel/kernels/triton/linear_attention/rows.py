@@ -1,0 +1,67 @@
+"""Rows of one head of ``[rows, heads, columns]``, chunk by chunk of a run.
+
+Through the copy engine where the chip has one: addresses of tiles would take the registers that
+states need. Rows behind a run read as 0: where runs are whole chunks nothing has to be done for
+that, else the descriptor is one of runs (``launch.runs_map``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.launch import RUNS as _RUNS
+from ejkernel.kernels.triton.launch import In, TensorMap, runs_map
+from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
+from ejkernel.kernels.triton.targets import Target
+
+RUNS = tl.constexpr(_RUNS)
+POINTERS, WHOLE, RUN = 0, 1, 2
+
+
+@triton.jit
+def load_rows(
+    source,
+    base,
+    length,
+    at,
+    head,
+    heads,
+    column,
+    columns,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAPS: tl.constexpr,
+):
+    """Rows ``at`` and on of the run of ``length`` rows from row ``base``, from ``column`` on; 0
+    behind the run and behind ``columns``."""
+    if MAPS == 1:
+        tile = source.load([(base + at).to(tl.int32), head * columns + column])
+    elif MAPS == 2:
+        end = (base + length).to(tl.int32)
+        tile = source.load([RUNS, end, at - length + RUNS, head * columns + column])
+        tile = tl.reshape(tile, (ROWS, WIDTH))
+    else:
+        row = tl.arange(0, ROWS)[:, None]
+        c = tl.arange(0, WIDTH)[None, :]
+        # only the first address has 64 bits
+        source += ((base + at) * heads + head) * columns + column
+        inside = (row < length - at) & (c < columns - column)
+        tile = tl.load(source + row * (heads * columns) + c, mask=inside, other=0.0)
+    return tile
+
+
+def maps_of(p: Problem, chunk: int, sizes: tuple[tuple[int, int], ...], target: Target) -> int:
+    """How rows are read. ``sizes``: (columns, of a tile) of every array."""
+    whole = all(n % block == 0 and n * BYTES[p.narrowest] % 16 == 0 for n, block in sizes)
+    if not (target.hopper and target.tensor_maps and whole and p.batch * p.rows < _RUNS):
+        return POINTERS
+    return RUN if p.sequences or p.rows % chunk else WHOLE
+
+
+def row_operand(
+    index: int, p: Problem, chunk: int, heads: int, columns: int, block: int, maps: int
+) -> In | TensorMap:
+    """The operand as ``load_rows`` takes it."""
+    if maps == WHOLE:
+        return TensorMap(index, (p.batch * p.rows, heads * columns), (chunk, block))
+    return runs_map(index, heads * columns, (chunk, block)) if maps else In(index)

@@ -1,0 +1,242 @@
+"""Linear attention along a segment: chunks one after the other, the state in registers.
+
+For every row t of a head, d being the decays of the state (``gates``), accumulated in float32:
+
+    H_t = d_t H_{t-1} + k_t v_t^T          o_t = scale q_t H_t
+
+Inside a chunk this is two products of rows with rows; the state stands for all rows before it:
+
+    o = (scale q k^T . D) v + scale exp(since) q H;     H <- exp(all) H + k^T (exp(rest) v)
+
+D[t, s] is the decay between two rows, ``since`` that of a row since the state before the chunk,
+``rest`` that until the state after it.
+
+*One core.* Gradients are the same sum with other roles. With dH running from the last row to the
+first over dH_t = d_{t+1} dH_{t+1} + scale q_t^T do_t,
+
+    dq_t = scale do_t H_t^T: query do, key v, value k      dv_s = k_s dH_s: query k, key q, value do
+    dk_s = v_s dH_s^T: query v, key do, value q, transposed states
+
+and the decay between two rows does not ask which of them reads. LATER walks from the last row on.
+
+Work split: a *segment* of some chunks, one head, some columns of the values. Segments start from
+states that ``scan`` passes between them; before it, this kernel without a query gives what a
+segment adds to a state. So only one state a segment goes through memory, in float32, and a single
+sequence fills the card. Segments of packed sequences are the pieces of ``common.sequences``: no
+chunk has rows of two, and no reset goes unnoticed. Two runs give the same bits.
+
+Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 heads of 128, chunks of
+64 in segments of 512: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 34 MB: 0.125 ms,
+where the cache serves all programs of a segment. 32 columns at a time repeat the scores:
+38 + 9 GFLOP = 0.067 ms. Memory; the three gradients move 2.4 times as much.
+
+Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
+et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.roles import Roles
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.targets import Target
+
+
+@triton.jit
+def walk(
+    query,
+    key,
+    value,
+    gate,
+    cu,
+    starts,
+    out,
+    ends,
+    decays,
+    states,
+    rows,
+    heads,
+    query_heads,
+    key_heads,
+    value_heads,
+    dim,
+    columns,
+    sequences,
+    pieces,
+    scale_in,
+    scale_out,
+    SWAPPED: tl.constexpr,
+    REVERSED: tl.constexpr,
+    LATER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAPS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``dim`` channels of query and key, ``columns`` of the value. SWAPPED: states are stored as
+    [columns, dim]. ``states``: those before every chunk of the walk, to be kept."""
+    across = (columns + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    column = program % across * COLUMNS
+    head = program // across % heads
+    slot = (program // across // heads).to(tl.int64)
+    batch = slot // pieces
+    begin = (slot % pieces).to(tl.int32) * SEGMENT
+    end = rows
+    used = rows
+    sequence = 0
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        piece = (slot % pieces).to(tl.int32)
+        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
+        end = tl.minimum(end, begin + SEGMENT)
+        begin = tl.maximum(begin, start)
+        # rows behind the last sequence read as 0 and write 0
+        used = tl.where(sequence < sequences, end, begin)
+    else:
+        end = tl.minimum(rows, begin + SEGMENT)
+        used = end
+    steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
+
+    d = tl.arange(0, DIM)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    if SWAPPED:
+        place = (column + c) * dim + d
+    else:
+        place = d * columns + column + c
+    held = (d < dim) & (c < columns - column)
+    state_at = (slot * heads + head) * dim * columns
+    state = tl.zeros([DIM, COLUMNS], tl.float32)
+    if starts is not None:
+        known = held & (d < tl.where(used > begin, dim, 0))
+        state = tl.load(starts + state_at + place, mask=known, other=0.0)
+    total = 0.0
+    base = batch * rows + begin
+    each = tl.arange(0, CHUNK)
+    key_head = head // (heads // key_heads)
+    value_head = head // (heads // value_heads)
+    query_head = head // (heads // query_heads)
+    for t in tl.range(0, steps):
+        if LATER:
+            at = (steps - 1 - t) * CHUNK
+        else:
+            at = t * CHUNK
+        row = base + at
+        k = load_rows(
+            key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
+        ).to(OPERAND)  # fmt: skip
+        v = load_rows(
+            value, base, used - begin, at, value_head, value_heads, column, columns, CHUNK,
+            COLUMNS, MAPS,
+        ).to(OPERAND)  # fmt: skip
+        if gate is not None:
+            counts = each < used - begin - at
+            g = tl.load(gate + row * heads + head + each * heads, mask=counts, other=0.0)
+            high, low, since, rest, every = chunk_sums(g, REVERSED, LATER)
+        if states is not None:
+            kept = ((slot * (SEGMENT // CHUNK) + at // CHUNK) * heads + head) * dim * columns
+            tl.store(states + kept + place, state.to(states.dtype.element_ty), mask=held)
+        if query is not None:
+            q = load_rows(
+                query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
+            ).to(OPERAND)  # fmt: skip
+            # scores first: they are small again before the output takes its registers
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if gate is not None:
+                scores = scores * pair_decays(high, low, LATER, CHUNK)
+            elif LATER:
+                scores = tl.where(each[:, None] <= each[None, :], scores, 0.0)
+            else:
+                scores = tl.where(each[:, None] >= each[None, :], scores, 0.0)
+            scores = (scores * scale_in).to(OPERAND)
+            o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
+            if gate is not None:
+                o = o * tl.exp(since)[:, None]
+            o = tl.dot(scores, v, o, input_precision=PRECISION) * scale_out
+            written = (each < end - begin - at)[:, None] & (c < columns - column)
+            pointers = out + (row * heads + head) * columns + column
+            pointers += each[:, None] * (heads * columns) + c
+            tl.store(pointers, o.to(out.dtype.element_ty), mask=written)
+        if gate is not None:
+            v = (v.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]).to(OPERAND)
+            state = state * tl.exp(every)
+            total += every
+            state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
+        else:
+            state += tl.dot(tl.trans(k), v, input_precision=PRECISION) * scale_in
+    if ends is not None:
+        tl.store(ends + state_at + place, state, mask=held)
+        if decays is not None:
+            if column == 0:
+                tl.store(decays + slot * heads + head, total)
+
+
+def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
+    """Of the operands that ``roles`` names, in its order."""
+    pieces = piece_count(p.rows, p.sequences, t.segment)
+    names = roles.operands(p)
+    results = roles.results(p)
+
+    dim, columns = roles.sizes(p)
+    block = min(t.columns, width(columns))
+    maps = maps_of(p, t.chunk, ((dim, width(dim)), (columns, block)), target)
+    row_arrays = {
+        name: (count, *size)
+        for name, count, size in zip(
+            ("query", "key", "value"),
+            roles.heads(p),
+            ((dim, width(dim)), (dim, width(dim)), (columns, block)),
+            strict=True,
+        )
+    }
+
+    def given(name: str) -> Any:
+        if name not in names:
+            return None
+        if name in row_arrays:
+            return row_operand(names.index(name), p, t.chunk, *row_arrays[name], maps)
+        return In(names.index(name))
+
+    def made(name: str) -> Out | None:
+        return Out(results.index(name)) if name in results else None
+
+    arguments: dict[str, Any] = {
+        **{n: given(n) for n in ("query", "key", "value", "gate", "cu", "starts")},
+        **{n: made(n) for n in ("out", "ends", "decays", "states")},
+        "rows": p.rows,
+        "heads": p.heads,
+        **dict(zip(("query_heads", "key_heads", "value_heads"), roles.heads(p), strict=True)),
+        "dim": dim,
+        "columns": columns,
+        "sequences": p.sequences,
+        "pieces": pieces,
+        "scale_in": p.scale if roles.later else 1.0,
+        "scale_out": 1.0 if roles.later else p.scale,
+    }
+    constants = {
+        "SWAPPED": roles.swapped,
+        "REVERSED": p.reverse,
+        "LATER": roles.later != p.reverse,
+        "CHUNK": t.chunk,
+        "SEGMENT": t.segment,
+        "DIM": width(dim),
+        "COLUMNS": block,
+        "LANES": lane_count(p.sequences),
+        "MAPS": maps,
+        "OPERAND": getattr(tl, p.operand),
+        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
+    }
+    grid = (p.batch * pieces * p.heads * -(-columns // block),)
+    return Launch(walk, arguments, constants, grid, t.num_warps, t.num_stages)

@@ -1,0 +1,184 @@
+"""Linear attention through Triton's interpreter, against the float64 recurrence."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.triton.linear_attention import (
+    gla_attention,
+    lightning_attention,
+    recurrent_attention,
+    tiles,
+)
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.ops import interpret_mode
+from ejkernel.types import InvalidArgument
+from ejkernel.types.structure import Unsupported
+from ejktest.oracles import linear as oracle
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton")
+
+SMALL = {"time_tile": 16, "dv_tile": 16}
+DIMS = dict(b=1, s=20, h=2, hk=1, dk=12, dv=20)
+# whole tiles, which go through the copy engine: whole chunks, and runs that end inside one
+WHOLE = dict(b=2, s=32, h=1, hk=1, dk=16, dv=32)
+RUNS = {**WHOLE, "b": 1, "s": 40}
+KINDS = {
+    "none": (),
+    "per head": ("g3",),
+    "per head and constant": ("g3", "g_gamma"),
+}
+# an empty sequence, one longer than a segment, rows of padding
+CU = np.array([0, 3, 3, 40, 44], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    """A chip so small that segments have several chunks."""
+    with interpret_mode(), compile_for(cuda_target(90, 1)):
+        yield
+
+
+def make(kinds, *, b, s, h, hk, dk, dv, states=None, seed=0, size=1.0, dtype=np.float32):
+    """Arguments by name: random q, k, v, the gates of ``kinds`` (log decays <= 0), a state."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    def gate(*shape):
+        return jnp.asarray(-size * np.abs(rng.standard_normal(shape)), dtype)
+
+    args = dict(query=normal(b, s, h, dk), key=normal(b, s, hk, dk), value=normal(b, s, hk, dv))
+    shapes = dict(g4=(b, s, h, dk), g3=(b, s, h), g_gamma=(h,), gk=(b, s, h, dk), gv=(b, s, h, dv))
+    for kind in kinds:
+        args["g" if kind in ("g3", "g4") else kind] = gate(*shapes[kind])
+    args["initial_state"] = normal(states or b, h, dk, dv)
+    return args
+
+
+def check(args, cu_seqlens=None, *, cfg=SMALL, state_dtype=None, **options):
+    """Values and all gradients against the oracle; arrays traced."""
+    q, v, table = args["query"], args["value"], args["initial_state"]
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)
+    dstate = jnp.asarray(rng.standard_normal(table.shape), jnp.float32)
+
+    @jax.jit
+    def pull(args, cu):
+        run = partial(recurrent_attention, cu_seqlens=cu, return_state=True, cfg=cfg, **options)
+        out, back = jax.vjp(lambda args: run(**args), args)
+        return out, back((do, dstate))[0]
+
+    (o, state), grads = pull(args, cu_seqlens)
+    want = oracle.linear_attention(**args, cu_seqlens=cu_seqlens, do=do, dstate=dstate, **options)
+    check_close(o, want.o, dtype=q.dtype, name="o")
+    check_close(state, want.state, dtype=state_dtype or q.dtype, name="state")
+    for name, x in args.items():
+        assert grads[name].dtype == x.dtype
+        check_close(grads[name], want.grads[name], dtype=x.dtype, name=f"d{name}")
+    return o, state, grads
+
+
+@pytest.fixture
+def long_segments(monkeypatch):
+    """Segments of two chunks, which small shapes would not get."""
+    monkeypatch.setattr(tiles, "segment_of", lambda p, t, target: 2 * t.chunk)
+
+
+@pytest.mark.parametrize("kind", ["none", "per head and constant"])
+def test_values_and_gradients(kind):
+    check(make(KINDS[kind], **DIMS))
+
+
+def test_reverse(long_segments):
+    check(make(KINDS["per head"], **RUNS), reverse=True, softmax_scale=-0.7)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed(reverse, long_segments):
+    args = make(KINDS["per head"], **{**RUNS, "s": 46}, states=4)
+    o, *_ = check(args, CU, reverse=reverse)
+    np.testing.assert_array_equal(o[:, 44:], 0)
+
+
+def test_packed_without_the_copy_engine():
+    check(make(KINDS["per head"], **{**DIMS, "h": 1, "s": 20}, states=3), np.array([0, 3, 3, 19]))
+
+
+def test_whole_chunks(long_segments):
+    check(make(KINDS["per head"], **WHOLE))
+
+
+@pytest.mark.parametrize("level", [-20.0, -3.0e38])
+def test_strong_decay(level, long_segments):
+    """All tokens at ``level``, but runs of tokens that hardly decay."""
+    args = make(KINDS["per head"], **RUNS, size=1e-2)
+    t = jnp.arange(40)[None, :, None]
+    args["g"] = jnp.where(t % 7 < 3, level, args["g"])
+    check(args)
+
+
+def test_strong_gates_that_cancel():
+    args = make(KINDS["per head"], **RUNS)
+    sign = jnp.where(jnp.arange(40)[None, :, None] % 2 == 0, 30.0, -30.5)
+    check({**args, "g": jnp.broadcast_to(sign, args["g"].shape)})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow(dtype):
+    args = make(KINDS["per head and constant"], **RUNS)
+    check({name: x.astype(dtype) for name, x in args.items()})
+
+
+def test_lightning_is_recurrent_with_slopes():
+    args = make((), **{**DIMS, "h": 4, "dk": 4, "dv": 4, "s": 20})
+    o, state = lightning_attention(**args, layer_idx=1, num_layers=3, return_state=True, cfg=SMALL)
+    want = oracle.linear_attention(**args, g_gamma=oracle.slopes(4, 1, 3))
+    check_close(o, want.o)
+    check_close(state, want.state)
+
+
+def loss(args, cu=None):
+    return jnp.sum(jnp.sin(gla_attention(**args, cu_seqlens=cu, cfg=SMALL)))
+
+
+def test_vmap_checkpoint_and_repeats():
+    args = make(KINDS["per head"], **{**RUNS, "s": 20, "dv": 16}, states=2)
+    both = jax.tree.map(lambda x: jnp.stack([x, x / 2]), args)
+    cu = jnp.array([[0, 7, 20], [0, 0, 16]])
+    single = jax.jit(jax.grad(loss))
+    want = [single(jax.tree.map(lambda x, i=i: x[i], both), cu[i]) for i in range(2)]
+    again = single(jax.tree.map(lambda x: x[1], both), cu[1])
+    mapped = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(both, cu)
+    for name in args:
+        np.testing.assert_array_equal(again[name], want[1][name])
+        for i in range(2):
+            np.testing.assert_allclose(mapped[name][i], want[i][name], atol=1e-5)
+
+
+@pytest.mark.parametrize("cu", [None, np.zeros(3, np.int32)])
+def test_no_tokens(cu):
+    args = make((), **{**DIMS, "s": 0}, states=2 if cu is not None else 1)
+    o, state = recurrent_attention(**args, cu_seqlens=cu, return_state=True)
+    assert o.shape == (1, 0, 2, 20)
+    np.testing.assert_array_equal(state, args["initial_state"])
+
+
+def test_refuses():
+    args = make((), **DIMS)
+    with pytest.raises(InvalidArgument, match="query"):
+        recurrent_attention(**{**args, "query": args["query"][0]})
+    with pytest.raises(Unsupported, match="gv"):
+        recurrent_attention(**args, gv=jnp.zeros((1, 20, 2, 20)))
+    with jax.enable_x64(True), pytest.raises(Unsupported, match="float64"):
+        recurrent_attention(**{**args, "query": np.zeros((1, 20, 2, 12))})
+    wide = make((), **{**DIMS, "dv": 300})
+    with pytest.raises(Unsupported, match="300"):
+        recurrent_attention(**wide)

@@ -1,0 +1,104 @@
+"""Linear attention and pooling on a GPU: real tiles against float64, and two runs alike."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejktest.oracles import linear as oracle
+from ejktest.oracles import pooling
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ejkernel.kernels.triton import compat
+from ejkernel.kernels.triton.linear_attention import recurrent_attention
+from ejkernel.kernels.triton.mean_pooling import mean_pooling
+
+pytestmark = pytest.mark.gpu
+# float32 products run as TF32, whose digits are those of float16
+WORKING = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    compat.toolchain()
+
+
+def draw(s, h, hk, dk, dv, states, dtype, size):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return {
+        "query": normal(1, s, h, dk),
+        "key": normal(1, s, hk, dk),
+        "value": normal(1, s, hk, dv),
+        "g": -size * jnp.abs(normal(1, s, h)),
+        "initial_state": normal(states, h, dk, dv).astype(jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("dtype", WORKING)
+@pytest.mark.parametrize(
+    ("dims", "cu", "reverse"),
+    [
+        ((512, 2, 2, 128, 128), None, False),
+        ((700, 2, 1, 128, 64), None, True),
+        ((700, 2, 1, 64, 64), [0, 100, 100, 357, 650], False),
+        ((300, 1, 1, 256, 256), None, False),
+        ((300, 2, 1, 80, 96), [0, 33, 300], True),
+    ],
+)
+@pytest.mark.parametrize("size", [0.03, 3.0])
+def test_against_float64(dims, cu, reverse, dtype, size):
+    states = 1 if cu is None else len(cu) - 1
+    args = draw(*dims, states, dtype, size)
+    cu = None if cu is None else np.asarray(cu, np.int32)
+    rng = np.random.default_rng(1)
+    do = jnp.asarray(rng.standard_normal((*args["query"].shape[:3], dims[4])), dtype)
+    dstate = jnp.asarray(rng.standard_normal(args["initial_state"].shape), jnp.float32)
+
+    @jax.jit
+    def pull(args, cu):
+        def run(args):
+            return recurrent_attention(**args, cu_seqlens=cu, reverse=reverse, return_state=True)
+
+        out, back = jax.vjp(run, args)
+        return out, back((do, dstate))[0]
+
+    (o, state), grads = pull(args, cu)
+    again = pull(args, cu)
+    want = oracle.linear_attention(**args, cu_seqlens=cu, reverse=reverse, do=do, dstate=dstate)
+    working = WORKING[dtype]
+    check_close(o, want.o, dtype=working, name="o")
+    check_close(state, want.state, dtype=working, name="state")
+    for name in args:
+        check_close(grads[name], want.grads[name], dtype=working, name=f"d{name}")
+        np.testing.assert_array_equal(grads[name], again[1][name])
+    np.testing.assert_array_equal(o, again[0][0])
+
+
+@pytest.mark.parametrize("dtype", WORKING)
+@pytest.mark.parametrize(
+    ("shape", "cu", "chunk"),
+    [
+        ((2, 1000, 4, 128), None, 64),
+        ((2, 1000, 130), None, 7),
+        ((1, 20000, 256), None, None),
+        ((20000, 256), [0, 4000, 4000, 4001, 19000], None),
+        ((3000, 256), [0, 1000, 2999], 100),
+    ],
+)
+def test_pooling(shape, cu, chunk, dtype):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    cu = None if cu is None else np.asarray(cu, np.int32)
+    out, back = jax.vjp(lambda x: mean_pooling(x, cu, chunk_size=chunk), x)
+    want, dwant = pooling.mean_pooling(x, cu, chunk_size=chunk, dout=out)
+    check_close(out, want)
+    check_close(back(out)[0], dwant)
