@@ -16,6 +16,8 @@ from ejkernel.types.calls.spec import Arguments, Call
 class LinearCall(Call):
     """A call with an initial state, one per batch row or per packed sequence."""
 
+    asks_for_more = "return_state"
+
     @staticmethod
     def _state(a: Arguments) -> str:
         return ("batch" if a["cu_seqlens"] is None else "states") + " heads key_dim v_dim"
@@ -26,8 +28,7 @@ class LinearCall(Call):
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        out = ("batch seq heads v_dim",)
-        return (*out, cls._state(a)) if a["return_state"] else out
+        return cls.asked(a, ("batch seq heads v_dim", cls._state(a)))
 
     @staticmethod
     def check_values(a: Arguments) -> None:

@@ -14,6 +14,7 @@ class MLADecode(Call):
     """Multi-head latent attention for decoding, in latent space."""
 
     name = "mla_decode"
+    asks_for_more = "return_lse"
 
     @staticmethod
     def takes(
@@ -35,7 +36,7 @@ class MLADecode(Call):
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         rows = "batch heads" if a["query"].ndim == 3 else "batch q_len heads"
-        return (rows + " latent_dim", rows) if a["return_lse"] else (rows + " latent_dim",)
+        return cls.asked(a, (rows + " latent_dim", rows))
 
     @staticmethod
     def check_values(a: Arguments) -> None:
