@@ -88,10 +88,3 @@ def check_close(
     if got.rms_ratio > limit and got.max_abs > 4 * eps * max(scale, 1e-3):
         raise AssertionError(f"{name}: {got}: rms ratio above {limit:.3g}")
     return got
-
-
-def check_tree_close(actual, reference, plain=None, *, names=None, **options) -> None:
-    """``check_close`` over sequences of arrays of the same length."""
-    for i, (a, r) in enumerate(zip(actual, reference, strict=True)):
-        p = None if plain is None else plain[i]
-        check_close(a, r, p, name=names[i] if names else f"[{i}]", **options)

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-GATES = ("g", "g_gamma", "gk", "gv")
-
 
 class Result(NamedTuple):
     """Output ``[b, s, h, dv]``, final states ``[b or n, h, dk, dv]`` and the gradients by name."""

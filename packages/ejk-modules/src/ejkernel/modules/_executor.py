@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ejkernel.modules._op import Operation
+from ejkernel.modules._table import operation_class
+from ejkernel.ops import Kernel
 from ejkernel.ops.execution.default import create_default_executor, get_default_executor
 
 if TYPE_CHECKING:
-    from ejkernel.ops import Kernel, Platform, Support
+    from ejkernel.ops import Platform, Support
 
 __all__ = ["create_default_executor", "explain", "get_default_executor", "supports"]
 
 
 def _kernel(operation: Any) -> Kernel:
     """The kernel that a name, a public function, a Kernel class or a Kernel stands for."""
-    from ejkernel.modules._op import Operation
-    from ejkernel.modules._table import operation_class
-    from ejkernel.ops import Kernel
-
     if isinstance(operation, type) and issubclass(operation, Operation):
         return operation.shared()
     if isinstance(operation, str) or getattr(operation, "__module__", "").startswith(

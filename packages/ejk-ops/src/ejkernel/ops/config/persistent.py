@@ -18,15 +18,13 @@ from ejkernel.ops.config.store import (
     NOT_WRITTEN,
     ConfigFile,
     Entry,
-    OtherSchema,
     decode_config,
     encode_config,
     file_stem,
-    parse_file,
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
-from ejkernel.ops.utils.files import NotAFile, read_text
+from ejkernel.ops.utils.files import NotAFile
 from ejkernel.ops.utils.serialization import stable_json
 
 _KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
@@ -168,21 +166,6 @@ class PersistentCache:
 
     def __len__(self) -> int:
         return len(self.keys())
-
-    def foreign(self) -> dict[Path, str]:
-        """Files that are left alone, with the reason: they are of another schema."""
-        root, found = self._root(), {}
-        if root is None:
-            return found
-        paths = [root] if root.suffix == ".json" else [*root.glob("*.json"), *root.glob("*/*.json")]
-        for path in sorted(paths):
-            try:
-                parse_file(read_text(path))
-            except OtherSchema as other:
-                found[path] = f"written by a newer version: {other}" if other.newer else str(other)
-            except (OSError, ValueError):
-                continue
-        return found
 
     def clear(self) -> None:
         """Remove all entries. Files of other schemas stay."""
