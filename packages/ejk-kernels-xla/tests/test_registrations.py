@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import ejkernel.kernels.xla as xla
+from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops import KernelRegistry
 
 
@@ -28,7 +29,9 @@ def test_every_entry_loads(entry) -> None:
     xla.register(registry)
     implementation = registry.resolve(entry.algorithm, "xla")
     assert implementation.fn is getattr(xla, entry.public)
-    assert callable(implementation.fn) and entry.public in dir(xla)
+    assert isinstance(implementation.fn, XlaKernel)
+    assert implementation.fn.call.algorithm == entry.algorithm
+    assert entry.public in dir(xla)
     assert implementation.fn.__doc__
     assert implementation.heuristic.resolve() == implementation.fn.heuristic
     assert inspect.signature(implementation.fn) == signature(implementation.fn.call.takes)

@@ -61,3 +61,10 @@ def test_axes_of_masks_are_said_in_the_same_words():
     mask = MaskInfo(q_segment_ids=ids, kv_segment_ids=ids).materialize_segment_ids(per_head=True)
     assert mask_axes(mask.q_segment_ids) == ("batch", "heads", "q_len")
     assert mask_axes(ids) == ("batch", "q_len")
+
+
+def test_a_flag_that_asks_for_more_is_known_as_such():
+    """Else a kernel's second output would be returned where nobody asked for it."""
+    for call in every_call():
+        flags = [name for name in call.boundary.names if name.startswith("return_")]
+        assert [call.asks_for_more] == (flags or [""]), call.name

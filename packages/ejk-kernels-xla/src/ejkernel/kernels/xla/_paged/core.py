@@ -22,7 +22,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.ops.second_order import operation, reverse_once
 from ejkernel.ops.varying import zeros
@@ -205,7 +204,7 @@ def _flat(x):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
+def attend(spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles):
     """``o [n, hk, g, rows, dv]``, ``rest`` and ``whole`` ``[n, hk, g, rows]`` of every tile.
 
     lse = whole + rest, kept apart because their sum loses the smaller one when logits are large;
@@ -265,5 +264,4 @@ def _backward(spec: Spec, layout: Layout, saved, cotangent):
     )
 
 
-_attend.defvjp(_forward, _backward)
-attend = compiled(_attend, static=2)
+attend.defvjp(_forward, _backward)

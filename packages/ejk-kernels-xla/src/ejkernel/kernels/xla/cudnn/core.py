@@ -17,7 +17,6 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
-from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.kernels.xla._common.softmax import settle
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
@@ -52,7 +51,7 @@ def attend(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
     """o ``[b, q, h, d]`` for a call that ``support.reason_against`` admits."""
     if own_backward_repeats(q.shape[1], k.shape[1]):
         return _cudnn(pattern, scale, q, k, v)
-    return _compiled(pattern, scale, q, k, v)
+    return _with_blockwise_backward(pattern, scale, q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -85,4 +84,3 @@ def _backward(pattern: Pattern, scale: float, residuals, do):
 
 
 _with_blockwise_backward.defvjp(_forward, _backward)
-_compiled = compiled(_with_blockwise_backward, static=2)

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.xla._common.compiled import compiled
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.softmax import named
@@ -145,7 +144,7 @@ def _join(x, length: int):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: Spec, q, k, v, rows: Rows):
+def attend_selected(spec: Spec, q, k, v, rows: Rows):
     """o ``[s, hk, g, dv]`` of one batch row, accumulation dtype.
 
     q ``[s, hk, g, d]``, k ``[s, hk, d]``, v ``[s, hk, dv]``; the slot axis of ``rows.chosen`` is a
@@ -177,5 +176,4 @@ def _backward(spec: Spec, saved, do):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-_attend.defvjp(_forward, _backward)
-attend_selected = compiled(_attend, static=1)
+attend_selected.defvjp(_forward, _backward)
