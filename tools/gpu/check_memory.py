@@ -30,8 +30,12 @@ from ejkernel.kernels.triton import bridge
 from ejkernel.kernels.triton.flash_attention import flash_attention
 from ejkernel.kernels.triton.grouped_matmul import grouped_matmul
 from ejkernel.kernels.triton.page_attention import page_attention
+from ejkernel.kernels.triton.ragged_decode_attention import ragged_decode_attention
+from ejkernel.kernels.triton.ragged_page_attention_v3 import ragged_page_attention_v3
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types import MaskInfo
+from ejktest.ragged_cases import Mix, writing
+from ejktest.ragged_cases import draw as draw_mix
 
 BF, F32, I8, E4 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
 RNG = np.random.default_rng(0)
@@ -60,6 +64,13 @@ PAGES = {
     "page 16": (((1, 17, 131), 4, 2, 64, 16, BF), {}),
     "int8": (((70, 0), 4, 1, 128, 16, I8), dict(k_scale=0.1, v_scale=0.1)),
     "float8 window": (((70, 33), 4, 2, 128, 32, E4), dict(sliding_window=20)),
+}
+# name: mix, options
+MIXES = {
+    "page 16": Mix((1, 0, 70, 2), (37, 5, 131, 2), h=4, hk=2, d=64),
+    "page 1 window": Mix((1, 33), (40, 61), h=4, hk=2, d=80, ps=1, window=20),
+    "int8 packed": Mix((3, 40), (40, 40), h=4, hk=1, d=72, kv="int8", packed=True),
+    "cut into parts": Mix((9, 1), (9001, 500), h=2, hk=1, d=64, sinks=1),
 }
 # name: (group sizes, rows, matrices, inner, columns, dtype), options
 GROUPED = {
@@ -125,6 +136,22 @@ def pages(name):
     )
 
 
+def ragged(name):
+    m = MIXES[name]
+    x = draw_mix(m)
+    if name == "page 16":  # out of order, beyond the table, pages that are none
+        x["starts"], x["lens"] = jnp.asarray([3, 90, 40, 60, 99]), x["lens"] + 1000
+        x["tables"] = x["tables"] - 5
+    f, args = writing(ragged_page_attention_v3, m, x)
+    return f(*args)
+
+
+def contiguous(_):
+    k, v = normal(3, 77, 2, 64), normal(3, 77, 2, 40)
+    start, end = jnp.asarray([0, -9, 76]), jnp.asarray([77, 10, 1000])
+    return ragged_decode_attention(normal(3, 4, 64), k, v, start, end)
+
+
 def grouped(name):
     (sizes, m, held, k, n, dtype), options = GROUPED[name]
     o = dict(options)
@@ -139,6 +166,7 @@ def grouped(name):
 
 
 CALLS = {f"flash {n}": (flash, n) for n in FLASH} | {f"page {n}": (pages, n) for n in PAGES}
+CALLS |= {f"ragged {n}": (ragged, n) for n in MIXES} | {"contiguous": (contiguous, "")}
 CALLS |= {f"grouped {n}": (grouped, n) for n in GROUPED}
 
 
@@ -173,13 +201,13 @@ def launch_alone(*arrays, plan, short=False):
     launch, outs = plan.launch(current_target()), plan.outputs()
     given = [to_torch(x, short) for x in arrays]
     results = [to_torch(np.zeros(o.shape, o.dtype), False) for o in outs]
+    for operand, result in launch.aliases.items():
+        results[result] = given[operand]
     arguments = {}
     for name, value in launch.arguments.items():
-        if isinstance(value, bridge.In):
-            x = given[value.index]
+        if isinstance(value, (bridge.In, bridge.Out)):
+            x = (given if isinstance(value, bridge.In) else results)[value.index]
             value = x if value.view is None else x.view(getattr(torch, value.view))
-        elif isinstance(value, bridge.Out):
-            value = results[value.index]
         elif isinstance(value, bridge.TensorMap):
             from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -10,7 +10,7 @@ from ejktest import large_logits
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import flash_attention, page_attention
+from ejkernel.kernels.triton import flash_attention, page_attention, ragged_page_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 
@@ -68,3 +68,19 @@ def test_paged_decoding(splits: int | None, size: float, scale: float | None) ->
     q = np.stack([k[at] for at in best]) * np.sign(scale or 1.0)
     o = page_attention(q, k, v, lens, tables, softmax_scale=scale, num_splits=splits)
     np.testing.assert_allclose(o, np.stack([v[at] for at in best]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size, scale", [(1e5, None), (1.0, -1e10)])
+def test_ragged_prefill(size: float, scale: float | None) -> None:
+    """Every row finds the one key that stands out for it; all rows are tiles of a prefill."""
+    d, n = 16, 20
+    rng = np.random.default_rng(0)
+    kv = rng.standard_normal((3, 8, 2, d)).astype(np.float32)
+    kv[:, :, 0] *= size * d**0.5 / np.linalg.norm(kv[:, :, 0], axis=-1, keepdims=True)
+    k, v = (kv[:, :, i].reshape(-1, d) for i in range(2))
+    q = k[:n, None] * np.sign(scale or 1.0)
+    tables = np.arange(3, dtype=np.int32)[None]
+    o = ragged_page_attention(
+        q, kv, np.array([n]), tables, np.array([0, n]), 1, softmax_scale=scale
+    )
+    np.testing.assert_allclose(o[:, 0], v[:n], rtol=1e-6)

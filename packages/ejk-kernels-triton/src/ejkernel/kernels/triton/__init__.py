@@ -9,6 +9,7 @@ from ejkernel.kernels.triton._version import __version__
 from ejkernel.ops.packages import Entry, KernelPackage
 
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+_RAGGED = ("num_queries_per_block", "num_kv_pages_per_block", "num_warps", "num_stages")
 
 
 def _linear(algorithm: str, function: str) -> Entry:
@@ -36,6 +37,21 @@ PACKAGE = KernelPackage(
             "page_attention",
             "page_attention.implementation:page_attention",
             config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
+        ),
+        Entry(
+            "ragged_page_attention",
+            "ragged_page_attention.implementation:ragged_page_attention",
+            config_fields=_RAGGED,
+        ),
+        Entry(
+            "ragged_page_attention_v3",
+            "ragged_page_attention_v3.implementation:ragged_page_attention_v3",
+            config_fields=_RAGGED,
+        ),
+        Entry(
+            "ragged_decode_attention",
+            "ragged_decode_attention.implementation:ragged_decode_attention",
+            config_fields=tuple(f"fwd_params.{size}" for size in _SIZES[1:]),
         ),
         Entry(
             "grouped_matmul",

@@ -133,8 +133,7 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             signature[name], constants[name] = "constexpr", None
         elif isinstance(value, (In, Out)):
             aval = (avals if isinstance(value, In) else outs)[value.index]
-            view = value.view if isinstance(value, In) else None
-            signature[name] = "*" + TRITON_TYPES[view or np.dtype(aval.dtype).name]
+            signature[name] = "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
             aligned.append(name)
         elif isinstance(value, TensorMap):
             element = TRITON_TYPES[np.dtype(avals[value.index].dtype).name]
@@ -235,11 +234,13 @@ def _lower(platform: str, context, *operands, plan):
     order = input_order(launch, len(context.avals_out))
     operands = [operands[i] for i in order]
     context = context.replace(avals_in=[context.avals_in[i] for i in order])
+    aliases = {order.index(operand): result for operand, result in launch.aliases.items()}
+    lowering = functools.partial(
+        jax.ffi.ffi_lowering, tools.call_target, operand_output_aliases=aliases
+    )
     if tools.api_version == 4:
-        rule = jax.ffi.ffi_lowering(tools.call_target, api_version=4)
-        return rule(context, *operands, opaque=opaque)
-    rule = jax.ffi.ffi_lowering(tools.call_target, api_version=2, backend_config=opaque)
-    return rule(context, *operands)
+        return lowering(api_version=4)(context, *operands, opaque=opaque)
+    return lowering(api_version=2, backend_config=opaque)(context, *operands)
 
 
 def _code_object(code: Code) -> str:

@@ -266,12 +266,13 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
 
     input_order(launch, len(outputs))  # what a GPU would refuse is refused here
 
+    for operand, result in launch.aliases.items():  # one memory
+        inputs = [outputs[result] if i == operand else x for i, x in enumerate(inputs)]
+
     def argument(value: Any) -> Any:
-        if isinstance(value, In):
-            array = inputs[value.index]
+        if isinstance(value, (In, Out)):
+            array = (inputs if isinstance(value, In) else outputs)[value.index]
             return _Tensor(array.view(value.view) if value.view else array)
-        if isinstance(value, Out):
-            return _Tensor(outputs[value.index])
         if isinstance(value, TensorMap):
             array = inputs[value.index]
             view = array if value.steps else array.reshape(value.shape)
@@ -301,13 +302,16 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
 def run_plan(plan: Plan, *arrays: Any) -> list[np.ndarray]:
     """The results of ``plan`` on arrays, computed by the interpreter.
 
-    Outputs start as NaN (integers as -1), so that an element no program writes is seen.
+    Outputs start as NaN (integers as -1), so that an element no program writes is seen; those in
+    the memory of an operand start as it is.
     """
     inputs = [np.require(np.asarray(a), requirements=["C", "A"]) for a in arrays]
+    launch = plan.launch(current_target())
+    sources = {result: inputs[operand] for operand, result in launch.aliases.items()}
     results = []
-    for kind in plan.outputs():
+    for i, kind in enumerate(plan.outputs()):
         dtype = np.dtype(kind.dtype)
         fill = -1 if dtype.kind in "iu" else np.nan
-        results.append(np.full(kind.shape, fill, dtype))
-    run_launch(plan.launch(current_target()), inputs, results)
+        results.append(sources[i].copy() if i in sources else np.full(kind.shape, fill, dtype))
+    run_launch(launch, inputs, results)
     return results

@@ -24,9 +24,10 @@ class In:
 
 @dataclass(frozen=True)
 class Out:
-    """Result ``index`` as a pointer."""
+    """Result ``index`` as a pointer; ``view`` as for operands."""
 
     index: int
+    view: str | None = None
 
 
 RUNS = 2**30  # of ``runs_map``: more rows than an operand may have
@@ -75,7 +76,9 @@ class Launch:
 
     ``arguments`` values: ``In``, ``Out``, ``TensorMap``, int (passed as i32 or i64), float
     (passed as float32), or None (the parameter becomes a constant None). ``interpreted``:
-    constants that take another value in the interpreter, which runs no assembly.
+    constants that take another value in the interpreter, which runs no assembly. ``aliases``:
+    operand to the result that lies in its memory: elements that the kernel does not write stay as
+    they were. A program that still needs the operand afterwards gets a copy of it made.
     """
 
     kernel: Any
@@ -86,6 +89,7 @@ class Launch:
     num_stages: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
     interpreted: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[int, int] = field(default_factory=dict)
 
 
 class Plan(Protocol):

@@ -49,21 +49,28 @@ def load_places(
     seen,
     head,
     HEADS: tl.constexpr,
+    STEP: tl.constexpr,
     DIM: tl.constexpr,
     COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Columns COLUMN .. COLUMN + COLUMNS of one head at ``places``.
 
-    cache ``[pages, PAGE, HEADS, DIM]``. Tokens not ``seen`` are not read: they are 0, whatever
-    memory holds.
+    cache ``[pages, PAGE, HEADS, STEP]``, of which a head has the first DIM columns. Tokens not
+    ``seen`` are not read: they are 0, whatever memory holds; None: all are.
     """
     column = COLUMN + tl.arange(0, COLUMNS)
-    pointers = cache + ((places * HEADS + head) * DIM)[:, None] + column[None, :]
-    mask = seen[:, None]
-    if COLUMN + COLUMNS > DIM:
-        mask = mask & (column < DIM)[None, :]
-    return tl.load(pointers, mask=mask, other=0)
+    pointers = cache + ((places * HEADS + head) * STEP)[:, None] + column[None, :]
+    if seen is not None:
+        mask = seen[:, None]
+        if COLUMN + COLUMNS > DIM:
+            mask = mask & (column < DIM)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0)
+    elif COLUMN + COLUMNS > DIM:
+        tile = tl.load(pointers, mask=(column < DIM)[None, :], other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
@@ -73,6 +80,7 @@ def load_pairs(
     seen,
     head,
     HEADS: tl.constexpr,
+    STEP: tl.constexpr,
     DIM: tl.constexpr,
     COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -81,6 +89,6 @@ def load_pairs(
 ):
     """float16 (even, odd) columns of an 8-bit cache seen as int16; sizes count 8-bit columns."""
     pairs = load_places(
-        cache, places, seen, head, HEADS, DIM // 2, COLUMN // 2, COLUMNS // 2
-    )  # fmt: skip
+        cache, places, seen, head, HEADS, STEP // 2, DIM // 2, COLUMN // 2, COLUMNS // 2
+    )
     return pair_numbers(pairs, KIND, PTX)

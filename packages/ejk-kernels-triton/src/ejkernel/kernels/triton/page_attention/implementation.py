@@ -26,7 +26,7 @@ from ejkernel.ops import kernel_registry
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 
-NAMES = ("q", "k", "v", "lens", "tables", "sink", "k_scale", "v_scale")
+NAMES = ("q", "k", "v", "lens", "tables", "begins", "sink", "k_scale", "v_scale")
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_DIM = 256
 
@@ -76,7 +76,7 @@ class PageAttention(TritonKernel):
             for name in ("sink", "k_scale", "v_scale")
             if name in arrays
         }
-        return (_decoder(work)(*((arrays | rows).get(name) for name in NAMES)),), ()
+        return (decoder(work)(*((arrays | rows).get(name) for name in NAMES)),), ()
 
     def backward(
         self,
@@ -125,14 +125,14 @@ def _launch(work: Work, *arrays: Any) -> jax.Array:
 
 
 @functools.cache
-def _decoder(work: Work):
+def decoder(work: Work):
     """``_launch`` with a batching rule: one call over all mapped rows, so that work stays even."""
     run = custom_vmap(partial(_launch, work))
 
     @run.def_vmap
     def rule(size, batched, *arrays):
         p = work.problem
-        q, k, v, lens, tables, *small = arrays
+        q, k, v, lens, tables, begins, *small = arrays
         on = [bool(jax.tree.leaves(b)[0]) if jax.tree.leaves(b) else False for b in batched]
         pages = p.pages
         if on[1] or on[2]:
@@ -145,14 +145,16 @@ def _decoder(work: Work):
             merge_leading(size, x, m, p.batch)
             for x, m in ((q, on[0]), (lens, on[3]), (tables, on[4]))
         )
+        if begins is not None:
+            begins = merge_leading(size, begins, on[5], p.batch)
         rows = [
             x
             if x is None
             else merge_leading(size, x, m, p.batch if m or x.shape[0] > 1 else 1, keep_one=True)
-            for x, m in zip(small, on[5:], strict=True)
+            for x, m in zip(small, on[6:], strict=True)
         ]
         folded = replace(work, problem=p.folded(size, pages))
-        o = _decoder(folded)(q, k, v, lens, tables, *rows)
+        o = decoder(folded)(q, k, v, lens, tables, begins, *rows)
         return o.reshape(size, p.batch, *o.shape[1:]), True
 
     return run

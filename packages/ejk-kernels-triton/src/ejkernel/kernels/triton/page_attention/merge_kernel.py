@@ -65,6 +65,57 @@ def _share_of(t, each, extra):
 
 
 @triton.jit
+def parts_of(
+    b, starts, batch, shares, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(first slot, number of parts) of a sequence."""
+    if SPLITS > 0:
+        slot = b * SPLITS
+        count = SPLITS
+    else:
+        start = tl.load(starts + b)
+        stop = tl.load(starts + b + 1)
+        total = tl.load(starts + batch)
+        each = total // shares
+        extra = total % shares
+        first = _share_of(start, each, extra)
+        slot = first + b
+        count = tl.where(stop > start, _share_of(stop - 1, each, extra) - first + 1, 0)
+    return slot, count
+
+
+@triton.jit
+def merge_row(
+    acc_in, m_in, l_in, first, count, step,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """(m ``[1]``, l ``[1]``, acc ``[COLUMNS]``) of ``count`` parts: rows ``first + i * step``."""
+    column = tl.arange(0, COLUMNS)
+    part = tl.arange(0, PARTS)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)  # noqa: E741
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for i in range(0, count, PARTS):
+        inside = i + part < count
+        rows = first + (i + part).to(tl.int64) * step
+        m_i = tl.load(m_in + rows, mask=inside, other=float("-inf"))
+        l_i = tl.load(l_in + rows, mask=inside, other=0.0)
+        acc_i = tl.load(
+            acc_in + rows[:, None] * DV + column[None, :],
+            mask=inside[:, None] & (column < DV)[None, :],
+            other=0.0,
+        )
+        top = tl.maximum(m, tl.max(m_i, 0))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp2(m_i - base)
+        alpha = tl.exp2(m - base)
+        m = top
+        l = l * alpha + tl.sum(l_i * weight, 0)  # noqa: E741
+        acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i * weight[:, None], 0)
+    return m, l, acc
+
+
+@triton.jit
 def paged_merge(
     acc_in,
     m_in,
@@ -89,47 +140,16 @@ def paged_merge(
 ):
     b = tl.program_id(0) // HEADS
     h = tl.program_id(0) % HEADS
-    if SPLITS > 0:
-        slot = b * SPLITS
-        count = SPLITS
-    else:
-        start = tl.load(starts + b)
-        stop = tl.load(starts + b + 1)
-        total = tl.load(starts + batch)
-        each = total // shares
-        extra = total % shares
-        first = _share_of(start, each, extra)
-        slot = first + b
-        count = tl.where(stop > start, _share_of(stop - 1, each, extra) - first + 1, 0)
-
-    column = tl.arange(0, COLUMNS)
-    part = tl.arange(0, PARTS)
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)  # noqa: E741
-    acc = tl.zeros([COLUMNS], tl.float32)
-    for i in range(0, count, PARTS):
-        inside = i + part < count
-        rows = (slot + i + part).to(tl.int64) * HEADS + h
-        m_i = tl.load(m_in + rows, mask=inside, other=float("-inf"))
-        l_i = tl.load(l_in + rows, mask=inside, other=0.0)
-        acc_i = tl.load(
-            acc_in + rows[:, None] * DV + column[None, :],
-            mask=inside[:, None] & (column < DV)[None, :],
-            other=0.0,
-        )
-        top = tl.maximum(m, tl.max(m_i, 0))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp2(m_i - base)
-        alpha = tl.exp2(m - base)
-        m = top
-        l = l * alpha + tl.sum(l_i * weight, 0)  # noqa: E741
-        acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i * weight[:, None], 0)
-
+    slot, count = parts_of(b, starts, batch, shares, SPLITS)
+    m, l, acc = merge_row(  # noqa: E741
+        acc_in, m_in, l_in, slot.to(tl.int64) * HEADS + h, count, HEADS, DV, COLUMNS, PARTS
+    )
     one = tl.arange(0, 1)
     factor = finish(
         m, l, sink, b * sink_row, h + one, one < 1, sinks, v_scale,
         b * v_scale_row + h // GROUP * v_scale_head, SINKS,
     )  # fmt: skip
+    column = tl.arange(0, COLUMNS)
     tl.store(
         o + (b.to(tl.int64) * HEADS + h) * DV + column,
         (acc * tl.sum(factor, 0)).to(o.dtype.element_ty),

@@ -16,7 +16,6 @@ from ejkernel.kernels.triton.launch import In, Launch, Out, Plan
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, power_of_two, query_rows
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.problem import LOG2E
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 MAX_LANES = 1024  # sequences looked at together when a share finds its place
@@ -27,6 +26,70 @@ def instructions(target: Target) -> int:
     if target.platform != "cuda":
         return 0
     return 89 if int(target.arch) >= 89 else 80
+
+
+def operand(shapes: Shapes, name: str, view: str | None = None) -> In | None:
+    """The operand of a name, None where there is none."""
+    names = [n for n, _ in shapes]
+    return In(names.index(name), view) if name in names else None
+
+
+def scale_arguments(shapes: Shapes, name: str) -> dict[str, Any]:
+    """A scale ``[1 or batch, 1 or kv_heads]`` and its strides."""
+    rows, heads = dict(shapes).get(name, (1, 1))
+    return {
+        name: operand(shapes, name),
+        f"{name}_row": heads if rows > 1 else 0,
+        f"{name}_head": 1 if heads > 1 else 0,
+    }
+
+
+def sink_arguments(shapes: Shapes) -> tuple[dict[str, Any], int]:
+    """The sinks ``[1 or batch, heads, n]``, and n as a power of two."""
+    rows, heads, n = dict(shapes).get("sink", (1, 1, 1))
+    arguments = {
+        "sink": operand(shapes, "sink"),
+        "sink_row": heads * n if rows > 1 else 0,
+        "sinks": n,
+    }
+    return arguments, power_of_two(n)
+
+
+def cache_constants(problem: Problem, target: Target) -> dict[str, Any]:
+    """Constants of every kernel whose products are with cached keys and values."""
+    import triton.language as tl
+
+    p = problem
+    (d_main, d_rest), (dv_main, dv_rest) = p.parts
+    numbers = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+    k_kind, v_kind = (cache if BYTES[cache] == 1 else "" for cache in (p.key, p.value))
+    return {
+        "D": p.dim,
+        "DV": p.value_dim,
+        "D_MAIN": d_main,
+        "D_REST": d_rest,
+        "DV_MAIN": dv_main,
+        "DV_REST": dv_rest,
+        **p.places,
+        "PAGE": p.page_size,
+        "WINDOW": p.left is not None,
+        "CAPPED": p.soft_cap is not None,
+        "QK": numbers[p.number(p.key)],
+        "PV": numbers[p.number(p.value)],
+        "K_KIND": k_kind,
+        "V_KIND": v_kind,
+        "PTX": instructions(target),
+        "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
+        "PRECISION": precision(p, target),
+    }
+
+
+def precision(problem: Problem, target: Target) -> str:
+    """Of float32 products. Three tf32 products cost nothing while memory is the limit, but their
+    operands must fit the registers."""
+    if target.platform != "cuda":
+        return "ieee"
+    return "tf32x3" if max(problem.dim, problem.value_dim) <= 128 else "tf32"
 
 
 @dataclass(frozen=True)
@@ -53,27 +116,7 @@ class PagedPlan:
         return self.shares if self.tiles.splits > 1 else 0
 
     def operand(self, name: str, view: str | None = None) -> In | None:
-        names = [n for n, _ in self.shapes]
-        return In(names.index(name), view) if name in names else None
-
-    def scale(self, name: str) -> dict[str, Any]:
-        """A scale ``[1 or batch, 1 or kv_heads]`` and its strides."""
-        rows, heads = dict(self.shapes).get(name, (1, 1))
-        return {
-            name: self.operand(name),
-            f"{name}_row": heads if rows > 1 else 0,
-            f"{name}_head": 1 if heads > 1 else 0,
-        }
-
-    def sinks(self) -> tuple[dict[str, Any], int]:
-        """The sinks ``[1 or batch, heads, n]``, and n as a power of two."""
-        rows, heads, n = dict(self.shapes).get("sink", (1, 1, 1))
-        arguments = {
-            "sink": self.operand("sink"),
-            "sink_row": heads * n if rows > 1 else 0,
-            "sinks": n,
-        }
-        return arguments, power_of_two(n)
+        return operand(self.shapes, name, view)
 
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
@@ -97,35 +140,33 @@ class SplitPlan(PagedPlan):
         if self.tiles.splits == 1:
             return (_struct((p.batch, p.heads, p.value_dim), p.query),)
         partial = (
-            _struct((self.slots, p.heads, p.value_dim), "float32"),
-            _struct((self.slots, p.heads), "float32"),
-            _struct((self.slots, p.heads), "float32"),
+            _struct((self.slots, p.tokens * p.heads, p.value_dim), "float32"),
+            _struct((self.slots, p.tokens * p.heads), "float32"),
+            _struct((self.slots, p.tokens * p.heads), "float32"),
         )
         if self.tiles.splits is None:
             return (*partial, _struct((p.batch + 1,), "int32"))
         return partial
 
     def launch(self, target: Target) -> Launch:
-        import triton.language as tl
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
         p, t = self.problem, self.tiles
         direct, balanced = t.splits == 1, t.splits is None
         rows, chunks = query_rows(p)
-        (d_main, d_rest), (dv_main, dv_rest) = p.parts
-        numbers = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
-        k_kind, v_kind = (cache if BYTES[cache] == 1 else "" for cache in (p.key, p.value))
-        sinks, sinks_padded = self.sinks()
-        cap = p.soft_cap
-        # a soft cap needs natural logits inside tanh, everything else is in base 2
+        k_view, v_view = ("int16" if BYTES[cache] == 1 else None for cache in (p.key, p.value))
+        sinks, sinks_padded = sink_arguments(self.shapes)
         arguments = {
             "q": self.operand("q"),
-            "k": self.operand("k", "int16" if k_kind else None),
-            "v": self.operand("v", "int16" if v_kind else None),
+            "k": self.operand("k", k_view),
+            "v": self.operand("v" if p.form is None else "k", v_view),
             "lens": self.operand("lens"),
             "tables": self.operand("tables"),
-            **self.scale("k_scale"),
-            **self.scale("v_scale"),
+            "begins": self.operand("begins"),
+            "rows": self.operand("rows"),
+            "counts": self.operand("counts"),
+            **scale_arguments(self.shapes, "k_scale"),
+            **scale_arguments(self.shapes, "v_scale"),
             **sinks,
             "acc_out": None if direct else Out(0),
             "m_out": None if direct else Out(1),
@@ -137,35 +178,19 @@ class SplitPlan(PagedPlan):
             "max_pages": p.max_pages,
             "pages": p.pages,
             "left": p.left or 0,
-            "scale": float(p.scale if cap else p.scale * LOG2E),
-            "cap_in": float(2 * LOG2E / cap) if cap else 0.0,
-            "cap_out": float(cap * LOG2E) if cap else 0.0,
+            **p.logits,
         }
         constants = {
+            **cache_constants(p, target),
             "HEADS": p.heads,
             "KV_HEADS": p.kv_heads,
             "CHUNKS": chunks,
             "BLOCK_H": rows,
-            "D": p.dim,
-            "DV": p.value_dim,
-            "D_MAIN": d_main,
-            "D_REST": d_rest,
-            "DV_MAIN": dv_main,
-            "DV_REST": dv_rest,
-            "PAGE": p.page_size,
+            "TOKENS": p.tokens,
             "BLOCK": t.block,
             "LANES": min(MAX_LANES, power_of_two(p.batch)),
             "SPLITS": t.splits or 0,
             "SINKS": sinks_padded,
-            "WINDOW": p.left is not None,
-            "CAPPED": cap is not None,
-            "QK": numbers[p.number(p.key)],
-            "PV": numbers[p.number(p.value)],
-            "K_KIND": k_kind,
-            "V_KIND": v_kind,
-            "PTX": instructions(target),
-            "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
-            "PRECISION": self.precision(target),
         }
         grid = (self.shares * p.kv_heads * chunks,)
         # left alone the assembler spills to fit more programs than are meant to run together
@@ -175,13 +200,6 @@ class SplitPlan(PagedPlan):
             paged_split, arguments, constants, grid, t.num_warps, t.num_stages, options,
             interpreted={"PTX": 0},
         )  # fmt: skip
-
-    def precision(self, target: Target) -> str:
-        """Of float32 products. Three tf32 products cost nothing while memory is the limit, but
-        their operands must fit the registers."""
-        if target.platform != "cuda":
-            return "ieee"
-        return "tf32x3" if max(self.problem.dim, self.problem.value_dim) <= 128 else "tf32"
 
 
 @dataclass(frozen=True)
@@ -196,14 +214,14 @@ class MergePlan(PagedPlan):
         from ejkernel.kernels.triton.page_attention.merge_kernel import paged_merge
 
         p, t = self.problem, self.tiles
-        sinks, sinks_padded = self.sinks()
+        sinks, sinks_padded = sink_arguments(self.shapes)
         columns = max(16, power_of_two(p.value_dim))
         arguments = {
             "acc_in": self.operand("acc"),
             "m_in": self.operand("m"),
             "l_in": self.operand("l"),
             "starts": self.operand("starts"),
-            **self.scale("v_scale"),
+            **scale_arguments(self.shapes, "v_scale"),
             **sinks,
             "o": Out(0),
             "batch": p.batch,

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention.dims import split_dim
+from ejkernel.types.problem import LOG2E
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -25,6 +26,9 @@ class Problem:
         soft_cap: cap of the logits or None.
         left: keys seen besides the newest, or None for all.
         splits: parts of every sequence that the call asks for, or None.
+        tokens: query rows of a sequence that are one product, at most.
+        form: of a cache that holds keys and values in turn, (kv heads of a token, elements of a
+            key and its value); None for two caches.
     """
 
     batch: int
@@ -42,6 +46,8 @@ class Problem:
     soft_cap: float | None = None
     left: int | None = None
     splits: int | None = None
+    tokens: int = 1
+    form: tuple[int, int] | None = None
 
     @property
     def group(self) -> int:
@@ -56,6 +62,29 @@ class Problem:
     def token_bytes(self) -> int:
         """Bytes of one token's key and value of one head."""
         return self.dim * BYTES[self.key] + self.value_dim * BYTES[self.value]
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where heads of keys and values lie in a token, as the kernels' constants.
+
+        V_FIRST counts elements as they are read: pairs of 8-bit numbers.
+        """
+        heads, step = self.form or (self.kv_heads, self.dim)
+        found = {"K_HEADS": heads, "K_STEP": step}
+        if self.form is None:
+            return found | {"V_HEADS": heads, "V_STEP": self.value_dim, "V_FIRST": 0}
+        first = step // 2 // (2 if BYTES[self.value] == 1 else 1)
+        return found | {"V_HEADS": heads, "V_STEP": step, "V_FIRST": first}
+
+    @property
+    def logits(self) -> dict[str, float]:
+        """What turns products into logits: a cap's tanh takes natural ones, all else is base 2."""
+        cap = self.soft_cap
+        return {
+            "scale": float(self.scale if cap else self.scale * LOG2E),
+            "cap_in": float(2 * LOG2E / cap) if cap else 0.0,
+            "cap_out": float(cap * LOG2E) if cap else 0.0,
+        }
 
     @property
     def wide(self) -> bool:

@@ -13,8 +13,10 @@ results: both only grow along the shares, so no two pieces meet in a slot. Progr
 share and different heads are neighbours: together they read whole cache rows. All query heads of
 a kv head are rows of one product, padded to 16.
 With SPLITS > 0 every sequence is cut into SPLITS equal parts instead.
-An 8-bit cache is read two columns at a time (``common.eight_bit``): even and odd columns meet even
-and odd columns of the query, and have accumulators of their own.
+
+A sequence has one query row at its end, or up to TOKENS of them (``counts``, from row ``rows`` on):
+then they are rows of one product with their heads, and each sees as far as it stands. ``begins``:
+keys before are seen by none. Keys and values may lie in one array, V_FIRST elements apart.
 
 Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,
 context 8192, 8 kv heads, D128 in bfloat16: 2.15 GB, 0.5 ms at 4.3 TB/s.
@@ -28,84 +30,40 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.pages import (
-    block_pages,
-    load_pairs,
-    load_places,
-    token_places,
+from ejkernel.kernels.triton.common.cached import (
+    attend_block,
+    even_odd,
+    load_queries,
+    prepared,
+    store_rows,
 )
-from ejkernel.kernels.triton.common.softmax import online_softmax, tanh_from_exp2
+from ejkernel.kernels.triton.common.pages import block_pages, token_places
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 
 
 @triton.jit
-def _extent(length, capacity, left, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """(length, first visible key, first tile, number of tiles) of sequences."""
-    length = tl.minimum(tl.maximum(length, 0), capacity)
+def _number(values, b, mask):
+    if mask is None:
+        number = tl.load(values + b)
+    else:
+        number = tl.load(values + b, mask=mask, other=0)
+    return number
+
+
+@triton.jit
+def _extent(
+    lens, begins, b, mask, capacity, left,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """(length, first visible key, first tile, number of tiles) of sequences ``b``."""
+    length = tl.minimum(tl.maximum(_number(lens, b, mask), 0), capacity)
     begin = length * 0
-    if WINDOW:
-        begin = tl.maximum(length - 1 - left, 0)
+    if begins is not None:
+        begin = tl.minimum(tl.maximum(_number(begins, b, mask), 0), length)
+    if WINDOW and TOKENS == 1:
+        begin = tl.maximum(length - 1 - left, begin)
     first = begin // BLOCK
     return length, begin, first, tl.cdiv(length, BLOCK) - first
-
-
-@triton.jit
-def _query_rows(q, row, heads, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
-    column = COLUMN + tl.arange(0, COLS)
-    mask = inside[:, None] & (column < D)[None, :]
-    return tl.load(q + (row + heads)[:, None] * D + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _even_odd(q, KIND: tl.constexpr):
-    """What meets the cache: all columns (twice), or the even and the odd ones of an 8-bit cache."""
-    if KIND == "":
-        even, odd = q, q
-    else:
-        even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
-    return even, odd
-
-
-@triton.jit
-def _add_scores(
-    s, q, q_odd, cache, places, seen, head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
-    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """s ``[rows, BLOCK]`` plus products of queries and keys over columns from COLUMN on."""
-    if KIND == "":
-        keys = load_places(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS)
-        s = tl.dot(q, tl.trans(keys.to(NUMBER)), s, input_precision=PRECISION)
-    else:
-        even, odd = load_pairs(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS, KIND, PTX)
-        s = tl.dot(q, tl.trans(even.to(NUMBER)), s, input_precision=PRECISION)
-        s = tl.dot(q_odd, tl.trans(odd.to(NUMBER)), s, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def _add_values(
-    acc, acc_odd, alpha, p, cache, places, seen, head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
-    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``_even_odd`` says."""
-    if KIND == "":
-        values = load_places(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS)
-        acc = tl.dot(p, values.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
-    else:
-        even, odd = load_pairs(cache, places, seen, head, HEADS, DIM, COLUMN, COLUMNS, KIND, PTX)
-        acc = tl.dot(p, even.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
-        acc_odd = tl.dot(p, odd.to(NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION)
-    return acc, acc_odd
-
-
-@triton.jit
-def _power_of_two(x):
-    """(p, 1 / p) with p the power of two at or below x > 0; (1, 1) where x is 0, tiny or huge."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.where((bits < 0x08000000) | (bits > 0x77000000), 0x3F800000, bits)
-    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,6 +73,9 @@ def paged_split(
     v,
     lens,
     tables,
+    begins,
+    rows,
+    counts,
     k_scale,
     v_scale,
     sink,
@@ -147,6 +108,12 @@ def paged_split(
     D_REST: tl.constexpr,
     DV_MAIN: tl.constexpr,
     DV_REST: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    V_STEP: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    TOKENS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
@@ -177,7 +144,7 @@ def paged_split(
     if SPLITS > 0:
         b = share // SPLITS
         part = share % SPLITS
-        _, _, _, tiles = _extent(tl.load(lens + b), capacity, left, WINDOW, BLOCK)
+        _, _, _, tiles = _extent(lens, begins, b, None, capacity, left, WINDOW, BLOCK, TOKENS)
         t = (tiles.to(tl.int64) * part // SPLITS).to(tl.int32)
         end = (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32)
         more = True
@@ -185,8 +152,9 @@ def paged_split(
         total = 0
         for base in range(0, batch, LANES):
             i = base + tl.arange(0, LANES)
-            length = tl.load(lens + i, mask=i < batch, other=0)
-            _, _, _, count = _extent(length, capacity, left, WINDOW, BLOCK)
+            _, _, _, count = _extent(
+                lens, begins, i, i < batch, capacity, left, WINDOW, BLOCK, TOKENS
+            )
             if pid == 0:
                 tl.store(starts + i, total + tl.cumsum(count, 0) - count, mask=i < batch)
             total += tl.sum(count, 0)
@@ -199,8 +167,9 @@ def paged_split(
         passed = 0
         for base in range(0, batch, LANES):
             i = base + tl.arange(0, LANES)
-            length = tl.load(lens + i, mask=i < batch, other=0)
-            _, _, _, count = _extent(length, capacity, left, WINDOW, BLOCK)
+            _, _, _, count = _extent(
+                lens, begins, i, i < batch, capacity, left, WINDOW, BLOCK, TOKENS
+            )
             done = (passed + tl.cumsum(count, 0) <= t) & (i < batch)
             b += tl.sum(done.to(tl.int32), 0)
             before += tl.sum(tl.where(done, count, 0), 0)
@@ -208,44 +177,49 @@ def paged_split(
         more = t < end
 
     member = chunk * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = member < GROUP
-    heads = hk * GROUP + member
-    dv_main = tl.arange(0, DV_MAIN)
+    token = member // GROUP
+    if TOKENS == 1:
+        inside = member < GROUP
+        heads = hk * GROUP + member
+        row_of = heads
+    else:
+        heads = hk * GROUP + member % GROUP
+        row_of = token * HEADS + heads
+    v = v + V_FIRST
 
     while more:
-        length, begin, first_tile, tiles = _extent(tl.load(lens + b), capacity, left, WINDOW, BLOCK)
+        length, begin, first_tile, tiles = _extent(
+            lens, begins, b, None, capacity, left, WINDOW, BLOCK, TOKENS
+        )
         stop = tl.minimum(end, before + tiles)
         row = b.to(tl.int64) * HEADS
-        q_main = _query_rows(q, row, heads, inside, D, 0, D_MAIN)
+        if rows is not None:
+            row = tl.load(rows + b).to(tl.int64) * HEADS
+        if TOKENS > 1:
+            count = tl.load(counts + b)
+            inside = token < count
+            position = length - count + token
+        q_main = load_queries(q, row + row_of, inside, D, 0, D_MAIN)
+        q_more = q_main
         if D_REST > 0:
-            q_more = _query_rows(q, row, heads, inside, D, D_MAIN, D_REST)
+            q_more = load_queries(q, row + row_of, inside, D, D_MAIN, D_REST)
         factor = scale
         if k_scale is not None:
             factor *= tl.load(k_scale + b * k_scale_row + hk * k_scale_head).to(tl.float32)
-        factors = tl.full([BLOCK_H], 1.0, tl.float32) * factor
-        if NORMALISE:
-            # any query fits float16 once its largest entry is near 1
-            size = tl.max(tl.abs(q_main.to(tl.float32)), 1)
-            if D_REST > 0:
-                size = tl.maximum(size, tl.max(tl.abs(q_more.to(tl.float32)), 1))
-            power, inverse = _power_of_two(size)
-            q_main = q_main.to(tl.float32) * inverse[:, None]
-            if D_REST > 0:
-                q_more = q_more.to(tl.float32) * inverse[:, None]
-            factors = factors * power
-        q_main, q_main_odd = _even_odd(q_main.to(QK), K_KIND)
+        q_main, q_more, slopes, inner = prepared(
+            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST
+        )
+        q_main, q_main_odd = even_odd(q_main, K_KIND)
+        q_more_odd = q_main_odd
         if D_REST > 0:
-            q_more, q_more_odd = _even_odd(q_more.to(QK), K_KIND)
+            q_more, q_more_odd = even_odd(q_more, K_KIND)
 
-        # logits are products by a sign, which is exact, and a positive slope
-        signs = tl.where(factors > 0.0, 1.0, tl.where(factors < 0.0, -1.0, 0.0))
-        slopes = tl.maximum(tl.abs(factors), 2.0**-120)
-        if CAPPED:
-            slopes = slopes * 0.0 + cap_out
         m = tl.full([BLOCK_H], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
         acc = tl.zeros([BLOCK_H, DV_MAIN // HALVES], tl.float32)
         acc_odd = acc
+        acc_more = acc
+        acc_more_odd = acc
         if DV_REST > 0:
             acc_more = tl.zeros([BLOCK_H, DV_REST // HALVES], tl.float32)
             acc_more_odd = acc_more
@@ -258,35 +232,21 @@ def paged_split(
             j = tile * BLOCK + tl.arange(0, BLOCK)
             places = token_places(page, tile * BLOCK, pages, PAGE, BLOCK)
             page = block_pages(table, (tile + 1) * BLOCK, length, PAGE, BLOCK)
-            seen = j < length
-            if WINDOW:
-                seen = seen & (j >= begin)
-            s = tl.zeros([BLOCK_H, BLOCK], tl.float32)
-            s = _add_scores(
-                s, q_main, q_main_odd, k, places, seen, hk,
-                KV_HEADS, D, 0, D_MAIN, QK, K_KIND, PTX, PRECISION,
+            loaded = j < length
+            if WINDOW or begins is not None:
+                loaded = loaded & (j >= begin)
+            seen = loaded[None, :]
+            if TOKENS > 1:
+                seen = seen & (j[None, :] <= position[:, None])
+                if WINDOW:
+                    seen = seen & (j[None, :] >= position[:, None] - left)
+            m, l, _, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
+                q_main, q_main_odd, q_more, q_more_odd,
+                m, l, None, acc, acc_odd, acc_more, acc_more_odd,
+                slopes, inner, None, None, k, v, places, loaded, seen, hk,
+                K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+                CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
             )  # fmt: skip
-            if D_REST > 0:
-                s = _add_scores(
-                    s, q_more, q_more_odd, k, places, seen, hk,
-                    KV_HEADS, D, D_MAIN, D_REST, QK, K_KIND, PTX, PRECISION,
-                )  # fmt: skip
-            if CAPPED:
-                s = tanh_from_exp2(s * factors[:, None] * cap_in)
-            else:
-                s = s * signs[:, None]
-            s = tl.where(seen[None, :], s, float("-inf"))
-            p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
-            p = p.to(PV)
-            acc, acc_odd = _add_values(
-                acc, acc_odd, alpha, p, v, places, seen, hk,
-                KV_HEADS, DV, 0, DV_MAIN, PV, V_KIND, PTX, PRECISION,
-            )  # fmt: skip
-            if DV_REST > 0:
-                acc_more, acc_more_odd = _add_values(
-                    acc_more, acc_more_odd, alpha, p, v, places, seen, hk,
-                    KV_HEADS, DV, DV_MAIN, DV_REST, PV, V_KIND, PTX, PRECISION,
-                )  # fmt: skip
 
         m = m * slopes
         if V_KIND != "":
@@ -298,29 +258,16 @@ def paged_split(
                 m, l, sink, b * sink_row, heads, inside, sinks, v_scale,
                 b * v_scale_row + hk * v_scale_head, SINKS,
             )  # fmt: skip
-            where = o + (row + heads)[:, None] * DV
-            acc = (acc * factor[:, None]).to(o.dtype.element_ty)
-            tl.store(where + dv_main[None, :], acc, mask=inside[:, None] & (dv_main < DV)[None, :])
+            acc = acc * factor[:, None]
             if DV_REST > 0:
-                column = DV_MAIN + tl.arange(0, DV_REST)
-                acc_more = (acc_more * factor[:, None]).to(o.dtype.element_ty)
-                tl.store(
-                    where + column[None, :], acc_more,
-                    mask=inside[:, None] & (column < DV)[None, :],
-                )  # fmt: skip
+                acc_more = acc_more * factor[:, None]
+            store_rows(o, row + row_of, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
         else:
             slot = share + b if SPLITS == 0 else share
-            rows = slot.to(tl.int64) * HEADS + heads
-            tl.store(m_out + rows, m, mask=inside)
-            tl.store(l_out + rows, l, mask=inside)
-            where = acc_out + rows[:, None] * DV
-            tl.store(where + dv_main[None, :], acc, mask=inside[:, None] & (dv_main < DV)[None, :])
-            if DV_REST > 0:
-                column = DV_MAIN + tl.arange(0, DV_REST)
-                tl.store(
-                    where + column[None, :], acc_more,
-                    mask=inside[:, None] & (column < DV)[None, :],
-                )  # fmt: skip
+            kept = slot.to(tl.int64) * (TOKENS * HEADS) + row_of
+            tl.store(m_out + kept, m, mask=inside)
+            tl.store(l_out + kept, l, mask=inside)
+            store_rows(acc_out, kept, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
 
         if SPLITS == 0:
             t = stop

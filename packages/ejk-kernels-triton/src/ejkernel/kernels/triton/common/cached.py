@@ -1,0 +1,183 @@
+"""A tile of query rows against one block of cached keys and values: the step every walk shares.
+
+The rows' state is (m, l, e, acc): the largest logit, the sum and the weighted values relative to
+it, and what ``fused_softmax`` carries along.
+An 8-bit cache is read two columns at a time (``common.eight_bit``): even and odd columns meet even
+and odd columns of the queries, and have accumulators of their own. A head dim held as two powers of
+two has a second part of everything; what a call does not have is passed through as it came.
+
+Logits are products times a positive slope for each row; a scale's sign is the queries', exactly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.pages import load_pairs, load_places
+from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax, tanh_from_exp2
+
+
+@triton.jit
+def load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
+    """Columns COLUMN .. COLUMN + COLS of int64 ``rows`` of ``[., D]``; 0 where not inside."""
+    column = COLUMN + tl.arange(0, COLS)
+    mask = inside[:, None] & (column < D)[None, :]
+    return tl.load(q + rows[:, None] * D + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def prepared(
+    q, q_more, factor, cap_in, cap_out,
+    QK: tl.constexpr, NORMALISE: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
+
+    inner: slopes inside the soft cap. NORMALISE: any query fits float16 once its largest entry is
+    near 1; slopes take the rest.
+    """
+    sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+    slopes = tl.full([q.shape[0]], 1.0, tl.float32) * tl.abs(factor)
+    q = q.to(tl.float32) * sign
+    if REST > 0:
+        q_more = q_more.to(tl.float32) * sign
+    if NORMALISE:
+        size = tl.max(tl.abs(q), 1)
+        if REST > 0:
+            size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
+        power, inverse = power_of_two(size)
+        q = q * inverse[:, None]
+        if REST > 0:
+            q_more = q_more * inverse[:, None]
+        slopes = slopes * power
+    slopes = tl.maximum(slopes, 2.0**-120)
+    inner = slopes * cap_in
+    if CAPPED:
+        slopes = slopes * 0.0 + cap_out
+    if REST > 0:
+        q_more = q_more.to(QK)
+    return q.to(QK), q_more, slopes, inner
+
+
+@triton.jit
+def even_odd(q, KIND: tl.constexpr):
+    """What meets the cache: all columns (twice), or the even and the odd ones of an 8-bit cache."""
+    if KIND == "":
+        even, odd = q, q
+    else:
+        even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
+    return even, odd
+
+
+@triton.jit
+def power_of_two(x):
+    """(p, 1 / p) with p the power of two at or below x > 0; (1, 1) where x is 0, tiny or huge."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.where((bits < 0x08000000) | (bits > 0x77000000), 0x3F800000, bits)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_scores(
+    s, q, q_odd, cache, places, loaded, head,
+    HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """s ``[rows, BLOCK]`` plus products of queries and keys over columns from COLUMN on."""
+    if KIND == "":
+        keys = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
+        s = tl.dot(q, tl.trans(keys.to(NUMBER)), s, input_precision=PRECISION)
+    else:
+        even, odd = load_pairs(
+            cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
+        )
+        s = tl.dot(q, tl.trans(even.to(NUMBER)), s, input_precision=PRECISION)
+        s = tl.dot(q_odd, tl.trans(odd.to(NUMBER)), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _add_values(
+    acc, acc_odd, alpha, p, cache, places, loaded, head,
+    HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``even_odd`` says."""
+    if KIND == "":
+        values = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
+        acc = tl.dot(p, values.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+    else:
+        even, odd = load_pairs(
+            cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
+        )
+        acc = tl.dot(p, even.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+        acc_odd = tl.dot(p, odd.to(NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION)
+    return acc, acc_odd
+
+
+@triton.jit
+def attend_block(
+    q, q_odd, q_more, q_more_odd,
+    m, l, e, acc, acc_odd, acc_more, acc_more_odd,  # noqa: E741
+    slopes, inner, power, large,
+    k, v, places, loaded, seen, head,
+    K_HEADS: tl.constexpr, K_STEP: tl.constexpr, V_HEADS: tl.constexpr, V_STEP: tl.constexpr,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
+    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+    CAPPED: tl.constexpr, FUSED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state after the keys at ``places``.
+
+    ``loaded [BLOCK]``: keys that may be read, None = all. ``seen``: which row sees which key, a
+    mask that broadcasts to ``[rows, BLOCK]``, None = all of them. ``power``, ``large``, e: of
+    ``fused_softmax``, if FUSED.
+    """
+    s = tl.zeros([q.shape[0], places.shape[0]], tl.float32)
+    s = _add_scores(
+        s, q, q_odd, k, places, loaded, head,
+        K_HEADS, K_STEP, D, 0, D_MAIN, QK, K_KIND, PTX, PRECISION,
+    )  # fmt: skip
+    if D_REST > 0:
+        s = _add_scores(
+            s, q_more, q_more_odd, k, places, loaded, head,
+            K_HEADS, K_STEP, D, D_MAIN, D_REST, QK, K_KIND, PTX, PRECISION,
+        )  # fmt: skip
+    if CAPPED:
+        s = tanh_from_exp2(s * inner[:, None])
+    if seen is not None:
+        s = tl.where(seen, s, float("-inf"))
+    if FUSED:
+        p, m, l, e, alpha = fused_softmax(  # noqa: E741
+            s, m, l, e, slopes, power, large, seen is not None
+        )
+    else:
+        p, m, l, alpha = online_softmax(s, m, l, slopes, True, seen is not None)  # noqa: E741
+    p = p.to(PV)
+    acc, acc_odd = _add_values(
+        acc, acc_odd, alpha, p, v, places, loaded, head,
+        V_HEADS, V_STEP, DV, 0, DV_MAIN, PV, V_KIND, PTX, PRECISION,
+    )  # fmt: skip
+    if DV_REST > 0:
+        acc_more, acc_more_odd = _add_values(
+            acc_more, acc_more_odd, alpha, p, v, places, loaded, head,
+            V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, PV, V_KIND, PTX, PRECISION,
+        )  # fmt: skip
+    return m, l, e, acc, acc_odd, acc_more, acc_more_odd
+
+
+@triton.jit
+def store_rows(
+    target, rows, acc, acc_more, inside,
+    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+):  # fmt: skip
+    """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers."""
+    where = target + rows[:, None] * DV
+    column = tl.arange(0, DV_MAIN)
+    mask = inside[:, None] & (column < DV)[None, :]
+    tl.store(where + column[None, :], acc.to(target.dtype.element_ty), mask=mask)
+    if DV_REST > 0:
+        column = DV_MAIN + tl.arange(0, DV_REST)
+        mask = inside[:, None] & (column < DV)[None, :]
+        tl.store(where + column[None, :], acc_more.to(target.dtype.element_ty), mask=mask)

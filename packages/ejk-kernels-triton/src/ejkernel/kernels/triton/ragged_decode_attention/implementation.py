@@ -1,0 +1,147 @@
+"""Decoding from a contiguous cache in Triton: paged decoding whose sequences have one page each.
+
+Gradients, which decoding rarely needs, are those of the XLA implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.page_attention import tiles
+from ejkernel.kernels.triton.page_attention.implementation import (
+    DTYPES,
+    MAX_DIM,
+    NAMES,
+    decoder,
+)
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes, power_of_two
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops import kernel_registry
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.attention import field
+from ejkernel.types.softmax import named_out
+
+
+class RaggedDecodeAttention(TritonKernel):
+    """One new token per sequence over a slice of its contiguous cache, on a GPU; see the operation
+    of this name.
+
+    float16, bfloat16 and float32; head dims are multiples of 8 up to 256. Memory outside a slice is
+    never read. Two runs give the same bits. ``cfg.fwd_params``: kv_blocksize, num_warps,
+    num_stages.
+
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+    """
+
+    call = calls.RaggedDecodeAttention
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        q, k, v, window = a["query"], a["key"], a["value"], a["sliding_window"]
+        return Problem(
+            batch=q.shape[0],
+            heads=q.shape[-2],
+            kv_heads=k.shape[2],
+            dim=q.shape[-1],
+            value_dim=v.shape[3],
+            pages=q.shape[0],
+            page_size=k.shape[1],
+            max_pages=1,
+            query=jnp.dtype(q.dtype).name,
+            key=jnp.dtype(k.dtype).name,
+            value=jnp.dtype(v.dtype).name,
+            scale=a["softmax_scale"],
+            soft_cap=a["logits_soft_cap"],
+            left=None if window is None else min(window[0], 2**30),
+        )
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        p = problem
+        kinds = {"query": p.query, "key": p.key, "value": p.value}
+        for name, kind in kinds.items():
+            if kind not in DTYPES:
+                return f"{name}: {kind} is not supported, only {', '.join(DTYPES)}"
+        for name, dim in (("key", p.dim), ("value", p.value_dim)):
+            if dim > MAX_DIM or dim % 8:
+                return f"{name}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
+        return None
+
+    def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        query, value = a["query"], a["value"]
+        shape = (*query.shape[:-1], value.shape[3])
+        empty = 0 in (*shape, query.shape[-1], value.shape[1])
+        return (jnp.zeros(shape, query.dtype),) if empty else None
+
+    def choose(self, problem: Problem, target: Target) -> Tiles:
+        return tiles.choose(problem, target)
+
+    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+        return (
+            replace(chosen, block=block, num_stages=stages)
+            for block in (chosen.block, chosen.block // 2, chosen.block * 2)
+            for stages in (chosen.num_stages, 2, 3, 4, 5)
+            if block >= 16 and held_bytes(problem, block, stages) <= target.shared_limit
+        )
+
+    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        params = field(cfg, "fwd_params")
+        block = field(params, "kv_blocksize")
+        if block is not None:
+            chosen = replace(chosen, block=max(16, power_of_two(int(block))))
+        for name in ("num_warps", "num_stages"):
+            if field(params, name) is not None:
+                chosen = replace(chosen, **{name: int(field(params, name))})
+        return chosen
+
+    def fields(self, chosen: Tiles) -> dict[str, Any]:
+        return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        query = arrays["query"]
+        rows = query.shape[0]
+        given = {
+            "q": query if query.ndim == 3 else query[:, 0],
+            "k": arrays["key"],
+            "v": arrays["value"],
+            "lens": arrays["sequence_end"],
+            "tables": jnp.arange(rows, dtype=jnp.int32)[:, None],
+            "begins": arrays["sequence_start"],
+        }
+        if "softmax_aux" in arrays:
+            given["sink"] = arrays["softmax_aux"][None]
+        o = decoder(work)(*(given.get(name) for name in NAMES))
+        return (named_out(o if query.ndim == 3 else o[:, None]),), ()
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        p = work.problem
+        reference = kernel_registry.get("ragged_decode_attention", "xla")
+        fixed = ("sequence_start", "sequence_end")
+        smooth = {name: x for name, x in arrays.items() if name not in fixed}
+
+        def plain(smooth: Arrays) -> Any:
+            return reference(
+                **(arrays | smooth),
+                softmax_scale=p.scale,
+                logits_soft_cap=p.soft_cap,
+                sliding_window=None if p.left is None else (p.left, 0),
+                cfg=None,
+            )
+
+        return jax.vjp(plain, smooth)[1](cotangents[0])[0]
+
+
+ragged_decode_attention = RaggedDecodeAttention()

@@ -1,0 +1,94 @@
+"""The launches of a ragged call, one after the other; mapped calls run in turn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.ragged_page_attention import plans
+from ejkernel.ops.differentiate import Work
+
+# name: [T, h, d], cache, [n], [n, columns], [n + 1], [1], [1, h, sinks], [1, 1 or hk] twice
+NAMES = ("q", "k", "lens", "tables", "starts", "valid", "sink", "k_scale", "v_scale")
+
+
+def launch(plan: Any, work: Work, arrays: dict[str, Any], *names: str) -> tuple[jax.Array, ...]:
+    """The results of a kind of plan on the operands named, those that are there."""
+    given = {name: arrays[name] for name in names if name in arrays}
+    shapes = tuple((name, tuple(x.shape)) for name, x in given.items())
+    return call(plan(work.problem, work.tiles, work.target, shapes), *given.values())
+
+
+def scheduled(work: Work, arrays: dict[str, Any]) -> dict[str, Any]:
+    """``arrays`` and which sequence is done how."""
+    found = launch(plans.SchedulePlan, work, arrays, "starts", "lens", "valid")
+    return arrays | dict(zip(plans.SCHEDULE, found, strict=True))
+
+
+def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
+    """``o [T, h, d]`` of ``scheduled`` arrays."""
+    decoded = {
+        "q": arrays["q"],
+        "k": arrays["k"],
+        "lens": arrays["d_lens"],
+        "tables": arrays["tables"],
+        "begins": arrays["d_begins"],
+        "rows": arrays["d_rows"],
+        "counts": arrays["d_counts"],
+    }
+    if "k_scale" in arrays:
+        decoded["k_scale"] = arrays["k_scale"]
+    parts = launch(plans.decode_plan, work, decoded, *decoded)
+    arrays = arrays | dict(zip(("d_acc", "d_m", "d_l", "d_starts"), parts, strict=True))
+    tiles = launch(
+        plans.PrefillPlan, work, arrays,
+        "q", "k", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "sink",
+    )  # fmt: skip
+    arrays = arrays | dict(zip(("o", "p_acc", "p_m", "p_l"), tiles, strict=True))
+    return launch(
+        plans.RaggedMergePlan, work, arrays,
+        "d_acc", "d_m", "d_l", "d_starts", "d_counts", "d_rows", "work", "facts",
+        "p_acc", "p_m", "p_l", "v_scale", "sink", "o",
+    )[0]  # fmt: skip
+
+
+@functools.cache
+def in_turn(run: Callable[..., Any], work: Work, names: tuple[str, ...]) -> Callable[..., Any]:
+    """``run(work, arrays)`` of arrays in the order of ``names``, None for those not given.
+
+    Mapped calls are one loop: packed rows of several calls have no one order.
+    """
+
+    def flat(*arrays: Any) -> Any:
+        given = zip(names, arrays, strict=True)
+        return run(work, {name: x for name, x in given if x is not None})
+
+    mapped = custom_vmap(flat)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Any, *arrays: Any) -> Any:
+        on = [any(jax.tree.leaves(b)) for b in batched]
+        moving = [x for x, o in zip(arrays, on, strict=True) if o]
+
+        def one(slices: list[jax.Array]) -> Any:
+            rest = iter(slices)
+            return mapped(*(next(rest) if o else x for x, o in zip(arrays, on, strict=True)))
+
+        out = jax.lax.map(one, moving)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped
+
+
+def attention(work: Work, arrays: dict[str, Any]) -> jax.Array:
+    """``o [T, h, d]`` of the arrays in ``NAMES``."""
+    return attended(work, scheduled(work, arrays))
+
+
+attend = partial(in_turn, attention)

@@ -1,0 +1,114 @@
+"""Ragged attention, last kernel: partial results of decoded rows and of cut tiles to the output.
+
+The sum of ``page_attention.merge_kernel``. One program per (sequence, decoded row, query head),
+then one per (slot, kv head, LINES rows of a tile), of which those of the first part of a tile work.
+Writes into the output of the prefill kernel, which has all other rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.page_attention.merge_kernel import finish, merge_row, parts_of
+from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import tile_rows
+from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
+
+
+@triton.jit
+def ragged_merge(
+    d_acc,
+    d_m,
+    d_l,
+    d_starts,
+    d_counts,
+    first_rows,
+    work,
+    facts,
+    p_acc,
+    p_m,
+    p_l,
+    v_scale,
+    sink,
+    given,
+    o,
+    n,
+    shares,
+    v_scale_row,
+    v_scale_head,
+    sink_row,
+    sinks,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LINES: tl.constexpr,
+    LANES: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    UNITS: tl.constexpr = KV_HEADS * CHUNKS
+    pid = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    if pid < n * TOKENS * HEADS:
+        h = pid % HEADS
+        token = (pid // HEADS) % TOKENS
+        b = pid // (HEADS * TOKENS)
+        if token < tl.load(d_counts + b):
+            slot, count = parts_of(b, d_starts, n, shares, 0)
+            first = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
+            m, l, acc = merge_row(  # noqa: E741
+                d_acc, d_m, d_l, first, count, TOKENS * HEADS, D, COLUMNS, PARTS
+            )
+            one = tl.arange(0, 1)
+            factor = finish(
+                m, l, sink, 0, h + one, one < 1, sinks, v_scale, h // GROUP * v_scale_head, SINKS
+            )  # fmt: skip
+            row = (tl.load(first_rows + b) + token).to(tl.int64) * HEADS + h
+            acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
+            tl.store(o + row * D + column, acc, mask=column < D)
+    else:
+        x = pid - n * TOKENS * HEADS
+        line = x % (ROWS // LINES)
+        unit = (x // (ROWS // LINES)) % UNITS
+        slot = x // (ROWS // LINES * UNITS)
+        if slot < tl.load(facts + 3):
+            r, before = find(slot, work + 4 * n, n, LANES)
+            parts = tl.load(work + 3 * n + r)
+            if (slot - before) % parts == 0:
+                first = tl.load(first_rows + r)
+                count = tl.load(work + r) - first
+                hk = unit // CHUNKS
+                member = line * LINES + tl.arange(0, LINES)
+                _, heads, row, inside = tile_rows(
+                    member, (slot - before) // parts, unit % CHUNKS, first, count, hk,
+                    HEADS, GROUP, TILE, MEMBERS,
+                )  # fmt: skip
+                m = tl.full([LINES], float("-inf"), tl.float32)
+                l = tl.zeros([LINES], tl.float32)  # noqa: E741
+                acc = tl.zeros([LINES, COLUMNS], tl.float32)
+                for i in range(0, parts):
+                    kept = ((slot + i).to(tl.int64) * UNITS + unit) * ROWS + member
+                    m_i = tl.load(p_m + kept)
+                    acc_i = tl.load(
+                        p_acc + kept[:, None] * D + column[None, :], mask=(column < D)[None, :],
+                        other=0.0,
+                    )  # fmt: skip
+                    top = tl.maximum(m, m_i)
+                    base = tl.where(top == float("-inf"), 0.0, top)
+                    weight = tl.exp2(m_i - base)
+                    alpha = tl.exp2(m - base)
+                    m = top
+                    l = l * alpha + tl.load(p_l + kept) * weight  # noqa: E741
+                    acc = acc * alpha[:, None] + acc_i * weight[:, None]
+                factor = finish(
+                    m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
+                )  # fmt: skip
+                acc = (acc * factor[:, None]).to(o.dtype.element_ty)
+                where = o + row[:, None] * D + column[None, :]
+                tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])

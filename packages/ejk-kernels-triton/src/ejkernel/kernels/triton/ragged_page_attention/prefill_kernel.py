@@ -1,0 +1,248 @@
+"""Ragged attention, tiles of query rows: sequences with more new rows than a decoding step takes.
+
+Math, per row at position i of its sequence and query head, over the keys j <= i in the window:
+
+    x_ij = scale * k_scale * q_i . k_j, soft-capped;  lse_i = log(sum_j exp x_ij + exp sink)
+    o_i  = v_scale * sum_j exp(x_ij - lse_i) v_j
+
+Work split: the rows of a sequence are cut into tiles of TILE tokens, and all query heads of a kv
+head are rows of the tile: ROWS = TILE * heads, so keys are read once for them. One program per
+(sequence, kv head, tile, part of its keys), found from ``schedule_kernel``'s sums. Programs follow
+each other by sequence, then kv head, then tile, the longest first: those that run together walk the
+same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
+slots for ``merge_kernel``. A program walks first the blocks that all its rows see, without a mask,
+then the others. The last programs of the grid set rows of no sequence to 0.
+
+Bound: 4 * d FLOPs a row and key that it sees. With 32:8 heads, D128 in bfloat16, 8 rows of 2k over
+contexts of 2k to 16k are 2.2 TFLOP; tiles of 128 rows read 17 GB of keys and values from L2.
+
+Sources: Dao, "FlashAttention-2" (2023), section 3; Kwon et al., "PagedAttention" (arXiv
+2309.06180), section 4.1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.cached import (
+    attend_block,
+    even_odd,
+    load_queries,
+    power_of_two,
+    prepared,
+    store_rows,
+)
+from ejkernel.kernels.triton.common.pages import block_pages, token_places
+from ejkernel.kernels.triton.common.structure import band_blocks, phase_block, phase_steps
+from ejkernel.kernels.triton.page_attention.merge_kernel import finish
+from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
+
+
+@triton.jit
+def tile_rows(
+    m, tile, chunk, first, count, hk,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Of rows ``m`` of a tile: token of the sequence, query head, int64 output row, whether it is.
+
+    MEMBERS query heads of a kv head are in a tile; those of a larger group take several.
+    """
+    token = tile * TILE + m // MEMBERS
+    member = chunk * MEMBERS + m % MEMBERS
+    inside = (m < TILE * MEMBERS) & (token < count) & (member < GROUP)
+    head = hk * GROUP + member
+    return token, head, (first + token).to(tl.int64) * HEADS + head, inside
+
+
+@triton.jit
+def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr):
+    """Rows of ``o [rows, WIDTH]`` before ``first`` and from ``last`` on to 0, of one block."""
+    line = block * LINES + tl.arange(0, LINES)
+    lost = (line < rows) & ((line < first) | (line >= last))
+    if tl.max(lost.to(tl.int32), 0) > 0:
+        for start in range(0, WIDTH, 256):
+            column = start + tl.arange(0, 256)
+            where = o + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            zero = tl.zeros([LINES, 256], o.dtype.element_ty)
+            tl.store(where, zero, mask=lost[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def ragged_prefill(
+    q,
+    k,
+    v,
+    tables,
+    first_rows,
+    work,
+    facts,
+    k_scale,
+    v_scale,
+    sink,
+    o,
+    acc_out,
+    m_out,
+    l_out,
+    n,
+    rows,
+    most,
+    max_pages,
+    pages,
+    left,
+    scale,
+    cap_in,
+    cap_out,
+    k_scale_row,
+    k_scale_head,
+    v_scale_row,
+    v_scale_head,
+    sink_row,
+    sinks,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    D: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_REST: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    V_STEP: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    LINES: tl.constexpr,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FUSED: tl.constexpr,
+    QK: tl.constexpr,
+    PV: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    PTX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    UNITS: tl.constexpr = KV_HEADS * CHUNKS
+    HALVES: tl.constexpr = 1 if V_KIND == "" else 2
+    pid = tl.program_id(0)
+    if pid >= most * UNITS:
+        _clear(
+            o, pid - most * UNITS, tl.load(facts + 1), tl.load(facts + 2), rows, HEADS * D, LINES
+        )
+    elif pid < tl.load(facts) * UNITS:
+        r, before = find(pid // UNITS, work + 2 * n, n, LANES)
+        mine = tl.load(work + 2 * n + r) - before
+        unit = (pid - before * UNITS) // mine
+        piece = (pid - before * UNITS) % mine
+        parts = tl.load(work + 3 * n + r)
+        tile = mine // parts - 1 - piece // parts
+        part = piece % parts
+        hk = unit // CHUNKS
+        first = tl.load(first_rows + r)
+        count = tl.load(work + r) - first
+        length = tl.load(work + n + r)
+
+        token, heads, row, inside = tile_rows(
+            tl.arange(0, ROWS), tile, unit % CHUNKS, first, count, hk, HEADS, GROUP, TILE, MEMBERS
+        )
+        position = length - count + token
+        i0 = length - count + tile * TILE
+        i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
+        start, full_start, full_stop, stop = band_blocks(
+            i0, i1, length, -left, 0, WINDOW, True, BLOCK
+        )
+        blocks = stop - start
+        stop = start + (blocks.to(tl.int64) * (part + 1) // parts).to(tl.int32)
+        start = start + (blocks.to(tl.int64) * part // parts).to(tl.int32)
+        full_start = tl.minimum(tl.maximum(full_start, start), stop)
+        full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+
+        q_main = load_queries(q, row, inside, D, 0, D_MAIN)
+        q_more = q_main
+        if D_REST > 0:
+            q_more = load_queries(q, row, inside, D, D_MAIN, D_REST)
+        factor = scale
+        if k_scale is not None:
+            factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
+        q_main, q_more, slopes, inner = prepared(
+            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST
+        )
+        q_main, q_main_odd = even_odd(q_main, K_KIND)
+        q_more_odd = q_main_odd
+        if D_REST > 0:
+            q_more, q_more_odd = even_odd(q_more, K_KIND)
+        power, _ = power_of_two(slopes)
+        large = 1073741824.0 / slopes
+
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+        e = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D_MAIN // HALVES], tl.float32)
+        acc_odd = acc
+        acc_more = acc
+        acc_more_odd = acc
+        if D_REST > 0:
+            acc_more = tl.zeros([ROWS, D_REST // HALVES], tl.float32)
+            acc_more_odd = acc_more
+        table = tables + r.to(tl.int64) * max_pages
+        v = v + V_FIRST
+
+        for phase in tl.static_range(0, 2):
+            # phase 0: blocks every row sees; phase 1: blocks that need an element mask
+            steps = phase_steps(start, full_start, full_stop, stop, phase, True)
+            block = phase_block(0, start, full_start, full_stop, phase, True)
+            page = block_pages(table, block * BLOCK, i1 + 1, PAGE, BLOCK)
+            for t in tl.range(0, steps):
+                block = phase_block(t, start, full_start, full_stop, phase, True)
+                places = token_places(page, block * BLOCK, pages, PAGE, BLOCK)
+                # a step ahead, as in the split kernel
+                following = phase_block(t + 1, start, full_start, full_stop, phase, True)
+                page = block_pages(table, following * BLOCK, i1 + 1, PAGE, BLOCK)
+                loaded = None
+                seen = None
+                if phase == 1:
+                    j = block * BLOCK + tl.arange(0, BLOCK)
+                    loaded = j <= i1
+                    seen = j[None, :] <= position[:, None]
+                    if WINDOW:
+                        loaded = loaded & (j >= i0 - left)
+                        seen = seen & (j[None, :] >= position[:, None] - left)
+                m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
+                    q_main, q_main_odd, q_more, q_more_odd,
+                    m, l, e, acc, acc_odd, acc_more, acc_more_odd,
+                    slopes, inner, power, large, k, v, places, loaded, seen, hk,
+                    K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
+                    CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+                )  # fmt: skip
+
+        if FUSED:
+            shrink = tl.exp2(-e)
+            l = l * shrink  # noqa: E741
+            acc = acc * shrink[:, None]
+            if D_REST > 0:
+                acc_more = acc_more * shrink[:, None]
+        m = m * slopes
+        if V_KIND != "":
+            acc = tl.interleave(acc, acc_odd)
+            if D_REST > 0:
+                acc_more = tl.interleave(acc_more, acc_more_odd)
+        if parts == 1:
+            share = finish(m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS)
+            o_more = acc_more
+            if D_REST > 0:
+                o_more = acc_more * share[:, None]
+            store_rows(o, row, acc * share[:, None], o_more, inside, D, D_MAIN, D_REST)
+        else:
+            slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
+            member = tl.arange(0, ROWS)
+            kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
+            tl.store(m_out + kept, m)
+            tl.store(l_out + kept, l)
+            store_rows(acc_out, kept, acc, acc_more, member >= 0, D, D_MAIN, D_REST)

@@ -1,0 +1,67 @@
+"""What one ragged call computes, as static facts: hashable, so that it can key programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.tiles import query_rows
+
+MOST_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sizes, dtypes and options of one call.
+
+    Attributes:
+        paged: the facts of its decoded sequences, one batch row each.
+        rows: packed query rows.
+        written: dtypes of new keys and values, of the operation that writes them.
+    """
+
+    paged: Problem
+    rows: int
+    written: tuple[str, ...] = ()
+
+    @property
+    def sequences(self) -> int:
+        return self.paged.batch
+
+
+def problem_of(a: Mapping[str, Any], cache: str, lengths: str, kv_heads: int) -> Ragged:
+    """The static facts of a call whose arguments are canonical."""
+    q, kv, window = a["queries"], a[cache], a["sliding_window"]
+    n = a[lengths].shape[0]
+    rows, heads, dim = q.shape
+    table = a["block_tables"]
+    # packed: [pages, page size, groups, packing, padded dim]
+    held, width = int(np.prod(kv.shape[2:-1])), kv.shape[-1]
+    kind = jnp.dtype(kv.dtype).name
+    paged = Problem(
+        batch=n,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        value_dim=dim,
+        pages=kv.shape[0],
+        page_size=kv.shape[1],
+        max_pages=table.shape[1] if table.ndim == 2 else table.shape[0] // max(n, 1),
+        query=jnp.dtype(q.dtype).name,
+        key=kind,
+        value=kind,
+        scale=a["softmax_scale"],
+        soft_cap=a["logits_soft_cap"],
+        left=None if window is None else min(window[0], 2**30),
+        form=(held // 2, 2 * width),
+    )
+    if 0 in (heads, kv_heads):
+        return Ragged(paged, rows)
+    held_rows, chunks = query_rows(paged)
+    fit = held_rows // paged.group if chunks == 1 else 1
+    return Ragged(replace(paged, tokens=max(1, min(fit, MOST_TOKENS, rows))), rows)

@@ -1,0 +1,143 @@
+"""Ragged attention, first kernel: which sequence is done how, from starts and lengths alone.
+
+One program. Sequences of at most TOKENS rows are decoded (``page_attention.split_kernel``), the
+others prefilled by tiles of TILE rows, whose keys are cut into parts where few tiles are long::
+
+    part = max(LEAST, sum over sequences of tiles * longest / FAIR)   blocks of keys
+    parts = longest / part, rounded down, at least 1
+
+``longest`` is the walk of a sequence's last tile, so sequences cut into parts have at most FAIR of
+them in all, and no part is twice as long as ``part``.
+
+Rows: starts are clipped to the rows there are, and to no less than those before. So every row
+belongs to one sequence at most, whatever the starts, and rows of none are those before the first
+start and behind the last.
+
+``work [5, n]``: row past the last (more than there are from the last sequence on), context length,
+pieces (tiles times parts) up to and with this sequence, parts, slots up to and with this sequence
+(pieces of sequences cut into parts). ``facts [4]``: pieces, first and last row of any, slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _sequences(
+    i, starts, lens, valid, top, rows, capacity, left, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of sequences ``i``: first row, row past the last, length, tiles, blocks of the last tile."""
+    here = i < valid
+    first = tl.load(starts + i, mask=here, other=0)
+    last = tl.load(starts + i + 1, mask=here, other=0)
+    first = tl.minimum(tl.maximum(first, 0), rows)
+    first = tl.maximum(tl.associative_scan(first, 0, _larger), top)
+    last = tl.maximum(first, tl.minimum(last, rows))
+    length = tl.load(lens + i, mask=here, other=0)
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    count = tl.where(here, last - first, 0)
+    tiles = tl.where(count > TOKENS, tl.cdiv(count, TILE), 0)
+    begin = length * 0
+    if WINDOW:
+        # of the first row of the last tile
+        begin = tl.maximum(length - count + (tiles - 1) * TILE - left, 0)
+    longest = tl.cdiv(length, BLOCK) - tl.minimum(begin, length) // BLOCK
+    return first, last, length, count, tiles, longest
+
+
+@triton.jit
+def ragged_schedule(
+    starts,
+    lens,
+    valid,
+    d_lens,
+    d_begins,
+    d_rows,
+    d_counts,
+    work,
+    facts,
+    n,
+    rows,
+    capacity,
+    left,
+    fair,
+    least,
+    LANES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    lane = tl.arange(0, LANES)
+    valid = tl.minimum(tl.maximum(tl.load(valid), 0), n)
+    edge = tl.load(starts)
+    edge = tl.where(valid > 0, tl.minimum(tl.maximum(edge, 0), rows), 0)
+
+    total = tl.zeros([], tl.int64)
+    top = edge
+    for base in range(0, n, LANES):
+        first, _, _, _, tiles, longest = _sequences(
+            base + lane, starts, lens, valid, top, rows, capacity, left, WINDOW, BLOCK, TOKENS, TILE
+        )
+        total += tl.sum(tiles.to(tl.int64) * longest, 0)
+        top = tl.max(first, 0)
+    part = tl.maximum((total + fair - 1) // fair, least).to(tl.int32)
+
+    pieces = 0
+    slots = 0
+    top = edge
+    end = edge
+    for base in range(0, n, LANES):
+        i = base + lane
+        inside = i < n
+        first, last, length, count, tiles, longest = _sequences(
+            i, starts, lens, valid, top, rows, capacity, left, WINDOW, BLOCK, TOKENS, TILE
+        )
+        top = tl.max(first, 0)
+        end = tl.maximum(end, tl.max(tl.where(i < valid, last, 0), 0))
+        parts = tl.maximum(longest // part, 1)
+        mine = tiles * parts
+        kept = tl.where(parts > 1, mine, 0)
+
+        few = (count > 0) & (count <= TOKENS)
+        begin = length * 0
+        if WINDOW:
+            begin = tl.maximum(length - count - left, 0)
+        tl.store(d_lens + i, tl.where(few, length, 0), mask=inside)
+        tl.store(d_begins + i, begin, mask=inside)
+        tl.store(d_rows + i, first, mask=inside)
+        tl.store(d_counts + i, tl.where(few, count, 0), mask=inside)
+        tl.store(work + i, tl.where(i < valid, last, rows + 1), mask=inside)
+        tl.store(work + n + i, length, mask=inside)
+        tl.store(work + 2 * n + i, pieces + tl.cumsum(mine, 0), mask=inside)
+        tl.store(work + 3 * n + i, parts, mask=inside)
+        tl.store(work + 4 * n + i, slots + tl.cumsum(kept, 0), mask=inside)
+        pieces += tl.sum(mine, 0)
+        slots += tl.sum(kept, 0)
+    tl.store(facts, pieces)
+    tl.store(facts + 1, edge)
+    tl.store(facts + 2, end)
+    tl.store(facts + 3, slots)
+
+
+@triton.jit
+def find(x, until, n, LANES: tl.constexpr):
+    """(sequence, what those before it have) of number ``x``, counted by ``until [n]``."""
+    lane = tl.arange(0, LANES)
+    found = 0
+    before = 0
+    for base in range(0, n, LANES):
+        i = base + lane
+        u = tl.load(until + i, mask=i < n, other=2147483647)
+        done = u <= x
+        found += tl.sum(done.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(done, u, 0), 0))
+    return found, before

@@ -1,0 +1,155 @@
+"""How a ragged call is launched: arithmetic with a reason beside each line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
+from ejkernel.kernels.triton.page_attention.tiles import power_of_two
+from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.attention import field
+
+LEAST = 1024  # keys of a part: what it writes and reads again is a quarter of their bytes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The launch of the tiles of prefilled sequences, and that of decoded ones.
+
+    Attributes:
+        rows: query rows of a tile, tokens times heads.
+        block: keys read at a time.
+        num_warps, num_stages: of the program that reads them.
+        decode: the launch of decoded sequences.
+        least: keys of a part, where a tile's keys are cut into parts.
+    """
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+    decode: paged_tiles.Tiles
+    least: int
+
+    def members(self, group: int) -> int:
+        """Query heads of one kv head in a tile."""
+        return min(group, self.rows)
+
+    def tile(self, group: int) -> int:
+        """Tokens of a tile."""
+        return self.rows // self.members(group)
+
+    def fields(self, problem: Ragged) -> dict[str, int]:
+        """As fields of a config."""
+        return {
+            "num_queries_per_block": self.tile(problem.paged.group),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+def choose(problem: Ragged, target: Target) -> Tiles:
+    """The heuristic launch."""
+    p = problem.paged
+    decode = paged_tiles.choose(p, target)
+    columns = power_of_two(sum(p.parts[0]))
+    rows, block, warps, stages = _sizes(problem, target, columns)
+    # no more rows than there are, no more keys than a sequence can have
+    rows = max(16, min(rows, power_of_two(problem.rows * p.group)))
+    block = max(16, min(block, power_of_two(p.capacity)))
+    if rows < 64:
+        warps = min(warps, 4)
+    return _fit(Tiles(rows, block, warps, stages, decode, LEAST), problem, target)
+
+
+def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int, int]:
+    p = problem.paged
+    if p.wide:
+        # products of float32 in three, operands in registers
+        return 16, 32 if columns <= 128 else 16, 4, 1
+    if target.platform == "rocm":
+        # 64 KiB of shared memory, no asynchronous copies
+        return (128, 32, 4, 1) if columns <= 128 else (64, 32, 8, 1)
+    if columns > 128:
+        # an accumulator of 128 rows would take half the registers of eight warps, the addresses of
+        # gathered keys the rest
+        return 64, 32, 8, 2
+    # there is an address for 16 bytes and thread: two warp groups share them, and every key is read
+    # from L2 once for 128 rows. Operands from registers leave room for half the keys
+    return (128, 64, 8, 3) if target.hopper else (128, 32, 8, 3)
+
+
+def shared_bytes(problem: Ragged, rows: int, block: int, stages: int) -> int:
+    """Shared memory of a program: steps in flight, queries, probabilities."""
+    p = problem.paged
+    width = 4 if p.wide else 2
+    held = block * p.token_bytes * stages
+    if p.eight_bit:
+        held += block * p.dim * 2 * width  # converted, for products that read shared memory
+    return held + rows * (p.dim + block) * width
+
+
+def _fit(tiles: Tiles, problem: Ragged, target: Target) -> Tiles:
+    """``tiles`` made smaller until their shared memory fits, or as small as they get."""
+    limit = target.shared_limit
+    while shared_bytes(problem, tiles.rows, tiles.block, tiles.num_stages) > limit:
+        if tiles.num_stages > 2:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.block > 32:
+            tiles = replace(tiles, block=tiles.block // 2)
+        elif tiles.rows > 64:
+            tiles = replace(tiles, rows=tiles.rows // 2)
+        else:
+            break
+    return tiles
+
+
+def fair_parts(problem: Ragged, tiles: Tiles, target: Target) -> int:
+    """Parts of tiles in all, for each kv head: twice what runs at once.
+
+    A program of eight warps has a multiprocessor to itself, of four half of it.
+    """
+    chunks = -(-problem.paged.group // tiles.members(problem.paged.group))
+    programs = target.cores * max(1, 8 // tiles.num_warps)
+    return max(1, 2 * programs // (problem.paged.kv_heads * chunks))
+
+
+def most_pieces(problem: Ragged, tiles: Tiles, fair: int) -> int:
+    """Pieces of any mix of sequences: full tiles, one more a sequence, parts of cut ones."""
+    p, t = problem.paged, problem.rows
+    prefilled = min(p.batch, t // (p.tokens + 1))
+    return t // tiles.tile(p.group) + prefilled + fair
+
+
+def honour(tiles: Tiles, problem: Ragged, cfg: Any) -> Tiles:
+    """``tiles`` with what the config says instead."""
+    p = problem.paged
+    queries = field(cfg, "num_queries_per_block")
+    if queries is not None:
+        rows = power_of_two(int(queries) * min(p.group, tiles.rows))
+        tiles = replace(tiles, rows=max(16, min(256, rows)))
+    pages = field(cfg, "num_kv_pages_per_block")
+    if pages is not None:
+        block = max(16, power_of_two(int(pages) * p.page_size))
+        tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
+    for name in ("num_warps", "num_stages"):
+        if field(cfg, name) is not None:
+            tiles = replace(tiles, **{name: int(field(cfg, name))})
+    return tiles
+
+
+def near(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
+    """Tiles worth timing: half the rows with half the warps, a stage more or less."""
+    found = [
+        replace(chosen, rows=rows, num_warps=warps, num_stages=stages)
+        for rows, warps in ((chosen.rows, chosen.num_warps), (chosen.rows // 2, 4))
+        for stages in (chosen.num_stages - 1, chosen.num_stages, chosen.num_stages + 1)
+        if rows >= 16 and stages >= 1
+    ]
+    return [
+        t
+        for t in found
+        if shared_bytes(problem, t.rows, t.block, t.num_stages) <= target.shared_limit
+    ]

@@ -1,0 +1,166 @@
+"""Ragged attention that writes the new keys and values first, in Triton as one kernel object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.launch import Launch, Out
+from ejkernel.kernels.triton.page_attention.plans import scale_arguments
+from ejkernel.kernels.triton.page_attention.problem import BYTES
+from ejkernel.kernels.triton.page_attention.tiles import power_of_two
+from ejkernel.kernels.triton.ragged_page_attention.attend import (
+    NAMES,
+    attended,
+    in_turn,
+    launch,
+    scheduled,
+)
+from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel, small
+from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedPlan
+from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, problem_of
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.softmax import named_out
+
+BLOCK = 64  # packed rows of a program that writes
+LANES = 64  # sequences it looks at together: one compare for each row and each of them
+
+
+class RaggedPageAttentionv3(RaggedKernel):
+    """As ragged_page_attention, after writing the new keys and values to their pages, on a GPU; see
+    the operation of this name.
+
+    The cache is written in place: donated under ``jax.jit`` it is not copied, else it is copied
+    once. Keys and values are float16, bfloat16, float32, or of an 8-bit cache's dtype. For the rest
+    as ragged_page_attention. A row whose table entry names no page is not written.
+
+    Source: Ragged Paged Attention (arXiv 2604.15464).
+    """
+
+    call = calls.RaggedPageAttentionv3
+    cache = "kv_cache"
+    integers = frozenset({"kv_lens", "block_tables", "query_start_loc", "distribution"})
+
+    def problem(self, a: Mapping[str, Any]) -> Ragged:
+        found = problem_of(a, "kv_cache", "kv_lens", a["keys"].shape[1])
+        kinds = tuple(jnp.dtype(a[name].dtype).name for name in ("keys", "values"))
+        return replace(found, written=kinds)
+
+    def refuse(self, problem: Ragged, target: Target) -> str | None:
+        for name, kind in zip(("keys", "values"), problem.written, strict=True):
+            if kind not in BYTES:
+                return f"{name}: {kind} is not supported, only {', '.join(BYTES)}"
+        if not problem.paged.heads:
+            return "queries: without heads"
+        return super().refuse(problem, target)
+
+    def without_work(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
+        outputs = super().without_work(a, problem)
+        return outputs and (*outputs, a["kv_cache"])
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p = work.problem.paged
+        scales = small(arrays, "k_scale", "v_scale")
+        given = {
+            "q": arrays["queries"],
+            "k": arrays["kv_cache"],
+            "lens": arrays["kv_lens"],
+            "tables": arrays["block_tables"].reshape(p.batch, p.max_pages),
+            "starts": arrays["query_start_loc"],
+            "valid": arrays["distribution"][2:],
+            "keys": arrays["keys"],
+            "values": arrays["values"],
+            **scales,
+        }
+        if "softmax_aux" in arrays:
+            given["sink"] = arrays["softmax_aux"][None]
+        if "q_scale" in arrays:
+            scale = arrays["q_scale"]
+            given["q"] = _quantised(given["q"], scale, given["k"].dtype)
+            given["logit_scale"] = scales.get("k_scale", jnp.ones((1, 1), scale.dtype)) * scale
+        o, cache = write_attend(work, WRITTEN)(*(given.get(name) for name in WRITTEN))
+        return (named_out(o), cache), ()
+
+
+def _quantised(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` as the cache would hold it, in its own dtype: products are exact either way."""
+    y = x.astype(jnp.float32) / scale.astype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer):
+        y = jnp.round(y)
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return jnp.clip(y, float(info.min), float(info.max)).astype(dtype).astype(x.dtype)
+
+
+WRITTEN = (*NAMES, "keys", "values", "logit_scale")
+
+
+def _write_attend(work: Work, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    arrays = scheduled(work, arrays)
+    (cache,) = launch(
+        WritePlan, work, arrays,
+        "keys", "values", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "k",
+    )  # fmt: skip
+    arrays = arrays | {"k": cache}
+    if "logit_scale" in arrays:
+        arrays["k_scale"] = arrays["logit_scale"]
+    return attended(work, arrays), cache
+
+
+write_attend = partial(in_turn, _write_attend)
+
+
+@dataclass(frozen=True)
+class WritePlan(RaggedPlan):
+    """keys, values, tables, schedule, scales, cache -> the cache, in its own memory."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct(dict(self.shapes)["k"], jnp.dtype(self.problem.paged.key)),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import ragged_write
+
+        p, (key, value) = self.problem.paged, self.problem.written
+        eight = BYTES[p.key] == 1
+        view = "int8" if eight else None
+        arguments = {
+            "keys": self("keys", view if key == p.key else None),
+            "values": self("values", view if value == p.key else None),
+            "tables": self("tables"),
+            "first_rows": self("d_rows"),
+            "work": self("work"),
+            "facts": self("facts"),
+            **scale_arguments(self.shapes, "k_scale"),
+            **scale_arguments(self.shapes, "v_scale"),
+            "given": self("k", view),
+            "cache": Out(0, view),
+            "n": p.batch,
+            "max_pages": p.max_pages,
+            "pages": p.pages,
+        }
+        constants = {
+            "KV_HEADS": p.kv_heads,
+            "D": p.dim,
+            "COLUMNS": max(16, power_of_two(p.dim)),
+            "K_HEADS": p.places["K_HEADS"],
+            "K_STEP": p.places["K_STEP"],
+            "PAGE": p.page_size,
+            "BLOCK": BLOCK,
+            "LANES": LANES,
+            "KIND": p.key if eight else "",
+            "LARGEST": 0.0 if eight else float(jnp.finfo(p.key).max),
+            "VERBATIM_K": key == p.key,
+            "VERBATIM_V": value == p.key,
+        }
+        grid = (-(-self.problem.rows // BLOCK), p.kv_heads)
+        aliases = {arguments["given"].index: 0}
+        return Launch(ragged_write, arguments, constants, grid, 4, 1, aliases=aliases)
+
+
+ragged_page_attention_v3 = RaggedPageAttentionv3()

@@ -1,0 +1,95 @@
+"""Ragged attention that writes: new keys and values to their places in the cache, in place.
+
+Row m of sequence r goes to position ``length - count + m``; a number of another dtype than the
+cache's is divided by its head's scale, cut to what the cache can hold and rounded to nearest even.
+
+Work split: one program per (BLOCK packed rows, kv head); a row finds its sequence by counting the
+sequences that end before it. Rows of no sequence, and those whose page is none, write nothing.
+
+Bound: reading the new rows and writing them. 16,440 rows of 8 heads, D128 in bfloat16: 135 MB,
+0.031 ms at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.narrow import eight_bits
+
+
+@triton.jit
+def _stored(
+    x, scale, scale_at, kind: tl.constexpr, KIND: tl.constexpr, VERBATIM: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    if not VERBATIM:
+        x = x.to(tl.float32)
+        if scale is not None:
+            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + scale_at).to(tl.float32))
+        if KIND != "":
+            x = eight_bits(x, KIND)
+        else:
+            x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
+    return x.to(kind)
+
+
+@triton.jit
+def ragged_write(
+    keys,
+    values,
+    tables,
+    first_rows,
+    work,
+    facts,
+    k_scale,
+    v_scale,
+    given,
+    cache,
+    n,
+    max_pages,
+    pages,
+    k_scale_row,
+    k_scale_head,
+    v_scale_row,
+    v_scale_head,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    K_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    VERBATIM_K: tl.constexpr,
+    VERBATIM_V: tl.constexpr,
+):
+    head = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = (row >= tl.load(facts + 1)) & (row < tl.load(facts + 2))
+    r = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, n, LANES):
+        i = base + tl.arange(0, LANES)
+        end = tl.load(work + i, mask=i < n, other=2147483647)
+        r += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+    r = tl.minimum(r, n - 1)
+    last = tl.load(work + r)
+    length = tl.load(work + n + r)
+    position = length - last + row
+    here = here & (position >= 0) & (row >= tl.load(first_rows + r))
+    page = tl.load(tables + r.to(tl.int64) * max_pages + position // PAGE, mask=here, other=-1)
+    here = here & (page >= 0) & (page < pages)
+    place = page.to(tl.int64) * PAGE + position % PAGE
+
+    column = tl.arange(0, COLUMNS)
+    mask = here[:, None] & (column < D)[None, :]
+    source = (row.to(tl.int64) * KV_HEADS + head)[:, None] * D + column[None, :]
+    target = cache + ((place * K_HEADS + head) * K_STEP)[:, None] + column[None, :]
+    kind: tl.constexpr = cache.dtype.element_ty
+    x = tl.load(keys + source, mask=mask, other=0)
+    x = _stored(x, k_scale, head * k_scale_head, kind, KIND, VERBATIM_K, LARGEST)
+    tl.store(target, x, mask=mask)
+    x = tl.load(values + source, mask=mask, other=0)
+    x = _stored(x, v_scale, head * v_scale_head, kind, KIND, VERBATIM_V, LARGEST)
+    tl.store(target + K_STEP // 2, x, mask=mask)

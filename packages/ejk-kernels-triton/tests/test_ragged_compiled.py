@@ -1,0 +1,122 @@
+"""The shipped launches of ragged attention compile without spilling registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
+from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
+from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import WritePlan
+from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+
+pytest.importorskip("triton")
+
+TARGETS = {
+    "sm_80": cuda_target(80, 108),
+    "sm_90": cuda_target(90),
+    "gfx942": rocm_target("gfx942"),
+}
+
+
+def problem(cache: str = "bfloat16", **changes: Any) -> Ragged:
+    n, h, hk, d, page = 64, 32, 8, 128, 16
+    paged = Problem(
+        n, h, hk, d, d, 4096, page, 1024, "bfloat16", cache, cache, 0.1, tokens=4, form=(hk, 2 * d)
+    )
+    return Ragged(replace(paged, **changes), 16440, ("bfloat16",) * 2)
+
+
+def operands(problem: Ragged, launch: tiles.Tiles, target) -> dict[str, jax.ShapeDtypeStruct]:
+    p, array = problem.paged, jax.ShapeDtypeStruct
+    new = array((problem.rows, p.kv_heads, p.dim), "bfloat16")
+    found = {
+        "q": array((problem.rows, p.heads, p.dim), p.query),
+        "k": array((p.pages, p.page_size, 2 * p.kv_heads, p.dim), p.key),
+        "tables": array((p.batch, p.max_pages), "int32"),
+        "starts": array((p.batch + 1,), "int32"),
+        "lens": array((p.batch,), "int32"),
+        "valid": array((1,), "int32"),
+        "k_scale": array((1, 1), "float32"),
+        "v_scale": array((1, 1), "float32"),
+        "keys": new,
+        "values": new,
+    }
+
+    def outputs(plan, *names):
+        shapes = tuple((n, x.shape) for n, x in found.items())
+        return dict(zip(names, plan(problem, launch, target, shapes).outputs(), strict=True))
+
+    found |= outputs(plans.SchedulePlan, *plans.SCHEDULE)
+    found |= {"begins": found["d_begins"], "rows": found["d_rows"], "counts": found["d_counts"]}
+    found |= outputs(plans.PrefillPlan, "o", "p_acc", "p_m", "p_l")
+    return found | outputs(plans.decode_plan, "d_acc", "d_m", "d_l", "d_starts")
+
+
+KERNELS = {
+    "schedule": (plans.SchedulePlan, "starts lens valid"),
+    "write": (WritePlan, "keys values tables d_rows work facts k_scale v_scale k"),
+    "decode": (plans.decode_plan, "q k lens tables begins rows counts k_scale"),
+    "prefill": (plans.PrefillPlan, "q k tables d_rows work facts k_scale v_scale"),
+    "merge": (
+        plans.RaggedMergePlan,
+        "d_acc d_m d_l d_starts d_counts d_rows work facts p_acc p_m p_l v_scale o",
+    ),
+}
+
+
+def used(kernel: str, problem: Ragged, target):
+    launch = tiles.choose(problem, target)
+    plan, names = KERNELS[kernel]
+    given = operands(problem, launch, target)
+    shapes = tuple((n, given[n].shape) for n in names.split())
+    made = plan(problem, launch, target, shapes)
+    found = measure(plan_source(made, [given[n] for n in names.split()], target), target)
+    print(f"{kernel} {target.name}: {launch}: {found}")
+    return launch, found
+
+
+@pytest.mark.parametrize("chip", TARGETS)
+def test_tiles_of_prefills(chip):
+    target = TARGETS[chip]
+    launch, found = used("prefill", problem(), target)
+    assert found.spills == 0 and found.products > 0 and not found.serialized
+    assert found.shared <= tiles.shared_bytes(
+        problem(), launch.rows, launch.block, launch.num_stages
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cache", "chip"),
+    [
+        ("schedule", "bfloat16", "sm_90"),
+        ("write", "float8_e4m3fn", "sm_80"),
+        ("decode", "bfloat16", "sm_90"),
+        ("merge", "bfloat16", "sm_90"),
+    ],
+)
+def test_the_others(kernel, cache, chip):
+    target = TARGETS[chip]
+    launch, found = used(kernel, problem(cache), target)
+    assert found.spills == 0
+    if kernel == "decode":  # as many programs run together as of paged decoding
+        per_core = launch.decode.per_core
+        assert found.registers * 32 * found.num_warps * per_core <= 65536
+        assert found.shared * per_core <= target.shared_limit
+
+
+def test_the_grid_depends_on_shapes_and_chip_only():
+    p, target = problem(), TARGETS["sm_90"]
+    launch = tiles.choose(p, target)
+    fair = tiles.fair_parts(p, launch, target)
+    # one program of eight warps a multiprocessor, twice, for eight kv heads
+    assert (launch.rows, fair) == (128, 2 * 132 // 8)
+    tokens = launch.tile(p.paged.group)
+    assert tiles.most_pieces(p, launch, fair) == 16440 // tokens + 64 + fair
+    with_config = tiles.honour(launch, p, dict(num_queries_per_block=16, num_kv_pages_per_block=2))
+    assert (with_config.rows, with_config.block, with_config.decode.block) == (64, 32, 32)

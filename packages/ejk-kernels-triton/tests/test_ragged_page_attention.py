@@ -1,0 +1,265 @@
+"""Ragged attention over pages through Triton's interpreter, against a float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.ops import interpret_mode
+from ejktest.bound import bound
+from ejktest.oracles import paged
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton")
+
+from ejkernel.kernels.triton.ragged_page_attention import ragged_page_attention, tiles
+from ejkernel.kernels.triton.ragged_page_attention_v3 import ragged_page_attention_v3
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    with interpret_mode(), compile_for(cuda_target(90, 2)):
+        yield
+
+
+def kind(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+# decoding, nothing, two tiles of a prefill, a few rows, the first tokens of a sequence
+ROWS, LENS = (1, 0, 18, 3, 10), (37, 5, 40, 60, 10)
+
+
+def draw(rows=ROWS, lens=LENS, h=4, hk=2, d=16, ps=16, dtype="float32", cache=None, tail=3, seed=0):
+    """Arguments; wild entries past the contexts, a sequence that is not valid, rows of none."""
+    rng = np.random.default_rng(seed)
+    cache = cache or dtype
+    n, columns = len(lens), max(-(-x // ps) for x in lens)
+    pages = n * columns + 2
+    tables = rng.permutation(pages)[: n * columns].reshape(n, columns).astype(np.int32)
+    for row, x in zip(tables, lens, strict=True):
+        row[-(-x // ps) :] = rng.choice([-1, pages, 2**31 - 1, -(2**31)])
+    tables = np.concatenate([tables, np.full((1, columns), -7, np.int32)])
+    starts = np.concatenate([np.cumsum([0, *rows]), [2]]).astype(np.int32)
+    q = rng.standard_normal((sum(rows) + tail, h, d)).astype(kind(dtype))
+    kv = rng.standard_normal((pages, ps, 2 * hk, d))
+    kv = np.clip(np.round(kv * 40), -128, 127) if cache == "int8" else kv
+    lens = np.array([*lens, 9], np.int32)
+    return q, kv.astype(kind(cache)), lens, tables, starts, np.array(n)
+
+
+def expected(q, kv, lens, tables, starts, count, scale=None, **options):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (q, kv)]
+        hk = kv.shape[2] // 2
+        for name in ("k_scale", "v_scale"):
+            if name in options:
+                options[name] = jnp.asarray(np.float64(options[name])) * jnp.ones(hk)
+        if "aux" in options:
+            options["aux"] = jnp.asarray(options["aux"], jnp.float64)
+        scale = scale or q.shape[-1] ** -0.5
+        out = paged.ragged_page_attention(
+            *wide, lens, tables, starts, int(count), scale=scale, **options
+        )
+        return np.asarray(out)
+
+
+SINKS = np.random.default_rng(7).standard_normal((4, 3)).astype(np.float32)
+SMALL = dict(num_queries_per_block=8)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, dict(cfg=SMALL)),
+    "window, page of three": (dict(ps=3), dict(sliding_window=(9, 0), cfg=SMALL)),
+    "window cap sinks": (
+        dict(dtype="bfloat16", ps=64),
+        dict(sliding_window=30, logits_soft_cap=2.0, softmax_aux=SINKS, cfg=SMALL),
+    ),
+    "group of 3, dim 24": (
+        dict(h=3, hk=1, d=24),
+        dict(softmax_scale=-0.3, k_scale=0.5, v_scale=np.float32(2.0), softmax_aux=SINKS[0]),
+    ),
+    "group of 20": (dict(rows=(1, 4), lens=(20, 9), h=20, hk=1, dtype="float16"), {}),
+}
+NAMES = {"sliding_window": "left", "logits_soft_cap": "cap", "softmax_aux": "aux",
+         "softmax_scale": "scale"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_formula(name):
+    shape, options = CASES[name]
+    args = draw(**shape)
+    got = ragged_page_attention(*args, **options)
+    known = {NAMES.get(n, n): x for n, x in options.items() if n != "cfg"}
+    if isinstance(known.get("left"), tuple):
+        known["left"] = known["left"][0]
+    assert got.dtype == args[0].dtype and got.shape == args[0].shape
+    check_close(np.asarray(got), expected(*args, **known), name=name)
+    assert not np.asarray(got, np.float32)[args[4][int(args[5])] :].any()
+
+
+def drawn_rows(args, hk=2, dtype="float32", seed=1):
+    rng = np.random.default_rng(seed)
+    shape = (args[0].shape[0], hk, args[0].shape[2])
+    return [rng.standard_normal(shape).astype(kind(dtype)) for _ in "kv"]
+
+
+def stored(x, scale, dtype):
+    """``x`` as a cache of this dtype holds it."""
+    if x.dtype == dtype:
+        return x
+    y = x.astype(np.float32) / np.float32(1 if scale is None else scale).reshape(-1, 1)
+    y = np.rint(y) if dtype == np.int8 else y
+    info = np.iinfo(dtype) if dtype == np.int8 else ml_dtypes.finfo(dtype)
+    return np.clip(y, float(info.min), float(info.max)).astype(dtype)
+
+
+def packed(kv):
+    """The packed form; what fills it up is 7."""
+    per = 4 // kv.itemsize
+    groups, d = -(-kv.shape[2] // per), -(-kv.shape[3] // 128) * 128
+    out = np.full((*kv.shape[:2], groups * per, d), 7, kv.dtype)
+    out[:, :, : kv.shape[2], : kv.shape[3]] = kv
+    return out.reshape(*kv.shape[:2], groups, per, d)
+
+
+WRITES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bfloat16 packed, h 3": (dict(dtype="bfloat16", h=3, hk=3, ps=3), dict(sliding_window=12)),
+    "int8 packed": (dict(dtype="bfloat16", cache="int8"), dict(k_scale=0.02, v_scale=[0.02, 0.03])),
+    "e4m3": (dict(dtype="bfloat16", cache="float8_e4m3fn"), dict(k_scale=0.5, q_scale=0.25)),
+    "e5m2 packed": (dict(dtype="float16", cache="float8_e5m2", ps=5), dict(v_scale=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_write_then_attend(name):
+    shape, options = WRITES[name]
+    q, kv, lens, tables, starts, count = args = draw(**shape)
+    hk = kv.shape[2] // 2
+    keys, values = drawn_rows(args, hk, shape.get("dtype", "float32"))
+    options = {n: np.float32(x) if "scale" in n else x for n, x in options.items()}
+    cache = packed(kv) if "packed" in name else kv
+    flat = tables.reshape(-1) if "packed" in name else tables
+    out, new = ragged_page_attention_v3(
+        q, keys, values, cache, lens, flat, starts, np.array([1, 2, count]), **options
+    )
+    k, v = (stored(x, options.get(f"{n}_scale"), kv.dtype) for n, x in (("k", keys), ("v", values)))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x.astype(np.float64)) for x in (kv, k, v)]
+        want = np.asarray(paged.write_pages(*wide, lens, tables, starts, int(count)))
+    want = want.astype(np.float32).astype(kv.dtype)
+    # to the bit, and what nobody writes stays as it was
+    np.testing.assert_array_equal(
+        np.asarray(new).view(np.uint8), (packed(want) if "packed" in name else want).view(np.uint8)
+    )
+    known = {NAMES.get(n, n): x for n, x in options.items()}
+    if "q_scale" in known:
+        known["scale"] = q.shape[-1] ** -0.5 * known["q_scale"]
+        q = stored(q, known.pop("q_scale"), kv.dtype).astype(q.dtype)
+    check_close(np.asarray(out), expected(q, want, *args[2:], **known), name=name)
+
+
+def test_long_walks_are_cut_into_parts(monkeypatch):
+    """Few tiles and long contexts: their keys are shared out, and merged."""
+    args = draw(rows=(2, 0, 11, 9), lens=(30, 9, 120, 100), d=24, ps=8)
+    options = dict(softmax_aux=SINKS, v_scale=0.5)
+    whole = np.asarray(ragged_page_attention(*args, **options))
+    monkeypatch.setattr(tiles, "LEAST", 32)
+    cut = np.asarray(ragged_page_attention(*args, cfg=dict(num_kv_pages_per_block=2), **options))
+    assert not np.array_equal(cut, whole)
+    np.testing.assert_allclose(cut, whole, atol=1e-5)
+    check_close(cut, expected(*args, aux=SINKS, v_scale=0.5))
+
+
+def test_unseen_memory_has_no_effect():
+    q, kv, lens, tables, starts, count = args = draw(rows=(1, 12, 3), lens=(37, 30, 50), ps=8)
+    base = np.asarray(ragged_page_attention(*args, sliding_window=10))
+    again = ragged_page_attention(*args, sliding_window=10)
+    np.testing.assert_array_equal(base, again)
+    seen = np.zeros(kv.shape[:2], bool)
+    for r in range(int(count)):
+        rows = starts[r + 1] - starts[r]
+        j = np.arange(max(0, lens[r] - rows - 10), lens[r])
+        seen[tables[r, j // 8], j % 8] = True
+    spoiled = np.where(seen[:, :, None, None], kv, np.float32(np.nan))
+    again = ragged_page_attention(q, spoiled, *args[2:], sliding_window=10)
+    np.testing.assert_array_equal(base, again)
+
+
+def test_traced_nonsense_is_safe():
+    """Starts out of order, lengths beyond the table or below the rows, pages that are none."""
+    q, kv, _, tables, _, _ = draw(rows=(12, 3, 9), lens=(20, 30, 25), tail=2)
+    keys, values = drawn_rows((q,))
+    starts = np.array([1, 15, 9, 40, 2**31 - 1], np.int32)  # rows 1 to 15, then 15 to the end
+    lens, tables = np.array([1000, -5, 7, 99], np.int32), tables - 30
+    call = jax.jit(ragged_page_attention_v3)
+    out, cache = call(q, keys, values, kv, lens, tables, starts, np.array([0, 0, 3]))
+    out = np.asarray(out)
+    assert np.isfinite(out).all() and np.isfinite(np.asarray(cache)).all()
+    # no sequence; before the keys of a sequence of 7 tokens
+    assert not out[0].any() and not out[15 : 26 - 7].any() and out[1].any() and out[-1].any()
+    none = jax.jit(ragged_page_attention)(q, kv, lens, tables, starts, np.array(-3))
+    assert not np.asarray(none).any()
+
+
+def test_mapped_calls_and_gradients_are_those_of_xla():
+    xla = pytest.importorskip("ejkernel.kernels.xla")
+    q, kv, lens, tables, starts, count = draw(rows=(1, 4), lens=(9, 6), ps=4, h=2, hk=1, tail=1)
+    keys, values = drawn_rows((q,), 1)
+    queries = np.stack([q, -q])
+
+    def total(fn):
+        def f(q, keys, kv, aux, scale):
+            def one(q):
+                return fn(
+                    q, keys, values, kv, lens, tables, starts, np.array([0, 0, count]), aux,
+                    k_scale=scale, cfg=None,
+                )  # fmt: skip
+
+            out, cache = jax.vmap(one)(q)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(cache))
+
+        value = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3, 4)))
+        return value(queries, keys, kv, SINKS[:2], jnp.float32(0.5))
+
+    ours, theirs = total(ragged_page_attention_v3), total(xla.ragged_page_attention_v3)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_beside_an_8_bit_cache():
+    q, kv, *rest, count = draw(rows=(1,), lens=(5,), dtype="bfloat16", cache="int8", tail=0)
+    keys, values = drawn_rows((q,))
+
+    def f(q):
+        out, _ = ragged_page_attention_v3(
+            q, keys, values, kv, *rest, np.array([0, 0, count]), k_scale=0.02, v_scale=0.02
+        )
+        return out.astype(jnp.float32).sum()
+
+    grad = jax.jit(jax.grad(f))(q)
+    assert grad.dtype == q.dtype and np.isfinite(np.asarray(grad, np.float32)).all()
+
+
+def test_refusals():
+    q, kv, lens, tables, starts, count = draw(rows=(1,), lens=(5,))
+    given = dict(queries=q, kv_pages=kv, context_lens=lens, block_tables=tables,
+                 query_start_loc=starts, num_seqs=count)  # fmt: skip
+
+    def refusal(**change):
+        with jax.enable_x64(True):
+            call = bound(ragged_page_attention.call, **given | change)
+            problem = ragged_page_attention.problem(call.arguments)
+        return ragged_page_attention.refuse(problem, cuda_target(90))
+
+    assert refusal() is None
+    assert refusal(queries=q.astype(np.float64)).startswith("queries: float64")
+    assert refusal(kv_pages=kv.astype(np.float64)).startswith("kv_pages: float64")
+    wide = refusal(queries=np.zeros((4, 4, 264)), kv_pages=np.zeros((3, 4, 4, 264), np.float32))
+    assert wide.startswith("queries")
+    empty = ragged_page_attention(q, kv, lens, tables[:, :0], starts, count)
+    assert empty.shape == q.shape and not np.asarray(empty).any()

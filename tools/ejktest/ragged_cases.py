@@ -1,0 +1,215 @@
+"""Ragged attention over pages at real size: mixes of prefill and decoding, and their oracle.
+
+One list for the tests with a GPU, for ``tools/gpu/check_ragged.py`` and for its times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SAMPLED = 192  # query rows that the oracle looks at
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Sequences of ``rows`` new tokens, ``lens`` tokens in all; sizes, dtypes, options."""
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+    h: int = 32
+    hk: int = 8
+    d: int = 128
+    ps: int = 16
+    q: str = "bfloat16"
+    kv: str = "bfloat16"
+    window: int | None = None
+    cap: float | None = None
+    sinks: int = 0
+    packed: bool = False
+
+    @property
+    def scale(self) -> float | None:
+        return 0.025 if self.kv == "int8" else 0.5 if self.kv.startswith("float8") else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"sliding_window": self.window, "logits_soft_cap": self.cap}
+        if self.scale is not None:
+            options |= {"k_scale": self.scale, "v_scale": self.scale}
+        if self.sinks:
+            options["softmax_aux"] = jax.random.normal(jax.random.key(3), (self.h, self.sinks))
+        return {name: x for name, x in options.items() if x is not None}
+
+    @property
+    def flops(self) -> float:
+        """Of the pairs that see each other, without a window."""
+        pairs = sum(
+            r * (n - r) + r * (r + 1) / 2 for r, n in zip(self.rows, self.lens, strict=True)
+        )
+        return 4.0 * pairs * self.h * self.d
+
+    @property
+    def bytes(self) -> float:
+        """Of keys and values in the contexts, each once."""
+        return 2.0 * sum(self.lens) * self.hk * self.d * jnp.dtype(self.kv).itemsize
+
+
+def draw(m: Mix, seed: int = 0) -> dict[str, jax.Array]:
+    """q, new keys and values, cache of the pages needed, lens, tables, starts; 5 rows of none."""
+    rng = np.random.default_rng(seed)
+    counts = [-(-n // m.ps) for n in m.lens]
+    columns, pages = max(1, *counts), sum(counts) + 3
+    order, at = rng.permutation(pages), 0
+    tables = rng.choice([-1, 2**30, -(2**31), pages], (len(m.lens), columns)).astype(np.int32)
+    for row, n in zip(tables, counts, strict=True):
+        row[:n] = order[at : at + n]
+        at += n
+    t = sum(m.rows) + 5
+    width = jnp.dtype(m.kv).itemsize
+    shape = (pages, m.ps, 2 * m.hk, m.d)
+    if m.packed:
+        per = 4 // width
+        shape = (pages, m.ps, -(-2 * m.hk // per), per, -(-m.d // 128) * 128)
+
+    @jax.jit
+    def make(keys):
+        q = jax.random.normal(keys[0], (t, m.h, m.d), m.q)
+        k, v = (jax.random.normal(x, (t, m.hk, m.d), m.q) for x in keys[1:3])
+        cache = jax.random.normal(keys[3], shape, jnp.bfloat16 if width < 4 else m.q)
+        cache = jnp.clip(jnp.round(cache * 40), -128, 127) if m.kv == "int8" else cache
+        return q, k, v, cache.astype(m.kv)
+
+    q, k, v, cache = make(jax.random.split(jax.random.key(seed), 4))
+    starts = np.cumsum([0, *m.rows]).astype(np.int32)
+    return {
+        "q": q,
+        "keys": k,
+        "values": v,
+        "cache": cache,
+        "lens": jnp.asarray(m.lens, jnp.int32),
+        "tables": jnp.asarray(tables),
+        "starts": jnp.asarray(starts),
+        "count": jnp.asarray(len(m.lens), jnp.int32),
+    }
+
+
+def reading(fn: Callable[..., Any], m: Mix, x: dict[str, jax.Array]) -> tuple[Any, tuple]:
+    """``ragged_page_attention`` as a function of arrays, and these."""
+    names = ("q", "cache", "lens", "tables", "starts", "count")
+    return partial(fn, **m.options), tuple(x[name] for name in names)
+
+
+def writing(fn: Callable[..., Any], m: Mix, x: dict[str, jax.Array]) -> tuple[Any, tuple]:
+    """``ragged_page_attention_v3`` as a function of arrays, and these."""
+    names = ("q", "keys", "values", "cache", "lens", "tables", "starts")
+    ends = jnp.stack([x["count"] * 0, x["count"] * 0, x["count"]])
+    return partial(fn, **m.options), (*(x[name] for name in names), ends)
+
+
+def sample(m: Mix) -> np.ndarray:
+    """Packed rows to look at: the ends of every sequence, and others."""
+    rng, starts = np.random.default_rng(1), np.cumsum([0, *m.rows])
+    ends = {int(r) for s, n in zip(starts, m.rows, strict=False) if n for r in (s, s + n - 1)}
+    ends = set(sorted(ends)[: SAMPLED // 2])
+    rest = rng.permutation(int(starts[-1]))[: SAMPLED - len(ends)]
+    return np.asarray(sorted(ends | {int(r) for r in rest}), np.int32)
+
+
+def oracle(m: Mix, x: dict[str, jax.Array], cache: jax.Array) -> tuple[np.ndarray, jax.Array]:
+    """(rows, their exact output): sampled rows in float32, with full products."""
+    rows = sample(m)
+    r = np.searchsorted(np.cumsum(m.rows), rows, side="right")
+    starts = np.cumsum([0, *m.rows])
+    position = np.asarray(m.lens)[r] - np.asarray(m.rows)[r] + rows - starts[r]
+    plain = cache.reshape(*cache.shape[:2], -1, cache.shape[-1])
+    tokens = x["tables"].shape[1] * m.ps
+    product = partial(jnp.einsum, precision="highest")
+    scale, aux = m.scale or 1.0, m.options.get("softmax_aux")
+
+    def row(args):
+        q, position, table = args
+        both = plain[jnp.clip(table, 0, plain.shape[0] - 1)].reshape(tokens, *plain.shape[2:])
+        j = jnp.arange(tokens)
+        seen = j <= position
+        if m.window is not None:
+            seen &= j >= position - m.window
+        both = both[:, : 2 * m.hk, : m.d].astype(jnp.float32)
+        both = jnp.where(seen[:, None, None], both, 0.0)
+        k, v = both[:, 0::2], both[:, 1::2]
+        g = q.astype(jnp.float32).reshape(m.hk, -1, m.d)
+        s = product("hgd,thd->hgt", g, k) * (m.d**-0.5 * scale)
+        s = m.cap * jnp.tanh(s / m.cap) if m.cap else s
+        s = jnp.where(seen, s, -jnp.inf)
+        top = jnp.max(s, -1, keepdims=True)
+        p = jnp.exp(s - top)
+        total = p.sum(-1, keepdims=True)
+        if aux is not None:
+            total += jnp.exp(aux.reshape(m.hk, -1, m.sinks) - top).sum(-1, keepdims=True)
+        return product("hgt,thd->hgd", p / total, v).reshape(m.h, m.d) * scale
+
+    given = x["q"][rows], jnp.asarray(position), x["tables"][jnp.asarray(r)]
+    return rows, jax.jit(lambda args: jax.lax.map(row, args))(given)
+
+
+def error(m: Mix, x: dict[str, jax.Array], cache: jax.Array, out: jax.Array) -> float:
+    """RMS error of sampled rows over their RMS; inf where rows of no sequence are not 0."""
+    rows, want = oracle(m, x, cache)
+    got = out[rows].astype(jnp.float32)
+    if bool(jnp.any(out[sum(m.rows) :] != 0)) or not bool(jnp.all(jnp.isfinite(out))):
+        return float("inf")
+    return float(jnp.sqrt(jnp.mean((got - want) ** 2) / jnp.mean(want**2)))
+
+
+# of the outputs' and the probabilities' rounding; float32 products are three of tf32
+BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-5}
+
+UNEVEN = Mix((1, 0, 700, 1, 3, 130, 1, 64), (4096, 5, 3000, 16, 777, 130, 1, 6000))
+CASES = {
+    "page 16": UNEVEN,
+    "page 64": replace(UNEVEN, ps=64),
+    "page 1": replace(UNEVEN, ps=1),
+    "page 3": replace(UNEVEN, ps=3),
+    "page 256 packed": replace(UNEVEN, ps=256, packed=True),
+    "window": replace(UNEVEN, window=300),
+    "window cap sinks": replace(UNEVEN, ps=64, window=1000, cap=20.0, sinks=2),
+    "mha": replace(UNEVEN, h=8),
+    "mqa 64": replace(UNEVEN, h=64, hk=1),
+    "group 5": replace(UNEVEN, h=10, hk=2),
+    "d64": replace(UNEVEN, d=64),
+    "d80": replace(UNEVEN, d=80),
+    "d256": replace(UNEVEN, h=16, d=256),
+    "few long": Mix((96, 40), (60001, 30000)),
+    "1500 sequences": Mix((1, 6, 0, 40) * 375, (97, 30, 5, 77) * 375, h=8, hk=2, d=64),
+    "float16": replace(UNEVEN, q="float16", kv="float16"),
+    "float32": replace(UNEVEN, q="float32", kv="float32", h=8, hk=2),
+    "int8": replace(UNEVEN, kv="int8"),
+    "int8 packed d72": replace(UNEVEN, kv="int8", d=72, packed=True),
+    "e4m3": replace(UNEVEN, kv="float8_e4m3fn"),
+    "e5m2 d256 page 64": replace(UNEVEN, kv="float8_e5m2", h=16, d=256, ps=64),
+}
+
+DECODE = Mix((1,) * 64, (8192,) * 64)
+CONTEXTS = tuple(2048 + 2048 * i for i in range(8))
+MIXED = Mix((2048,) * 8 + (1,) * 56, CONTEXTS + (8192,) * 56)
+PROMPTS = Mix((1024,) * 16, (1024,) * 16)
+SPREAD = tuple(1024 + 228 * i for i in range(63))
+# name: mix, and the milliseconds asked for on one H200
+TIMED = {
+    "64 decodes of 8k, page 16": (DECODE, 0.50),
+    "64 decodes of 8k, page 64": (replace(DECODE, ps=64), 0.50),
+    "64 uneven decodes": (replace(DECODE, lens=(*SPREAD, 64 * 8192 - sum(SPREAD))), 0.55),
+    "64 decodes of 8k, int8": (replace(DECODE, kv="int8"), 0.28),
+    "64 decodes of 8k, e4m3": (replace(DECODE, kv="float8_e4m3fn"), 0.28),
+    "8 prefills of 2k, 56 decodes, page 16": (MIXED, 6.0),
+    "8 prefills of 2k, 56 decodes, page 64": (replace(MIXED, ps=64), 6.0),
+    "16 prefills of 1k, page 16": (PROMPTS, 0.35),
+    "16 prefills of 1k, page 64": (replace(PROMPTS, ps=64), 0.35),
+    "one prefill of 64 at 100k": (Mix((64,), (102400,)), 0.40),
+}
