@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.compat import Tracer
 from ejkernel.ops.second_order import differentiable_once, running
 from ejkernel.ops.varying import vary_alike
 
@@ -80,4 +81,6 @@ def same_axes(arrays: Arrays) -> Arrays:
     Inside ``shard_map`` all of them vary over the same mesh axes, so that JAX sums the gradients of
     those that were replicated.
     """
-    return vary_alike(jax.tree.map(jnp.asarray, arrays))
+    arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arrays)
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+    return vary_alike(arrays) if traced else arrays

@@ -84,6 +84,12 @@ class Boundary:
         return tuple(p.name for p in self.parameters)
 
     @cached_property
+    def positional(self) -> tuple[str, ...]:
+        """The parameters that may be given without their names."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+    @cached_property
     def defaults(self) -> Mapping[str, Any]:
         """Every parameter with its default, ``REQUIRED`` where there is none."""
         return {p.name: p.default for p in self.parameters}
@@ -112,12 +118,7 @@ class Boundary:
             TypeError: an argument that is unknown, missing, given twice, or one too many.
         """
         named = dict(self.defaults)
-        positional = [
-            p.name
-            for p in inspect.signature(self.function).parameters.values()
-            if p.kind is p.POSITIONAL_OR_KEYWORD
-        ]
-        label = self.name
+        positional, label = self.positional, self.name
         if len(args) > len(positional):
             raise TypeError(
                 f"{label}() takes {len(positional)} positional arguments, given {len(args)}"
@@ -151,12 +152,13 @@ class Boundary:
         with jaxtyped("context"):
             for p in self.parameters:
                 value = arguments[p.name]
+                if value is p.default:
+                    continue
                 # True is an int to Python, and a width of 1 to nobody who writes it
                 switch = isinstance(value, bool) and bool not in alternatives(p.annotation)
                 fits = not switch and is_bearable(value, p.annotation, conf=conf)
-                if value is p.default or fits:
-                    continue
-                raise InvalidArgument(self._message(p, arguments))
+                if not fits:
+                    raise InvalidArgument(self._message(p, arguments))
 
     def _message(self, p: Parameter, arguments: Mapping[str, Any]) -> str:
         value = arguments[p.name]
