@@ -178,8 +178,6 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
 def test_unseen_memory_has_no_effect():
     q, kv, lens, tables, starts, count = args = draw(rows=(1, 12, 3), lens=(37, 30, 50), ps=8)
     base = np.asarray(ragged_page_attention(*args, sliding_window=10))
-    again = ragged_page_attention(*args, sliding_window=10)
-    np.testing.assert_array_equal(base, again)
     seen = np.zeros(kv.shape[:2], bool)
     for r in range(int(count)):
         rows = starts[r + 1] - starts[r]

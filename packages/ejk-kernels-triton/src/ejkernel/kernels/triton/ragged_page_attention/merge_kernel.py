@@ -1,8 +1,8 @@
 """Ragged attention, last kernel: partial results of decoded rows and of cut tiles to the output.
 
-The sum of ``page_attention.merge_kernel``. One program per (sequence, decoded row, query head),
-then one per (slot, kv head, LINES rows of a tile), of which those of the first part of a tile work.
-Writes into the output of the prefill kernel, which has all other rows.
+The sum of ``page_attention.merge_kernel``. One program per (sequence, query head), then one per
+(slot, kv head, LINES rows of a tile), of which those of the first part of a tile work. Writes into
+the output of the prefill kernel, which has all other rows.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ def ragged_merge(
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
     pid = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
-    if pid < n * TOKENS * HEADS:
+    if pid < n * HEADS:
         h = pid % HEADS
-        token = (pid // HEADS) % TOKENS
-        b = pid // (HEADS * TOKENS)
-        if token < tl.load(d_counts + b):
-            slot, count = parts_of(b, d_starts, n, shares, 0)
-            first = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
+        b = pid // HEADS
+        slot, parts = parts_of(b, d_starts, n, shares, 0)
+        start = tl.load(first_rows + b)
+        for token in range(0, tl.load(d_counts + b)):
+            kept = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
             m, l, acc = merge_row(  # noqa: E741
-                d_acc, d_m, d_l, first, count, TOKENS * HEADS, D, COLUMNS, PARTS
+                d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, D, COLUMNS, PARTS
             )
             one = tl.arange(0, 1)
             factor = finish(
                 m, l, sink, 0, h + one, one < 1, sinks, v_scale, h // GROUP * v_scale_head, SINKS
             )  # fmt: skip
-            row = (tl.load(first_rows + b) + token).to(tl.int64) * HEADS + h
+            row = (start + token).to(tl.int64) * HEADS + h
             acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
             tl.store(o + row * D + column, acc, mask=column < D)
     else:
-        x = pid - n * TOKENS * HEADS
+        x = pid - n * HEADS
         line = x % (ROWS // LINES)
         unit = (x // (ROWS // LINES)) % UNITS
         slot = x // (ROWS // LINES * UNITS)

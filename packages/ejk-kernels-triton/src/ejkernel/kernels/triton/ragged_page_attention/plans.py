@@ -219,7 +219,7 @@ class RaggedMergePlan(RaggedPlan):
             "SINKS": sinks_padded,
         }
         lines = t.rows // MERGED
-        grid = p.batch * p.tokens * p.heads + self.fair * p.kv_heads * self.chunks * lines
+        grid = p.batch * p.heads + self.fair * p.kv_heads * self.chunks * lines
         aliases = {arguments["given"].index: 0}
         return Launch(ragged_merge, arguments, constants, (grid,), 4, 1, aliases=aliases)
 

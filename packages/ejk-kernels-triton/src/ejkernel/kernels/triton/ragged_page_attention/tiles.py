@@ -107,13 +107,14 @@ def _fit(tiles: Tiles, problem: Ragged, target: Target) -> Tiles:
 
 
 def fair_parts(problem: Ragged, tiles: Tiles, target: Target) -> int:
-    """Parts of tiles in all, for each kv head: twice what runs at once.
+    """Parts of tiles in all, for each kv head: what runs at once.
 
-    A program of eight warps has a multiprocessor to itself, of four half of it.
+    Few tiles of one length then are one round of programs, and what is kept of them is small. A
+    program of eight warps has a multiprocessor to itself, of four half of it.
     """
     chunks = -(-problem.paged.group // tiles.members(problem.paged.group))
     programs = target.cores * max(1, 8 // tiles.num_warps)
-    return max(1, 2 * programs // (problem.paged.kv_heads * chunks))
+    return max(1, programs // (problem.paged.kv_heads * chunks))
 
 
 def most_pieces(problem: Ragged, tiles: Tiles, fair: int) -> int:
