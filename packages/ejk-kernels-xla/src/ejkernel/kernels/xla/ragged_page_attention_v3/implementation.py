@@ -1,65 +1,14 @@
-"""ragged_page_attention_v3: write the new keys and values into the pages, then attend.
-
-The write is a scatter of ``T`` rows, which XLA does in place when the cache is donated.
-"""
+"""ragged_page_attention_v3: write the new keys and values into the pages, then attend."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
+from ejkernel.kernels.xla.ragged_page_attention_v3.write import quantise, write, write_slots
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.arrays import result_dtype
-
-
-def quantise(x, scale, dtype):
-    """``cast(clip(round(x / scale)))``: to nearest even, clipped to what ``dtype`` holds.
-
-    ``scale`` broadcasts against the heads axis of ``x [T, heads, d]``; None = 1.
-    """
-    wide = result_dtype(x, jnp.float32)
-    y = x.astype(wide)
-    if scale is not None:
-        y = y / jnp.asarray(scale, wide).reshape(1, -1, 1)
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return jnp.clip(jnp.round(y), info.min, info.max).astype(dtype)
-    info = jnp.finfo(dtype)
-    return jnp.clip(y, float(info.min), float(info.max)).astype(dtype)
-
-
-def write_slots(kv_lens, block_tables, query_start_loc, count, tokens: int, page_size: int):
-    """Page ``[T]`` and place ``[T]`` of every packed row; rows of no sequence get a page of -1."""
-    n, columns = block_tables.shape
-    starts = jnp.clip(jnp.asarray(query_start_loc, jnp.int32), 0, tokens)
-    row = jnp.arange(tokens, dtype=jnp.int32)
-    valid = jnp.arange(n, dtype=jnp.int32) < count
-    ends = jnp.where(valid, starts[1:], tokens + 1)
-    sequence = jnp.minimum(jnp.searchsorted(ends, row, side="right"), n - 1)
-    first, last = starts[sequence], starts[sequence + 1]
-    length = jnp.clip(jnp.asarray(kv_lens, jnp.int32), 0, columns * page_size)[sequence]
-    position = length - (last - first) + row - first
-    here = valid[sequence] & (row >= first) & (row < last) & (position >= 0)
-    page = block_tables[sequence, jnp.clip(position // page_size, 0, max(columns - 1, 0))]
-    return jnp.where(here, page, -1), position % page_size
-
-
-def write(cache, keys, values, page, place):
-    """The cache with ``keys``/``values [T, hk, d]`` at their slots; -1 and pages outside: none."""
-    t, hk, d = keys.shape
-    both = jnp.stack([keys, values], axis=2).reshape(t, 2 * hk, d)
-    outside = (page < 0) | (page >= cache.shape[0])
-    page = jnp.where(outside, cache.shape[0], page)
-    head = jnp.arange(2 * hk, dtype=jnp.int32)
-    if cache.ndim == 4:
-        return cache.at[page, place].set(both, mode="drop")
-    pack = cache.shape[3]
-    at = cache.at[page[:, None], place[:, None], head // pack, head % pack, :d]
-    return at.set(both, mode="drop")
 
 
 class RaggedPageAttentionv3(GroupKernel):
