@@ -175,7 +175,26 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         dict(causal=True, segments=True, dense=True, bias=(1, 4), sinks=True, dropout=0.1, cap=9.0),
     ),
     "one query": ((4, 1, 2048, 8, 2, 128, 128, BF), {}),
-}
+    "one tile d128": ((1, 128, 128, 1, 1, 128, 128, BF), dict(causal=True)),
+    "one tile d256": ((1, 128, 128, 1, 1, 256, 256, BF), {}),
+    "many keys": ((1, 1024, 20480, 1, 1, 128, 128, BF), {}),
+    "gqa q<k": ((1, 512, 1024, 8, 2, 128, 128, BF), {}),
+    "odd full d128": ((1, 1003, 777, 2, 2, 128, 128, BF), {}),
+    "odd offset d128": ((2, 777, 1003, 2, 2, 128, 128, BF), dict(causal=True, causal_offset=226)),
+    "odd causal d64": ((2, 777, 1003, 2, 2, 64, 64, BF), dict(causal=True)),
+    "odd full d192/128": ((1, 777, 1003, 2, 2, 192, 128, BF), {}),
+    "odd gqa cap d256": ((1, 777, 1003, 4, 2, 256, 256, BF), dict(causal=True, cap=5.0)),
+    "offset -128 d128": ((1, 640, 512, 2, 2, 128, 128, BF), dict(causal=True, causal_offset=-128)),
+    "offset -128 d256": ((1, 640, 512, 2, 2, 256, 256, BF), dict(causal=True, causal_offset=-128)),
+    "window both d128": ((1, 1024, 1024, 2, 2, 128, 128, BF), dict(sliding_window=(200, 100))),
+    "window both d256": ((1, 1024, 1024, 2, 2, 256, 256, HALF), dict(sliding_window=(200, 100))),
+    "segments full": ((1, 1024, 1024, 2, 2, 128, 128, BF), dict(segments=True)),
+    "segments q>k": ((2, 1024, 1000, 4, 2, 128, 128, BF), dict(causal=True, segments=True)),
+    "segments q>k d256": ((2, 1024, 1000, 4, 2, 256, 256, BF), dict(causal=True, segments=True)),
+    "segments cap d64": (
+        (1, 1024, 1024, 4, 2, 64, 64, BF), dict(causal=True, segments=True, cap=5.0),
+    ),
+}  # fmt: skip
 # relative error of a whole array; float32 products at default precision are TF32
 BOUND = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 5e-3}
 
@@ -197,7 +216,7 @@ def assert_sound(name, errors, same) -> None:
 def names_in_run(request) -> list[str]:
     """The cases that this run of pytest asks of the file of ``request``."""
     here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
-    return [x.callspec.params["name"] for x in here]
+    return [x.callspec.params["name"] for x in here if "name" in x.callspec.params]
 
 
 def inputs(name):
@@ -212,7 +231,7 @@ def inputs(name):
     if "sinks" in o:
         diff["sinks"] = jax.random.normal(jax.random.key(8), (h, 2), jnp.float32)
     if "segments" in o:
-        fixed["ids"] = segments(b, q_len)
+        fixed["ids"] = segments(b, max(q_len, kv_len))
     if "dense" in o:
         fixed["dense"] = jax.random.bernoulli(jax.random.key(5), 0.6, (b, 1, q_len, kv_len))
     fixed["dlse"] = jax.random.normal(jax.random.key(9), (b, q_len, h), jnp.float32)
@@ -239,12 +258,13 @@ def with_gradients(f, options: dict[str, Any] | None = None):
 
 def kernel(name, flash_attention: Callable[..., Any]):
     """This case through an implementation of flash attention."""
-    o = CASES[name][1]
+    (_, q_len, kv_len, *_), o = CASES[name]
     names = ("causal", "causal_offset", "sliding_window", "precision")
     kwargs = {n: o[n] for n in names if n in o}
 
     def ours(x, fixed):
-        info = MaskInfo.from_segments(fixed["ids"]) if "ids" in fixed else None
+        ids = fixed.get("ids")
+        info = ids if ids is None else MaskInfo.from_segments(ids[:, :q_len], ids[:, :kv_len])
         return flash_attention(
             x["q"], x["k"], x["v"], x.get("bias"), softmax_aux=x.get("sinks"), mask_info=info,
             attention_mask=fixed.get("dense"), softmax_scale=o.get("scale"),
@@ -270,8 +290,8 @@ def truth(name):
             left, right = w if isinstance(w, tuple) else (w, w)
             mask &= (j >= at - left) & (j <= at + right)
         if "ids" in fixed:
-            ids = fixed["ids"]
-            mask = mask & ((ids[:, :, None] == ids[:, None]) & (ids[:, :, None] >= 0))[:, None]
+            ids, others = fixed["ids"][:, :q_len, None], fixed["ids"][:, None, :kv_len]
+            mask = mask & ((ids == others) & (ids >= 0))[:, None]
         if "dense" in fixed:
             mask = mask & fixed["dense"]
         drop = o.get("dropout", 0.0)

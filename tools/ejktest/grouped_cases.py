@@ -1,4 +1,4 @@
-"""Grouped products of awkward groups at real tile sizes, against the oracle."""
+"""Grouped products: awkward groups against the oracle, and those of models at their sizes."""
 
 from __future__ import annotations
 
@@ -97,6 +97,72 @@ def compile_ahead(target: Any) -> None:
     from ejktest.ahead import in_parallel
 
     in_parallel((_lower, *case, target) for case in CASES)
+
+
+# groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B
+AT_SIZE: dict[str, tuple[int, int, int, int]] = {
+    "mixtral": (8, 16384, 4096, 14336),
+    "deepseek": (256, 65536, 7168, 2048),
+    "qwen": (128, 8192, 2048, 768),
+}
+
+
+def sizes_at(name: str, zipf: bool) -> np.ndarray:
+    """Even runs, or runs of which the i-th longest has 1 / i of the rows of the longest."""
+    groups, rows, _, _ = AT_SIZE[name]
+    share = np.random.default_rng(0).permutation(1 / np.arange(1, groups + 1) ** zipf)
+    sizes = np.floor(rows * share / share.sum()).astype(np.int32)
+    sizes[np.argmax(sizes)] += rows - sizes.sum()
+    return sizes
+
+
+@jax.jit
+def _errors_of_group(g, sizes, x, w, dy, out, dx, dw):
+    """Relative errors of what belongs to group g, of the three results."""
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(x.shape[0])
+    inside = ((row < ends[g]) & (row >= ends[g] - sizes[g]))[:, None]
+    mine, other = jnp.where(inside, x, 0), jnp.where(inside, dy, 0)
+
+    def error(got, a, b):
+        want = jnp.dot(a, b, preferred_element_type=jnp.float32)
+        norm = jnp.linalg.norm(want)
+        return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.where(norm > 0, norm, 1)
+
+    return {
+        "out": error(jnp.where(inside, out, 0), mine, w[g]),
+        "dlhs": error(jnp.where(inside, dx, 0), other, w[g].T),
+        "drhs": error(dw[g], mine.T, other),
+    }
+
+
+def check_at_size(fn: Callable[..., Any], name: str, zipf: bool) -> None:
+    """First, last, smallest, middle and largest group in bfloat16; two runs have the same bits."""
+    groups, rows, inner, columns = AT_SIZE[name]
+    counts = sizes_at(name, zipf)
+    sizes = jnp.asarray(counts)
+
+    @jax.jit
+    def draw():
+        a, b, c = jax.random.split(jax.random.key(1), 3)
+        w = jax.random.normal(b, (groups, inner, columns), jnp.bfloat16)
+        w *= jnp.asarray(inner**-0.5, w.dtype)
+        x, dy = (jax.random.normal(k, (rows, n), w.dtype) for k, n in ((a, inner), (c, columns)))
+        return x, w, dy
+
+    @jax.jit
+    def run(x, w, dy):
+        out, back = jax.vjp(lambda x, w: fn(x, w, sizes), x, w)
+        return out, *back(dy)
+
+    given = draw()
+    found = run(*given)
+    assert all(jnp.array_equal(a, b) for a, b in zip(found, run(*given), strict=True))
+    order = np.argsort(counts)
+    for g in {0, groups - 1, int(order[0]), int(order[groups // 2]), int(order[-1])}:
+        errors = _errors_of_group(g, sizes, *given, *found)
+        print(f"{name} group {g}, {counts[g]} rows: {errors}")
+        assert all(e <= KINDS["bfloat16"][-1] for e in errors.values()), (g, errors)
 
 
 CASES = [

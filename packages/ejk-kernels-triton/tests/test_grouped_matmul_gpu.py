@@ -31,6 +31,13 @@ def test_against_float64(sizes: str, kind: str, transposed: bool) -> None:
     assert max(found.values()) <= cases.KINDS[kind][-1], found
 
 
+@pytest.mark.parametrize("zipf", [False, True])
+@pytest.mark.parametrize("name", cases.AT_SIZE)
+def test_sizes_of_models(name: str, zipf: bool) -> None:
+    """Values, both gradients, and the bits of a second run."""
+    cases.check_at_size(grouped_matmul, name, zipf)
+
+
 def test_highest_precision() -> None:
     found = cases.errors(grouped_matmul, "around a tile", "float32", False, precision="highest")
     assert max(found.values()) <= 2e-6, found

@@ -15,7 +15,8 @@ from ejkernel.modules.bench.case import Case, case_of, forward_and_backward
 from ejkernel.modules.bench.limits import Limits
 from ejkernel.modules.bench.runner import run_case
 from ejkernel.modules.workloads import call_of, find
-from ejkernel.modules.workloads.families import AttentionShape
+from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
+from ejkernel.modules.workloads.grouped import group_sizes
 from ejkernel.modules.workloads.shapes import SHAPES
 
 
@@ -148,3 +149,13 @@ def test_explaining_a_case_runs_nothing():
     kernel = operation_class("flash_attention").shared()
     found = get_default_executor().explanation(kernel, **call.abstract())
     assert found.error is None  # its arrays would need terabytes
+
+
+def test_a_shared_bias_is_read_once_and_zipf_groups_halve():
+    alone = AttentionShape("s", 2, 8, 4, 4, 64, bias=True)
+    shared = dataclasses.replace(alone, bias_batch=1, bias_heads=1)
+    calls = [call_of(shape, "flash_attention") for shape in (alone, shared)]
+    assert [c.abstract()["bias"].shape[:2] for c in calls] == [(2, 4), (1, 1)]
+    assert calls[0].moved - calls[1].moved == 2 * (2 * 4 - 1) * 8 * 8
+    sizes = group_sizes(GroupedShape("g", 1500, 8, 8, 4, zipf=True))
+    assert sizes.sum() == 1500 and sorted(sizes) == [180, 240, 360, 720]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -27,8 +28,7 @@ def qkv(shape: AttentionShape) -> dict[str, Any]:
         "value": jax.random.normal(keys[2], (b, shape.keys, hk, shape.value_dim), shape.dtype),
     }
     if shape.bias:
-        size = (b, h, shape.q_len, shape.keys)
-        arrays["bias"] = jax.random.normal(keys[3], size, shape.dtype)
+        arrays["bias"] = jax.random.normal(keys[3], shape.bias_shape, shape.dtype)
     return arrays
 
 
@@ -108,6 +108,9 @@ def build(shape: AttentionShape, operation: str) -> dict[str, Any]:
     moved = shape.q_len * shape.heads * dims + shape.keys * shape.kv_heads * dims
     if operation == "attention":  # its second output is the weights
         moved += shape.heads * shape.q_len * shape.keys
+    moved *= shape.batch
+    if shape.bias and operation != "native_sparse_attention":
+        moved += math.prod(shape.bias_shape)
     arrays = functools.partial(_arrays, shape, operation)
     options = _options(shape, operation)
     if operation == "attention" and shape.dropout:
@@ -116,7 +119,7 @@ def build(shape: AttentionShape, operation: str) -> dict[str, Any]:
         "make": arrays,
         "options": options,
         "flops": _flops(shape, operation),
-        "moved": float(WIDTH[shape.dtype] * shape.batch * moved),
+        "moved": float(WIDTH[shape.dtype] * moved),
         "dtype": shape.dtype,
         "gradients": ("query", "key", "value"),
     }

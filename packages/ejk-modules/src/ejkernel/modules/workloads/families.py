@@ -36,7 +36,8 @@ class AttentionShape(Shape):
 
     ``v_dim`` None = ``head_dim``; ``kv_len`` None = ``q_len``. ``documents`` of equal length share
     a row. ``density``: the part of the 128 x 128 blocks that a random pattern keeps, which makes
-    it a call of blocksparse_attention alone; ``per_head``: a pattern for each head.
+    it a call of blocksparse_attention alone; ``per_head``: a pattern for each head. ``bias_batch``
+    and ``bias_heads``: 1 = one bias for all rows or heads, None = each has its own.
     """
 
     operations = (
@@ -70,6 +71,8 @@ class AttentionShape(Shape):
     documents: int = 1
     dropout: float = 0.0
     bias: bool = False
+    bias_batch: int | None = None
+    bias_heads: int | None = None
     density: float | None = None
     per_head: bool = False
 
@@ -87,6 +90,12 @@ class AttentionShape(Shape):
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def bias_shape(self) -> tuple[int, int, int, int]:
+        batch = self.batch if self.bias_batch is None else self.bias_batch
+        heads = self.heads if self.bias_heads is None else self.bias_heads
+        return batch, heads, self.q_len, self.keys
 
     def visible_pairs(self) -> float:
         """Query-key pairs the mask leaves, per batch row and head (documents of equal length)."""
@@ -233,7 +242,11 @@ class LinearShape(Shape):
 
 @dataclass(frozen=True)
 class GroupedShape(Shape):
-    """``m`` rows in ``groups`` runs, each times its own ``[k, n]``."""
+    """``m`` rows in ``groups`` runs, each times its own ``[k, n]``.
+
+    Runs are as long as a router makes them; ``even``: all alike; ``zipf``: the i-th longest has
+    1 / i of the rows of the longest.
+    """
 
     operations = ("grouped_matmul",)
     short_names: ClassVar[dict[str, str]] = {"g": "groups"}
@@ -244,6 +257,7 @@ class GroupedShape(Shape):
     groups: int
     dtype: str = "bfloat16"
     even: bool = False
+    zipf: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,14 @@ from ejkernel.modules.workloads.families import GroupedShape, PoolShape
 
 
 def group_sizes(shape: GroupedShape) -> np.ndarray:
-    """Rows per group: even, or as uneven as a router's choice."""
-    share = np.random.default_rng(0).dirichlet(np.full(shape.groups, 4.0))
+    """Rows per group: even, of a Zipf distribution, or as uneven as a router's choice."""
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(shape.groups, 4.0))
     if shape.even:
         share = np.full(shape.groups, 1 / shape.groups)
+    if shape.zipf:
+        share = rng.permutation(1 / np.arange(1, shape.groups + 1))
+        share /= share.sum()
     sizes = np.floor(share * shape.m).astype(np.int32)
     sizes[-1] += shape.m - sizes.sum()
     return sizes

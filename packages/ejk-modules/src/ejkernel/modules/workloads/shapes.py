@@ -59,7 +59,12 @@ CPU_ATTENTION = (
     ),
 )  # fmt: skip
 
-GPU_SWEEP = tuple(_grid("sweep", (1024, 4096, 8192, 16384), dims=(64, 128, 256)))
+GPU_SWEEP = (
+    *_grid("sweep", (1024, 4096, 8192, 16384), dims=(64, 128, 256)),
+    *_grid("sweep", (2048,), dims=(64,)),
+    AttentionShape("sweep-d192-s8192-full", 2, 8192, 16, 16, 192, v_dim=128, causal=False),
+    AttentionShape("sweep-d192-s8192-causal", 2, 8192, 16, 16, 192, v_dim=128),
+)
 
 _GEMMA2: dict[str, Any] = {"soft_cap": 50.0, "source": "Gemma 2 9B"}
 _GPT_OSS: dict[str, Any] = {"sinks": 1, "source": "gpt-oss 20B"}
@@ -102,6 +107,8 @@ SHORT = tuple(
 
 _BASE: dict[str, Any] = {"batch": 1, "q_len": 16384, "heads": 16, "kv_heads": 16, "head_dim": 128}
 _GQA4: dict[str, Any] = {**_BASE, "kv_heads": 4}
+# beside sweep-d128-s4096-causal: a bias of 16k tokens takes 8 GB
+_AT_4K: dict[str, Any] = {**_BASE, "batch": 4, "q_len": 4096}
 OPTIONS = (
     AttentionShape("option-plain", **_BASE),
     AttentionShape("option-soft-cap", **_BASE, soft_cap=50.0),
@@ -110,6 +117,10 @@ OPTIONS = (
     AttentionShape("option-window1024", **_BASE, window=1023),
     AttentionShape("option-packed8", **_BASE, documents=8),
     AttentionShape("option-gqa4", **_GQA4),
+    AttentionShape("option-4k-cap-dropout", **_AT_4K, soft_cap=50.0, dropout=0.1),
+    AttentionShape("option-4k-bias", **_AT_4K, bias=True),
+    AttentionShape("option-4k-bias-of-heads", **_AT_4K, bias=True, bias_batch=1),
+    AttentionShape("option-4k-bias-shared", **_AT_4K, bias=True, bias_batch=1, bias_heads=1),
 )
 
 SPARSE = tuple(
@@ -133,17 +144,35 @@ DECODE = (
     DecodeShape("cpu-b1-16k", 1, 16384, 8, 2, 64, 16, "float32", "float32", device="cpu"),
     *(
         DecodeShape(f"decode-b64-8k-page{page}", 64, 8192, 32, 8, 128, page, source="Llama 3 8B")
-        for page in (16, 64)
+        for page in (1, 16, 64, 256)
     ),
     *(
         DecodeShape(f"decode-b{b}-8k", b, 8192, 32, 8, 128, 16, source="Llama 3 8B")
         for b in (1, 8, 256)
     ),
+    DecodeShape("decode-b256-512", 256, 512, 32, 8, 128, 16, source="Llama 3 8B"),
+    DecodeShape("decode-b8-1k", 8, 1024, 32, 8, 128, 16, source="Llama 3 8B"),
     DecodeShape("decode-b1-128k", 1, 131072, 32, 8, 128, 64, source="Llama 3 8B, long"),
+    DecodeShape("decode-b1-128k-page16", 1, 131072, 32, 8, 128, 16),
+    DecodeShape("decode-b1-128k-int8", 1, 131072, 32, 8, 128, 16, cache_dtype="int8"),
     DecodeShape("decode-b64-4k-even", 64, 4096, 32, 8, 128, 16),
     DecodeShape("decode-b64-4k-uneven", 64, 4096, 32, 8, 128, 16, uneven=True),
+    DecodeShape(
+        "decode-b64-4k-uneven-int8", 64, 4096, 32, 8, 128, 16, cache_dtype="int8", uneven=True
+    ),
     DecodeShape("decode-b64-8k-int8", 64, 8192, 32, 8, 128, 64, cache_dtype="int8"),
     DecodeShape("decode-b64-8k-float8", 64, 8192, 32, 8, 128, 64, cache_dtype="float8_e4m3fn"),
+    *(
+        DecodeShape(
+            f"decode-b64-8k-{name}-page16", 64, 8192, 32, 8, 128, 16, cache_dtype=cache_dtype
+        )
+        for name, cache_dtype in (
+            ("int8", "int8"), ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")
+        )
+    ),
+    DecodeShape("decode-b64-8k-d64", 64, 8192, 32, 8, 64, 16),
+    DecodeShape("decode-b16-8k-d256", 16, 8192, 32, 8, 256, 16),
+    DecodeShape("decode-b64-8k-mqa64", 64, 8192, 64, 1, 128, 16),
     DecodeShape("llama3-70b-decode-b32-8k", 32, 8192, 64, 8, 128, 16, source="Llama 3 70B"),
     DecodeShape(
         "gemma2-9b-decode-b32-8k", 32, 8192, 16, 8, 256, 16, window=4095, soft_cap=50.0,
@@ -203,6 +232,15 @@ GROUPED = (
     GroupedShape("qwen3-moe-decode", 512, 2048, 1536, 128, source="Qwen3 30B-A3B, 64 tokens"),
     GroupedShape("gpt-oss-20b-moe", 16384, 2880, 5760, 32, source="gpt-oss 20B"),
     GroupedShape("deepseek-v3", 65536, 7168, 2048, 256, source="DeepSeek V3"),
+    *(
+        GroupedShape(f"{name}-{kind}", *sizes, even=kind == "even", zipf=kind == "zipf")
+        for name, sizes in (
+            ("mixtral-16k", (16384, 4096, 14336, 8)),
+            ("deepseek-v3", (65536, 7168, 2048, 256)),
+            ("qwen3-moe-down", (8192, 2048, 768, 128)),
+        )
+        for kind in ("even", "zipf")
+    ),
     GroupedShape("deepseek-v3-ep8", 65536, 7168, 4096, 32, source="DeepSeek V3, one of 8 shards"),
 )
 

@@ -1,0 +1,205 @@
+"""Paged decoding at the sizes a GPU is for: cases, and a float32 reference that runs on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejktest.attention_at_size import BF, F32, HALF, relative
+
+I8, E4, E5 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: contexts, heads, sizes, dtypes."""
+
+    lens: tuple[int, ...]
+    h: int = 32
+    hk: int = 8
+    d: int = 128
+    dv: int = 128
+    ps: int = 16
+    q: Any = BF
+    kv: Any = BF
+
+
+UNEVEN = (4096, 16, 1, 0, 777, 2048, 3000, 65)
+SCALES: dict[str, Any] = dict(k_scale=0.5, v_scale=2.0)
+SMALL: dict[str, Any] = dict(k_scale=0.025, v_scale=0.03)  # for numbers up to 127
+# name: shape, options of the operation; ``sinks`` is their number
+CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "page 16": (Shape(UNEVEN), {}),
+    "page 64": (Shape(UNEVEN, ps=64), {}),
+    "page 1": (Shape(UNEVEN[4:], ps=1), {}),
+    "page 3": (Shape(UNEVEN[4:], ps=3), {}),
+    "page 256": (Shape(UNEVEN, ps=256), {}),
+    "long single": (Shape((100001,)), {}),
+    "no context": (Shape((0, 0, 0)), {}),
+    "batch 1500": (Shape(tuple(i % 97 for i in range(1500)), h=8, hk=2, d=64, dv=64), {}),
+    "splits 1": (Shape(UNEVEN), dict(num_splits=1)),
+    "splits 5": (Shape(UNEVEN), dict(num_splits=5)),
+    "splits 1 sinks": (Shape(UNEVEN), dict(num_splits=1, sinks=2)),
+    "window": (Shape(UNEVEN), dict(sliding_window=300)),
+    "cap": (Shape(UNEVEN), dict(logits_soft_cap=5.0)),
+    "sinks": (Shape(UNEVEN), dict(sinks=3)),
+    "window cap sinks": (
+        Shape(UNEVEN, ps=64),
+        dict(sliding_window=1000, logits_soft_cap=20.0, sinks=1),
+    ),
+    "mha": (Shape(UNEVEN, h=8, hk=8), {}),
+    "mqa 8": (Shape(UNEVEN, h=8, hk=1), {}),
+    "mqa 32": (Shape(UNEVEN, h=32, hk=1), {}),
+    "mqa 64": (Shape(UNEVEN, h=64, hk=1), {}),
+    "mqa 128": (Shape(UNEVEN, h=128, hk=1), {}),
+    "group 5": (Shape(UNEVEN, h=10, hk=2), {}),
+    **{f"d{d}": (Shape(UNEVEN, d=d, dv=d), {}) for d in (16, 64, 80, 96, 112, 256)},
+    "d192/128": (Shape(UNEVEN, d=192), {}),
+    "d256 mqa 64": (Shape(UNEVEN, h=64, hk=1, d=256, dv=256), {}),
+    "float16": (Shape(UNEVEN, q=HALF, kv=HALF), {}),
+    "float32": (Shape(UNEVEN, q=F32, kv=F32), {}),
+    "float32 d256": (Shape(UNEVEN, q=F32, kv=F32, d=256, dv=256), {}),
+    "int8": (Shape(UNEVEN, kv=I8), SMALL),
+    "int8 page 1": (Shape(UNEVEN[4:], kv=I8, ps=1, d=72, dv=40), SMALL),
+    "int8 mqa 64": (Shape(UNEVEN, kv=I8, h=64, hk=1), SMALL),
+    "float32 q, int8": (Shape(UNEVEN, q=F32, kv=I8), SMALL),
+    "e4m3": (Shape(UNEVEN, kv=E4), SCALES),
+    "e5m2": (Shape(UNEVEN, kv=E5), SCALES),
+    "e4m3 d64 window": (Shape(UNEVEN, kv=E4, d=64, dv=64), dict(sliding_window=77)),
+    "e4m3 d80": (Shape(UNEVEN, kv=E4, d=80, dv=80), SCALES),
+    "e5m2 d256 page 64": (Shape(UNEVEN, kv=E5, d=256, dv=256, ps=64), SCALES),
+    "float16 q, e4m3": (Shape(UNEVEN, q=HALF, kv=E4), dict(num_splits=1)),
+}
+# output rounding is 2e-3 in bfloat16; probabilities rounded to it add as much
+BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-5}
+
+
+def bound(name: str) -> float:
+    """The largest relative error that is accepted."""
+    s = CASES[name][0]
+    if s.q is F32 and s.d > 128:
+        return 2e-3  # one tf32 product instead of three
+    return BOUND[jnp.dtype(s.q).name]
+
+
+def draw(name: str) -> tuple[jax.Array, ...]:
+    """q, caches of the pages that are needed and three more, lengths, shuffled tables."""
+    s = CASES[name][0]
+    rng = np.random.default_rng(len(name))
+    counts = [-(-n // s.ps) for n in s.lens]
+    pages = sum(counts) + 3
+    order = rng.permutation(pages)
+    tables = np.full((len(s.lens), max(1, *counts)), -1, np.int32)
+    start = 0
+    for row, n in zip(tables, counts, strict=True):
+        row[:n] = order[start : start + n]
+        start += n
+    tables[tables < 0] = rng.choice([-1, 2**30, -(2**31), pages], (tables < 0).sum())
+
+    @jax.jit
+    def make():
+        a, b, c = jax.random.split(jax.random.key(len(name)), 3)
+        q = jax.random.normal(a, (len(s.lens), s.h, s.d), F32).astype(s.q)
+        k = jax.random.normal(b, (pages, s.ps, s.hk, s.d), BF)
+        v = jax.random.normal(c, (pages, s.ps, s.hk, s.dv), BF)
+        if s.kv is I8:
+            k, v = (jnp.clip(jnp.round(x * 40), -128, 127) for x in (k, v))
+        return q, k.astype(s.kv), v.astype(s.kv)
+
+    return (*make(), jnp.asarray(s.lens, jnp.int32), jnp.asarray(tables))
+
+
+def _sinks(name: str) -> jax.Array | None:
+    s, options = CASES[name]
+    shape = (s.h, options.get("sinks", 0))
+    return jax.random.normal(jax.random.key(3), shape, F32) if shape[1] else None
+
+
+def runner(name: str, page_attention: Callable[..., Any]):
+    """A case through an implementation, as a jitted function of ``draw(name)``."""
+    options = {n: x for n, x in CASES[name][1].items() if n != "sinks"}
+    aux = _sinks(name)
+    return jax.jit(lambda *x: page_attention(*x, softmax_aux=aux, **options))
+
+
+def truth(name: str):
+    """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
+    s, o = CASES[name]
+    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), _sinks(name)
+
+    def row(k, v, q, n, table):
+        table = jnp.clip(table, 0, k.shape[0] - 1)
+        kk, vv = (x[table].reshape(-1, s.hk, x.shape[-1]).astype(F32) for x in (k, v))
+        j = jnp.arange(kk.shape[0])
+        seen = j < n
+        if window is not None:
+            seen &= j >= n - 1 - window
+        kk, vv = (jnp.where(seen[:, None, None], x, 0.0) for x in (kk, vv))
+        x = jnp.einsum(
+            "hgd,thd->hgt", q.astype(F32).reshape(s.hk, -1, s.d), kk, precision="highest"
+        )
+        x = x * (s.d**-0.5 * o.get("k_scale", 1.0))
+        x = cap * jnp.tanh(x / cap) if cap else x
+        x = jnp.where(seen, x, -jnp.inf)
+        m = jnp.max(x, -1, keepdims=True)
+        m = jnp.where(m == -jnp.inf, 0.0, m)
+        p = jnp.exp(x - m)
+        total = p.sum(-1, keepdims=True)
+        if aux is not None:
+            total += jnp.exp(aux.reshape(s.hk, -1, aux.shape[1]) - m).sum(-1, keepdims=True)
+        p = p / jnp.where(total == 0.0, 1.0, total)
+        o_ = jnp.einsum("hgt,thd->hgd", p, vv, precision="highest")
+        return o_.reshape(s.h, s.dv) * o.get("v_scale", 1.0)
+
+    return jax.jit(lambda q, k, v, n, t: jax.lax.map(lambda x: row(k, v, *x), (q, n, t)))
+
+
+def check(name: str, page_attention: Callable[..., Any]) -> None:
+    """Within the bound; two runs have the same bits, and so has one with NaN in unseen memory."""
+    s = CASES[name][0]
+    q, k, v, lens, tables = draw(name)
+    run = runner(name, page_attention)
+    first = run(q, k, v, lens, tables)
+    assert jnp.array_equal(first, run(q, k, v, lens, tables))
+    if s.kv is not I8:
+        seen = np.zeros(k.shape[:2], bool)
+        for n, row in zip(s.lens, np.asarray(tables), strict=True):
+            j = np.arange(n)
+            seen[row[j // s.ps], j % s.ps] = True
+        hide = jnp.asarray(~seen)[:, :, None, None]
+        k_, v_ = (jnp.where(hide, jnp.asarray(jnp.nan, x.dtype), x) for x in (k, v))
+        assert jnp.array_equal(first, run(q, k_, v_, lens, tables))
+    error = relative(first, truth(name)(q, k, v, lens, tables))
+    print(f"{name}: {error:.1e}")
+    assert error <= bound(name)
+
+
+def every_code(kind: Any, page_attention: Callable[..., Any]) -> int:
+    """Numbers read inexactly, of all that 8 bits can say: each is the only key of its row."""
+    codes = np.arange(256, dtype=np.uint8).view(np.dtype(kind))
+    v = jnp.asarray(codes.reshape(16, 1, 1, 16))
+    q, k = jnp.ones((16, 1, 16), BF), jnp.zeros_like(v)
+    lens, tables = jnp.ones(16, jnp.int32), jnp.arange(16)[:, None]
+    got = jax.jit(lambda *x: page_attention(*x, num_splits=1))(q, k, v, lens, tables)
+    got, want = np.asarray(got, np.float32).ravel(), codes.astype(np.float32)
+    # a number that is not finite spoils the row of 16 only by itself
+    return int((~((got == want) | (np.isnan(got) & ~np.isfinite(want)))).sum())
+
+
+def _lower(name: str, target: Any) -> None:
+    from ejkernel.kernels.triton.page_attention import page_attention
+    from ejktest.ahead import lower
+
+    lower(runner(name, page_attention), target, *jax.eval_shape(lambda: draw(name)))
+
+
+def compile_ahead(names: list[str], target: Any) -> None:
+    """The Triton kernels of these cases, by processes side by side, into the disk cache."""
+    from ejktest.ahead import in_parallel
+
+    in_parallel((_lower, name, target) for name in names)
