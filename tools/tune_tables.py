@@ -26,21 +26,17 @@ import functools
 import signal
 import sys
 import time
-import tomllib
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-PACKAGES = Path(__file__).resolve().parents[1] / "packages"
-GROUP = "ejkernel.kernels"
-if not entry_points(group=GROUP):  # a machine lent for its GPU has the checkout alone
-    sys.path[:0] = [str(source) for source in sorted(PACKAGES.glob("*/src"))]
+import checkout
+
+checkout.use()
 
 from ejkernel.ops import (  # noqa: E402
     AutotunePolicy,
     Autotuner,
     AutotuneResult,
-    kernel_registry,
     target_device,
 )
 from ejkernel.ops.config.store import read_table  # noqa: E402
@@ -52,16 +48,6 @@ from tuned.building import TableBuilder  # noqa: E402
 from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
 from tuned.prepare import described, prepare  # noqa: E402
 from tuned.shipped import ShippedTable, shipped, shipped_names  # noqa: E402
-
-
-def register_checkout() -> None:
-    """Register the kernel packages of this checkout when none is installed."""
-    if entry_points(group=GROUP):
-        return
-    for project in sorted(PACKAGES.glob("*/pyproject.toml"), reverse=True):  # as if installed
-        declared = tomllib.loads(project.read_text())["project"].get("entry-points", {})
-        for name, value in declared.get(GROUP, {}).items():
-            EntryPoint(name, value, GROUP).load()(kernel_registry)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -216,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report or args.page:
         return show(args)
-    register_checkout()
+    checkout.register()
     if args.prepare:
         with described(args.prepare, args.cores):
             return prepare_all(args)

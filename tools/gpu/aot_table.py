@@ -11,14 +11,16 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "packages/ejk-kernels-triton/tests/aot_table.json"
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.gpu.common import in_parallel  # noqa: E402
+import checkout
 
+checkout.use()
+
+from ejktest.ahead import in_parallel  # noqa: E402
 from ejktest.triton_configs import cases, resources  # noqa: E402
+
+TABLE = checkout.ROOT / "packages/ejk-kernels-triton/tests/aot_table.json"
 
 
 def measured(call: str, target: str) -> dict[str, dict[str, int]]:

@@ -14,13 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 FOLDER = tempfile.mkdtemp(prefix="ejkernel-tuning-")
 os.environ["EJKERNEL_CACHE_DIR"] = FOLDER
 
 import jax  # noqa: E402
 
+import checkout  # noqa: E402
 import tune_tables  # noqa: E402
 from ejkernel.modules._table import operation_class  # noqa: E402
 from ejkernel.modules.workloads import call_of  # noqa: E402
@@ -111,7 +111,7 @@ def clocks() -> None:
 
 
 def main() -> int:
-    tune_tables.register_checkout()
+    checkout.register()
     print(f"{target_device().fingerprint}, jax {jax.__version__}")
     clocks()
     tuning_time()

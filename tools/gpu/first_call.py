@@ -17,14 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-sys.path.insert(0, __file__.rsplit("/", 3)[0])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import checkout
+
+checkout.use()
 
 CASES = ("flash forward", "flash forward and backward", "page_attention")
 
 
 def arrays(case):
-    from tools.gpu.common import jax, jnp
+    import jax
+    import jax.numpy as jnp
 
     if case == "page_attention":
         b, pages, size, h, hk, d = 8, 512, 16, 32, 8, 128
@@ -48,7 +54,7 @@ def ours(case):
 
 
 def plain(case):
-    from tools.gpu.common import jax
+    import jax
 
     def paged(q, k, v, lens, tables):
         b, columns = tables.shape
@@ -62,7 +68,8 @@ def plain(case):
 
 
 def child(case: str, kind: str) -> None:
-    from tools.gpu.common import jax, jnp
+    import jax
+    import jax.numpy as jnp
 
     given = arrays(case)
     jax.block_until_ready(jnp.dot(given[0][0, 0], given[0][0, 0].T))
