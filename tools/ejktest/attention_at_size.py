@@ -147,6 +147,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "d96": ((2, 1024, 1024, 4, 4, 96, 96, BF), {}),
     "d112 odd": ((2, 999, 999, 4, 4, 112, 112, BF), dict(causal=True)),
     "d192/128": ((2, 1024, 1024, 4, 4, 192, 128, BF), dict(causal=True)),
+    "d40/24 window": ((2, 1003, 777, 2, 2, 40, 24, BF), dict(sliding_window=(20, 5))),
     "d32": ((2, 1024, 1024, 4, 4, 32, 32, BF), {}),
     "sinks": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, sinks=True)),
     "cap": ((2, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, cap=30.0)),
