@@ -1,6 +1,6 @@
 """Hopper flash attention where there is no Hopper GPU.
 
-The kernels themselves run on the card only (``tools/gpu/check_mosaic.py``). Here they are lowered
+The kernels themselves run on the card only (``test_gpu_card.py``). Here they are lowered
 for one, and what surrounds them is run with doubles that read the same operands: a block outside
 the ranges is not read, one inside the full range is not masked.
 """

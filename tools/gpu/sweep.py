@@ -1,0 +1,308 @@
+"""Time tiles of one kernel on this device: what ships, and what may be faster.
+
+    python tools/gpu/sweep.py flash_attention --cases 'sweep-d128-s4096-*' --platform triton
+    python tools/gpu/sweep.py grouped_matmul --cases qwen3-moe --pass bwd
+    python tools/gpu/sweep.py flash_attention --cases option-4k-bias \\
+        --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
+
+Cases are those of the benchmark (``python -m bench OPERATION --list``). Candidates are what the
+kernel itself holds worth timing beside its choice (``near``, or its fields halved and doubled), or
+all combinations of the values that ``--set`` names: any field of its tiles, whether or not a config
+can say it. Each must give the values of what ships; those that do are timed in turns, the slower
+half leaving after each round, by the clock of the autotuner (the kernels' own time where they are
+short). ``--pass bwd`` times forward and backward together, and changes the tiles of the backward
+pass alone. The last table has the best of each case beside what ships. Exit status 1: a candidate
+gave other values, or what ships did not run; 2: nothing to sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import checkout
+
+checkout.use()
+
+import jax  # noqa: E402
+
+from bench.__main__ import matching  # noqa: E402
+from ejkernel.modules import get_default_executor  # noqa: E402
+from ejkernel.modules._table import operation_class  # noqa: E402
+from ejkernel.modules.bench.case import case_of, ours  # noqa: E402
+from ejkernel.modules.bench.record import config_fields  # noqa: E402
+from ejkernel.modules.bench.runner import compile_ahead  # noqa: E402
+from ejkernel.modules.bench.timing import Program  # noqa: E402
+from ejkernel.modules.workloads import Call, call_of  # noqa: E402
+from ejkernel.modules.workloads.find import operation_name, shapes_of  # noqa: E402
+from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
+from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
+from ejkernel.ops.core.invocation import call_invocation  # noqa: E402
+from ejkernel.ops.execution.timing import race  # noqa: E402
+from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
+from ejkernel.ops.platforms import parse_platform  # noqa: E402
+
+MODES = {"fwd": "fwd", "bwd": "fwd+bwd"}
+SHOWN = 12  # rows of a case
+
+
+# ---- tiles as fields by path -------------------------------------------------------------------
+
+
+def flat(tiles: Any, prefix: str = "") -> dict[str, Any]:
+    """Fields of nested dataclasses or dictionaries by path, as "fwd.block_q"."""
+    if dataclasses.is_dataclass(tiles):
+        tiles = {f.name: getattr(tiles, f.name) for f in dataclasses.fields(tiles)}
+    if not isinstance(tiles, Mapping):
+        return {prefix[:-1]: tiles}
+    return {k: v for name, x in tiles.items() for k, v in flat(x, f"{prefix}{name}.").items()}
+
+
+def changed(tiles: Any, values: Mapping[str, Any]) -> Any:
+    """``tiles`` with other values at some paths."""
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        is_map = isinstance(tiles, Mapping)
+        inner = tiles[name] if is_map else getattr(tiles, name)
+        value = changed(inner, {rest: value}) if rest else value
+        tiles = {**tiles, name: value} if is_map else dataclasses.replace(tiles, **{name: value})
+    return tiles
+
+
+def of_pass(path: str, which: str) -> bool:
+    """Whether a field is the pass's: the forward's have a group of their own, if any has."""
+    return "." not in path or path.startswith("fwd") == (which == "fwd")
+
+
+def doublings(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each number halved and doubled; of stages one less and one more."""
+    for path, n in fields.items():
+        if type(n) is int and n > 0:
+            near = (n - 1, n + 1) if "stages" in path else (n // 2, n * 2)
+            yield from ({path: value} for value in near if value > 0)
+
+
+# ---- what is swept -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One call of one implementation.
+
+    Attributes:
+        name: of the implementation.
+        ships: the tiles that run now; a dataclass, or fields of a config.
+        near: tiles that the implementation holds worth timing.
+        function: of the call's arrays, with given tiles.
+    """
+
+    name: str
+    ships: Any
+    near: tuple[Any, ...]
+    function: Callable[[Any], Callable[..., Any]]
+
+    def candidates(
+        self, which: str, given: Mapping[str, list[Any]], limit: int
+    ) -> dict[str, Callable[..., Any]]:
+        """Functions by what their tiles say otherwise; what ships is the first, with all it says.
+
+        Raises:
+            LookupError: ``given`` names a field that these tiles have not.
+        """
+        usual = {path: v for path, v in flat(self.ships).items() if of_pass(path, which)}
+        unknown = given.keys() - usual.keys()
+        if unknown:
+            raise LookupError(
+                f"--set {', '.join(sorted(unknown))}: {self.name} has {', '.join(usual) or 'none'}"
+            )
+        others: Iterable[dict[str, Any]]
+        if given:
+            values = itertools.product(*given.values())
+            others = (dict(zip(given, x, strict=True)) for x in values)
+        else:
+            others = [_difference(flat(tiles), usual) for tiles in self.near]
+            others = others if any(others) else doublings(usual)
+        found: dict[str, Callable[..., Any]] = {_text(usual): self.function(self.ships)}
+        for values in others:
+            label = _text(_difference(values, usual))
+            if label and label not in found and len(found) <= limit:
+                found[label] = self.function(changed(self.ships, values))
+        return found
+
+
+def _difference(fields: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: v for path, v in fields.items() if path in usual and v != usual[path]}
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"{path}={value}" for path, value in fields.items())
+
+
+def subject_of(call: Call, platform: str | None) -> Subject:
+    """What runs for a call on a platform, None = the one that automatic choice takes.
+
+    Raises:
+        LookupError: nothing can do the call here; says why.
+    """
+    kernel: Any = operation_class(call.operation).shared()
+    arguments = call.abstract()
+    found = get_default_executor().explanation(kernel, platform=platform, **arguments)
+    if found.error is not None:
+        raise LookupError(f"{call.name}: {found.error}")
+    inv = bind_abstract(call_invocation(kernel, (), arguments))
+    impl = kernel.implementation(inv, parse_platform(found.platform)).impl
+    if isinstance(impl.fn, CallKernel):
+        return _of_object(call, impl.fn, inv, found.cfg, impl.name)
+    given = config_fields(found.cfg) or {}
+    read = {path.partition(".")[0] for path in impl.config_fields or ()}
+    ships = {name: value for name, value in given.items() if name in read}
+    near = tuple(impl.candidates(inv)) if impl.candidates is not None else ()
+
+    def function(fields: Any) -> Callable[..., Any]:
+        platform = impl.platform.value  # what no config can say fails where it is compiled
+        return lambda *x: ours(call, platform, kernel.make_config(fields, impl))(*x)
+
+    return Subject(impl.name, ships, near, function)
+
+
+def _of_object(call: Call, kernel: CallKernel, inv: Any, cfg: Any, name: str) -> Subject:
+    problem, target = kernel.facts(inv)[0], kernel.target()
+    chosen = kernel.choose(problem, target)
+    near = (chosen, *kernel.near(problem, target, chosen))
+
+    def function(tiles: Any) -> Callable[..., Any]:
+        fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is settled
+        fixed.choose = lambda problem, target: tiles
+        names, options = call.names, dict(call.options)
+        return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
+
+    return Subject(name, kernel.honour(chosen, cfg, problem, target), near, function)
+
+
+# ---- one sweep ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A case: its rows ``(candidate, ms, spread)``, fastest first, and what did not run."""
+
+    ships: str
+    rows: list[tuple[str, float, float]]
+    failed: dict[str, str]
+    wrong: dict[str, str]
+
+    @property
+    def ships_ms(self) -> float | None:
+        return next((ms for label, ms, _ in self.rows if label == self.ships), None)
+
+
+def swept(call: Call, candidates: Mapping[str, Callable[..., Any]], mode: str, rounds: int):
+    """The outcome of one case: compiled side by side, compared with the first, timed in turns."""
+    case = dataclasses.replace(
+        case_of(call, platforms=False, peers=False), contenders=dict(candidates)
+    )
+    (programs,) = compile_ahead([(case, mode)])
+    arrays = case.inputs()
+    failed, wrong, racers, reference = {}, {}, {}, None
+    factor = GRADIENT_FACTOR if mode == "fwd+bwd" else 1.0
+    for label, made in programs.items():
+        if isinstance(made, str):
+            failed[label] = made
+            continue
+        try:
+            value = jax.block_until_ready(made[0](*arrays))
+            first = reference is None
+            why = unusable(value) if first else disagreement(value, reference, factor=factor)
+        except Exception as error:
+            failed[label] = f"{type(error).__name__}: {str(error)[:120]}"
+            continue
+        if why is None:
+            reference = value if first else reference
+            racers[label] = Program(made[0], arrays)
+        else:
+            wrong[label] = why
+    device = jax.devices()[0]
+    times = race(list(racers.values()), num_warmup=3, num_iters=rounds, device=device)
+    rows = [(x, t.ms, t.spread) for x, t in zip(racers, times, strict=True) if t is not None]
+    ships = next(iter(candidates))
+    return Outcome(ships, sorted(rows, key=lambda row: row[1]), failed, wrong)
+
+
+def told(name: str, outcome: Outcome) -> str:
+    lines = [f"{name}: {len(outcome.rows)} timed, {len(outcome.failed)} did not run"]
+    for i, (label, ms, spread) in enumerate(outcome.rows):
+        mark = "ships:" if label == outcome.ships else ""
+        if i < SHOWN or mark:
+            lines.append(f"  {ms:9.4f} ms +-{spread:5.1%}  {mark:6} {label}")
+    lines += [f"  did not run: {label}: {why}" for label, why in outcome.failed.items()]
+    lines += [f"  WRONG: {label}: {why}" for label, why in outcome.wrong.items()]
+    return "\n".join(lines)
+
+
+def summary(outcomes: Mapping[str, Outcome]) -> str:
+    width = max(map(len, outcomes))
+    lines = [f"{'case':{width}} {'ships ms':>9} {'best ms':>9} {'ratio':>6}  best"]
+    for name, x in outcomes.items():
+        if x.ships_ms is None:
+            lines.append(f"{name:{width}} what ships did not run")
+            continue
+        label, ms, _ = x.rows[0]
+        best = "what ships" if label == x.ships else label
+        lines.append(f"{name:{width}} {x.ships_ms:9.4f} {ms:9.4f} {x.ships_ms / ms:6.3f}  {best}")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="sweep", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("operation", type=operation_name)
+    p.add_argument("--cases", default="*", help="comma-separated globs on case names")
+    p.add_argument("--platform", help="default: the one that automatic choice takes")
+    p.add_argument("--pass", dest="which", choices=MODES, default="fwd")
+    p.add_argument("--set", action="append", default=[], metavar="FIELD=N,N", dest="given")
+    p.add_argument("--limit", type=int, default=40, help="candidates beside what ships")
+    p.add_argument("--rounds", type=int, default=20, help="samples of a finalist")
+    args = p.parse_args(argv)
+    try:
+        pairs = [text.split("=") for text in args.given]
+        args.given = {path: [int(n) for n in values.split(",")] for path, values in pairs}
+    except ValueError:
+        p.error("--set: expected FIELD=NUMBER,NUMBER as fwd.block_q=64,128")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    checkout.register()
+    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    shapes = {s.name: s for s in shapes_of(args.operation, device=device)}
+    outcomes: dict[str, Outcome] = {}
+    for name in matching(list(shapes), args.cases):
+        call = call_of(shapes[name], args.operation)
+        if args.which == "bwd" and not call.gradients:
+            continue
+        try:
+            subject = subject_of(call, args.platform)
+            candidates = subject.candidates(args.which, args.given, args.limit)
+        except LookupError as error:
+            print(error, file=sys.stderr)
+            continue
+        found = swept(call, candidates, MODES[args.which], args.rounds)
+        outcomes[name] = found
+        print(told(f"{name} {args.which}, {subject.name}", found), flush=True)
+    if not outcomes:
+        print(f"nothing to sweep: {args.operation} has the cases {', '.join(shapes)}")
+        return 2
+    print("\n" + summary(outcomes))
+    return int(any(x.wrong or x.ships_ms is None for x in outcomes.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

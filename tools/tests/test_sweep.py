@@ -1,0 +1,74 @@
+"""The sweep times what it says, compares values, and knows the tiles of every kind of kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from ejkernel.modules.workloads import call_of
+from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
+from ejktest.triton_configs import _plans
+from gpu import sweep
+from tuned.prepare import described
+
+TINY = GroupedShape("tiny", 256, 16, 16, 4, "float32", device="cpu")
+WORDS = ["grouped_matmul", "--platform", "xla", "--rounds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def one_case(monkeypatch):
+    monkeypatch.setattr(sweep, "shapes_of", lambda *_, **__: [TINY])
+
+
+def test_candidates_are_timed_beside_what_ships(capsys):
+    assert sweep.main([*WORDS, "--limit", "2"]) == 0
+    first, *rows, _, _, last = capsys.readouterr().out.splitlines()
+    assert first == "tiny fwd, grouped_matmul/xla/any: 3 timed, 0 did not run"
+    assert sorted(row.split("  ")[-1].strip() for row in rows) == [
+        "block_m=128",
+        "block_m=32",
+        "ships: block_m=64",
+    ]
+    assert last.startswith("tiny ") and float(last.split()[3]) >= 1.0
+
+
+def test_wrong_values_and_what_does_not_run_are_told(capsys, monkeypatch):
+    plain = sweep.ours
+
+    def spoiled(call, platform, cfg):
+        f = plain(call, platform, cfg)
+        return lambda *x: f(*x) * (1.1 if cfg.block_m == 32 else 1.0)
+
+    monkeypatch.setattr(sweep, "ours", spoiled)
+    assert sweep.main([*WORDS, "--set", "block_m=32,48,128", "--pass", "bwd"]) == 1
+    told = capsys.readouterr().out
+    assert "2 timed, 1 did not run" in told
+    assert "did not run: block_m=48: ConfigError" in told
+    assert "WRONG: block_m=32: output 0 has other values" in told
+    assert sweep.main([*WORDS, "--set", "block_k=8"]) == 2
+    assert "grouped_matmul/xla/any has block_m" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.main([*WORDS, "--set", "block_m"])
+
+
+def test_any_field_of_a_kernels_tiles():
+    """Also those that no config can say, in the pass that is swept alone."""
+    call = call_of(AttentionShape("s", 1, 1024, 2, 2, 64), "flash_attention")
+    with described("NVIDIA H200", 132):
+        subject = sweep.subject_of(call, "triton")
+        assert subject.name == "flash_attention/triton/gpu"
+        for which, groups in (("fwd", {"fwd"}), ("bwd", {"dq", "dkv"})):
+            labels = list(subject.candidates(which, {}, 40))[1:]
+            assert len(labels) > 2
+            assert {x.partition(".")[0] for label in labels for x in label.split()} == groups
+        found = subject.candidates("bwd", {"dkv.registers": [96, 128], "dq.block_q": [32]}, 40)
+        assert list(found)[1:] == [f"dkv.registers={n} dq.block_q=32" for n in (96, 128)]
+        function = list(found.values())[-1]
+        arrays = [call.abstract()[name] for name in call.names]
+        program = jax.make_jaxpr(lambda *x: jax.vjp(function, *x)[1](x[0]))(*arrays)
+    plans = {type(plan).__name__: plan.tiles for plan, _ in _plans(program.jaxpr)}
+    assert plans["DkvPlan"] == replace(subject.ships.dkv, registers=128)
+    assert plans["DqPlan"] == replace(subject.ships.dq, block_q=32)
+    assert plans["ForwardPlan"] == subject.ships.fwd
