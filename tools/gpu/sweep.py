@@ -37,8 +37,7 @@ import jax  # noqa: E402
 from bench.__main__ import matching  # noqa: E402
 from ejkernel.modules import get_default_executor  # noqa: E402
 from ejkernel.modules._table import operation_class  # noqa: E402
-from ejkernel.modules.bench.case import case_of, ours  # noqa: E402
-from ejkernel.modules.bench.record import config_fields  # noqa: E402
+from ejkernel.modules.bench.case import case_of  # noqa: E402
 from ejkernel.modules.bench.runner import compile_ahead  # noqa: E402
 from ejkernel.modules.bench.timing import Program  # noqa: E402
 from ejkernel.modules.workloads import Call, call_of  # noqa: E402
@@ -58,22 +57,21 @@ SHOWN = 12  # rows of a case
 
 
 def flat(tiles: Any, prefix: str = "") -> dict[str, Any]:
-    """Fields of nested dataclasses or dictionaries by path, as "fwd.block_q"."""
-    if dataclasses.is_dataclass(tiles):
-        tiles = {f.name: getattr(tiles, f.name) for f in dataclasses.fields(tiles)}
-    if not isinstance(tiles, Mapping):
-        return {prefix[:-1]: tiles}
-    return {k: v for name, x in tiles.items() for k, v in flat(x, f"{prefix}{name}.").items()}
+    """Fields of nested dataclasses by path, as "fwd.block_q"."""
+    if not dataclasses.is_dataclass(tiles):
+        return {prefix[:-1]: tiles} if prefix else {}
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(tiles):
+        found |= flat(getattr(tiles, f.name), f"{prefix}{f.name}.")
+    return found
 
 
 def changed(tiles: Any, values: Mapping[str, Any]) -> Any:
     """``tiles`` with other values at some paths."""
     for path, value in values.items():
         name, _, rest = path.partition(".")
-        is_map = isinstance(tiles, Mapping)
-        inner = tiles[name] if is_map else getattr(tiles, name)
-        value = changed(inner, {rest: value}) if rest else value
-        tiles = {**tiles, name: value} if is_map else dataclasses.replace(tiles, **{name: value})
+        value = changed(getattr(tiles, name), {rest: value}) if rest else value
+        tiles = dataclasses.replace(tiles, **{name: value})
     return tiles
 
 
@@ -99,7 +97,7 @@ class Subject:
 
     Attributes:
         name: of the implementation.
-        ships: the tiles that run now; a dataclass, or fields of a config.
+        ships: the tiles that run now, None where there are none.
         near: tiles that the implementation holds worth timing.
         function: of the call's arrays, with given tiles.
     """
@@ -159,21 +157,9 @@ def subject_of(call: Call, platform: str | None) -> Subject:
         raise LookupError(f"{call.name}: {found.error}")
     inv = bind_abstract(call_invocation(kernel, (), arguments))
     impl = kernel.implementation(inv, parse_platform(found.platform)).impl
-    if isinstance(impl.fn, CallKernel):
-        return _of_object(call, impl.fn, inv, found.cfg, impl.name)
-    given = config_fields(found.cfg) or {}
-    read = {path.partition(".")[0] for path in impl.config_fields or ()}
-    ships = {name: value for name, value in given.items() if name in read}
-    near = tuple(impl.candidates(inv)) if impl.candidates is not None else ()
-
-    def function(fields: Any) -> Callable[..., Any]:
-        platform = impl.platform.value  # what no config can say fails where it is compiled
-        return lambda *x: ours(call, platform, kernel.make_config(fields, impl))(*x)
-
-    return Subject(impl.name, ships, near, function)
-
-
-def _of_object(call: Call, kernel: CallKernel, inv: Any, cfg: Any, name: str) -> Subject:
+    if not isinstance(impl.fn, CallKernel):
+        raise LookupError(f"{impl.name} has no tiles: it is a function, no CallKernel")
+    kernel = impl.fn
     problem, target = kernel.facts(inv)[0], kernel.target()
     chosen = kernel.choose(problem, target)
     near = (chosen, *kernel.near(problem, target, chosen))
@@ -184,7 +170,7 @@ def _of_object(call: Call, kernel: CallKernel, inv: Any, cfg: Any, name: str) ->
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
 
-    return Subject(name, kernel.honour(chosen, cfg, problem, target), near, function)
+    return Subject(impl.name, kernel.honour(chosen, found.cfg, problem, target), near, function)
 
 
 # ---- one sweep ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import pytest
 
+from ejkernel.kernels.xla.grouped_matmul.implementation import GroupedMatmul
 from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
 from ejktest.triton_configs import _plans
@@ -35,18 +36,19 @@ def test_candidates_are_timed_beside_what_ships(capsys):
 
 
 def test_wrong_values_and_what_does_not_run_are_told(capsys, monkeypatch):
-    plain = sweep.ours
+    plain = GroupedMatmul.forward
 
-    def spoiled(call, platform, cfg):
-        f = plain(call, platform, cfg)
-        return lambda *x: f(*x) * (1.1 if cfg.block_m == 32 else 1.0)
+    def spoiled(self, work, arrays):
+        if work.tiles.block_m == 48:
+            raise ValueError("no such tile")
+        (out,), saved = plain(self, work, arrays)
+        return (out * (1.1 if work.tiles.block_m == 32 else 1.0),), saved
 
-    monkeypatch.setattr(sweep, "ours", spoiled)
-    assert sweep.main([*WORDS, "--set", "block_m=32,48,128", "--pass", "bwd"]) == 1
+    monkeypatch.setattr(GroupedMatmul, "forward", spoiled)
+    assert sweep.main([*WORDS, "--set", "block_m=48,32,128"]) == 1
     told = capsys.readouterr().out
-    assert "2 timed, 1 did not run" in told
-    assert "did not run: block_m=48: ConfigError" in told
-    assert "WRONG: block_m=32: output 0 has other values" in told
+    assert "2 timed, 1 did not run" in told and "did not run: block_m=48: ValueError" in told
+    assert "WRONG: block_m=32: output has other values" in told
     assert sweep.main([*WORDS, "--set", "block_k=8"]) == 2
     assert "grouped_matmul/xla/any has block_m" in capsys.readouterr().err
     with pytest.raises(SystemExit):
