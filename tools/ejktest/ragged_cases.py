@@ -1,7 +1,4 @@
-"""Ragged attention over pages at real size: mixes of prefill and decoding, and their oracle.
-
-One list for the tests with a GPU, for ``tools/gpu/check_ragged.py`` and for its times.
-"""
+"""Ragged attention over pages at real size: mixes of prefill and decoding, and their oracle."""
 
 from __future__ import annotations
 
@@ -46,19 +43,6 @@ class Mix:
         if self.sinks:
             options["softmax_aux"] = jax.random.normal(jax.random.key(3), (self.h, self.sinks))
         return {name: x for name, x in options.items() if x is not None}
-
-    @property
-    def flops(self) -> float:
-        """Of the pairs that see each other, without a window."""
-        pairs = sum(
-            r * (n - r) + r * (r + 1) / 2 for r, n in zip(self.rows, self.lens, strict=True)
-        )
-        return 4.0 * pairs * self.h * self.d
-
-    @property
-    def bytes(self) -> float:
-        """Of keys and values in the contexts, each once."""
-        return 2.0 * sum(self.lens) * self.hk * self.d * jnp.dtype(self.kv).itemsize
 
 
 def draw(m: Mix, seed: int = 0) -> dict[str, jax.Array]:
@@ -193,23 +177,4 @@ CASES = {
     "int8 packed d72": replace(UNEVEN, kv="int8", d=72, packed=True),
     "e4m3": replace(UNEVEN, kv="float8_e4m3fn"),
     "e5m2 d256 page 64": replace(UNEVEN, kv="float8_e5m2", h=16, d=256, ps=64),
-}
-
-DECODE = Mix((1,) * 64, (8192,) * 64)
-CONTEXTS = tuple(2048 + 2048 * i for i in range(8))
-MIXED = Mix((2048,) * 8 + (1,) * 56, CONTEXTS + (8192,) * 56)
-PROMPTS = Mix((1024,) * 16, (1024,) * 16)
-SPREAD = tuple(1024 + 228 * i for i in range(63))
-# name: mix, and the milliseconds asked for on one H200
-TIMED = {
-    "64 decodes of 8k, page 16": (DECODE, 0.50),
-    "64 decodes of 8k, page 64": (replace(DECODE, ps=64), 0.50),
-    "64 uneven decodes": (replace(DECODE, lens=(*SPREAD, 64 * 8192 - sum(SPREAD))), 0.55),
-    "64 decodes of 8k, int8": (replace(DECODE, kv="int8"), 0.28),
-    "64 decodes of 8k, e4m3": (replace(DECODE, kv="float8_e4m3fn"), 0.28),
-    "8 prefills of 2k, 56 decodes, page 16": (MIXED, 6.0),
-    "8 prefills of 2k, 56 decodes, page 64": (replace(MIXED, ps=64), 6.0),
-    "16 prefills of 1k, page 16": (PROMPTS, 0.35),
-    "16 prefills of 1k, page 64": (replace(PROMPTS, ps=64), 0.35),
-    "one prefill of 64 at 100k": (Mix((64,), (102400,)), 0.40),
 }

@@ -75,9 +75,14 @@ def changed(tiles: Any, values: Mapping[str, Any]) -> Any:
     return tiles
 
 
-def of_pass(path: str, which: str) -> bool:
-    """Whether a field is the pass's: the forward's have a group of their own, if any has."""
-    return "." not in path or path.startswith("fwd") == (which == "fwd")
+def of_pass(fields: Mapping[str, Any], which: str) -> dict[str, Any]:
+    """The fields of a pass: the forward's are a group "fwd", the others are the backward's.
+
+    Without that group all belong to both, as what lies in no group does.
+    """
+    groups = {path.partition(".")[0] for path in fields if "." in path}
+    own = groups if "fwd" not in groups else {"fwd"} if which == "fwd" else groups - {"fwd"}
+    return {p: x for p, x in fields.items() if "." not in p or p.partition(".")[0] in own}
 
 
 def doublings(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -115,7 +120,7 @@ class Subject:
         Raises:
             LookupError: ``given`` names a field that these tiles have not.
         """
-        usual = {path: v for path, v in flat(self.ships).items() if of_pass(path, which)}
+        usual = of_pass(flat(self.ships), which)
         unknown = given.keys() - usual.keys()
         if unknown:
             raise LookupError(

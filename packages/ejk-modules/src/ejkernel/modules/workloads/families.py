@@ -142,7 +142,8 @@ class DecodeShape(Shape):
 class RaggedShape(Shape):
     """A server's step: rows that decode one token and rows that read ``chunk`` tokens of a prompt.
 
-    Every row has ``context`` tokens in the cache once the step's own are written.
+    Every row has ``context`` tokens in the cache once the step's own are written; ``uneven``: as
+    many in all, spread as those of a DecodeShape. ``cache_dtype`` None = ``dtype``.
     """
 
     operations = ("ragged_page_attention", "ragged_page_attention_v3")
@@ -160,6 +161,8 @@ class RaggedShape(Shape):
     window: int | None = None
     soft_cap: float | None = None
     sinks: int = 0
+    cache_dtype: str | None = None
+    uneven: bool = False
 
     @property
     def tokens(self) -> int:

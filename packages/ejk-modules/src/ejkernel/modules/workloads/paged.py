@@ -15,17 +15,27 @@ from ejkernel.modules.workloads.families import DecodeShape, RaggedShape
 QUANTISED_SCALE = 0.05
 
 
-def contexts(shape: DecodeShape) -> np.ndarray:
-    """Even contexts, or the same total spread between 16 and four times the mean."""
+def contexts(shape: DecodeShape | RaggedShape) -> np.ndarray:
+    """Even contexts, or the same total spread between 16 and four times the mean.
+
+    Those of rows that read a prompt are at least as long as what they read.
+    """
+    rows = shape.batch if isinstance(shape, DecodeShape) else shape.sequences
     if not shape.uneven:
-        return np.full(shape.batch, shape.context, np.int32)
-    drawn = np.random.default_rng(0).lognormal(0.0, 1.0, shape.batch)
+        return np.full(rows, shape.context, np.int32)
+    drawn = np.random.default_rng(0).lognormal(0.0, 1.0, rows)
     drawn = np.clip(drawn / drawn.mean() * shape.context, 16, 4 * shape.context)
-    drawn *= shape.context * shape.batch / drawn.sum()
-    return np.clip(drawn, 16, 4 * shape.context).astype(np.int32)
+    drawn *= shape.context * rows / drawn.sum()
+    found = np.clip(drawn, 16, 4 * shape.context).astype(np.int32)
+    return found if isinstance(shape, DecodeShape) else np.maximum(found, new_tokens(shape))
 
 
-def columns(shape: DecodeShape) -> int:
+def new_tokens(shape: RaggedShape) -> np.ndarray:
+    """Of every sequence."""
+    return np.asarray([1] * shape.decodes + [shape.chunk] * shape.prefills, np.int32)
+
+
+def columns(shape: DecodeShape | RaggedShape) -> int:
     """Pages of the longest row."""
     return -(-int(contexts(shape).max()) // shape.page)
 
@@ -50,7 +60,12 @@ def _sinks(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
 
 
 def _options(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
-    options = {"sliding_window": shape.window, "logits_soft_cap": shape.soft_cap}
+    options: dict[str, Any] = {
+        "sliding_window": shape.window,
+        "logits_soft_cap": shape.soft_cap,
+    }
+    if isinstance(shape, RaggedShape) and WIDTH[shape.cache_dtype or shape.dtype] == 1:
+        options |= {"k_scale": QUANTISED_SCALE, "v_scale": QUANTISED_SCALE}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -105,15 +120,14 @@ def _decode(shape: DecodeShape, operation: str) -> dict[str, Any]:
 
 def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 4)
-    pages = -(-shape.context // shape.page)
+    pages = columns(shape)
     cache = (shape.sequences * pages, shape.page, 2 * shape.kv_heads, shape.head_dim)
-    own = np.asarray([1] * shape.decodes + [shape.chunk] * shape.prefills, np.int32)
-    starts = np.concatenate([[0], np.cumsum(own)]).astype(np.int32)
-    lengths = jnp.full((shape.sequences,), shape.context, jnp.int32)
+    starts = np.concatenate([[0], np.cumsum(new_tokens(shape))]).astype(np.int32)
+    lengths = jnp.asarray(contexts(shape))
     new = (shape.tokens, shape.kv_heads, shape.head_dim)
     queries = jax.random.normal(keys[0], (shape.tokens, shape.heads, shape.head_dim), shape.dtype)
     tables = jnp.asarray(scattered(shape.sequences, pages))
-    held = jax.random.normal(keys[1], cache, shape.dtype)
+    held = filled(keys[1], cache, shape.dtype, shape.cache_dtype or shape.dtype)
     if operation == "ragged_page_attention":
         own_arrays = {
             "kv_pages": held,
@@ -138,12 +152,13 @@ def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
 
 def _ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
     # a row of a prompt's chunk sees on average half of its chunk besides what came before
-    prompt = shape.chunk * (shape.context - shape.chunk + (shape.chunk + 1) / 2)
-    pairs = shape.decodes * shape.context + shape.prefills * prompt
+    own, lengths = new_tokens(shape).astype(np.float64), contexts(shape)
+    pairs = float((own * (lengths - own + (own + 1) / 2)).sum())
     if shape.window is not None:
         pairs = min(pairs, shape.tokens * (shape.window + 1))
     width = WIDTH[shape.dtype] * shape.head_dim
-    cached = 2.0 * shape.sequences * shape.context * shape.kv_heads * width
+    held = WIDTH[shape.cache_dtype or shape.dtype] * shape.head_dim
+    cached = 2.0 * float(lengths.sum()) * shape.kv_heads * held
     return {
         "make": functools.partial(_ragged_arrays, shape, operation),
         "options": _options(shape),

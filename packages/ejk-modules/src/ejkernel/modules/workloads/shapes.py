@@ -187,6 +187,19 @@ RAGGED = (
     RaggedShape("cpu-mixed", 4, 1, 64, 512, 8, 2, 64, 16, "float32", device="cpu"),
     RaggedShape("llama3-8b-decode-b64", 64, 0, 1, 4096, 32, 8, 128, 16, source="Llama 3 8B"),
     RaggedShape("llama3-8b-prefill-2k", 0, 4, 2048, 2048, 32, 8, 128, 16, source="Llama 3 8B"),
+    *(
+        RaggedShape(f"{name}-page{page}", *sizes, 32, 8, 128, page)
+        for name, sizes in (
+            ("decode-b64-8k", (64, 0, 1, 8192)),
+            ("prefill-8x2k-decode-b56-8k", (56, 8, 2048, 8192)),
+            ("prefill-16x1k", (0, 16, 1024, 1024)),
+        )
+        for page in (16, 64)
+    ),
+    RaggedShape("decode-b64-8k-uneven", 64, 0, 1, 8192, 32, 8, 128, 16, uneven=True),
+    RaggedShape("decode-b64-8k-int8", 64, 0, 1, 8192, 32, 8, 128, 16, cache_dtype="int8"),
+    RaggedShape("decode-b64-8k-e4m3", 64, 0, 1, 8192, 32, 8, 128, 16, cache_dtype="float8_e4m3fn"),
+    RaggedShape("prefill-64-at-100k", 0, 1, 64, 102400, 32, 8, 128, 16),
     RaggedShape("llama3-8b-mixed", 48, 2, 1024, 4096, 32, 8, 128, 16, source="Llama 3 8B"),
     RaggedShape(
         "gpt-oss-20b-mixed", 48, 2, 1024, 4096, 64, 8, 64, 16, sinks=1, source="gpt-oss 20B"
