@@ -11,7 +11,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from ejkernel.kernels.triton.common import eight_bit
+from ejkernel.kernels.triton.common.narrow import eight_bits
+from ejkernel.kernels.triton.interpret import run_launch
+from ejkernel.kernels.triton.launch import In, Launch, Out
 
 U32 = np.uint32
 
@@ -110,3 +116,31 @@ def test_every_pair_of_numbers_is_exact(text, kind):
     for got, wanted in ((even, want[0::2]), (odd, want[1::2])):
         there = ~np.isnan(wanted)
         assert np.array_equal(np.signbit(got[there]), np.signbit(wanted[there]))
+
+
+@triton.jit
+def narrowed(x, out, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, eight_bits(tl.load(x + i, mask=i < n, other=0.0), KIND), mask=i < n)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_the_way_back_rounds_to_nearest_even(kind):
+    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    numbers = np.unique(codes[np.isfinite(codes)])
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, ties, *(np.nextafter(ties, side) for side in (-9e9, 9e9))])
+    x = np.concatenate([x, [-0.0, 1e9, -1e9, 1e-30, -1e-45, np.inf, -np.inf]]).astype(np.float32)
+    out = np.zeros(x.size, np.int8)
+    arguments = {"x": In(0), "out": Out(0), "n": x.size}
+    run_launch(Launch(narrowed, arguments, {"KIND": kind, "BLOCK": 2048}, (1,)), [x], [out])
+    want = np.rint(x) if kind == "int8" else x
+    want = np.clip(want, numbers[0], numbers[-1]).astype(dtype)
+    np.testing.assert_array_equal(out.view(np.uint8), want.view(np.uint8))
+    if kind != "int8":
+        nan = np.array([np.nan, -np.nan], np.float32)
+        launch = Launch(narrowed, arguments | {"n": 2}, {"KIND": kind, "BLOCK": 2}, (1,))
+        with np.errstate(invalid="ignore"):
+            run_launch(launch, [nan], [out[:2]])
+        assert np.isnan(out[:2].view(dtype).astype(np.float32)).all()

@@ -82,16 +82,17 @@ class RaggedPageAttentionv3(RaggedKernel):
         if "softmax_aux" in arrays:
             given["sink"] = arrays["softmax_aux"][None]
         if "q_scale" in arrays:
-            scale = arrays["q_scale"]
+            scale = arrays["q_scale"].astype(jnp.float32)
             given["q"] = _quantised(given["q"], scale, given["k"].dtype)
-            given["logit_scale"] = scales.get("k_scale", jnp.ones((1, 1), scale.dtype)) * scale
+            k_scale = scales.get("k_scale", jnp.ones((1, 1)))
+            given["logit_scale"] = k_scale.astype(jnp.float32) * scale
         o, cache = write_attend(work, WRITTEN)(*(given.get(name) for name in WRITTEN))
         return (named_out(o), cache), ()
 
 
 def _quantised(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """``x`` as the cache would hold it, in its own dtype: products are exact either way."""
-    y = x.astype(jnp.float32) / scale.astype(jnp.float32)
+    y = x.astype(jnp.float32) / scale
     if jnp.issubdtype(dtype, jnp.integer):
         y = jnp.round(y)
     info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
