@@ -36,7 +36,8 @@ def _float_bits(
     normal = bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)
     normal = (normal >> CUT) - ((127 - BIAS) << MANTISSA)
     # below the smallest normal number they are multiples of one step; the first normal follows
-    small = (size * (2.0 ** (BIAS - 1 + MANTISSA)) + HALF) - HALF
-    code = tl.where(size < 2.0 ** (1 - BIAS), small.to(tl.int32), normal)
+    LEAST: tl.constexpr = 2.0 ** (1 - BIAS)
+    small = (tl.minimum(size, LEAST) * (2.0 ** (BIAS - 1 + MANTISSA)) + HALF) - HALF
+    code = tl.where(size < LEAST, small.to(tl.int32), normal)
     code = tl.where(x != x, NAN, code)
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
