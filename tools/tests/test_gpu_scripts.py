@@ -1,0 +1,68 @@
+"""What scripts for a GPU name exists, and as much of them as needs none works."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import checkout
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejktest import attention_at_size, grouped_cases, paged_at_size, ragged_cases
+from gpu import compare
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """``check_memory``, whose launches give zeros."""
+    kinds = ("bfloat16", "float8_e4m3fn", "uint32")
+    torch = SimpleNamespace(**dict.fromkeys(kinds), empty=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "")  # which the script sets
+    script = importlib.import_module("gpu.check_memory")
+    yield script
+    del sys.modules["gpu.check_memory"]
+
+
+def test_memory_checkers_are_given_cases_that_exist(memory):
+    lists = {
+        memory.flash: attention_at_size.CASES,
+        memory.paged: paged_at_size.CASES,
+        memory.ragged: ragged_cases.CASES,
+        memory.grouped: [case[:2] for case in grouped_cases.CASES],
+    }
+    for run, *case in memory.CALLS:
+        found = tuple(case[:2]) if run is memory.grouped else "".join(case)
+        assert run is memory.contiguous or found in lists[run], (run, case)
+
+
+def test_calls_launch_outside_of_jit(memory, monkeypatch):
+    """Under ``disable_jit`` every launch passes by where the script puts its own."""
+    launched = []
+
+    def zeros(*arrays, plan):
+        launched.append(plan)
+        return [jnp.zeros(o.shape, o.dtype) for o in plan.outputs()]
+
+    monkeypatch.setattr(memory.bridge._primitive, "impl", zeros)
+    with compile_for(cuda_target(90, 132)), jax.disable_jit():
+        memory.grouped("some of eight", "bfloat16", True)
+    assert len(launched) == 3
+
+
+def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
+    asked = [["cpu-g8", "fwd"], ["no-such-case", "fwd"]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("cpu-g8 fwd\nno-such-case fwd\n"))
+    monkeypatch.setattr(compare, "milliseconds", lambda program, given: program(*given).shape[1])
+    compare.worker(checkout.ROOT, "grouped_matmul", "xla", asked)
+    told = capsys.readouterr()
+    lines = [line.removeprefix(compare.MARK) for line in told.out.splitlines()]
+    assert [json.loads(line) for line in lines] == ["ready", 1024, None]
+    assert "no-such-case fwd: KeyError" in told.err
