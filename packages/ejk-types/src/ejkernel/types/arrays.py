@@ -13,9 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
 
 from ejkernel.types.errors import invalid
+
+_SYMBOLIC = type(export.symbolic_shape("n")[0])
 
 
 def is_numpy(x: Any) -> bool:
@@ -121,6 +124,26 @@ def mask_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
     if not (is_bool_array(x) or is_integer_array(x)) or x.ndim not in ranks:
         raise invalid(argument, f"bool or integer{axes}", x)
     return as_bool(x)
+
+
+def is_symbolic(n: Any) -> bool:
+    """Whether ``n`` is the symbolic size of an axis, as ``jax.export`` has them, and no number."""
+    return isinstance(n, _SYMBOLIC)
+
+
+def arange(n: Any) -> Any:
+    """int32 0 to n - 1: numpy, for a symbolic ``n`` an array of the program."""
+    return namespace(n).arange(n, dtype=np.int32)
+
+
+def at_most(limit: Any, n: Any) -> Any:
+    """``min(limit, n)``; ``limit`` for a symbolic ``n``, whatever that will be."""
+    return limit if is_symbolic(n) else min(limit, n)
+
+
+def length(x: Any, argument: str, *, low: int = 0) -> Any:
+    """``x`` as the length of an axis: a Python int, or a symbolic size as it is."""
+    return x if is_symbolic(x) else static_int(x, argument, low=low)
 
 
 def static_int(x: Any, argument: str, *, low: int | None = None, high: int | None = None) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import is_numpy
+from ejkernel.types.arrays import arange, is_numpy, is_symbolic, namespace
 from ejkernel.types.rules import Rule, largest, smallest
 
 INT_MAX = 2**31 - 1
@@ -39,25 +39,30 @@ class BlockRange(NamedTuple):
     full_stop: Any
 
 
-def block_bounds(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def block_bounds(length: Any, block: int) -> tuple[Any, Any]:
     """First and last existing index of every block."""
-    first = np.arange(cdiv(length, block), dtype=np.int64) * block
+    count = cdiv(length, block)
+    if is_symbolic(length):
+        first = jnp.arange(count, dtype=np.int32) * block
+        return first, jnp.minimum(first + block, length) - 1
+    first = np.arange(count, dtype=np.int64) * block
     return first, np.minimum(first + block, length) - 1
 
 
 def _range_of(rules: Sequence[Rule], transposed: bool, rows, cols) -> BlockRange:
     (length, block), (other, other_block) = rows, cols
     first, last = block_bounds(length, block)
-    lo = full_lo = np.zeros_like(first)
-    hi = full_hi = np.full_like(first, other - 1)
+    xp = namespace(first, other)
+    lo = full_lo = xp.zeros_like(first)
+    hi = full_hi = xp.zeros_like(first) + (other - 1)
     for rule in rules:
         bounds = rule.query_bounds if transposed else rule.key_bounds
         (lo_first, hi_first), (lo_last, hi_last) = bounds(first), bounds(last)
         lo, full_lo = largest(lo, lo_first), largest(full_lo, lo_last)
         hi, full_hi = smallest(hi, hi_last), smallest(full_hi, hi_first)
     count = cdiv(other, other_block)
-    start = np.clip(lo // other_block, 0, count)
-    stop = np.where(lo > hi, start, np.maximum(hi // other_block + 1, start))
+    start = xp.clip(lo // other_block, 0, count)
+    stop = xp.where(lo > hi, start, xp.maximum(hi // other_block + 1, start))
     full_start = cdiv(full_lo, other_block)
     full_stop = (full_hi + 1) // other_block
     whole = (full_start < full_stop) & (first + block <= length)
@@ -67,8 +72,8 @@ def _range_of(rules: Sequence[Rule], transposed: bool, rows, cols) -> BlockRange
             for a in (
                 start,
                 stop,
-                np.where(whole, full_start, stop),
-                np.where(whole, full_stop, stop),
+                xp.where(whole, full_start, stop),
+                xp.where(whole, full_stop, stop),
             )
         )
     )
@@ -92,7 +97,7 @@ def matrix_range(xp: ModuleType, any_: Any, all_: Any) -> BlockRange:
     if 0 in any_.shape:
         zero = xp.zeros(any_.shape[:-1], np.int32)
         return BlockRange(zero, zero, zero, zero)
-    index = xp.arange(count, dtype=np.int32)
+    index = arange(count)
     start = xp.min(xp.where(any_, index, count), axis=-1)
     stop = xp.max(xp.where(any_, index + 1, 0), axis=-1)
     start = xp.minimum(start, stop)
@@ -105,7 +110,7 @@ def matrix_range(xp: ModuleType, any_: Any, all_: Any) -> BlockRange:
 def pad_to(x: Any, axis: int, length: int, value: Any) -> Any:
     """``x`` with ``value`` appended along ``axis`` up to ``length``."""
     missing = length - x.shape[axis]
-    if missing <= 0:
+    if not is_symbolic(missing) and missing <= 0:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)

@@ -76,9 +76,9 @@ def classify_blocks(
             part.kv_positions,
         )
     ]
-    xp = namespace(*arrays)
+    xp = namespace(*arrays, q_len, kv_len)
     nq, nk = -(-q_len // block_q), -(-kv_len // block_kv)
-    any_ = all_ = np.ones((1, 1, nq, nk), bool)
+    any_ = all_ = namespace(nq, nk).ones((1, 1, nq, nk), bool)
     valid_q = _valid_tokens(parts, "q_segment_ids")
     valid_k = _valid_tokens(parts, "kv_segment_ids")
     if valid_q is not None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, namespace, static_int
+from ejkernel.types.arrays import arange, as_bool, length, namespace
 from ejkernel.types.blocks import (
     BlockRange,
     cdiv,
@@ -131,7 +131,7 @@ class PreparedMask:
         return seen_keys(self.parts, self.tiling.q_len, self.tiling.kv_len)
 
     def _tail(self, qi: Any, ki: Any) -> Any:
-        t, tail, xp = self.tiling, None, namespace(qi, ki)
+        t, tail, xp = self.tiling, None, namespace(qi, ki, self.tiling.q_len, self.tiling.kv_len)
         if t.q_len % t.block_q:
             rows = qi * t.block_q + xp.arange(t.block_q, dtype=np.int32)
             tail = (rows < t.q_len)[None, None, :, None]
@@ -156,7 +156,7 @@ class PreparedMask:
 
 
 def _tile_of(part: MaskInfo, t: Tiling, qi: Any, ki: Any) -> Any:
-    result, xp = None, namespace(qi, ki)
+    result, xp = None, namespace(qi, ki, t.block_q, t.block_kv)
 
     def rows(x: Any) -> Any:
         return dynamic_block(per_head(x), 2, qi, t.block_q)[..., :, None]
@@ -254,10 +254,10 @@ def prepare_mask(
     Raises InvalidArgument naming ``mask_info`` if an array has another length.
     """
     tiling = Tiling(
-        static_int(q_len, "q_len", low=0),
-        static_int(kv_len, "kv_len", low=0),
-        static_int(block_q, "block_q", low=1),
-        static_int(block_kv, "block_kv", low=1),
+        length(q_len, "q_len"),
+        length(kv_len, "kv_len"),
+        length(block_q, "block_q", low=1),
+        length(block_kv, "block_kv", low=1),
     )
     check_sizes(mask, None, q_len, kv_len, None, "mask_info")
     parts = tuple(part for part in mask.conjuncts if _constrains(part))
@@ -278,9 +278,9 @@ def _intersected(
     tiling: Tiling, any_: Any, all_: Any, by_query: BlockRange, by_key: BlockRange
 ) -> tuple[BlockRange, BlockRange]:
     """Ranges where the block matrices and the structural ranges both allow."""
-    xp = namespace(any_)
+    xp = namespace(any_, tiling.num_q, tiling.num_kv)
     any_, all_ = any_.any(axis=(0, 1)), all_.all(axis=(0, 1))
-    keys = np.arange(tiling.num_kv)
+    keys = arange(tiling.num_kv)
     any_ = any_ & _inside(keys, by_query.start, by_query.stop)
     all_ = all_ & _inside(keys, by_query.full_start, by_query.full_stop)
     return matrix_range(xp, any_, all_), matrix_range(xp, any_.T, all_.T)

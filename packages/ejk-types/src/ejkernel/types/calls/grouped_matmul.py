@@ -18,6 +18,7 @@ class GroupedMatmul(Call):
     """One matrix per run of rows."""
 
     name = "grouped_matmul"
+    symbolic = (*Call.symbolic, "inner", "columns")
     outputs = ("rows columns",)
 
     @staticmethod

@@ -17,6 +17,7 @@ class LinearCall(Call):
     """A call with an initial state, one per batch row or per packed sequence."""
 
     asks_for_more = "return_state"
+    symbolic = (*Call.symbolic, "sequences_plus_1")
 
     @staticmethod
     def _state(a: Arguments) -> str:

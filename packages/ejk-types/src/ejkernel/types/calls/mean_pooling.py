@@ -16,6 +16,7 @@ class MeanPooling(Call):
     """Means over sequences, packed sequences or chunks of them."""
 
     name = "mean_pooling"
+    symbolic = (*Call.symbolic, "channels_0", "channels_1", "channels_2")
 
     @staticmethod
     def takes(

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.signature import REQUIRED, Boundary
+from ejkernel.types.calls.settle.errors import invalid
+from ejkernel.types.calls.signature import REQUIRED, Boundary, axes_of
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
 
@@ -28,6 +30,7 @@ class Call:
     Attributes:
         name: of the operation, as users call it.
         algorithm: its name in a registry; default: ``name``.
+        symbolic: the axes that an exported program may leave open.
         outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
         asks_for_more: the parameter without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
@@ -41,6 +44,10 @@ class Call:
     outputs: ClassVar[tuple[str, ...]] = ()
     asks_for_more: ClassVar[str] = ""
     seeds: ClassVar[tuple[str, ...]] = ()
+    symbolic: ClassVar[tuple[str, ...]] = (
+        "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
+        "pages", "max_blocks",
+    )  # fmt: skip
     takes: ClassVar[Any]
     boundary: ClassVar[Boundary]
     Facts: ClassVar[Any]
@@ -122,6 +129,7 @@ class Call:
             InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
             ValueError: a value out of range, contradictory arguments.
         """
+        cls.check_symbols(a)
         if typecheck:
             cls.boundary.check(a)
         for name in cls.boundary.index_names:
@@ -130,6 +138,30 @@ class Call:
                 a[name] = jnp.asarray(value).astype(jnp.int32)
         cls.canonicalise(a)
         return a
+
+    @classmethod
+    def check_symbols(cls, a: Arguments) -> None:
+        """InvalidArgument for a symbolic size on an axis that is not among ``symbolic``."""
+        override: Mapping[str, str] | None = None
+        for p in cls.boundary.array_parameters:
+            shape = getattr(a[p.name], "shape", ())
+            if all(type(n) is int for n in shape):
+                continue
+            override = cls.argument_axes(a) if override is None else override
+            for word, size in zip(axes_of(p, a[p.name], override), shape, strict=True):
+                axis = word.lstrip("#")
+                if is_symbolic(size) and axis not in (*cls.symbolic, "_"):
+                    raise invalid(p.name, cls._needs_number(axis), a[p.name])
+
+    @classmethod
+    def _needs_number(cls, axis: str) -> str:
+        forms = (axes for p in cls.boundary.parameters for _, axes in p.forms)
+        words = {word.lstrip("#") for axes in forms for word in axes.split()}
+        legal = ", ".join(name for name in cls.symbolic if name in words)
+        way = "export a program for each size"
+        if axis == "sequences_plus_1":
+            way = "repeat the last entry, as empty sequences, up to the most there will be"
+        return f"a number for axis {axis!r} ({cls.name} takes symbolic {legal}; {way})"
 
     # ---- what a kernel asks of canonical arguments ------------------------------------------
 

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.types.arrays import is_symbolic
+
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
@@ -22,7 +24,10 @@ def fit_block(block: int, length: int) -> int:
     """The block length that covers ``length`` in as many blocks with the least padding.
 
     One block is exactly ``length``; several are equal, in multiples of 16 (one row of vectors).
+    A symbolic length takes blocks as they are.
     """
+    if is_symbolic(length):
+        return block
     count = cdiv(length, block)
     return max(length, 1) if count <= 1 else min(block, 16 * cdiv(cdiv(length, count), 16))
 

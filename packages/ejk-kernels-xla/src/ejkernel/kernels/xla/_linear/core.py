@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._linear.chunk import Rows, additions, decays, outputs
+from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.softmax import named_lse
 
 # numbers of a row array treated together: 1 MiB of float32
@@ -47,8 +48,11 @@ def _by_groups(f: Callable, rows: Rows, *others: jax.Array) -> Any:
     memory that grows with the length.
     """
     chunks = rows.q.shape[0]
-    fit = max(GROUP_SIZE * chunks // max(rows.q.size, rows.v.size, 1), 1)
-    group = max(n for n in range(1, min(fit, chunks) + 1) if chunks % n == 0)
+    if is_symbolic(chunks):
+        group = 1  # divides any number
+    else:
+        fit = max(GROUP_SIZE * chunks // max(rows.q.size, rows.v.size, 1), 1)
+        group = max(n for n in range(1, min(fit, chunks) + 1) if chunks % n == 0)
     if group == chunks:
         return f(rows, *others)
     split = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), (rows, *others))

@@ -17,6 +17,7 @@ from ejkernel.kernels.xla._linear.step import stepwise
 from ejkernel.kernels.xla._linear.tiles import Chunk
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.softmax import named_out
 
 GATES = ("g", "g_gamma", "gk", "gv")
@@ -59,7 +60,7 @@ class LinearKernel(XlaKernel):
         (b, s, h, dk), dv = rows.q.shape, rows.v.shape[3]
         if 0 in (b, s, h, dk, dv, states.shape[0]):
             return (jnp.zeros((b, s, h, dv), dtype), states), ()
-        if s < tiles.STEP_LIMIT:
+        if not is_symbolic(s) and s < tiles.STEP_LIMIT:
             o, states = _in_steps(rows, states, cu, reverse=p.reverse)
         else:
             chunk = work.tiles.time_tile

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ejkernel.kernels.xla._common.tiles import Steps
+from ejkernel.types.arrays import size_of
 
 # below this many tokens the recurrence itself is cheaper than any chunk
 STEP_LIMIT = 16
@@ -25,5 +26,5 @@ class Chunk(Steps):
 
 def choose(tokens: int, sequences: int) -> Chunk:
     """Sequences are padded to whole chunks: no longer than the mean one needs."""
-    mean = max(tokens // max(sequences, 1), 1)
+    mean = max(size_of(tokens) // max(sequences, 1), 1)
     return Chunk(min(DEFAULT_CHUNK, max(16, 1 << (mean - 1).bit_length())))

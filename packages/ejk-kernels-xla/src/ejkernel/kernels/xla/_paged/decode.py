@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._paged.core import NEG_INF, Spec, Tiles, attend
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout, Tables
 from ejkernel.ops.varying import vary_alike
-from ejkernel.types.arrays import size_of
+from ejkernel.types.arrays import at_most, size_of
 
 # One step of the walk reads about this many bytes of keys and values: large enough to amortise
 # the loop, small enough for what was gathered to be still in the second-level cache when used.
@@ -43,7 +43,7 @@ def step_tokens(table: Tables | None, length: int, row_bytes: int, pages: int | 
     """Tokens per step: whole pages, about ``STEP_BYTES``, at most the length of the cache."""
     size = max(table.page_size, 1) if table is not None else 1
     wanted = pages * size if pages else max(64, min(1024, STEP_BYTES // max(size_of(row_bytes), 1)))
-    count = max(1, min(wanted, max(length, 1)) // size)
+    count = max(1, at_most(wanted, length) // size)
     return count * size
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ejkernel.kernels.xla._common.tiles import Steps
 from ejkernel.kernels.xla._paged.layouts import Tables
 from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.types.arrays import at_most
 
 
 @dataclass(frozen=True)
@@ -43,4 +44,4 @@ class GroupKernel(XlaKernel):
 def split_count(table: Tables, *wanted: int | None) -> int:
     """The first number of splits that is given, at most one token each; 1 without any."""
     splits = next((n for n in wanted if n), 1)
-    return min(splits, max(table.capacity, 1))
+    return max(at_most(splits, table.capacity), 1)

@@ -13,6 +13,8 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.types.arrays import is_symbolic
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -164,13 +166,27 @@ class Contiguous:
         # the last block is moved back to stay inside; its repeated head is masked by position
         return jnp.minimum(c * tokens, self.length - tokens)
 
+    def _rows(self, c, tokens: int):
+        """A symbolic length may be less than a block: its keys are read one by one."""
+        return c * tokens + jnp.arange(tokens, dtype=jnp.int32)
+
     def fetch(self, arrays: Arrays, sequence, c, tokens: int) -> Block:
+        if is_symbolic(self.length):
+            row = self._rows(c, tokens)
+            k, v = (jnp.take(x, row, axis=1, mode="clip") for x in arrays)
+            return Block(k, v, jnp.where(row < self.length, row, -1))
         start = self._start(c, tokens)
         k, v = (jax.lax.dynamic_slice_in_dim(x, start, tokens, axis=1) for x in arrays)
         position = start + jnp.arange(tokens, dtype=jnp.int32)
         return Block(k, v, jnp.where(position >= c * tokens, position, -1))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
+        if is_symbolic(self.length):
+            row = self._rows(c, dk.shape[1])
+            dk, dv = (
+                grad.at[:, row].add(d, mode="drop") for grad, d in zip(grads, (dk, dv), strict=True)
+            )
+            return dk, dv
         zero = jnp.zeros((), c.dtype)
         at = (zero, self._start(c, dk.shape[1]).astype(c.dtype), zero, zero)
 

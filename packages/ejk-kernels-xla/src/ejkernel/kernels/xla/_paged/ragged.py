@@ -19,6 +19,7 @@ from ejkernel.kernels.xla._paged.decode import (
 )  # fmt: skip
 from ejkernel.kernels.xla._paged.kernel import Groups
 from ejkernel.kernels.xla._paged.layouts import CombinedPages, Tables
+from ejkernel.types.arrays import at_most, is_symbolic, size_of
 
 # query rows of a group of tiles: enough for a dot to be worth its launch
 GROUP_ROWS = 256
@@ -38,17 +39,19 @@ class Shape:
         """Never fewer than the tiles needed: each sequence wastes at most one."""
         if self.rows == 1:
             return self.tokens
-        return self.tokens // self.rows + min(self.sequences, self.tokens)
+        return self.tokens // self.rows + at_most(self.sequences, self.tokens)
 
 
 def choose_shape(tokens: int, sequences: int, rows: int | None = None) -> Shape:
     """Tiles of one row when only decoding, else of about the mean number of new tokens."""
     if rows is None:
-        mean = -(-tokens // max(sequences, 1))
+        mean = -(-size_of(tokens) // max(sequences, 1))
         rows = min(64, 1 << max(mean - 1, 0).bit_length())
-    rows = max(1, min(rows, max(tokens, 1)))
+    rows = max(1, at_most(rows, tokens))
     shape = Shape(tokens, sequences, rows, 1)
-    return Shape(tokens, sequences, rows, max(1, min(shape.tiles, GROUP_ROWS // rows)))
+    # a symbolic number of tiles is a multiple of 1 alone
+    group = 1 if is_symbolic(tokens) else max(1, min(GROUP_ROWS // rows, shape.tiles))
+    return Shape(tokens, sequences, rows, group)
 
 
 def tile_queries(shape: Shape, query_start_loc, context_lens, num_seqs, capacity: int):

@@ -17,6 +17,7 @@ import numpy as np
 from ejkernel.kernels.xla._common.blocks import take_block
 from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.types import MaskInfo, PreparedMask, prepare_mask
+from ejkernel.types.arrays import is_symbolic, namespace
 from ejkernel.types.blocks import BlockRange
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.fields import with_private
@@ -42,7 +43,10 @@ class Grid:
         """True if no tile holds pairs of two blocks of the pattern."""
         t = self.tiling
         axes = ((self.q_block, t.block_q, t.q_len), (self.kv_block, t.block_kv, t.kv_len))
-        return all(block % tile == 0 or block >= length for block, tile, length in axes)
+        return all(
+            block % tile == 0 or (not is_symbolic(length) and block >= length)
+            for block, tile, length in axes
+        )
 
     def per_head(self, x: Any) -> Any:
         """``[#b, #h, ...]`` -> ``[#b, #hk, 1|g, ...]``."""
@@ -52,10 +56,11 @@ class Grid:
 
 def _any_in_tiles(pattern: jax.Array, axis: int, block: int, tile: int, length: int) -> jax.Array:
     """``pattern`` along ``axis``: whether any block that a tile overlaps is set."""
-    starts = np.arange(cdiv(length, tile)) * tile
-    first, last = starts // block, (np.minimum(starts + tile, length) - 1) // block
+    xp = namespace(length)
+    starts = xp.arange(cdiv(length, tile), dtype=np.int32) * tile
+    first, last = starts // block, (xp.minimum(starts + tile, length) - 1) // block
     counts = jnp.cumsum(pattern, axis, dtype=jnp.int32)
-    before = jnp.take(counts, np.maximum(first - 1, 0), axis)
+    before = jnp.take(counts, xp.maximum(first - 1, 0), axis)
     inner = (first > 0).reshape(-1, *(1,) * (pattern.ndim - axis - 1))
     before = jnp.where(jnp.broadcast_to(inner, before.shape), before, 0)
     return jnp.take(counts, last, axis) > before

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from ejkernel.ops import Backend
 from ejkernel.ops.utils.device import target_device
+from ejkernel.types.arrays import is_symbolic
 
 SMALLEST, LARGEST, PLAIN = 64, 256, 128
 STEP_MULTIPLY_ADDS = 2**20
@@ -20,7 +21,7 @@ STEP_MULTIPLY_ADDS = 2**20
 
 def tile_of(block: int, length: int) -> int:
     """The tile for an axis of ``length`` whose pattern has blocks of ``block``."""
-    if block >= length:
+    if not is_symbolic(length) and block >= length:
         return max(1, min(length, PLAIN))
     if block <= SMALLEST:
         return block * (SMALLEST // block)

@@ -81,7 +81,7 @@ class Walk:
         """``[b, q, h, ...]`` -> ``[b, q, hk, g, ...]``."""
         pad = [(0, 0)] * x.ndim
         pad[1] = (0, self.padded_q - self.q_len)
-        x = jnp.pad(x, pad, constant_values=fill) if self.padded_q > self.q_len else x
+        x = jnp.pad(x, pad, constant_values=fill) if self.padded_q != self.q_len else x
         return x.reshape(self.batch, self.padded_q, self.hk, self.groups, *x.shape[3:])
 
     def map(self, function: Callable, outputs: Any, total: Any = None) -> tuple:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.varying import vary, varying_axes
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.arrays import at_most, is_symbolic, result_dtype
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,12 @@ def rows_product(
     lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array, *, plan: Plan
 ) -> jax.Array:
     """``lhs`` [m, k] and ``rhs`` [g, k, n] -> [m, n]."""
+    length, tile = lhs.shape[0], at_most(plan.tile, lhs.shape[0])
+    lhs = _with_room(lhs, tile)
     m, n = lhs.shape[0], rhs.shape[1 if plan.transposed else 2]
     out = vary(jnp.zeros((m, n), plan.dtype), varying_axes(lhs))
     if 0 in (*lhs.shape, *rhs.shape):
         return out
-    tile = min(plan.tile, m)
 
     def visit(out, group, first, owned):
         rows = jax.lax.dynamic_slice_in_dim(lhs, first, tile)
@@ -92,7 +93,12 @@ def rows_product(
         kept = jax.lax.dynamic_slice_in_dim(out, first, tile)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(owned, product, kept), first, 0)
 
-    return _walk(starts, ends, m, tile, out, visit)
+    return _walk(starts, ends, m, tile, out, visit)[:length]
+
+
+def _with_room(x: jax.Array, tile: int) -> jax.Array:
+    """``x`` with ``tile`` rows more where their number is symbolic and may be less than a tile."""
+    return jnp.pad(x, ((0, tile), (0, 0))) if is_symbolic(x.shape[0]) else x
 
 
 def groups_product(
@@ -105,7 +111,8 @@ def groups_product(
     out = vary(jnp.zeros(shape, plan.dtype), varying_axes(lhs))
     if 0 in (*shape, lhs.shape[0]):
         return out
-    tile = min(plan.tile, lhs.shape[0])
+    tile = at_most(plan.tile, lhs.shape[0])
+    lhs, rhs = _with_room(lhs, tile), _with_room(rhs, tile)
 
     def visit(out, group, first, owned):
         a = jax.lax.dynamic_slice_in_dim(lhs, first, tile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ejkernel.kernels.xla._common.tiles import Steps
+from ejkernel.types.arrays import size_of
 
 # a product of fewer rows does not fill the vector units, of more gains nothing
 SMALLEST, LARGEST = 16, 256
@@ -23,5 +24,5 @@ def row_tile(rows: int, groups: int) -> RowTile:
     A run of random length wastes half a tile, so half the work at worst; smaller tiles waste less
     but read every matrix more often.
     """
-    mean = rows // max(groups, 1)
+    mean = size_of(rows) // max(groups, 1)
     return RowTile(min(LARGEST, max(SMALLEST, 1 << max(mean, 1).bit_length() - 1)))

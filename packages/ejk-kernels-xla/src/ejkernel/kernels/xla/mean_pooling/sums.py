@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
 from ejkernel.kernels.xla._common.packed import packing
+from ejkernel.types.arrays import at_most
 
 
 def chunk_sums(x: jax.Array, chunk: int, block: int) -> jax.Array:
     """``[b, s, ...]`` -> ``[b, ceil(s / chunk), ...]``."""
     b, s, *rest = x.shape
-    block = min(block, chunk)
+    block = at_most(block, chunk)
     chunks, blocks = cdiv(s, chunk), cdiv(chunk, block)
     x = pad_axis(x, 1, chunks * chunk).reshape(b * chunks, chunk, *rest)
     x = pad_axis(x, 1, blocks * block).reshape(b, chunks, blocks, block, *rest)
@@ -46,7 +47,7 @@ def group_sums(
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     new = (rows % block == 0) | (groups != jnp.roll(groups, 1))
     run = jnp.cumsum(new) - 1
-    runs = min(cdiv(x.shape[0], block) + changes, x.shape[0])
+    runs = at_most(cdiv(x.shape[0], block) + changes, x.shape[0])
     partial = jax.ops.segment_sum(x, run, runs, indices_are_sorted=True)
     group_of_run = jax.ops.segment_max(groups, run, runs, indices_are_sorted=True)
     return jax.ops.segment_sum(partial, group_of_run, count)

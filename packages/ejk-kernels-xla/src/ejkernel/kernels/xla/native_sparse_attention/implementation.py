@@ -18,6 +18,7 @@ from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, at
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import MaskInfo, calls
+from ejkernel.types.arrays import at_most, is_symbolic
 from ejkernel.types.call import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
@@ -62,7 +63,7 @@ def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
     if chosen.shape[-1] == 0:
         return jnp.zeros((b, s, h, dv), accumulation_dtype(q, k, v))
     per_block = hk * blocks.size * (d + dv)
-    rows = max(1, min(rows or min(64, STEP_ELEMENTS // max(per_block, 1)), s))
+    rows = max(1, at_most(rows or min(64, STEP_ELEMENTS // max(per_block, 1)), s))
     count = chosen.shape[-1]
     slots = max(1, min(count, STEP_ELEMENTS // max(1, rows * per_block)))
     chosen = jnp.pad(chosen, [(0, 0)] * 3 + [(0, -count % slots)], constant_values=-1)
@@ -114,7 +115,7 @@ class NativeSparseAttention(XlaKernel):
         )
         out = jnp.zeros((b, s, h, dv), wide)
         compressed = None
-        if blocks.count and (g_cmp is not None or "block_indices" not in arrays):
+        if blocks.count != 0 and (g_cmp is not None or "block_indices" not in arrays):
             o_cmp, *compressed = _compressed(q, k, v, blocks, scale)
             if g_cmp is not None:
                 out = out + g_cmp * o_cmp.astype(wide)
@@ -148,8 +149,10 @@ def _chosen(p: Any, arrays: Arrays, q: Any, blocks: Blocks, compressed: Any) -> 
         return clean_indices(arrays["block_indices"], counts, blocks)
     (b, s, h, d), hk = q.shape, p.key.shape[2]
     bound = counts if isinstance(counts, int) else p.max_block_count
-    slots = max(1, blocks.longest if bound is None else min(bound, blocks.longest))
-    slots = min(slots, blocks.count)
+    if bound is None and is_symbolic(s):
+        raise ValueError("max_block_count: needed where the length of the sequence is symbolic")
+    slots = max(1, blocks.longest if bound is None else at_most(bound, blocks.longest))
+    slots = at_most(slots, blocks.count)
     lse, k_cmp = compressed
     grouped, lse = q.reshape(b, s, hk, h // hk, d), lse.reshape(b, s, hk, h // hk)
     chosen = select_blocks(grouped, k_cmp, lse, blocks, p.softmax_scale, slots)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks
-from ejkernel.types.arrays import result_dtype, size_of
+from ejkernel.types.arrays import at_most, result_dtype, size_of
 
 # logits of one tile, in elements: a few megabytes
 TILE_ELEMENTS = 1 << 20
@@ -63,7 +63,8 @@ def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> ja
     wide = result_dtype(q, jnp.float32)
     q, k_cmp = q.astype(wide), k_cmp.astype(wide)
     b, s, hk, g, _ = q.shape
-    rows = max(1, min(s, TILE_ELEMENTS // max(1, size_of(b) * hk * g * blocks.count)))
+    per_row = size_of(b) * hk * g * size_of(blocks.count)
+    rows = max(1, at_most(TILE_ELEMENTS // max(1, per_row), s))
     tiles = -(-s // rows)
     pad = tiles * rows - s
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.softmax import named
@@ -132,9 +133,10 @@ def _cut(spec: Spec, x):
     """Leading token axes as ``[tiles, rows, ...]``; the padding of the last tile sees nothing."""
 
     def one(a, fill=0):
-        pad = -a.shape[0] % spec.rows
+        tiles = cdiv(a.shape[0], spec.rows)
+        pad = tiles * spec.rows - a.shape[0]
         a = jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
-        return a.reshape(-1, spec.rows, *a.shape[1:])
+        return a.reshape(tiles, spec.rows, *a.shape[1:])
 
     return jax.tree.map(lambda a: one(a, -1 if jnp.issubdtype(a.dtype, jnp.integer) else 0), x)
 

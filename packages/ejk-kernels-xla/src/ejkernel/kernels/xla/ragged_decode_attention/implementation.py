@@ -24,6 +24,7 @@ from ejkernel.kernels.xla._paged.layouts import Contiguous
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.arrays import at_most
 from ejkernel.types.attention import field
 
 
@@ -61,7 +62,7 @@ class RaggedDecodeAttention(XlaKernel):
         length, hk, dv = value.shape[1:]
         dtype = accumulation_dtype(query, key, value)
         row_bytes = b * hk * (d + dv) * query.dtype.itemsize
-        tokens = min(tokens, max(length, 1)) if tokens else step_tokens(None, length, row_bytes)
+        tokens = max(at_most(tokens, length), 1) if tokens else step_tokens(None, length, row_bytes)
         start, stop = (jnp.clip(arrays[f"sequence_{x}"], 0, length) for x in ("start", "end"))
         o, _ = attend_rows(
             Spec(tokens, max(b, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.arrays import at_most
 from ejkernel.types.calls.settle.errors import invalid, out_of_range
 from ejkernel.types.calls.settle.masking import packed
 from ejkernel.types.calls.settle.softmax import _float_dtype, precision, scalar_index
@@ -48,7 +49,7 @@ def sparse_options(a: Arguments) -> None:
     if a["block_size"] < 1:
         raise out_of_range("block_size", "an integer >= 1", a["block_size"])
     # blocks that no sequence fills are all alike: the tokens of one are not padded to its size
-    a["block_size"] = min(a["block_size"], a["key"].shape[1] + 1)
+    a["block_size"] = at_most(a["block_size"], a["key"].shape[1] + 1)
     if a["max_block_count"] is not None and a["max_block_count"] < 1:
         raise out_of_range("max_block_count", "an integer >= 1, or None", a["max_block_count"])
     if isinstance(a["block_counts"], int) and a["block_counts"] < 1:
@@ -97,7 +98,7 @@ def pooling(a: Arguments) -> None:
     if a["chunk_size"] is not None and a["chunk_size"] < 1:
         raise out_of_range("chunk_size", "an integer >= 1, or None", a["chunk_size"])
     if a["chunk_size"] is not None:
-        a["chunk_size"] = min(a["chunk_size"], max(x.shape[axis], 1))
+        a["chunk_size"] = max(at_most(a["chunk_size"], x.shape[axis]), 1)
     if mask is not None:
         if mask.shape != x.shape[: axis + 1]:
             raise invalid("attention_mask", f"bool or int{list(x.shape[: axis + 1])}", mask)
