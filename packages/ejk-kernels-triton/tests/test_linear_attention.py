@@ -33,9 +33,13 @@ KINDS = {
     "none": (),
     "per head": ("g3",),
     "per head and constant": ("g3", "g_gamma"),
+    "per key channel": ("g4",),
+    "per value channel": ("gv",),
+    "head and value": ("g3", "gv"),
+    "all": ("g4", "g_gamma", "gk", "gv"),
 }
 # an empty sequence, one longer than a segment, rows of padding
-CU = np.array([0, 3, 3, 40, 44], np.int32)
+CU = np.array([0, 3, 3, 37, 38], np.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -92,18 +96,22 @@ def long_segments(monkeypatch):
     monkeypatch.setattr(tiles, "segment_of", lambda p, t, target: 2 * t.chunk)
 
 
-@pytest.mark.parametrize("kind", ["none", "per head and constant"])
+@pytest.mark.parametrize(
+    "kind", ["none", "per head and constant", "per key channel", "per value channel"]
+)
 def test_values_and_gradients(kind):
     check(make(KINDS[kind], **DIMS))
 
 
 def test_reverse(long_segments):
-    check(make(KINDS["per head"], **RUNS), reverse=True, softmax_scale=-0.7)
+    check(make(KINDS["per head"], **{**RUNS, "dv": 16}), reverse=True, softmax_scale=-0.7)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_packed(reverse, long_segments):
-    args = make(KINDS["per head"], **{**RUNS, "s": 46}, states=4)
+@pytest.mark.parametrize(
+    ("kind", "reverse"), [("per head", False), ("per head", True), ("all", True)]
+)
+def test_packed(kind, reverse, long_segments):
+    args = make(KINDS[kind], **{**RUNS, "s": 46}, states=4)
     o, *_ = check(args, CU, reverse=reverse)
     np.testing.assert_array_equal(o[:, 44:], 0)
 
@@ -116,12 +124,21 @@ def test_whole_chunks(long_segments):
     check(make(KINDS["per head"], **WHOLE))
 
 
-@pytest.mark.parametrize("level", [-20.0, -3.0e38])
-def test_strong_decay(level, long_segments):
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        ("per head", -20.0),
+        ("per head", -3.0e38),
+        ("per key channel", -20.0),
+        ("head and value", -3e38),
+    ],
+)
+def test_strong_decay(kind, level, long_segments):
     """All tokens at ``level``, but runs of tokens that hardly decay."""
-    args = make(KINDS["per head"], **RUNS, size=1e-2)
-    t = jnp.arange(40)[None, :, None]
-    args["g"] = jnp.where(t % 7 < 3, level, args["g"])
+    args = make(KINDS[kind], **RUNS, size=1e-2)
+    for name in {"g", "gv"} & args.keys():
+        t = jnp.arange(40).reshape(1, -1, *[1] * (args[name].ndim - 2))
+        args[name] = jnp.where(t % 7 < 3, level, args[name])
     check(args)
 
 
@@ -133,7 +150,7 @@ def test_strong_gates_that_cancel():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow(dtype):
-    args = make(KINDS["per head and constant"], **RUNS)
+    args = make(KINDS["per key channel" if dtype == "bfloat16" else "per head"], **RUNS)
     check({name: x.astype(dtype) for name, x in args.items()})
 
 
@@ -150,9 +167,9 @@ def loss(args, cu=None):
 
 
 def test_vmap_checkpoint_and_repeats():
-    args = make(KINDS["per head"], **{**RUNS, "s": 20, "dv": 16}, states=2)
+    args = make(KINDS["per head"], **{**RUNS, "s": 18, "dv": 16}, states=2)
     both = jax.tree.map(lambda x: jnp.stack([x, x / 2]), args)
-    cu = jnp.array([[0, 7, 20], [0, 0, 16]])
+    cu = jnp.array([[0, 7, 18], [0, 0, 16]])
     single = jax.jit(jax.grad(loss))
     want = [single(jax.tree.map(lambda x, i=i: x[i], both), cu[i]) for i in range(2)]
     again = single(jax.tree.map(lambda x: x[1], both), cu[1])
@@ -175,8 +192,6 @@ def test_refuses():
     args = make((), **DIMS)
     with pytest.raises(InvalidArgument, match="query"):
         recurrent_attention(**{**args, "query": args["query"][0]})
-    with pytest.raises(Unsupported, match="gv"):
-        recurrent_attention(**args, gv=jnp.zeros((1, 20, 2, 20)))
     with jax.enable_x64(True), pytest.raises(Unsupported, match="float64"):
         recurrent_attention(**{**args, "query": np.zeros((1, 20, 2, 12))})
     wide = make((), **{**DIMS, "dv": 300})

@@ -29,17 +29,20 @@ def gpu():
     compat.toolchain()
 
 
-def draw(s, h, hk, dk, dv, states, dtype, size):
+def draw(s, h, hk, dk, dv, states, dtype, size, gate):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
+    def decay(*channels):
+        return -size * jnp.abs(normal(1, s, h, *channels))
+
     return {
         "query": normal(1, s, h, dk),
         "key": normal(1, s, hk, dk),
         "value": normal(1, s, hk, dv),
-        "g": -size * jnp.abs(normal(1, s, h)),
+        **({"gv": decay(dv)} if gate == "values" else {"g": decay(*[dk] * (gate == "keys"))}),
         "initial_state": normal(states, h, dk, dv).astype(jnp.float32),
     }
 
@@ -55,10 +58,13 @@ def draw(s, h, hk, dk, dv, states, dtype, size):
         ((300, 2, 1, 80, 96), [0, 33, 300], True),
     ],
 )
-@pytest.mark.parametrize("size", [0.03, 3.0])
-def test_against_float64(dims, cu, reverse, dtype, size):
+@pytest.mark.parametrize(
+    ("gate", "size"),
+    [("rows", 0.03), ("rows", 3.0), ("keys", 0.03), ("keys", 20.0), ("values", 0.3)],
+)
+def test_against_float64(dims, cu, reverse, dtype, gate, size):
     states = 1 if cu is None else len(cu) - 1
-    args = draw(*dims, states, dtype, size)
+    args = draw(*dims, states, dtype, size, gate)
     cu = None if cu is None else np.asarray(cu, np.int32)
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal((*args["query"].shape[:3], dims[4])), dtype)

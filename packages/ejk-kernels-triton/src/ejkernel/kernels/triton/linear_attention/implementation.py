@@ -13,13 +13,21 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.linear_attention import roles
 from ejkernel.kernels.triton.linear_attention import tiles as choice
-from ejkernel.kernels.triton.linear_attention.plans import GatePlan, ScanPlan, WalkPlan
+from ejkernel.kernels.triton.linear_attention.plans import (
+    ChannelPlan,
+    GatePlan,
+    PreparePlan,
+    ScanPlan,
+    WalkPlan,
+)
 from ejkernel.kernels.triton.linear_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.linear_attention.roles import Roles
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+
+GATES = ("g", "g_gamma", "gk", "gv")
 
 
 class LinearAttention(TritonKernel):
@@ -61,7 +69,7 @@ class LinearAttention(TritonKernel):
         p = work.problem
         do, dstate = cotangents
         run = Passes(work, arrays | {"do": do})
-        gated = any(name in arrays for name in ("g", "g_gamma"))
+        gated = any(name in arrays for name in GATES)
         dstarts, dinitial = run.scan(run.walk(roles.LATER_SUMS), dstate, later=True)
         # gradients of heads that share a key are summed in float32
         own = "float32" if p.heads != p.kv_heads else ""
@@ -72,8 +80,7 @@ class LinearAttention(TritonKernel):
         found = {"query": dq, "key": run.of_keys(dk), "value": run.of_keys(dv)}
         found["initial_state"] = dinitial
         if gated:
-            dg = run.gate_gradient(*states, *dstates)
-            found |= {"g": dg, "g_gamma": jnp.sum(dg, (0, 1))}
+            found |= run.gate_gradients(arrays, *states, *dstates)
         return {name: x for name, x in found.items() if name in arrays}
 
 
@@ -83,16 +90,27 @@ class Passes:
     def __init__(self, work: Work, arrays: Arrays):
         self.problem, self.tiles = work.problem, work.tiles
         self.arrays: dict[str, Any] = {name[0]: arrays[name] for name in ("query", "key", "value")}
-        self.arrays |= {"do": arrays.get("do"), "gate": _gate(work.problem, arrays)}
+        self.arrays |= {"do": arrays.get("do"), **_gates(work.problem, arrays)}
         cu = arrays.get("cu_seqlens")
         self.arrays["cu"] = None if cu is None else cu[None]
+        if self.problem.key_parts:
+            self.prepare("q", "k", "gk", of_values=False)
+        if self.problem.value_parts and "do" in arrays:
+            self.prepare("do", "v", "gv", of_values=True)
+
+    def prepare(self, reader: str, source: str, gate: str, *, of_values: bool) -> None:
+        """What walks read in the place of two arrays whose channels decay."""
+        plan = PreparePlan(self.problem, self.tiles, of_values)
+        results = call(plan, *self.named(reader, source, gate, "cu"))
+        names = (f"pairs {gate[1]}", reader + "'", source + "'", f"totals {gate[1]}")
+        self.arrays |= dict(zip(names, results, strict=True))
 
     def named(self, *names: str) -> list[jax.Array]:
         return [self.arrays[n] for n in names if self.arrays[n] is not None]
 
     def walk(self, role: Roles, starts: Any = None) -> tuple[jax.Array, ...]:
-        names = [n for n in (role.query, role.key, role.value) if n]
-        operands = [*self.named(*names, "gate", "cu"), *([] if starts is None else [starts])]
+        known = self.arrays | {"starts": starts}
+        operands = [known[name] for name in role.operands(self.problem).values()]
         return call(WalkPlan(self.problem, self.tiles, role), *operands)
 
     def scan(self, ends: Any, initial: Any, *, later: bool) -> tuple[jax.Array, ...]:
@@ -100,10 +118,23 @@ class Passes:
         plan = ScanPlan(self.problem, self.tiles, later, bool(given))
         return call(plan, *ends, *given, *self.named("cu"))
 
-    def gate_gradient(self, states: Any, dstates: Any) -> jax.Array:
-        names = ("q", "k", "v", "do", "gate")
-        operands = [*self.named(*names), states, dstates, *self.named("cu")]
-        return call(GatePlan(self.problem, self.tiles), *operands)[0]
+    def gate_gradients(self, arrays: Arrays, states: Any, dstates: Any) -> Arrays:
+        """Those of all gates, whatever they were added to."""
+        p, t = self.problem, self.tiles
+        given = self.named("q", "k", "v", "do", "gate", "gk", "gv")
+        operands = [*given, states, dstates, *self.named("cu")]
+        found: Arrays = {}
+        if p.scalar:
+            one = call(GatePlan(p, t), *operands)[0]
+        else:
+            if p.value_parts:
+                found["gv"] = call(ChannelPlan(p, t, True), *operands)[0]
+            if p.key_parts:
+                found["gk"] = found["g"] = call(ChannelPlan(p, t, False), *operands)[0]
+            one = jnp.sum(found["gk" if p.key_parts else "gv"], 3)
+        if "g" in arrays and arrays["g"].ndim == 3:
+            found["g"] = one
+        return found | {"g_gamma": jnp.sum(one, (0, 1))}
 
     def of_keys(self, x: jax.Array) -> jax.Array:
         """Gradients of all heads, summed over those that share a key."""
@@ -113,28 +144,48 @@ class Passes:
         return jnp.sum(x.reshape(*x.shape[:2], p.kv_heads, -1, x.shape[3]), 3)
 
 
-def _gate(p: Problem, arrays: Arrays) -> jax.Array | None:
-    """One log decay a row and head, float32 ``[batch, rows, heads]``."""
-    parts = []
+def _gates(p: Problem, arrays: Arrays) -> Arrays:
+    """What the walk takes: ``gate`` [batch, rows, heads], ``gk`` and ``gv`` with channels.
+
+    One number a row or head is added to the channels of keys if those decay, else of values.
+    """
+    ahead, channels = [], []
     if p.slopes:
-        parts.append(jnp.asarray(p.slopes, jnp.float32)[None, None])
+        ahead.append(jnp.asarray(p.slopes, jnp.float32)[None, None])
     if "g_gamma" in arrays:
-        parts.append(arrays["g_gamma"].astype(jnp.float32)[None, None])
+        ahead.append(arrays["g_gamma"][None, None])
     if "g" in arrays:
-        parts.append(arrays["g"].astype(jnp.float32))
-    if not parts:
-        return None
-    total = parts[0]
+        (channels if arrays["g"].ndim == 4 else ahead).append(arrays["g"])
+    channels += [arrays["gk"]] if "gk" in arrays else []
+    found: Arrays = {"gate": None, "gk": None, "gv": arrays.get("gv")}
+    if p.scalar:
+        one = _sum(ahead, wide=True)
+        found["gate"] = jnp.broadcast_to(one, (p.batch, p.rows, p.heads))
+    else:
+        ahead = [x[..., None] for x in ahead]
+        if channels:
+            found["gk"] = _sum([*channels, *ahead])
+        elif "gv" in arrays:
+            found["gv"] = _sum([arrays["gv"], *ahead])
+    return found
+
+
+def _sum(parts: list[jax.Array], *, wide: bool = False) -> jax.Array:
+    """In float32; a single one as it is, unless ``wide``."""
+    if len(parts) == 1 and not wide:
+        return parts[0]
+    total = parts[0].astype(jnp.float32)
     for part in parts[1:]:
-        total = total + part
-    return jnp.broadcast_to(total, (p.batch, p.rows, p.heads))
+        shape = jnp.broadcast_shapes(total.shape, part.shape)
+        total = jnp.broadcast_to(total, shape) + jnp.broadcast_to(part, shape).astype(jnp.float32)
+    return total
 
 
 class RecurrentAttention(LinearAttention):
     """The gated recurrence, on a GPU; see the operation of this name.
 
-    float16, bfloat16 and float32, states and sums in float32; head dims up to 256. Gates: one
-    number a row and head, and one a head. Two runs give the same bits. Differentiable once.
+    float16, bfloat16 and float32, states and sums in float32; head dims up to 256. Gates of
+    every kind. Two runs give the same bits. Differentiable once.
     ``vmap`` is one launch. ``cfg``: time_tile, dv_tile, num_warps, num_stages.
 
     Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.

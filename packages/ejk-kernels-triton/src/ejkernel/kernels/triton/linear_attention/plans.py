@@ -59,6 +59,8 @@ class WalkPlan(LinearPlan):
             "out": _shape(self.roles.out, p.batch, p.rows, p.heads, columns),
             "ends": _shape("float32", segments, *state),
             "decays": _shape("float32", segments, p.heads),
+            "key_decays": _shape("float32", segments, p.heads, p.dim),
+            "value_decays": _shape("float32", segments, p.heads, p.value_dim),
             "states": _shape(p.operand, segments * (t.segment // t.chunk), *state),
         }
         return tuple(found[name] for name in self.roles.results(p))
@@ -99,3 +101,40 @@ class GatePlan(LinearPlan):
         from ejkernel.kernels.triton.linear_attention import gate_gradient
 
         return gate_gradient.launch(self.problem, self.tiles, target)
+
+
+@dataclass(frozen=True)
+class ChannelPlan(LinearPlan):
+    """q, k, v, do, gates, states, dstates, (cu) -> the gradient of one decay per channel."""
+
+    of_values: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        channels = p.value_dim if self.of_values else p.dim
+        return (_shape("float32", p.batch, p.rows, p.heads, channels),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import channel_gradient
+
+        return channel_gradient.launch(self.problem, self.tiles, target, self.of_values)
+
+
+@dataclass(frozen=True)
+class PreparePlan(LinearPlan):
+    """q, k, gates of keys (or do, v, gates of values), (cu) -> pairs, both decayed, totals."""
+
+    of_values: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p, t = self.problem, self.tiles
+        channels = p.value_dim if self.of_values else p.dim
+        chunks = self.segments * (t.segment // t.chunk)
+        rows = _shape(p.operand, p.batch, p.rows, p.heads, channels)
+        pairs = _shape(p.operand, chunks, p.heads, t.chunk, t.chunk)
+        return pairs, rows, rows, _shape("float32", chunks, p.heads, channels)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import prepare
+
+        return prepare.launch(self.problem, self.tiles, target, self.of_values)

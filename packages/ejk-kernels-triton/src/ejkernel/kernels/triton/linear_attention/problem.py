@@ -24,7 +24,9 @@ class Problem:
         sequences: packed in a batch row; 0 = the rows are one sequence.
         scale: factor of the query.
         reverse: time runs from the last row to the first.
-        scalar: whether the state decays by one number a row and head.
+        scalar: whether the state decays by one number a row and head, and by nothing else.
+        key_parts, value_parts: how many bfloat16 numbers hold a decay per channel of keys, of
+            values; 0 = there is none.
         dtype: of products; ``out``: of o; ``narrowest``: of q, k and v.
         slopes: log decays of the heads, where they are constants of the operation.
         unsupported: the argument that no kernel here takes, or "".
@@ -43,6 +45,8 @@ class Problem:
     dtype: str
     out: str
     narrowest: str
+    key_parts: int = 0
+    value_parts: int = 0
     slopes: tuple[float, ...] = ()
     unsupported: str = ""
 
@@ -69,13 +73,16 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
     if "layer_idx" in a:
         step = -(8 / q.shape[2]) * (1 - a["layer_idx"] / a["num_layers"]) if q.shape[2] else 0.0
         constant = tuple(step * head for head in range(q.shape[2]))
-    for name in ("gk", "gv"):
-        if a.get(name) is not None:
-            unsupported = f"{name}: a decay per channel is not supported"
-    if g is not None and g.ndim == 4:
-        unsupported = "g: a decay per channel is not supported, only [batch, seq, heads]"
+    given = [x for x in (g, a.get("gk"), a.get("g_gamma")) if x is not None]
+    channels, ahead = ([x for x in given if (x.ndim == 4) == per] for per in (True, False))
+    values = [a["gv"]] if a.get("gv") is not None else []
+    # one number a head is added to the decays of channels
+    if channels:
+        channels += ahead
+    elif values:
+        values += ahead
     dtypes = [jnp.dtype(x.dtype).name for x in (q, k, v)]
-    for name in ("query", "key", "value", "g", "g_gamma", "initial_state"):
+    for name in ("query", "key", "value", "g", "g_gamma", "gk", "gv", "initial_state"):
         x = a.get(name)
         if x is not None and jnp.dtype(x.dtype).name not in BYTES:
             dtype = jnp.dtype(x.dtype).name
@@ -93,7 +100,9 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         sequences=0 if cu is None else cu.shape[0] - 1,
         scale=a["softmax_scale"],
         reverse=a["reverse"],
-        scalar=g is not None or a.get("g_gamma") is not None or bool(constant),
+        scalar=bool(ahead or constant) and not (channels or values),
+        key_parts=_parts(channels),
+        value_parts=_parts(values),
         dtype=dtypes[0]
         if len(set(dtypes)) == 1
         else result_dtype(*(x.dtype for x in (q, k, v))).name,
@@ -102,3 +111,10 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         slopes=constant,
         unsupported=unsupported,
     )
+
+
+def _parts(gates: list[Any]) -> int:
+    """bfloat16 numbers that hold the sum of ``gates``."""
+    if len(gates) == 1:
+        return {"bfloat16": 1, "float16": 2}.get(jnp.dtype(gates[0].dtype).name, 3)
+    return 3 if gates else 0

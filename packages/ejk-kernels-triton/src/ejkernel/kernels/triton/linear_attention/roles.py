@@ -47,24 +47,48 @@ class Roles:
         """(channels of query and key, of the value)."""
         return getattr(p, ARRAYS[self.key][0]), getattr(p, ARRAYS[self.value][0])
 
+    def prepared(self, p: Problem) -> bool:
+        """Whether channels of query and key decay: then both come with that, a head of their own
+        each."""
+        return self.gates(p)[0] > 0
+
     def heads(self, p: Problem) -> tuple[int, ...]:
         names = (self.query or self.key, self.key, self.value)
-        return tuple(p.kv_heads if ARRAYS[n][1] else p.heads for n in names)
+        count = [p.kv_heads if ARRAYS[n][1] else p.heads for n in names]
+        return (p.heads, p.heads, count[2]) if self.prepared(p) else tuple(count)
 
-    def operands(self, p: Problem) -> list[str]:
-        """Names of the operands, in order."""
-        names = ["query"] * bool(self.query) + ["key", "value"]
-        return [
-            *names,
-            *["gate"] * p.scalar,
-            *["cu"] * bool(p.sequences),
-            *["starts"] * self.starts,
-        ]
+    def gates(self, p: Problem) -> tuple[int, int]:
+        """Parts of the decays per channel of (query and key, the value)."""
+        parts = (p.key_parts, p.value_parts)
+        return parts[::-1] if self.swapped else parts
+
+    def operands(self, p: Problem) -> dict[str, str]:
+        """Parameters of the walk in the order of the operands, and the arrays that they get.
+
+        Prepared arrays have the name of what they are made of, and a stroke.
+        """
+        found = {"query": self.query, "key": self.key, "value": self.value}
+        found = {name: x for name, x in found.items() if x}
+        side = "v" if self.swapped else "k"
+        if p.scalar:
+            found["gate"] = "gate"
+        if self.prepared(p):
+            found |= {name: found[name] + "'" for name in ("query", "key") if name in found}
+            found |= {"pairs": f"pairs {side}"} if self.query else {}
+            found |= {"totals": f"totals {side}"}
+        if self.gates(p)[1]:
+            found["value_gate"] = "gk" if self.swapped else "gv"
+        if p.sequences:
+            found["cu"] = "cu"
+        return found | ({"starts": "starts"} if self.starts else {})
 
     def results(self, p: Problem) -> list[str]:
         """Names of the results, in order."""
         wanted = ["out"] * bool(self.query) + ["ends"] * self.ends
-        return [*wanted, *["decays"] * (self.ends and p.scalar), *["states"] * self.states]
+        if self.ends:
+            wanted += ["decays"] * p.scalar
+            wanted += ["key_decays"] * bool(p.key_parts) + ["value_decays"] * bool(p.value_parts)
+        return [*wanted, *["states"] * self.states]
 
 
 SUMS = Roles("", "k", "v", later=False, starts=False, ends=True)

@@ -29,6 +29,8 @@ BLOCK = 1024
 def scan(
     ends,
     decays,
+    key_decays,
+    value_decays,
     initial,
     cu,
     starts,
@@ -36,6 +38,7 @@ def scan(
     rows,
     heads,
     size,
+    columns,
     sequences,
     pieces,
     BACKWARD: tl.constexpr,
@@ -71,24 +74,37 @@ def scan(
         tl.store(starts + slot * size + element, state, mask=held)
         if decays is not None:
             state = state * tl.exp(tl.load(decays + slot))
+        if key_decays is not None:
+            of_key = key_decays + slot * (size // columns) + element // columns
+            state = state * tl.exp(tl.load(of_key, mask=held, other=0.0))
+        if value_decays is not None:
+            of_value = value_decays + slot * columns + element % columns
+            state = state * tl.exp(tl.load(of_value, mask=held, other=0.0))
         state += added
     tl.store(final + state_at, state, mask=held)
 
 
 def launch(p: Problem, t: Tiles, later: bool, initial: bool) -> Launch:
-    """Of operands ends, then decays, initial and cu as far as they are given."""
+    """Of operands ends, then decays (three kinds), initial and cu as far as they are given."""
     size = p.dim * p.value_dim
     block = min(BLOCK, power_of_two(size))
+    known = {
+        "ends": True,
+        "decays": p.scalar,
+        "key_decays": p.key_parts > 0,
+        "value_decays": p.value_parts > 0,
+        "initial": initial,
+        "cu": p.sequences > 0,
+    }
+    order = [name for name, given in known.items() if given]
     arguments: dict[str, Any] = {
-        "ends": In(0),
-        "decays": In(1) if p.scalar else None,
-        "initial": In(1 + p.scalar) if initial else None,
-        "cu": In(1 + p.scalar + initial) if p.sequences else None,
+        **{name: In(order.index(name)) if name in order else None for name in known},
         "starts": Out(0),
         "final": Out(1),
         "rows": p.rows,
         "heads": p.heads,
         "size": size,
+        "columns": p.value_dim,
         "sequences": p.sequences,
         "pieces": piece_count(p.rows, p.sequences, t.segment),
     }

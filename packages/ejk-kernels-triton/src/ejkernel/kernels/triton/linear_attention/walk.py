@@ -11,6 +11,9 @@ Inside a chunk this is two products of rows with rows; the state stands for all 
 D[t, s] is the decay between two rows, ``since`` that of a row since the state before the chunk,
 ``rest`` that until the state after it.
 
+Decays per channel of queries and keys are in q, k and the products of their rows before a walk
+begins (``prepare``); those of values are part of it (``channels.combine``).
+
 *One core.* Gradients are the same sum with other roles. With dH running from the last row to the
 first over dH_t = d_{t+1} dH_{t+1} + scale q_t^T do_t,
 
@@ -42,6 +45,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.linear_attention.channels import combine, edges
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import Roles
@@ -56,11 +60,16 @@ def walk(
     key,
     value,
     gate,
+    pairs,
+    totals,
+    value_gate,
     cu,
     starts,
     out,
     ends,
     decays,
+    key_decays,
+    value_decays,
     states,
     rows,
     heads,
@@ -81,6 +90,9 @@ def walk(
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,
     MAPS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -123,6 +135,8 @@ def walk(
         known = held & (d < tl.where(used > begin, dim, 0))
         state = tl.load(starts + state_at + place, mask=known, other=0.0)
     total = 0.0
+    key_total = tl.zeros([DIM], tl.float32)
+    value_total = tl.zeros([COLUMNS], tl.float32)
     base = batch * rows + begin
     each = tl.arange(0, CHUNK)
     key_head = head // (heads // key_heads)
@@ -134,6 +148,7 @@ def walk(
         else:
             at = t * CHUNK
         row = base + at
+        chunk_slot = slot * (SEGMENT // CHUNK) + at // CHUNK
         k = load_rows(
             key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
         ).to(OPERAND)  # fmt: skip
@@ -145,30 +160,60 @@ def walk(
             counts = each < used - begin - at
             g = tl.load(gate + row * heads + head + each * heads, mask=counts, other=0.0)
             high, low, since, rest, every = chunk_sums(g, REVERSED, LATER)
+        if value_gate is not None:
+            gv = load_rows(
+                value_gate, base, used - begin, at, head, heads, column, columns, CHUNK, COLUMNS,
+                MAPS,
+            )  # fmt: skip
+            gv = tl.maximum(gv.to(tl.float32), -128.0)
+            since_v, rest_v = edges(gv, REVERSED, LATER, VALUE_PARTS)
         if states is not None:
-            kept = ((slot * (SEGMENT // CHUNK) + at // CHUNK) * heads + head) * dim * columns
+            kept = (chunk_slot * heads + head) * dim * columns
             tl.store(states + kept + place, state.to(states.dtype.element_ty), mask=held)
         if query is not None:
             q = load_rows(
                 query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
             ).to(OPERAND)  # fmt: skip
             # scores first: they are small again before the output takes its registers
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if gate is not None:
-                scores = scores * pair_decays(high, low, LATER, CHUNK)
-            elif LATER:
-                scores = tl.where(each[:, None] <= each[None, :], scores, 0.0)
+            if pairs is not None:
+                square = pairs + (chunk_slot * heads + head) * (CHUNK * CHUNK)
+                if TRANSPOSED:
+                    weights = tl.load(square + each[None, :] * CHUNK + each[:, None])
+                else:
+                    weights = tl.load(square + each[:, None] * CHUNK + each[None, :])
+                weights = weights.to(tl.float32)
             else:
-                scores = tl.where(each[:, None] >= each[None, :], scores, 0.0)
-            scores = (scores * scale_in).to(OPERAND)
+                weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if gate is not None:
+                    weights = weights * pair_decays(high, low, LATER, CHUNK)
+                elif LATER:
+                    weights = tl.where(each[:, None] <= each[None, :], weights, 0.0)
+                else:
+                    weights = tl.where(each[:, None] >= each[None, :], weights, 0.0)
+            weights = weights * scale_in
             o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
             if gate is not None:
                 o = o * tl.exp(since)[:, None]
-            o = tl.dot(scores, v, o, input_precision=PRECISION) * scale_out
+            if value_gate is not None:
+                o = o * tl.exp(since_v)
+                o += combine(weights, v, gv, REVERSED, LATER, VALUE_PARTS, LEVELS, PRECISION)
+            else:
+                o = tl.dot(weights.to(OPERAND), v, o, input_precision=PRECISION)
+            o = o * scale_out
             written = (each < end - begin - at)[:, None] & (c < columns - column)
             pointers = out + (row * heads + head) * columns + column
             pointers += each[:, None] * (heads * columns) + c
             tl.store(pointers, o.to(out.dtype.element_ty), mask=written)
+        if totals is not None:
+            total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
+            every_k = tl.load(total_at, mask=tl.arange(0, DIM) < dim, other=0.0)
+            key_total += every_k
+            state = state * tl.exp(every_k)[:, None]
+        if value_gate is not None:
+            v = (v.to(tl.float32) * tl.exp(rest_v)).to(OPERAND)
+            every_v = tl.sum(gv, 0)
+            value_total += every_v
+            state = state * tl.exp(every_v)[None, :]
         if gate is not None:
             v = (v.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]).to(OPERAND)
             state = state * tl.exp(every)
@@ -181,25 +226,34 @@ def walk(
         if decays is not None:
             if column == 0:
                 tl.store(decays + slot * heads + head, total)
+        if key_decays is not None:
+            if column == 0:
+                key_at = key_decays + (slot * heads + head) * dim
+                tl.store(key_at + tl.arange(0, DIM), key_total, mask=tl.arange(0, DIM) < dim)
+        if value_decays is not None:
+            n = tl.arange(0, COLUMNS)
+            value_at = value_decays + (slot * heads + head) * columns + column
+            tl.store(value_at + n, value_total, mask=n < columns - column)
 
 
 def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     """Of the operands that ``roles`` names, in its order."""
     pieces = piece_count(p.rows, p.sequences, t.segment)
-    names = roles.operands(p)
+    names = list(roles.operands(p))
     results = roles.results(p)
 
     dim, columns = roles.sizes(p)
-    block = min(t.columns, width(columns))
+    prepared, of_values = roles.gates(p)
+    # registers that decays between rows would take are free where pairs come prepared
+    block = min(t.columns * (2 if prepared and not of_values else 1), width(columns))
     maps = maps_of(p, t.chunk, ((dim, width(dim)), (columns, block)), target)
+    channels, some = (dim, width(dim)), (columns, block)
+    query_heads, key_heads, value_heads = roles.heads(p)
     row_arrays = {
-        name: (count, *size)
-        for name, count, size in zip(
-            ("query", "key", "value"),
-            roles.heads(p),
-            ((dim, width(dim)), (dim, width(dim)), (columns, block)),
-            strict=True,
-        )
+        "query": (query_heads, *channels),
+        "key": (key_heads, *channels),
+        "value": (value_heads, *some),
+        "value_gate": (p.heads, *some),
     }
 
     def given(name: str) -> Any:
@@ -213,11 +267,13 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         return Out(results.index(name)) if name in results else None
 
     arguments: dict[str, Any] = {
-        **{n: given(n) for n in ("query", "key", "value", "gate", "cu", "starts")},
-        **{n: made(n) for n in ("out", "ends", "decays", "states")},
+        **{n: given(n) for n in (*row_arrays, "gate", "pairs", "totals", "cu", "starts")},
+        **{n: made(n) for n in ("out", "ends", "decays", "key_decays", "value_decays", "states")},
         "rows": p.rows,
         "heads": p.heads,
-        **dict(zip(("query_heads", "key_heads", "value_heads"), roles.heads(p), strict=True)),
+        "query_heads": query_heads,
+        "key_heads": key_heads,
+        "value_heads": value_heads,
         "dim": dim,
         "columns": columns,
         "sequences": p.sequences,
@@ -234,9 +290,14 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         "DIM": width(dim),
         "COLUMNS": block,
         "LANES": lane_count(p.sequences),
+        "LEVELS": t.chunk.bit_length() - 1,
+        "TRANSPOSED": roles.later,
+        "VALUE_PARTS": of_values,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
         "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
     grid = (p.batch * pieces * p.heads * -(-columns // block),)
-    return Launch(walk, arguments, constants, grid, t.num_warps, t.num_stages)
+    # halvings of the columns take registers besides
+    warps = max(8, t.num_warps) if of_values and t.chunk >= 64 else t.num_warps
+    return Launch(walk, arguments, constants, grid, warps, t.num_stages)

@@ -1,0 +1,154 @@
+"""What decays per channel of queries and keys make of a chunk, once for all walks.
+
+    pairs[t, s] = sum over channels of q_t exp(decay from s to t) k_s       (``channels.scores``)
+    reading_t = q_t exp(since_t)     entering_s = k_s exp(rest_s)     totals = sum of the gates
+
+since the state before the chunk, rest until the one after it. A walk then treats them like
+undecayed rows: its columns, which share all of this, do not repeat the halvings. The walk of the
+gradients of what was read takes the same arrays, the pairs transposed. For decays per channel of
+values they are those of do and v.
+
+Work split: one chunk of one head a program, some channels in turn.
+
+Bound: q, k and the gates are read, two arrays like q and the pairs are written: memory. 2 x 8192
+rows, 16 heads of 128, chunks of 64, bfloat16: 201 + 134 + 34 MB = 0.086 ms on an H200. Its products
+are 16 a chunk and channel tile of 64 x 64 x 32: 70 GFLOP = 0.10 ms: both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.linear_attention.channels import edges, scores
+from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.targets import Target
+
+
+@triton.jit
+def prepare(
+    reader,
+    source,
+    gate,
+    cu,
+    pairs,
+    reading,
+    entering,
+    totals,
+    rows,
+    heads,
+    reader_heads,
+    source_heads,
+    channels,
+    sequences,
+    pieces,
+    REVERSED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAPS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    program = tl.program_id(0)
+    head = program % heads
+    slot = (program // heads).to(tl.int64)
+    segment = slot // (SEGMENT // CHUNK)
+    at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
+    batch = segment // pieces
+    piece = (segment % pieces).to(tl.int32)
+    begin = piece * SEGMENT
+    end = tl.minimum(rows, begin + SEGMENT)
+    used = end
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
+        end = tl.minimum(end, begin + SEGMENT)
+        begin = tl.maximum(begin, start)
+        used = tl.where(sequence < sequences, end, begin)
+    length = used - begin
+    base = batch * rows + begin
+    row = base + at
+    each = tl.arange(0, CHUNK)
+    # chunks behind the segment may not even begin in the array
+    base = tl.where(at < length, base, base - at)
+    reader_head = head // (heads // reader_heads)
+    source_head = head // (heads // source_heads)
+    n = tl.arange(0, CHANNELS)
+    found = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for channel in tl.range(0, channels, CHANNELS):
+        q = load_rows(
+            reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK,
+            CHANNELS, MAPS,
+        ).to(OPERAND)  # fmt: skip
+        k = load_rows(
+            source, base, length, at, source_head, source_heads, channel, channels, CHUNK,
+            CHANNELS, MAPS,
+        ).to(OPERAND)  # fmt: skip
+        g = load_rows(gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, MAPS)
+        g = tl.maximum(g.to(tl.float32), -128.0)
+        found += scores(q, k, g, REVERSED, REVERSED, PARTS, LEVELS, PRECISION)
+        since, rest = edges(g, REVERSED, REVERSED, PARTS)
+        place = (row * heads + head) * channels + channel
+        offsets = each[:, None] * (heads * channels) + n[None, :]
+        # rows behind the last sequence get the zeros that they read as
+        written = (each < end - begin - at)[:, None] & (n < channels - channel)[None, :]
+        q = (q.to(tl.float32) * tl.exp(since)).to(OPERAND)
+        k = (k.to(tl.float32) * tl.exp(rest)).to(OPERAND)
+        tl.store(reading + place + offsets, q, mask=written)
+        tl.store(entering + place + offsets, k, mask=written)
+        total = totals + (slot * heads + head) * channels + channel
+        tl.store(total + n, tl.sum(g, 0), mask=n < channels - channel)
+    square = each[:, None] * CHUNK + each[None, :]
+    tl.store(pairs + (slot * heads + head) * (CHUNK * CHUNK) + square, found.to(OPERAND))
+
+
+def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
+    """Of operands q, k and the gates of keys, or do, v and those of values; then (cu)."""
+    pieces = piece_count(p.rows, p.sequences, t.segment)
+    channels = p.value_dim if of_values else p.dim
+    some = min(32 if p.operand == "bfloat16" else 16, width(channels))
+    maps = maps_of(p, t.chunk, ((channels, some),), target)
+    heads = (p.heads, p.kv_heads, p.heads)
+    reader, source, gate = (
+        row_operand(i, p, t.chunk, count, channels, some, maps) for i, count in enumerate(heads)
+    )
+    results = ("pairs", "reading", "entering", "totals")
+    arguments: dict[str, Any] = {
+        "reader": reader,
+        "source": source,
+        "gate": gate,
+        "cu": In(3) if p.sequences else None,
+        **{name: Out(i) for i, name in enumerate(results)},
+        "rows": p.rows,
+        "heads": p.heads,
+        "reader_heads": p.heads,
+        "source_heads": p.kv_heads,
+        "channels": channels,
+        "sequences": p.sequences,
+        "pieces": pieces,
+    }
+    constants = {
+        "REVERSED": p.reverse,
+        "CHUNK": t.chunk,
+        "SEGMENT": t.segment,
+        "CHANNELS": some,
+        "LANES": lane_count(p.sequences),
+        "LEVELS": t.chunk.bit_length() - 1,
+        "PARTS": p.value_parts if of_values else p.key_parts,
+        "MAPS": maps,
+        "OPERAND": getattr(tl, p.operand),
+        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
+    }
+    grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads,)
+    # halvings take registers; eight warps have twice as many
+    warps = max(8, t.num_warps) if t.chunk >= 64 else t.num_warps
+    return Launch(prepare, arguments, constants, grid, warps, t.num_stages)
