@@ -70,6 +70,9 @@ def test_any_field_of_a_kernels_tiles():
         function = list(found.values())[-1]
         arrays = [call.abstract()[name] for name in call.names]
         program = jax.make_jaxpr(lambda *x: jax.vjp(function, *x)[1](x[0]))(*arrays)
+        hopper = sweep.subject_of(call, "pallas")
+        assert len(hopper.candidates("fwd", {}, 40)) > 2
+        assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
     plans = {type(plan).__name__: plan.tiles for plan, _ in _plans(program.jaxpr)}
     assert plans["DkvPlan"] == replace(subject.ships.dkv, registers=128)
     assert plans["DqPlan"] == replace(subject.ships.dq, block_q=32)
