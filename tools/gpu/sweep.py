@@ -6,14 +6,14 @@
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
 
 Cases are those of the benchmark (``python -m bench OPERATION --list``). Candidates are what the
-kernel itself holds worth timing beside its choice (``near``, else its fields halved and doubled), or
-all combinations of the values that ``--set`` names: any field of its tiles, whether or not a config
-can say it. Each must give the values of what ships; those that do are timed in turns, the slower
-half leaving after each round, by the clock of the autotuner (the kernels' own time where they are
-short); then the fastest and what ships once more, side by side. ``--pass bwd`` times forward and
-backward together, and changes the tiles of the backward pass alone. The last table has the best of
-each case beside what ships. Exit status 1: a candidate gave other values, or what ships did not
-run; 2: nothing to sweep.
+kernel itself holds worth timing beside its choice (``near``, else its fields halved and doubled),
+or all combinations of the values that ``--set`` names: any field of its tiles, whether or not a
+config can say it. Each must give the values of what ships; those that do are timed in turns, the
+slower half leaving after each round, by the clock of the autotuner (the kernels' own time where
+they are short); then the fastest and what ships once more, side by side. ``--pass bwd`` times
+forward and backward together, and changes the tiles of the backward pass alone. The last table has
+the best of each case beside what ships. Exit status 1: a candidate gave other values, or what ships
+did not run; 2: nothing to sweep.
 """
 
 from __future__ import annotations
