@@ -229,6 +229,7 @@ LINEAR = (
     LinearShape("cpu-b1-4k", 1, 4096, 4, 64, "float32", device="cpu"),
     LinearShape("cpu-b1-64k", 1, 65536, 2, 32, "float32", device="cpu"),
     LinearShape("gla-b2-8k", 2, 8192, 16, 128),
+    LinearShape("gla-b1-64k", 1, 65536, 16, 128),
     LinearShape("gla-b4-4k", 4, 4096, 64, 128),
     LinearShape("gla-1.3b-b8-2k", 8, 2048, 4, 256, v_dim=512, source="GLA 1.3B"),
     LinearShape("minimax-01-b1-32k", 1, 32768, 64, 128, source="MiniMax-01"),
@@ -260,6 +261,7 @@ GROUPED = (
 POOL = (
     PoolShape("cpu-pool-4k", 16, 4096, 512, dtype="float32", device="cpu"),
     PoolShape("modernbert-pool-8k", 32, 8192, 768, source="ModernBERT base"),
+    PoolShape("pool-b8-8k", 8, 8192, 2048, 64, source="keys of 16 heads of 128"),
     PoolShape("nsa-pool-64k", 1, 65536, 1024, 64, source="keys of 8 heads of 128, blocks of 64"),
 )
 
