@@ -3,12 +3,13 @@
     compute-sanitizer --report-api-errors no --error-exitcode 9 python tools/gpu/check_memory.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py
 
-The calls are cases of ``pytest -m gpu``, with lengths that cut every tile at an end. A checker
-knows only the allocations of CUDA, and JAX hands out parts of larger ones. So each launch is made
-by PyTorch's allocator without its cache: every operand and result is an allocation that ends with
-its last element. ``--control`` takes an element from the end of each operand: a checker that then
-reports nothing sees nothing. The option of the first line leaves out attributes that Triton's
-launcher asks for and CUDA refuses. Exits with 1 when a result is not a number.
+The calls are cases of ``pytest -m gpu`` and small ones with every option, whose lengths cut tiles.
+A checker knows only the allocations of CUDA, and JAX hands out parts of larger ones. So
+each launch is made by PyTorch's allocator without its cache: every operand and result is an
+allocation that ends with its last element. ``--control`` takes an element from the end of each
+operand: a checker that then reports nothing sees nothing. The option of the first line leaves out
+attributes that Triton's launcher asks for and CUDA refuses. Exits with 1 when a result is not a
+number.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402  # ty: ignore
 
+from ejkernel.kernels import triton  # noqa: E402
 from ejkernel.kernels.triton import bridge  # noqa: E402
 from ejkernel.kernels.triton.flash_attention import flash_attention  # noqa: E402
 from ejkernel.kernels.triton.grouped_matmul import grouped_matmul  # noqa: E402
@@ -43,7 +45,13 @@ from ejkernel.kernels.triton.ragged_page_attention_v3 import (  # noqa: E402
     ragged_page_attention_v3,
 )
 from ejkernel.kernels.triton.targets import current_target  # noqa: E402
-from ejktest import attention_at_size, grouped_cases, paged_at_size, ragged_cases  # noqa: E402
+from ejktest import (  # noqa: E402
+    attention_at_size,
+    grouped_cases,
+    paged_at_size,
+    ragged_cases,
+    variants,
+)
 
 
 def flash(name: str):
@@ -77,6 +85,19 @@ def grouped(*case):
     return run(*arrays)
 
 
+def varied(operation: str, label: str):
+    call = VARIANTS[operation, label]
+    smooth = {name: call.arrays[name] for name in call.gradients}
+    fixed = {name: x for name, x in call.arguments.items() if name not in smooth}
+    out, back = jax.vjp(lambda x: getattr(triton, operation)(**x, **fixed), smooth)
+    return out, back(jax.tree.map(jnp.ones_like, out))
+
+
+VARIANTS = {
+    (operation, label): call
+    for operation in ("recurrent_attention", "gla_attention", "lightning_attention", "mean_pooling")
+    for label, call in variants.options()[operation]
+}
 CALLS = (
     *((flash, name) for name in (
         "odd causal", "odd gqa cap d256", "d40/24 window", "d112 odd", "bias odd rows", "dropout",
@@ -92,6 +113,7 @@ CALLS = (
     (grouped, "some of eight", "bfloat16", True),
     (grouped, "around a tile", "odd bfloat16", False),
     (grouped, "around a tile", "odd float32", False),
+    *((varied, *names) for names in VARIANTS),
 )  # fmt: skip
 
 

@@ -37,10 +37,12 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.paged: paged_at_size.CASES,
         memory.ragged: ragged_cases.CASES,
         memory.grouped: [case[:2] for case in grouped_cases.CASES],
+        memory.varied: memory.VARIANTS,
+        memory.contiguous: [()],
     }
     for run, *case in memory.CALLS:
-        found = tuple(case[:2]) if run is memory.grouped else "".join(case)
-        assert run is memory.contiguous or found in lists[run], (run, case)
+        named = run in (memory.flash, memory.paged, memory.ragged)
+        assert (case[0] if named else tuple(case[:2])) in lists[run], (run, case)
 
 
 def test_calls_launch_outside_of_jit(memory, monkeypatch):
@@ -54,7 +56,9 @@ def test_calls_launch_outside_of_jit(memory, monkeypatch):
     monkeypatch.setattr(memory.bridge._primitive, "impl", zeros)
     with compile_for(cuda_target(90, 132)), jax.disable_jit():
         memory.grouped("some of eight", "bfloat16", True)
-    assert len(launched) == 3
+        assert len(launched) == 3
+        memory.varied("mean_pooling", "whole")
+    assert len(launched) == 5
 
 
 def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
