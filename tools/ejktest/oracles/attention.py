@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -206,8 +207,9 @@ class _Arithmetic:
         self.order = order
         self.wide = self.narrow = np.dtype(np.float64)
         if order is not None:
-            self.narrow = np.dtype(jnp.result_type(case.q, case.k, case.v))
-            self.wide = np.dtype(jnp.promote_types(self.narrow, np.float32))
+            with jax.numpy_dtype_promotion("standard"):
+                self.narrow = np.dtype(jnp.result_type(case.q, case.k, case.v))
+                self.wide = np.dtype(jnp.promote_types(self.narrow, np.float32))
 
     def heads_first(self, x: Any, heads: int) -> np.ndarray:
         """``[b, n, hk, c]`` -> ``[b, heads, n, c]``: query head i reads kv head i // group."""

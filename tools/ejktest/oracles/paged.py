@@ -24,9 +24,9 @@ def attend_row(
     if position < 0 or not seen.any():
         return jnp.zeros((h, v.shape[2])), jnp.full((h,), -jnp.inf)
     if k_scale is not None:
-        k = k * jnp.reshape(k_scale, (-1, 1))
+        k = k * jnp.reshape(k_scale, (1, -1, 1))
     if v_scale is not None:
-        v = v * jnp.reshape(v_scale, (-1, 1))
+        v = v * jnp.reshape(v_scale, (1, -1, 1))
     k, v = jnp.repeat(k, h // hk, 1), jnp.repeat(v, h // hk, 1)
     x = scale * jnp.einsum("hd,thd->ht", q, k)
     if cap is not None:
