@@ -288,8 +288,8 @@ def test_v3_quantises_on_write_and_leaves_padding_alone():
         expected = oracle.write_pages(plain, k8, v8, CONTEXT, bt, STARTS, COUNT)
         reference = oracle.ragged_page_attention(
             wide(q)[0], expected, CONTEXT, bt, STARTS, COUNT, scale=D**-0.5,
-            k_scale=jnp.asarray(np.float32([0.02, 0.03])),
-            v_scale=jnp.full(HK, np.float32(v_scale)),
+            k_scale=jnp.asarray(np.float32([0.02, 0.03]), jnp.float64),
+            v_scale=jnp.full(HK, np.float32(v_scale), jnp.float64),
         )  # fmt: skip
     got = np.asarray(new)[..., :D].reshape(PAGES, PS, 2 * HK, D)
     assert np.abs(got - np.asarray(expected)).max() <= 1  # a tie may round either way
