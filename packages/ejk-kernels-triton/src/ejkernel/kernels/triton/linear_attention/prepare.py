@@ -115,7 +115,9 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
     """Of operands q, k and the gates of keys, or do, v and those of values; then (cu)."""
     pieces = piece_count(p.rows, p.sequences, t.segment)
     channels = p.value_dim if of_values else p.dim
-    some = min(32 if p.operand == "bfloat16" else 16, width(channels))
+    parts = p.value_parts if of_values else p.key_parts
+    # a gate in parts takes registers, float32 operands take twice as many
+    some = min(32 if p.operand == "bfloat16" and parts == 1 else 16, width(channels))
     maps = maps_of(p, t.chunk, ((channels, some),), target)
     heads = (p.heads, p.kv_heads, p.heads)
     reader, source, gate = (
@@ -143,7 +145,7 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
         "CHANNELS": some,
         "LANES": lane_count(p.sequences),
         "LEVELS": t.chunk.bit_length() - 1,
-        "PARTS": p.value_parts if of_values else p.key_parts,
+        "PARTS": parts,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
         "PRECISION": "tf32" if target.platform == "cuda" else "ieee",

@@ -49,6 +49,8 @@ def choose(p: Problem, target: Target) -> Tiles:
     if not (target.hopper and target.tensor_maps and whole):
         # operands of the smaller products, or addresses, lie in registers
         chunk, columns = min(chunk, 32 if max(width(p.dim), width(p.value_dim)) < 256 else 16), 16
+    if max(p.key_parts, p.value_parts) > 1:
+        chunk = min(chunk, 32)  # gates in parts take registers in every halving
     t = Tiles(chunk, chunk, columns, 4, 2)
     return replace(t, segment=segment_of(p, t, target))
 

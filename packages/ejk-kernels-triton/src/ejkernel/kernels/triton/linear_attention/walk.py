@@ -245,7 +245,10 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     dim, columns = roles.sizes(p)
     prepared, of_values = roles.gates(p)
     # registers that decays between rows would take are free where pairs come prepared
-    block = min(t.columns * (2 if prepared and not of_values else 1), width(columns))
+    block = t.columns * 2 if prepared and not of_values else t.columns
+    if of_values > 1:
+        block = min(block, 16)  # a gate in parts takes more
+    block = min(block, width(columns))
     maps = maps_of(p, t.chunk, ((dim, width(dim)), (columns, block)), target)
     channels, some = (dim, width(dim)), (columns, block)
     query_heads, key_heads, value_heads = roles.heads(p)
