@@ -13,12 +13,12 @@ B, S, FEATURES, HEADS = 2, 6, 16, 2
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (B, S, FEATURES))
 CAUSAL = jnp.tril(jnp.ones((S, S)))
-PADDING = (jnp.arange(S) < jnp.array([[S], [4]]))[:, None, None]
+PADDING = (jnp.arange(S)[None] < jnp.array([[S], [4]]))[:, None, None]
 MASKS = {
     "none": None,
     "causal": CAUSAL[None, None],  # floats, as Flax makes them
     "padding": PADDING,
-    "both": jnp.logical_and(CAUSAL[None, None], PADDING),
+    "both": jnp.logical_and(CAUSAL[None, None] != 0, PADDING),
     "per head": jnp.broadcast_to(CAUSAL, (1, HEADS, S, S)),
 }
 
