@@ -9,6 +9,8 @@ from ejkernel.kernels.triton._version import __version__
 from ejkernel.ops.packages import Entry, KernelPackage
 
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+# Behind XLA: interpreted and compiled, but no GPU has run them. ``platform="triton"`` does.
+_UNTRIED = -1
 _RAGGED = ("num_queries_per_block", "num_kv_pages_per_block", "num_warps", "num_stages")
 
 
@@ -17,6 +19,7 @@ def _linear(algorithm: str, function: str) -> Entry:
         algorithm,
         f"linear_attention.implementation:{function}",
         function=function,
+        priority=_UNTRIED,
         config_fields=("time_tile", "dv_tile", "num_warps", "num_stages"),
     )
 
@@ -41,16 +44,19 @@ PACKAGE = KernelPackage(
         Entry(
             "ragged_page_attention",
             "ragged_page_attention.implementation:ragged_page_attention",
+            priority=_UNTRIED,
             config_fields=_RAGGED,
         ),
         Entry(
             "ragged_page_attention_v3",
             "ragged_page_attention_v3.implementation:ragged_page_attention_v3",
+            priority=_UNTRIED,
             config_fields=_RAGGED,
         ),
         Entry(
             "ragged_decode_attention",
             "ragged_decode_attention.implementation:ragged_decode_attention",
+            priority=_UNTRIED,
             config_fields=tuple(f"fwd_params.{size}" for size in _SIZES[1:]),
         ),
         Entry(
@@ -61,6 +67,7 @@ PACKAGE = KernelPackage(
         Entry(
             "mean_pooling",
             "mean_pooling.implementation:mean_pooling",
+            priority=_UNTRIED,
             config_fields=("token_tile", "channel_tile", "num_warps"),
         ),
         _linear("recurrent", "recurrent_attention"),
