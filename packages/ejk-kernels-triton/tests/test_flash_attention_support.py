@@ -169,13 +169,17 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
                 assert flash_attention.fields(tiles) == config
 
 
+RUN_ON_A_CARD = ("flash_attention", "page_attention", "grouped_matmul")  # others wait behind XLA
+
+
 def test_registered() -> None:
     """Every line of the table resolves; a forced platform is refused where there is no GPU."""
     registry = KernelRegistry()
     package.register(registry)
     for algorithm in registry.list_algorithms():
         (spec,) = registry.list_implementations(algorithm)
-        assert (spec.platform.value, spec.backend.value, spec.priority) == ("triton", "gpu", 100)
+        assert (spec.platform.value, spec.backend.value) == ("triton", "gpu")
+        assert spec.priority == (100 if algorithm in RUN_ON_A_CARD else -1), algorithm
         assert "cfg" in inspect.signature(getattr(package, algorithm)).parameters
     assert set(registry.list_algorithms()) <= set(dir(package))
     if jax.default_backend() == "cpu":
