@@ -180,8 +180,10 @@ def test_registered() -> None:
         (spec,) = registry.list_implementations(algorithm)
         assert (spec.platform.value, spec.backend.value) == ("triton", "gpu")
         assert spec.priority == (100 if algorithm in RUN_ON_A_CARD else -1), algorithm
-        assert "cfg" in inspect.signature(getattr(package, algorithm)).parameters
-    assert set(registry.list_algorithms()) <= set(dir(package))
+    for name in package.PACKAGE.functions:
+        assert "cfg" in inspect.signature(getattr(package, name)).parameters
+    assert set(package.PACKAGE.functions) <= set(dir(package))
+    assert len(package.PACKAGE.functions) == len(registry.list_algorithms())
     if jax.default_backend() == "cpu":
         with pytest.raises(KernelNotSupported, match="triton"):
             registry.get("flash_attention", "triton")
