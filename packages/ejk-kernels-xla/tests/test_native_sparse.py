@@ -28,20 +28,19 @@ def inputs(group, gates=3, length=S):
     return arrays + [normal(1, length, h) for _ in range(gates)]
 
 
-def gradients(fn, args, weight):
-    return jax.grad(lambda *a: jnp.sum(fn(*a) * weight), tuple(range(len(args))))(*args)
+def pulled(fn, args, weight):
+    """Output, and ``weight`` pulled back to the arguments."""
+    out, pull = jax.vjp(fn, *args)
+    return out, pull(weight.astype(out.dtype))
 
 
 def compare(ours, theirs, args):
-    out = jax.jit(ours)(*args)
+    weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
     with jax.enable_x64(True):
         exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
-        reference, pull = jax.vjp(theirs, *exact_args)
-        weight = np.random.default_rng(1).standard_normal(reference.shape)
-        exact = pull(jnp.asarray(weight))
-        reference, exact = np.asarray(reference), [np.asarray(g) for g in exact]
+        reference, exact = pulled(theirs, exact_args, jnp.asarray(weight))
+    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, jnp.float32))
     check_close(out, reference)
-    grads = jax.jit(partial(gradients, ours))(args, jnp.asarray(weight, jnp.float32))
     for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
         check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
 

@@ -31,20 +31,20 @@ def wide(*arrays):
     return [jnp.asarray(np.asarray(a, np.float64)) for a in arrays]
 
 
-def gradients(fn, args, weight):
-    return jax.grad(lambda *a: jnp.sum(fn(*a) * weight), tuple(range(len(args))))(*args)
+def pulled(fn, args, weight):
+    """Output, and ``weight`` pulled back to the arguments."""
+    out, pull = jax.vjp(fn, *args)
+    return out, pull(weight.astype(out.dtype))
 
 
 def compare(ours, theirs, args, names, *, dtype=np.float32, factor=3.0):
     """Values and every gradient of ``ours(*args)`` against ``theirs`` in float64."""
-    out = jax.jit(ours)(*args)
+    shape = jax.eval_shape(ours, *args).shape
+    weight = np.random.default_rng(1).standard_normal(shape)
     with jax.enable_x64(True):
-        exact_args = wide(*args)
-        reference = np.asarray(theirs(*exact_args))
-        weight = np.random.default_rng(1).standard_normal(reference.shape)
-        exact = [np.asarray(g) for g in gradients(theirs, exact_args, weight)]
+        reference, exact = pulled(theirs, wide(*args), jnp.asarray(weight))
+    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, np.float32))
     check_close(out, reference, dtype=dtype)
-    grads = jax.jit(partial(gradients, ours))(args, jnp.asarray(weight, np.float32))
     for name, g, r in zip(names, grads, exact, strict=True):
         assert g.dtype == args[names.index(name)].dtype
         check_close(

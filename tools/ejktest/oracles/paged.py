@@ -16,13 +16,19 @@ def attend_row(
     q, k, v, position, *, scale, start=0, left=None, cap=None, aux=None, k_scale=None, v_scale=None
 ):
     """One row: q ``[h, d]``, k ``[t, hk, d]``, v ``[t, hk, dv]`` -> o ``[h, dv]``, lse ``[h]``."""
-    h, hk = q.shape[0], k.shape[1]
+    h = q.shape[0]
     j = np.arange(k.shape[0])
     seen = (j >= start) & (j <= position)
     if left is not None:
         seen &= j >= position - left
     if position < 0 or not seen.any():
         return jnp.zeros((h, v.shape[2])), jnp.full((h,), -jnp.inf)
+    return _attend(q, k, v, jnp.asarray(seen), scale, cap, aux, k_scale, v_scale)
+
+
+@jax.jit  # one program for all rows of a call
+def _attend(q, k, v, seen, scale, cap, aux, k_scale, v_scale):
+    h, hk = q.shape[0], k.shape[1]
     if k_scale is not None:
         k = k * jnp.reshape(k_scale, (1, -1, 1))
     if v_scale is not None:
@@ -31,7 +37,7 @@ def attend_row(
     x = scale * jnp.einsum("hd,thd->ht", q, k)
     if cap is not None:
         x = cap * jnp.tanh(x / cap)
-    x = jnp.where(jnp.asarray(seen), x, -jnp.inf)
+    x = jnp.where(seen, x, -jnp.inf)
     everything = x
     if aux is not None:
         everything = jnp.concatenate([x, jnp.broadcast_to(aux, (h, aux.shape[-1]))], 1)

@@ -10,11 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def _softmax(x, seen):
-    """Probabilities ``[h, t]`` over the seen keys; a row that sees nothing is 0."""
+@jax.jit  # one program for all tokens
+def _attend(q, k, v, scale, seen):
+    """Probabilities ``[h, t]`` over the seen keys ``[h, t]`` and the output ``[h, dv]``."""
+    x = scale * jnp.einsum("hd,thd->ht", q, k)
+    p = jax.nn.softmax(jnp.where(seen, x, -jnp.inf), axis=-1)
+    return p, jnp.einsum("ht,thd->hd", p, v)
+
+
+def attend(q, k, v, scale, seen):
+    """As ``_attend``; a row of tokens that sees nothing is 0."""
+    h, t = k.shape[1], k.shape[0]
     if not np.asarray(seen).any():
-        return jnp.zeros(x.shape)
-    return jax.nn.softmax(jnp.where(jnp.asarray(seen), x, -jnp.inf), axis=-1)
+        return jnp.zeros((h, t)), jnp.zeros((h, v.shape[2]))
+    return _attend(q, k, v, scale, np.broadcast_to(seen, (h, t)))
 
 
 def chosen_blocks(p_cmp, t, size, complete, count):
@@ -43,10 +52,10 @@ def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window
     rows = []
     for t in range(s):
         complete = min((t + 1) // size, blocks)
-        p_cmp = _softmax(scale * jnp.einsum("hd,chd->hc", q[t], mean_k), np.arange(room) < complete)
+        p_cmp, o_cmp = attend(q[t], mean_k, mean_v, scale, np.arange(room) < complete)
         out = jnp.zeros((h, v.shape[2]))
         if g_cmp is not None:
-            out = out + g_cmp[t][:, None] * jnp.einsum("hc,chd->hd", p_cmp, mean_v)
+            out = out + g_cmp[t][:, None] * o_cmp
         seen = np.zeros((h, q.shape[0]), bool)
         summed = np.asarray(jax.lax.stop_gradient(p_cmp)).reshape(hk, group, -1).sum(1)
         for m in range(hk):
@@ -58,12 +67,11 @@ def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window
             for c in picked:
                 span = (j >= c * size) & (j < (c + 1) * size) & (j <= t)
                 seen[m * group : (m + 1) * group] |= span
-        x = scale * jnp.einsum("hd,jhd->hj", q[t], kk)
-        o_slc = jnp.einsum("hj,jhd->hd", _softmax(x, seen), vv)
+        _, o_slc = attend(q[t], kk, vv, scale, seen)
         out = out + (o_slc if g_slc is None else g_slc[t][:, None] * o_slc)
         if window is not None:
             near = (j <= t) & (j >= t - window)
-            o_swa = jnp.einsum("hj,jhd->hd", _softmax(x, np.broadcast_to(near, x.shape)), vv)
+            _, o_swa = attend(q[t], kk, vv, scale, near)
             out = out + (o_swa if g_swa is None else g_swa[t][:, None] * o_swa)
         rows.append(out)
     padding = [jnp.zeros((h, v.shape[2]))] * (q.shape[0] - s)
