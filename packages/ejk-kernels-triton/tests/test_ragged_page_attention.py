@@ -230,6 +230,7 @@ def test_mapped_calls_and_gradients_are_those_of_xla():
 
 
 def test_gradients_beside_an_8_bit_cache():
+    pytest.importorskip("ejkernel.kernels.xla")  # whose gradient it is
     q, kv, *rest, count = draw(rows=(1,), lens=(5,), dtype="bfloat16", cache="int8", tail=0)
     keys, values = drawn_rows((q,))
 
