@@ -31,6 +31,7 @@ def test_an_operation_is_shown_with_its_error(op, capsys):
     assert ran and re.search(r"^why +(not|the only)", text, re.MULTILINE)
 
 
+@pytest.mark.promotes
 def test_a_run_of_one_step(tmp_path, capsys):
     words = ["--steps", "1", "--tokens", "2", "--prompt", "a", "--out", str(tmp_path)]
     assert main(words) == 0

@@ -256,6 +256,7 @@ def test_operands_describe_the_call(doubles, call):
     check(call, x, *run(flash_attention, call, x))
 
 
+@pytest.mark.promotes
 def test_a_mapped_axis_joins_the_batch(doubles):
     rng = np.random.default_rng(0)
     q, k, v = (

@@ -238,6 +238,7 @@ def test_large_finite_logits_are_numbers(case: large_logits.Case) -> None:
     large_logits.check(case, flash_attention)
 
 
+@pytest.mark.promotes
 def test_a_scale_of_zero_hides_what_is_hidden() -> None:
     """All visible keys weigh the same, and the others nothing."""
     q, k, v = (jnp.ones((1, 130, 1, 64)) * jnp.arange(130.0)[:, None, None] for _ in range(3))

@@ -138,6 +138,7 @@ def test_nnx_dropout_and_sowing(nnx):
         layer(X, deterministic=True, sow_weights=True)
 
 
+@pytest.mark.promotes
 def test_bias_batch_axes_and_more_options():
     q = jax.random.normal(KEY, (2, 3, S, HEADS, 4))
     bias = jax.random.normal(KEY, (3, 1, S, S))  # batch axes broadcast too

@@ -91,7 +91,7 @@ def flax_attention(
     lengths = (query.shape[-3], key.shape[-3])
     if mask is not None:
         options["attention_mask"] = _scores_of(
-            "mask", jnp.asarray(mask) != 0, batch, heads, lengths
+            "mask", jnp.asarray(mask).astype(bool), batch, heads, lengths
         )
     if bias is not None:
         options["bias"] = _scores_of("bias", jnp.asarray(bias), batch, heads, lengths)

@@ -271,6 +271,7 @@ def prepare_mask(
 
 
 def _inside(index: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    index = index[None, :]
     return (index >= start[:, None]) & (index < stop[:, None])
 
 
