@@ -137,3 +137,8 @@ def input_order(launch: Launch, results: int) -> list[int]:
             f"each once and in order; the parameters are {arrays}"
         )
     return inputs
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two at or above n."""
+    return 1 << max(0, n - 1).bit_length()

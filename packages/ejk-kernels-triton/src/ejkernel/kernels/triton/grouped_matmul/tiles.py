@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, TensorMap
+from ejkernel.kernels.triton.launch import In, TensorMap, power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.attention import field
@@ -118,11 +118,6 @@ class Passes:
     fwd: Tiles
     dlhs: Tiles
     drhs: Tiles
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two at or above n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def uses_maps(p: Problem, target: Target) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import piece_count, pieces_of
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, power_of_two
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles
 
 BLOCK = 1024
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
@@ -25,11 +26,6 @@ class Tiles:
     columns: int
     num_warps: int
     num_stages: int
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two at or above n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def width(dim: int) -> int:

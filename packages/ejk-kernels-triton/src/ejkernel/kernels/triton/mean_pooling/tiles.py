@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
@@ -65,11 +66,6 @@ class Tiles:
         """(groups, rows of each) that a program reads at once."""
         each = min(self.rows, power_of_two(p.chunk))
         return (1 if self.part else self.rows // each), each
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two at or above n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def choose(p: Problem, target: Target) -> Tiles:

@@ -6,7 +6,7 @@ Gradients, which decoding rarely needs, are those of the XLA implementation.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,6 +105,30 @@ class PageAttention(TritonKernel):
             )
 
         return jax.vjp(plain, smooth)[1](cotangents[0])[0]
+
+
+def xla_gradients(
+    name: str,
+    p: Problem,
+    arrays: Arrays,
+    fixed: Collection[str],
+    cotangents: tuple[Any, ...],
+) -> Mapping[str, Any]:
+    """Of a call whose arrays go by the operation's names: gradients of all but ``fixed``."""
+    reference = kernel_registry.get(name, "xla")
+    smooth = {n: x for n, x in arrays.items() if n not in fixed}
+
+    def plain(smooth: Arrays) -> Any:
+        return reference(
+            **(arrays | smooth),
+            softmax_scale=p.scale,
+            logits_soft_cap=p.soft_cap,
+            sliding_window=None if p.left is None else (p.left, 0),
+            cfg=None,
+        )
+
+    out = cotangents if len(cotangents) > 1 else cotangents[0]
+    return jax.vjp(plain, smooth)[1](out)[0]
 
 
 def _shapes(tensors: dict[str, Any]) -> tuple:

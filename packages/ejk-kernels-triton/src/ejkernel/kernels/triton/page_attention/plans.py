@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, Launch, Out, Plan
+from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, power_of_two
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
-from ejkernel.kernels.triton.page_attention.tiles import Tiles, power_of_two, query_rows
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
@@ -36,11 +37,6 @@ class Tiles:
         """As fields of a config."""
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two at or above n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def query_rows(problem: Problem) -> tuple[int, int]:

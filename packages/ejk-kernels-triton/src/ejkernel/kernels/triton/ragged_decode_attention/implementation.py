@@ -9,21 +9,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.implementation import (
     DTYPES,
     MAX_DIM,
     NAMES,
     decoder,
+    xla_gradients,
 )
 from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes, power_of_two
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops import kernel_registry
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention import field
@@ -127,21 +127,8 @@ class RaggedDecodeAttention(TritonKernel):
         saved: Any,
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
-        p = work.problem
-        reference = kernel_registry.get("ragged_decode_attention", "xla")
         fixed = ("sequence_start", "sequence_end")
-        smooth = {name: x for name, x in arrays.items() if name not in fixed}
-
-        def plain(smooth: Arrays) -> Any:
-            return reference(
-                **(arrays | smooth),
-                softmax_scale=p.scale,
-                logits_soft_cap=p.soft_cap,
-                sliding_window=None if p.left is None else (p.left, 0),
-                cfg=None,
-            )
-
-        return jax.vjp(plain, smooth)[1](cotangents[0])[0]
+        return xla_gradients(self.call.name, work.problem, arrays, fixed, cotangents)
 
 
 ragged_decode_attention = RaggedDecodeAttention()

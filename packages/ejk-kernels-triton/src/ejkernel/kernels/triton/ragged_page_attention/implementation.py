@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import TritonKernel
-from ejkernel.kernels.triton.page_attention.implementation import DTYPES, MAX_DIM
+from ejkernel.kernels.triton.page_attention.implementation import DTYPES, MAX_DIM, xla_gradients
 from ejkernel.kernels.triton.page_attention.problem import BYTES
 from ejkernel.kernels.triton.ragged_page_attention import tiles
 from ejkernel.kernels.triton.ragged_page_attention.attend import NAMES, attend
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, problem_of
 from ejkernel.kernels.triton.ragged_page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops import kernel_registry
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.softmax import named_out
@@ -76,22 +74,8 @@ class RaggedKernel(TritonKernel):
         saved: Any,
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
-        p = work.problem.paged
-        reference = kernel_registry.get(self.call.name, "xla")
         fixed = self.integers | {n for n, x in arrays.items() if x.dtype.itemsize == 1}
-        smooth = {name: x for name, x in arrays.items() if name not in fixed}
-
-        def plain(smooth: Arrays) -> Any:
-            return reference(
-                **(arrays | smooth),
-                softmax_scale=p.scale,
-                logits_soft_cap=p.soft_cap,
-                sliding_window=None if p.left is None else (p.left, 0),
-                cfg=None,
-            )
-
-        out = cotangents if len(cotangents) > 1 else cotangents[0]
-        return jax.vjp(plain, smooth)[1](out)[0]
+        return xla_gradients(self.call.name, work.problem.paged, arrays, fixed, cotangents)
 
 
 def small(arrays: Arrays, *names: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, Launch, Out, Plan
+from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, power_of_two
 from ejkernel.kernels.triton.page_attention.plans import (
     MAX_LANES,
     SplitPlan,
@@ -19,7 +19,7 @@ from ejkernel.kernels.triton.page_attention.plans import (
     sink_arguments,
 )
 from ejkernel.kernels.triton.page_attention.problem import BYTES
-from ejkernel.kernels.triton.page_attention.tiles import power_of_two, share_count
+from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
-from ejkernel.kernels.triton.page_attention.tiles import power_of_two
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import Launch, Out
+from ejkernel.kernels.triton.launch import Launch, Out, power_of_two
 from ejkernel.kernels.triton.page_attention.plans import scale_arguments
 from ejkernel.kernels.triton.page_attention.problem import BYTES
-from ejkernel.kernels.triton.page_attention.tiles import power_of_two
 from ejkernel.kernels.triton.ragged_page_attention.attend import (
     NAMES,
     attended,
