@@ -35,6 +35,7 @@ SHAPES = {
     "wide": (2, 8192, 8, 8, 256, 256, 0, "bfloat16", 0),
     "odd": (2, 5000, 8, 8, 80, 96, 0, "float16", 0),
     "float32": (2, 8192, 16, 16, 128, 128, 0, "float32", 0),
+    "wide float32": (2, 8192, 8, 8, 256, 256, 0, "float32", 0),
     "channels": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", 1),
     "wide gates": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", 3),
     "small channels": (2, 8192, 32, 8, 64, 64, 20, "bfloat16", 1),
@@ -48,7 +49,11 @@ PASSES = {
     "dv": roles.DV,
 }
 # what runs with every change; the rest is slow
-SAMPLE = [("large", "out", "sm_90"), ("channels", "prepare", "sm_90")]
+SAMPLE = [
+    ("large", "out", "sm_90"),
+    ("wide float32", "out", "sm_90"),
+    ("channels", "prepare", "sm_90"),
+]
 ALL = [(s, p, c) for s in SHAPES for p in (*PASSES, "scan", "gate") for c in TARGETS]
 ALL += [(s, "prepare", c) for s in SHAPES if SHAPES[s][8] for c in TARGETS]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
@@ -48,6 +48,9 @@ def choose(p: Problem, target: Target) -> Tiles:
     if max(p.key_parts, p.value_parts) > 1:
         chunk = min(chunk, 32)  # gates in parts take registers in every halving
     t = Tiles(chunk, chunk, columns, 4, 2)
+    if chunk * max(width(p.dim), width(p.value_dim)) * BYTES[p.operand] > 2**15:
+        # two stages of q and k exceed the shared memory, registers of four warps the rest
+        t = replace(t, num_warps=8, num_stages=1)
     return replace(t, segment=segment_of(p, t, target))
 
 
