@@ -158,7 +158,7 @@ def launch_alone(*arrays, plan, short=False):
         elif isinstance(value, bridge.TensorMap):
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            x = given[value.index]
+            x = (results if value.result else given)[value.index]
             value = TensorDescriptor(x, list(value.shape), list(value.strides), list(value.block))
         arguments[name] = value
     launch.kernel[launch.grid](

@@ -136,7 +136,8 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             signature[name] = "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
             aligned.append(name)
         elif isinstance(value, TensorMap):
-            element = TRITON_TYPES[np.dtype(avals[value.index].dtype).name]
+            aval = (outs if value.result else avals)[value.index]
+            element = TRITON_TYPES[np.dtype(aval.dtype).name]
             block = ",".join(str(b) for b in value.block)
             signature[name] = f"tensordesc<{element}[{block}]>"
         elif isinstance(value, int) and not isinstance(value, bool):

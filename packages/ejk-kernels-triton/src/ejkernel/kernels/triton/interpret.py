@@ -274,7 +274,7 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
             array = (inputs if isinstance(value, In) else outputs)[value.index]
             return _Tensor(array.view(value.view) if value.view else array)
         if isinstance(value, TensorMap):
-            array = inputs[value.index]
+            array = (outputs if value.result else inputs)[value.index]
             view = array if value.steps else array.reshape(value.shape)
             shape, strides, block = map(list, (value.shape, value.strides, value.block))
             return TensorDescriptor(_Tensor(view), shape, strides, block)

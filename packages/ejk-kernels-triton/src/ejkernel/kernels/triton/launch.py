@@ -37,13 +37,15 @@ RUNS = 2**30  # of ``runs_map``: more rows than an operand may have
 class TensorMap:
     """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``.
 
-    ``steps``: strides in elements, where they are not those of ``shape``.
+    ``steps``: strides in elements, where they are not those of ``shape``. ``result``: ``index`` is
+    that of a result, which is written by ``block``.
     """
 
     index: int
     shape: tuple[int, ...]
     block: tuple[int, ...]
     steps: tuple[int, ...] | None = None
+    result: bool = False
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -114,6 +116,11 @@ class Plan(Protocol):
         ...
 
 
+def is_result(value: Any) -> bool:
+    """Whether an argument of a launch is written."""
+    return isinstance(value, Out) or (isinstance(value, TensorMap) and value.result)
+
+
 def input_order(launch: Launch, results: int) -> list[int]:
     """The operand of every array parameter that is read, in the order of the parameters.
 
@@ -129,8 +136,8 @@ def input_order(launch: Launch, results: int) -> list[int]:
         for name in launch.kernel.arg_names
         if isinstance(value := launch.arguments.get(name), (In, Out, TensorMap))
     ]
-    inputs = [value.index for value in arrays if not isinstance(value, Out)]
-    outputs = [value.index for value in arrays[len(inputs) :] if isinstance(value, Out)]
+    inputs = [value.index for value in arrays if not is_result(value)]
+    outputs = [value.index for value in arrays[len(inputs) :] if is_result(value)]
     if outputs != list(range(results)):
         raise TypeError(
             f"{launch.kernel.__name__}: its {results} results must be the last array parameters, "

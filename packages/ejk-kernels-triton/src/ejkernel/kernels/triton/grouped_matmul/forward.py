@@ -55,6 +55,13 @@ def _store(out, existing, tile, row, row_end, column, columns, BLOCK_M: tl.const
 
 
 @triton.jit
+def in_halves(tile):
+    """The left and the right columns of a tile."""
+    HALF: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
 def store_tile(
     out, existing, tile, row, row_end, column, columns, BLOCK_M: tl.constexpr, PARTS: tl.constexpr
 ):
@@ -63,8 +70,7 @@ def store_tile(
         _store(out, existing, tile, row, row_end, column, columns, BLOCK_M)
     else:
         HALF: tl.constexpr = tile.shape[1] // 2
-        halves = tl.permute(tl.reshape(tile, (BLOCK_M, 2, HALF)), (0, 2, 1))
-        left, right = tl.split(halves)
+        left, right = in_halves(tile)
         _store(out, existing, left, row, row_end, column, columns, BLOCK_M)
         _store(out, existing, right, row, row_end, column + HALF, columns, BLOCK_M)
 

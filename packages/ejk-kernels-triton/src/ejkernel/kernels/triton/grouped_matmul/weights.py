@@ -28,7 +28,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.grouped_matmul.forward import store_tile
+from ejkernel.kernels.triton.grouped_matmul.forward import in_halves, store_tile
 from ejkernel.kernels.triton.grouped_matmul.groups import (
     lane_of,
     lane_rows,
@@ -43,7 +43,7 @@ from ejkernel.kernels.triton.grouped_matmul.tiles import (
     uses_maps,
 )
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
-from ejkernel.kernels.triton.launch import In, Launch, Out, runs_map
+from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, runs_map
 from ejkernel.kernels.triton.targets import Target
 
 RUNS = tl.constexpr(_RUNS)
@@ -74,6 +74,25 @@ def _run(source, end, length, row, column, ROWS: tl.constexpr, COLUMNS: tl.const
     """A tile from row ``row`` of a run on, 0 outside the run (see ``launch.runs_map``)."""
     tile = source.load([RUNS, end, row - length + RUNS, column])
     return tl.reshape(tile, (ROWS, COLUMNS))
+
+
+@triton.jit
+def _copy_out(out, tile, matrix, m, n):
+    """A tile by the copy engine, which leaves out what lies outside the matrix."""
+    whole = tl.reshape(tile, (1, tile.shape[0], tile.shape[1])).to(out.dtype)
+    out.store([matrix.to(tl.int32), m, n], whole)
+
+
+@triton.jit
+def _copy_parts(out, tile, matrix, m, n, PARTS: tl.constexpr):
+    """``_copy_out`` in one part or two."""
+    if PARTS == 1:
+        _copy_out(out, tile, matrix, m, n)
+    else:
+        HALF: tl.constexpr = tile.shape[1] // 2
+        left, right = in_halves(tile)
+        _copy_out(out, left, matrix, m, n)
+        _copy_out(out, right, matrix, m, n + HALF)
 
 
 @triton.jit
@@ -151,9 +170,7 @@ def grouped_weights(
             # the only product that these sums see (see the head)
             acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
             if step == last:
-                store_tile(
-                    out + matrix * size, None, acc, m, down_size, n, across_size, BLOCK_M, PARTS
-                )  # fmt: skip
+                _copy_parts(out, acc, matrix, m, n, PARTS)
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         for t in tl.range(program, end, programs):
@@ -175,6 +192,9 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> Launch:
     maps = uses_maps(p, target) and p.batch * p.rows < RUNS.value
     a, b = (1, 0) if p.transposed else (0, 1)
     down, across = (p.columns, p.inner) if p.transposed else (p.inner, p.columns)
+    out = TensorMap(
+        0, (p.batch * p.held, down, across), (1, t.block_m, t.block_n // t.parts), result=True
+    )
     arguments: dict[str, Any] = {
         "a_map": runs_map(a, down, (t.block_k, t.block_m)) if maps else None,
         "b_map": runs_map(b, across, (t.block_k, t.block_n)) if maps else None,
@@ -182,7 +202,7 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> Launch:
         "b": None if maps else In(b),
         "sizes": In(2),
         "offset": In(3) if offsets else None,
-        "out": Out(0),
+        "out": out if maps else Out(0),
         "rows": p.batch * p.rows,
         "down_size": down,
         "across_size": across,
