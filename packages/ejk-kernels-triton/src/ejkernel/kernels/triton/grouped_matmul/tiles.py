@@ -192,11 +192,6 @@ def choose_weights(p: Problem, target: Target) -> Tiles:
         return _pointers(p, Tiles(down, min(across, 128), 32, 8, 3), target)
     if p.lanes > 512:
         return _crowded(p, down, across, target)
-    if p.run < 128:
-        # a step or two a tile, more time to write it: the other program computes meanwhile. With
-        # 256 rows a group the larger tile was faster: 4.0 to 4.2 ms, groups of all sizes 4.5 to 5.4
-        t = Tiles(max(64, down), min(128, across), 64, 4, 3, per_core=2, parts=2)
-        return deepest(p, t, target, 3)
     t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
     return deepest(p, t, target, 4)
 

@@ -13,6 +13,10 @@ fills the step with zeros. So the loop holds one product and nothing but that pr
 sums. A second one for the last step, with rows read and masked by the threads, costs 35%: the
 assembler then lets no two products of the loop follow each other (sm_90: 4 waits a step, not 1).
 
+A tile leaves through the copy engine too: the threads put it into shared memory and go on to the
+next tile, whose products run while it travels. Stores by the threads took 0.01 to 0.5 ms more (256
+groups below: 4.07 ms, then 3.80).
+
 Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s): 16384 rows, 4096 x 14336 in 8 groups,
 1.92 TFLOP = 2.75 ms: arithmetic. 65536 rows, 7168 x 2048 in 256 groups: arithmetic 2.75 ms, and
 7.5 GB of results 2.0 ms in a chip that must do both at once. 8192 rows, 2048 x 768 in 128 groups:
