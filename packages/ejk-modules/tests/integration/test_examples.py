@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ FOLDER = pathlib.Path(__file__).parents[4] / "docs" / "examples"
 
 
 def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -53,3 +55,61 @@ def test_experts_learn(moe, capsys):
     losses = moe.main(steps=80, tokens=128)
     assert np.mean(losses[-10:]) < 0.85 * np.mean(losses[:10])
     assert "balance" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def serve():
+    return load("serve")
+
+
+def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog):
+    from demo_lm.model import Size, forward, init
+
+    size = Size(layers=2, heads=2, kv_heads=1, head_dim=8, length=64)
+    params = init(size, jax.random.key(0))
+    room = serve.Room(rows=16, sequences=3, pages=9, page=8)
+    server = serve.Server(params, size, room)
+    rng, made, waited, fill = np.random.default_rng(0), [], 0, []
+
+    def run(requests: int) -> None:
+        nonlocal waited
+        for _ in range(requests):
+            made.append(server.submit(rng.bytes(rng.integers(1, 40)), int(rng.integers(1, 24))))
+        while server.waiting or server.running:
+            before = len(server.waiting)
+            server.run()
+            waited += len(server.waiting) > before
+            fill.append(server.fill)
+
+    run(1)
+    with jax.log_compiles():
+        run(6)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+    assert serve.step._cache_size() == 1
+    # pages ran out, a request waited and was read again; all pages came back
+    assert waited and max(fill) == 1 and server.fill == 0 and len(set(server.free)) == room.pages
+
+    for request in made:
+        tokens = np.zeros((1, size.length), np.int32)
+        tokens[0, : request.end] = request.tokens
+        logits = np.asarray(forward(params, tokens, np.arange(size.length)[None], None, size))[0]
+        answer = slice(request.end - request.answer - 1, request.end - 1)
+        chosen = logits[answer, :][np.arange(request.answer), request.tokens[-request.answer :]]
+        np.testing.assert_allclose(chosen, logits[answer].max(-1), atol=1e-5)
+
+    with pytest.raises(ValueError, match="prompt and answer: 66 bytes"):
+        server.submit(b"x" * 60, 6)
+
+
+def test_a_server_keeps_its_cache_in_place(serve):
+    from demo_lm.model import Size, init
+
+    size, room = Size(layers=1, heads=2, kv_heads=1, head_dim=8, length=64), serve.Room(pages=4096)
+    cache = serve.empty_cache(size, room)
+    n, i32 = room.sequences, "int32"
+    shapes = [(room.rows,), (room.rows,), (n,), (n, 4), (n + 1,), (3,)]
+    arrays = [jax.ShapeDtypeStruct(shape, i32) for shape in shapes]
+    params = init(size, jax.random.key(0))
+    memory = serve.step.lower(params, cache, *arrays, size).compile().memory_analysis()
+    held = cache[0].nbytes
+    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held
