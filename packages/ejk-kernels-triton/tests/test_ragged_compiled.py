@@ -120,3 +120,6 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     assert tiles.most_pieces(p, launch, fair) == 16440 // tokens + 64 + fair
     with_config = tiles.honour(launch, p, dict(num_queries_per_block=16, num_kv_pages_per_block=2))
     assert (with_config.rows, with_config.block, with_config.decode.block) == (64, 32, 32)
+    of_three = tiles.honour(launch, p, dict(num_splits=3))
+    assert plans.decode_plan(p, of_three, target, ()).shares == 64 * 3
+    assert plans.decode_plan(p, launch, target, ()).shares == 2 * 132 // 8

@@ -11,7 +11,13 @@ from ejkernel.ops.packages import Entry, KernelPackage
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
 # Behind XLA: interpreted and compiled, but no GPU has run them. ``platform="triton"`` does.
 _UNTRIED = -1
-_RAGGED = ("num_queries_per_block", "num_kv_pages_per_block", "num_warps", "num_stages")
+_RAGGED = (
+    "num_queries_per_block",
+    "num_kv_pages_per_block",
+    "num_splits",
+    "num_warps",
+    "num_stages",
+)
 
 
 def _linear(algorithm: str, function: str) -> Entry:

@@ -29,18 +29,24 @@ def load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: t
 def prepared(
     q, q_more, factor, cap_in, cap_out,
     QK: tl.constexpr, NORMALISE: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr,
+    POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
 
     inner: slopes inside the soft cap. NORMALISE: any query fits float16 once its largest entry is
-    near 1; slopes take the rest.
+    near 1; slopes take the rest. POSITIVE: so is the factor, and queries stay as they are loaded:
+    products then read them where they lie.
     """
-    sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
     slopes = tl.full([q.shape[0]], 1.0, tl.float32) * tl.abs(factor)
-    q = q.to(tl.float32) * sign
-    if REST > 0:
-        q_more = q_more.to(tl.float32) * sign
+    if not POSITIVE:
+        sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+        q = q.to(tl.float32) * sign
+        if REST > 0:
+            q_more = q_more.to(tl.float32) * sign
     if NORMALISE:
+        q = q.to(tl.float32)
+        if REST > 0:
+            q_more = q_more.to(tl.float32)
         size = tl.max(tl.abs(q), 1)
         if REST > 0:
             size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
@@ -117,22 +123,35 @@ def _add_values(
 
 
 @triton.jit
+def _hide(s, j, position, left, loaded):
+    """Logits of keys ``j`` that a row does not see to -inf; what is None hides nothing."""
+    if loaded is not None:
+        s = tl.where(loaded[None, :], s, float("-inf"))
+    if position is not None:
+        s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))
+        if left is not None:
+            s = tl.where(j[None, :] >= position[:, None] - left, s, float("-inf"))
+    return s
+
+
+@triton.jit
 def attend_block(
     q, q_odd, q_more, q_more_odd,
     m, l, e, acc, acc_odd, acc_more, acc_more_odd,  # noqa: E741
     slopes, inner, power, large,
-    k, v, places, loaded, seen, head,
+    k, v, places, loaded, j, position, left, partly, head,
     K_HEADS: tl.constexpr, K_STEP: tl.constexpr, V_HEADS: tl.constexpr, V_STEP: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
     CAPPED: tl.constexpr, FUSED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after the keys at ``places``.
+    """The state after the keys ``j`` at ``places``.
 
-    ``loaded [BLOCK]``: keys that may be read, None = all. ``seen``: which row sees which key, a
-    mask that broadcasts to ``[rows, BLOCK]``, None = all of them. ``power``, ``large``, e: of
-    ``fused_softmax``, if FUSED.
+    ``loaded [BLOCK]``: keys that may be read and are seen, None = all. A row at ``position`` (None:
+    behind all keys) sees those up to itself, and ``left`` of them besides itself if that is given.
+    ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
+    ``power``, ``large``, e: of ``fused_softmax``, if FUSED.
     """
     s = tl.zeros([q.shape[0], places.shape[0]], tl.float32)
     s = _add_scores(
@@ -146,14 +165,14 @@ def attend_block(
         )  # fmt: skip
     if CAPPED:
         s = tanh_from_exp2(s * inner[:, None])
-    if seen is not None:
-        s = tl.where(seen, s, float("-inf"))
+    if partly is None:
+        s = _hide(s, j, position, left, loaded)
+    elif partly:
+        s = _hide(s, j, position, left, loaded)
     if FUSED:
-        p, m, l, e, alpha = fused_softmax(  # noqa: E741
-            s, m, l, e, slopes, power, large, seen is not None
-        )
+        p, m, l, e, alpha = fused_softmax(s, m, l, e, slopes, power, large, True)  # noqa: E741
     else:
-        p, m, l, alpha = online_softmax(s, m, l, slopes, True, seen is not None)  # noqa: E741
+        p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
     p = p.to(PV)
     acc, acc_odd = _add_values(
         acc, acc_odd, alpha, p, v, places, loaded, head,

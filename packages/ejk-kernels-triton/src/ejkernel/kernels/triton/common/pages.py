@@ -42,6 +42,65 @@ def token_places(page, first, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     return places
 
 
+@triton.constexpr_function
+def whole_pages(page, block):
+    """Whether a block is several whole pages."""
+    return page < block and page & (page - 1) == 0
+
+
+@triton.jit
+def _looked_up(first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens of a block whose pages are looked up: one, the first of every page, or all."""
+    if PAGE % BLOCK == 0:
+        j = first
+    elif whole_pages(PAGE, BLOCK):
+        j = tl.minimum(first + tl.arange(0, BLOCK // PAGE) * PAGE, last // PAGE * PAGE)
+        if low is not None:
+            j = tl.maximum(j, low // PAGE * PAGE)
+    else:
+        j = tl.minimum(first + tl.arange(0, BLOCK), last)
+        if low is not None:
+            j = tl.maximum(j, low)
+    return j
+
+
+@triton.jit
+def pages_between(table, first, low, last, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Pages of the tokens first .. first + BLOCK, as ``places_between`` wants them.
+
+    Entries of tokens before ``low`` (None: there are none) and after ``last`` are not read.
+    """
+    j = _looked_up(first, low, last, PAGE, BLOCK)
+    if PAGE % BLOCK == 0:
+        j = tl.minimum(j, last)
+    return tl.load(table + j // PAGE)
+
+
+@triton.jit
+def places_between(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 ``[BLOCK]``: places of the tokens first .. first + BLOCK.
+
+    Tokens before ``low`` have that of ``low``, those after ``last`` that of ``last``: memory of
+    tokens that nobody sees is not read, and loads need no mask. Page numbers are clipped into the
+    cache of ``pages`` pages.
+    """
+    page = tl.minimum(tl.maximum(page, 0), pages - 1) * PAGE
+    j = _looked_up(first, low, last, PAGE, BLOCK)
+    if PAGE % BLOCK == 0:
+        inner = tl.minimum(tl.arange(0, BLOCK), last - first)
+        if low is not None:
+            inner = tl.maximum(inner, low - first)
+        places = page + first % PAGE + inner
+    elif whole_pages(PAGE, BLOCK):
+        inner = tl.minimum(tl.arange(0, PAGE)[None, :], (last - j)[:, None])
+        if low is not None:
+            inner = tl.maximum(inner, (low - j)[:, None])
+        places = tl.reshape(page[:, None] + inner, [BLOCK])
+    else:
+        places = page + j % PAGE
+    return places
+
+
 @triton.jit
 def load_places(
     cache,
@@ -60,7 +119,9 @@ def load_places(
     ``seen`` are not read: they are 0, whatever memory holds; None: all are.
     """
     column = COLUMN + tl.arange(0, COLUMNS)
-    pointers = cache + ((places * HEADS + head) * STEP)[:, None] + column[None, :]
+    # what all steps share first: a place is then one multiply-add
+    first = cache + head * STEP + column
+    pointers = first[None, :] + (places.to(tl.int64) * (HEADS * STEP))[:, None]
     if seen is not None:
         mask = seen[:, None]
         if COLUMN + COLUMNS > DIM:

@@ -80,6 +80,7 @@ def cache_constants(problem: Problem, target: Target) -> dict[str, Any]:
         "V_KIND": v_kind,
         "PTX": instructions(target),
         "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
+        "POSITIVE": p.scale > 0,
         "PRECISION": precision(p, target),
     }
 

@@ -127,6 +127,7 @@ def paged_split(
     V_KIND: tl.constexpr,
     PTX: tl.constexpr,
     NORMALISE: tl.constexpr,
+    POSITIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -195,6 +196,7 @@ def paged_split(
         row = b.to(tl.int64) * HEADS
         if rows is not None:
             row = tl.load(rows + b).to(tl.int64) * HEADS
+        position = None
         if TOKENS > 1:
             count = tl.load(counts + b)
             inside = token < count
@@ -207,8 +209,9 @@ def paged_split(
         if k_scale is not None:
             factor *= tl.load(k_scale + b * k_scale_row + hk * k_scale_head).to(tl.float32)
         q_main, q_more, slopes, inner = prepared(
-            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST
-        )
+            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST,
+            POSITIVE and k_scale is None,
+        )  # fmt: skip
         q_main, q_main_odd = even_odd(q_main, K_KIND)
         q_more_odd = q_main_odd
         if D_REST > 0:
@@ -235,15 +238,11 @@ def paged_split(
             loaded = j < length
             if WINDOW or begins is not None:
                 loaded = loaded & (j >= begin)
-            seen = loaded[None, :]
-            if TOKENS > 1:
-                seen = seen & (j[None, :] <= position[:, None])
-                if WINDOW:
-                    seen = seen & (j[None, :] >= position[:, None] - left)
             m, l, _, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                 q_main, q_main_odd, q_more, q_more_odd,
                 m, l, None, acc, acc_odd, acc_more, acc_more_odd,
-                slopes, inner, None, None, k, v, places, loaded, seen, hk,
+                slopes, inner, None, None, k, v, places, loaded, j, position,
+                left if WINDOW and TOKENS > 1 else None, None, hk,
                 K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
                 CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
             )  # fmt: skip

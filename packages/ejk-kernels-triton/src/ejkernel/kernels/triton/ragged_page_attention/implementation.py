@@ -93,8 +93,9 @@ class RaggedPageAttention(RaggedKernel):
 
     Queries are float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
     float8_e5m2; head dims are multiples of 8 up to 256. Memory that no row sees is never read. Two
-    runs give the same bits. ``vmap`` is a loop. ``cfg``: num_queries_per_block and
-    num_kv_pages_per_block, num_warps and num_stages of prefilled sequences.
+    runs give the same bits. ``vmap`` is a loop. ``cfg``: num_queries_per_block,
+    num_kv_pages_per_block, num_warps and num_stages of prefilled sequences, num_splits of decoded
+    ones.
 
     Where traced starts are out of order a row belongs to the first sequence that reaches it.
 

@@ -19,10 +19,10 @@ from ejkernel.kernels.triton.page_attention.plans import (
     sink_arguments,
 )
 from ejkernel.kernels.triton.page_attention.problem import BYTES
-from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,
+    decode_shares,
     fair_parts,
     most_pieces,
 )
@@ -152,7 +152,6 @@ class PrefillPlan(RaggedPlan):
         arguments = {
             "q": self("q"),
             "k": self("k", view),
-            "v": self("k", view),
             "tables": self("tables"),
             "first_rows": self("d_rows"),
             "work": self("work"),
@@ -198,7 +197,7 @@ class RaggedMergePlan(RaggedPlan):
         p, t = self.problem.paged, self.tiles
         sinks, sinks_padded = sink_arguments(self.shapes)
         names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts")
-        shares = share_count(p, t.decode, self.target)
+        shares = decode_shares(self.problem, t, self.target)
         arguments = {
             **{name: self(name) for name in (*names, "p_acc", "p_m", "p_l")},
             "first_rows": self("d_rows"),
@@ -226,5 +225,5 @@ class RaggedMergePlan(RaggedPlan):
 
 def decode_plan(problem: Ragged, tiles: Tiles, target: Target, shapes: Shapes) -> SplitPlan:
     """The split kernel over decoded sequences; the others have length 0."""
-    p = problem.paged
-    return SplitPlan(p, tiles.decode, share_count(p, tiles.decode, target), shapes)
+    shares = decode_shares(problem, tiles, target)
+    return SplitPlan(problem.paged, tiles.decode, shares, shapes)

@@ -10,8 +10,9 @@ head are rows of the tile: ROWS = TILE * heads, so keys are read once for them. 
 (sequence, kv head, tile, part of its keys), found from ``schedule_kernel``'s sums. Programs follow
 each other by sequence, then kv head, then tile, the longest first: those that run together walk the
 same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
-slots for ``merge_kernel``. A program walks first the blocks that all its rows see, without a mask,
-then the others. The last programs of the grid set rows of no sequence to 0.
+slots for ``merge_kernel``. A program walks its blocks in one loop, which keeps loads in flight to
+the end, and masks those that some of its rows do not see. The last programs of the grid set rows of
+no sequence to 0.
 
 Bound: 4 * d FLOPs a row and key that it sees. With 32:8 heads, D128 in bfloat16, 8 rows of 2k over
 contexts of 2k to 16k are 2.2 TFLOP; tiles of 128 rows read 17 GB of keys and values from L2.
@@ -32,8 +33,8 @@ from ejkernel.kernels.triton.common.cached import (
     prepared,
     store_rows,
 )
-from ejkernel.kernels.triton.common.pages import block_pages, token_places
-from ejkernel.kernels.triton.common.structure import band_blocks, phase_block, phase_steps
+from ejkernel.kernels.triton.common.pages import pages_between, places_between
+from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
 
@@ -71,7 +72,6 @@ def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr
 def ragged_prefill(
     q,
     k,
-    v,
     tables,
     first_rows,
     work,
@@ -126,6 +126,7 @@ def ragged_prefill(
     V_KIND: tl.constexpr,
     PTX: tl.constexpr,
     NORMALISE: tl.constexpr,
+    POSITIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -172,8 +173,9 @@ def ragged_prefill(
         if k_scale is not None:
             factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
         q_main, q_more, slopes, inner = prepared(
-            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST
-        )
+            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST,
+            POSITIVE and k_scale is None,
+        )  # fmt: skip
         q_main, q_main_odd = even_odd(q_main, K_KIND)
         q_more_odd = q_main_odd
         if D_REST > 0:
@@ -192,35 +194,24 @@ def ragged_prefill(
             acc_more = tl.zeros([ROWS, D_REST // HALVES], tl.float32)
             acc_more_odd = acc_more
         table = tables + r.to(tl.int64) * max_pages
-        v = v + V_FIRST
 
-        for phase in tl.static_range(0, 2):
-            # phase 0: blocks every row sees; phase 1: blocks that need an element mask
-            steps = phase_steps(start, full_start, full_stop, stop, phase, True)
-            block = phase_block(0, start, full_start, full_stop, phase, True)
-            page = block_pages(table, block * BLOCK, i1 + 1, PAGE, BLOCK)
-            for t in tl.range(0, steps):
-                block = phase_block(t, start, full_start, full_stop, phase, True)
-                places = token_places(page, block * BLOCK, pages, PAGE, BLOCK)
-                # a step ahead, as in the split kernel
-                following = phase_block(t + 1, start, full_start, full_stop, phase, True)
-                page = block_pages(table, following * BLOCK, i1 + 1, PAGE, BLOCK)
-                loaded = None
-                seen = None
-                if phase == 1:
-                    j = block * BLOCK + tl.arange(0, BLOCK)
-                    loaded = j <= i1
-                    seen = j[None, :] <= position[:, None]
-                    if WINDOW:
-                        loaded = loaded & (j >= i0 - left)
-                        seen = seen & (j[None, :] >= position[:, None] - left)
-                m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
-                    q_main, q_main_odd, q_more, q_more_odd,
-                    m, l, e, acc, acc_odd, acc_more, acc_more_odd,
-                    slopes, inner, power, large, k, v, places, loaded, seen, hk,
-                    K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
-                    CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
-                )  # fmt: skip
+        last = tl.maximum(i1, 0)
+        low = tl.maximum(i0 - left, 0) if WINDOW else None
+        page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
+        for block in tl.range(start, stop):
+            places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
+            # a step ahead, as in the split kernel
+            page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
+            j = block * BLOCK + tl.arange(0, BLOCK)
+            partly = (block < full_start) | (block >= full_stop)
+            m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
+                q_main, q_main_odd, q_more, q_more_odd,
+                m, l, e, acc, acc_odd, acc_more, acc_more_odd,
+                slopes, inner, power, large, k, k + V_FIRST, places, None, j, position,
+                left if WINDOW else None, partly, hk,
+                K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
+                CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+            )  # fmt: skip
 
         if FUSED:
             shrink = tl.exp2(-e)

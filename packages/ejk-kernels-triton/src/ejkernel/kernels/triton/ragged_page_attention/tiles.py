@@ -24,6 +24,7 @@ class Tiles:
         num_warps, num_stages: of the program that reads them.
         decode: the launch of decoded sequences.
         least: keys of a part, where a tile's keys are cut into parts.
+        splits: parts of a decoded sequence on average; None: as many as fill the chip.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class Tiles:
     num_stages: int
     decode: paged_tiles.Tiles
     least: int
+    splits: int | None = None
 
     def members(self, group: int) -> int:
         """Query heads of one kv head in a tile."""
@@ -106,6 +108,15 @@ def _fit(tiles: Tiles, problem: Ragged, target: Target) -> Tiles:
     return tiles
 
 
+def decode_shares(problem: Ragged, tiles: Tiles, target: Target) -> int:
+    """Equal shares of all decoded keys."""
+    p = problem.paged
+    if tiles.splits is None:
+        return paged_tiles.share_count(p, tiles.decode, target)
+    longest = -(-p.capacity // tiles.decode.block)
+    return max(1, p.batch * min(tiles.splits, longest))
+
+
 def fair_parts(problem: Ragged, tiles: Tiles, target: Target) -> int:
     """Parts of tiles in all, for each kv head: what runs at once.
 
@@ -135,9 +146,11 @@ def honour(tiles: Tiles, problem: Ragged, cfg: Any) -> Tiles:
     if pages is not None:
         block = max(16, power_of_two(int(pages) * p.page_size))
         tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
-    for name in ("num_warps", "num_stages"):
-        if field(cfg, name) is not None:
-            tiles = replace(tiles, **{name: int(field(cfg, name))})
+    for theirs, mine in (
+        ("num_warps", "num_warps"), ("num_stages", "num_stages"), ("num_splits", "splits")
+    ):  # fmt: skip
+        if field(cfg, theirs) is not None:
+            tiles = replace(tiles, **{mine: int(field(cfg, theirs))})
     return tiles
 
 
