@@ -137,103 +137,117 @@ def ragged_prefill(
         _clear(
             o, pid - most * UNITS, tl.load(facts + 1), tl.load(facts + 2), rows, HEADS * D, LINES
         )
-    elif pid < tl.load(facts) * UNITS:
+    else:
+        # behind the last piece there is no sequence; the number of pieces would be one more load
+        # to wait for
         r, before = find(pid // UNITS, work + 2 * n, n, LANES)
-        mine = tl.load(work + 2 * n + r) - before
-        unit = (pid - before * UNITS) // mine
-        piece = (pid - before * UNITS) % mine
-        parts = tl.load(work + 3 * n + r)
-        tile = mine // parts - 1 - piece // parts
-        part = piece % parts
-        hk = unit // CHUNKS
-        first = tl.load(first_rows + r)
-        count = tl.load(work + r) - first
-        length = tl.load(work + n + r)
+        if r < n:
+            mine = tl.load(work + 2 * n + r) - before
+            unit = (pid - before * UNITS) // mine
+            piece = (pid - before * UNITS) % mine
+            parts = tl.load(work + 3 * n + r)
+            tile = mine // parts - 1 - piece // parts
+            part = piece % parts
+            hk = unit // CHUNKS
+            first = tl.load(first_rows + r)
+            count = tl.load(work + r) - first
+            length = tl.load(work + n + r)
 
-        token, heads, row, inside = tile_rows(
-            tl.arange(0, ROWS), tile, unit % CHUNKS, first, count, hk, HEADS, GROUP, TILE, MEMBERS
-        )
-        position = length - count + token
-        i0 = length - count + tile * TILE
-        i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
-        start, full_start, full_stop, stop = band_blocks(
-            i0, i1, length, -left, 0, WINDOW, True, BLOCK
-        )
-        blocks = stop - start
-        stop = start + (blocks.to(tl.int64) * (part + 1) // parts).to(tl.int32)
-        start = start + (blocks.to(tl.int64) * part // parts).to(tl.int32)
-        full_start = tl.minimum(tl.maximum(full_start, start), stop)
-        full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+            token, heads, row, inside = tile_rows(
+                tl.arange(0, ROWS),
+                tile,
+                unit % CHUNKS,
+                first,
+                count,
+                hk,
+                HEADS,
+                GROUP,
+                TILE,
+                MEMBERS,
+            )
+            position = length - count + token
+            i0 = length - count + tile * TILE
+            i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
+            start, full_start, full_stop, stop = band_blocks(
+                i0, i1, length, -left, 0, WINDOW, True, BLOCK
+            )
+            blocks = stop - start
+            stop = start + (blocks.to(tl.int64) * (part + 1) // parts).to(tl.int32)
+            start = start + (blocks.to(tl.int64) * part // parts).to(tl.int32)
+            full_start = tl.minimum(tl.maximum(full_start, start), stop)
+            full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
 
-        q_main = load_queries(q, row, inside, D, 0, D_MAIN)
-        q_more = q_main
-        if D_REST > 0:
-            q_more = load_queries(q, row, inside, D, D_MAIN, D_REST)
-        factor = scale
-        if k_scale is not None:
-            factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
-        q_main, q_more, slopes, inner = prepared(
-            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST,
-            POSITIVE and k_scale is None,
-        )  # fmt: skip
-        q_main, q_main_odd = even_odd(q_main, K_KIND)
-        q_more_odd = q_main_odd
-        if D_REST > 0:
-            q_more, q_more_odd = even_odd(q_more, K_KIND)
-        power, _ = power_of_two(slopes)
-        large = 1073741824.0 / slopes
-
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-        e = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, D_MAIN // HALVES], tl.float32)
-        acc_odd = acc
-        acc_more = acc
-        acc_more_odd = acc
-        if D_REST > 0:
-            acc_more = tl.zeros([ROWS, D_REST // HALVES], tl.float32)
-            acc_more_odd = acc_more
-        table = tables + r.to(tl.int64) * max_pages
-
-        last = tl.maximum(i1, 0)
-        low = tl.maximum(i0 - left, 0) if WINDOW else None
-        page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
-        for block in tl.range(start, stop):
-            places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
-            # a step ahead, as in the split kernel
-            page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
-            j = block * BLOCK + tl.arange(0, BLOCK)
-            partly = (block < full_start) | (block >= full_stop)
-            m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
-                q_main, q_main_odd, q_more, q_more_odd,
-                m, l, e, acc, acc_odd, acc_more, acc_more_odd,
-                slopes, inner, power, large, k, k + V_FIRST, places, None, j, position,
-                left if WINDOW else None, partly, hk,
-                K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
-                CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+            q_main = load_queries(q, row, inside, D, 0, D_MAIN)
+            q_more = q_main
+            if D_REST > 0:
+                q_more = load_queries(q, row, inside, D, D_MAIN, D_REST)
+            factor = scale
+            if k_scale is not None:
+                factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
+            q_main, q_more, slopes, inner = prepared(
+                q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST,
+                POSITIVE and k_scale is None,
             )  # fmt: skip
+            q_main, q_main_odd = even_odd(q_main, K_KIND)
+            q_more_odd = q_main_odd
+            if D_REST > 0:
+                q_more, q_more_odd = even_odd(q_more, K_KIND)
+            power, _ = power_of_two(slopes)
+            large = 1073741824.0 / slopes
 
-        if FUSED:
-            shrink = tl.exp2(-e)
-            l = l * shrink  # noqa: E741
-            acc = acc * shrink[:, None]
+            m = tl.full([ROWS], float("-inf"), tl.float32)
+            l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+            e = tl.zeros([ROWS], tl.float32)
+            acc = tl.zeros([ROWS, D_MAIN // HALVES], tl.float32)
+            acc_odd = acc
+            acc_more = acc
+            acc_more_odd = acc
             if D_REST > 0:
-                acc_more = acc_more * shrink[:, None]
-        m = m * slopes
-        if V_KIND != "":
-            acc = tl.interleave(acc, acc_odd)
-            if D_REST > 0:
-                acc_more = tl.interleave(acc_more, acc_more_odd)
-        if parts == 1:
-            share = finish(m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS)
-            o_more = acc_more
-            if D_REST > 0:
-                o_more = acc_more * share[:, None]
-            store_rows(o, row, acc * share[:, None], o_more, inside, D, D_MAIN, D_REST)
-        else:
-            slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
-            member = tl.arange(0, ROWS)
-            kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
-            tl.store(m_out + kept, m)
-            tl.store(l_out + kept, l)
-            store_rows(acc_out, kept, acc, acc_more, member >= 0, D, D_MAIN, D_REST)
+                acc_more = tl.zeros([ROWS, D_REST // HALVES], tl.float32)
+                acc_more_odd = acc_more
+            table = tables + r.to(tl.int64) * max_pages
+
+            last = tl.maximum(i1, 0)
+            low = tl.maximum(i0 - left, 0) if WINDOW else None
+            page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
+            for block in tl.range(start, stop):
+                places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
+                # a step ahead, as in the split kernel
+                page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
+                j = block * BLOCK + tl.arange(0, BLOCK)
+                partly = (block < full_start) | (block >= full_stop)
+                m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
+                    q_main, q_main_odd, q_more, q_more_odd,
+                    m, l, e, acc, acc_odd, acc_more, acc_more_odd,
+                    slopes, inner, power, large, k, k + V_FIRST, places, None, j, position,
+                    left if WINDOW else None, partly, hk,
+                    K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
+                    CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+                )  # fmt: skip
+
+            if FUSED:
+                shrink = tl.exp2(-e)
+                l = l * shrink  # noqa: E741
+                acc = acc * shrink[:, None]
+                if D_REST > 0:
+                    acc_more = acc_more * shrink[:, None]
+            m = m * slopes
+            if V_KIND != "":
+                acc = tl.interleave(acc, acc_odd)
+                if D_REST > 0:
+                    acc_more = tl.interleave(acc_more, acc_more_odd)
+            if parts == 1:
+                share = finish(
+                    m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
+                )
+                o_more = acc_more
+                if D_REST > 0:
+                    o_more = acc_more * share[:, None]
+                store_rows(o, row, acc * share[:, None], o_more, inside, D, D_MAIN, D_REST)
+            else:
+                slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
+                member = tl.arange(0, ROWS)
+                kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
+                tl.store(m_out + kept, m)
+                tl.store(l_out + kept, l)
+                store_rows(acc_out, kept, acc, acc_more, member >= 0, D, D_MAIN, D_REST)
