@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(dtype="bfloat16", ps=64),
         dict(sliding_window=30, logits_soft_cap=2.0, softmax_aux=SINKS, cfg=SMALL),
     ),
+    "pages by descriptor": (dict(dtype="bfloat16", ps=64, lens=(37, 5, 140, 60, 10)), {}),
     "group of 3, dim 24": (
         dict(h=3, hk=1, d=24),
         dict(softmax_scale=-0.3, k_scale=0.5, v_scale=np.float32(2.0), softmax_aux=SINKS[0]),
@@ -176,16 +177,20 @@ def test_long_walks_are_cut_into_parts(monkeypatch):
     check_close(cut, expected(*args, aux=SINKS, v_scale=0.5))
 
 
-def test_unseen_memory_has_no_effect():
-    q, kv, lens, tables, starts, count = args = draw(rows=(1, 12, 3), lens=(37, 30, 50), ps=8)
-    base = np.asarray(ragged_page_attention(*args, sliding_window=10))
+@pytest.mark.parametrize(
+    ("ps", "dtype", "window"), [(8, "float32", 10), (64, "bfloat16", None)], ids=["8", "mapped 64"]
+)
+def test_unseen_memory_has_no_effect(ps, dtype, window):
+    args = draw(rows=(1, 12, 3), lens=(37, 30, 150), ps=ps, dtype=dtype)
+    q, kv, lens, tables, starts, count = args
+    base = np.asarray(ragged_page_attention(*args, sliding_window=window))
     seen = np.zeros(kv.shape[:2], bool)
     for r in range(int(count)):
         rows = starts[r + 1] - starts[r]
-        j = np.arange(max(0, lens[r] - rows - 10), lens[r])
-        seen[tables[r, j // 8], j % 8] = True
-    spoiled = np.where(seen[:, :, None, None], kv, np.float32(np.nan))
-    again = ragged_page_attention(q, spoiled, *args[2:], sliding_window=10)
+        j = np.arange(max(0, lens[r] - rows - window) if window else 0, lens[r])
+        seen[tables[r, j // ps], j % ps] = True
+    spoiled = np.where(seen[:, :, None, None], kv, np.array(np.nan, kv.dtype))
+    again = ragged_page_attention(q, spoiled, *args[2:], sliding_window=window)
     np.testing.assert_array_equal(base, again)
 
 
@@ -261,5 +266,7 @@ def test_refusals():
     assert refusal(kv_pages=kv.astype(np.float64)).startswith("kv_pages: float64")
     wide = refusal(queries=np.zeros((4, 4, 264)), kv_pages=np.zeros((3, 4, 4, 264), np.float32))
     assert wide.startswith("queries")
+    large = refusal(kv_pages=jax.ShapeDtypeStruct((2**27, *kv.shape[1:]), kv.dtype))
+    assert large == f"kv_pages: {2**27} pages of 16 are not less than 2^31 tokens"
     empty = ragged_page_attention(q, kv, lens, tables[:, :0], starts, count)
     assert empty.shape == q.shape and not np.asarray(empty).any()

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.pages import load_pairs, load_places
 from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax, tanh_from_exp2
+from ejkernel.kernels.triton.launch import RUNS as _RUNS
+
+RUNS = tl.constexpr(_RUNS)
 
 
 @triton.jit
@@ -84,13 +87,16 @@ def power_of_two(x):
 
 @triton.jit
 def _add_scores(
-    s, q, q_odd, cache, places, loaded, head,
+    s, q, q_odd, cache, places, loaded, run, head,
     HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
     COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """s ``[rows, BLOCK]`` plus products of queries and keys over columns from COLUMN on."""
-    if KIND == "":
+    if run is not None:
+        keys = cache.load([run[0], head * STEP + COLUMN])
+        s = tl.dot(q, tl.trans(keys), s, input_precision=PRECISION)
+    elif KIND == "":
         keys = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
         s = tl.dot(q, tl.trans(keys.to(NUMBER)), s, input_precision=PRECISION)
     else:
@@ -104,13 +110,19 @@ def _add_scores(
 
 @triton.jit
 def _add_values(
-    acc, acc_odd, alpha, p, cache, places, loaded, head,
+    acc, acc_odd, alpha, p, cache, places, loaded, run, head,
     HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
     COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``even_odd`` says."""
-    if KIND == "":
+    if run is not None:
+        values = cache.load(
+            [RUNS, run[0] + run[1], -run[1] + RUNS, head * STEP + STEP // 2 + COLUMN]
+        )
+        values = tl.reshape(values, [p.shape[1], COLUMNS])
+        acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
+    elif KIND == "":
         values = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
         acc = tl.dot(p, values.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
     else:
@@ -139,7 +151,7 @@ def attend_block(
     q, q_odd, q_more, q_more_odd,
     m, l, e, acc, acc_odd, acc_more, acc_more_odd,  # noqa: E741
     slopes, inner, power, large,
-    k, v, places, loaded, j, position, left, partly, head,
+    k, v, places, loaded, run, j, position, left, partly, head,
     K_HEADS: tl.constexpr, K_STEP: tl.constexpr, V_HEADS: tl.constexpr, V_STEP: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
@@ -148,19 +160,21 @@ def attend_block(
 ):  # fmt: skip
     """The state after the keys ``j`` at ``places``.
 
+    ``run``, where it is not None: (place of the first key, how many may be read); k and v are then
+    descriptors of the cache's rows, v's one of runs (``launch.runs_map``).
     ``loaded [BLOCK]``: keys that may be read and are seen, None = all. A row at ``position`` (None:
     behind all keys) sees those up to itself, and ``left`` of them besides itself if that is given.
     ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
     ``power``, ``large``, e: of ``fused_softmax``, if FUSED.
     """
-    s = tl.zeros([q.shape[0], places.shape[0]], tl.float32)
+    s = tl.zeros([q.shape[0], j.shape[0]], tl.float32)
     s = _add_scores(
-        s, q, q_odd, k, places, loaded, head,
+        s, q, q_odd, k, places, loaded, run, head,
         K_HEADS, K_STEP, D, 0, D_MAIN, QK, K_KIND, PTX, PRECISION,
     )  # fmt: skip
     if D_REST > 0:
         s = _add_scores(
-            s, q_more, q_more_odd, k, places, loaded, head,
+            s, q_more, q_more_odd, k, places, loaded, run, head,
             K_HEADS, K_STEP, D, D_MAIN, D_REST, QK, K_KIND, PTX, PRECISION,
         )  # fmt: skip
     if CAPPED:
@@ -175,12 +189,12 @@ def attend_block(
         p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
     p = p.to(PV)
     acc, acc_odd = _add_values(
-        acc, acc_odd, alpha, p, v, places, loaded, head,
+        acc, acc_odd, alpha, p, v, places, loaded, run, head,
         V_HEADS, V_STEP, DV, 0, DV_MAIN, PV, V_KIND, PTX, PRECISION,
     )  # fmt: skip
     if DV_REST > 0:
         acc_more, acc_more_odd = _add_values(
-            acc_more, acc_more_odd, alpha, p, v, places, loaded, head,
+            acc_more, acc_more_odd, alpha, p, v, places, loaded, run, head,
             V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, PV, V_KIND, PTX, PRECISION,
         )  # fmt: skip
     return m, l, e, acc, acc_odd, acc_more, acc_more_odd

@@ -102,6 +102,16 @@ def places_between(page, first, low, last, pages, PAGE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def run_between(page, first, last, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """(place of token ``first``, how many of BLOCK tokens from there are not after ``last``).
+
+    A block lies inside one page.
+    """
+    page = tl.minimum(tl.maximum(page, 0), pages - 1)
+    return page * PAGE + first % PAGE, tl.minimum(BLOCK, last - first + 1)
+
+
+@triton.jit
 def load_places(
     cache,
     places,

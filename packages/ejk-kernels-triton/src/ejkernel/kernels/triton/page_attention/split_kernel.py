@@ -241,7 +241,7 @@ def paged_split(
             m, l, _, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                 q_main, q_main_odd, q_more, q_more_odd,
                 m, l, None, acc, acc_odd, acc_more, acc_more_odd,
-                slopes, inner, None, None, k, v, places, loaded, j, position,
+                slopes, inner, None, None, k, v, places, loaded, None, j, position,
                 left if WINDOW and TOKENS > 1 else None, None, hk,
                 K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
                 CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION,

@@ -40,6 +40,8 @@ class RaggedKernel(TritonKernel):
             return f"{self.cache}: {p.key} is not supported, only {', '.join(BYTES)}"
         if p.dim > MAX_DIM or p.dim % 8:
             return f"queries: head dim {p.dim} is not a multiple of 8 up to {MAX_DIM}"
+        if p.pages * p.page_size >= 2**31:
+            return f"{self.cache}: {p.pages} pages of {p.page_size} are not less than 2^31 tokens"
         return None
 
     def without_work(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
@@ -92,8 +94,8 @@ class RaggedPageAttention(RaggedKernel):
     this name.
 
     Queries are float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
-    float8_e5m2; head dims are multiples of 8 up to 256. Memory that no row sees is never read. Two
-    runs give the same bits. ``vmap`` is a loop. ``cfg``: num_queries_per_block,
+    float8_e5m2; head dims are multiples of 8 up to 256. Pages of which no row sees anything are not
+    read, and what no row sees has no influence. Two runs give the same bits. ``vmap`` is a loop. ``cfg``: num_queries_per_block,
     num_kv_pages_per_block, num_warps and num_stages of prefilled sequences, num_splits of decoded
     ones.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, power_of_two
+from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, power_of_two, runs_map
 from ejkernel.kernels.triton.page_attention.plans import (
     MAX_LANES,
     SplitPlan,
@@ -24,6 +24,7 @@ from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,
     decode_shares,
     fair_parts,
+    maps_pages,
     most_pieces,
 )
 from ejkernel.kernels.triton.targets import Target
@@ -142,16 +143,25 @@ class PrefillPlan(RaggedPlan):
             _struct(slots, "float32"),
         )
 
+    def caches(self, target: Target) -> dict[str, Any]:
+        """The cache as the kernel reads it: a pointer, or descriptors of keys and of values."""
+        p, t = self.problem.paged, self.tiles
+        if not maps_pages(p, t.block, target):
+            return {"k": self("k", "int16" if BYTES[p.key] == 1 else None), "v": None}
+        index = [name for name, _ in self.shapes].index("k")
+        heads, step = p.form or (p.kv_heads, 2 * p.dim)
+        keys = TensorMap(index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
+        return {"k": keys, "v": runs_map(index, heads * step, (t.block, p.dim))}
+
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import ragged_prefill
 
         p, t = self.problem.paged, self.tiles
-        view = "int16" if BYTES[p.key] == 1 else None
         sinks, sinks_padded = sink_arguments(self.shapes)
         most = most_pieces(self.problem, t, self.fair)
         arguments = {
             "q": self("q"),
-            "k": self("k", view),
+            **self.caches(target),
             "tables": self("tables"),
             "first_rows": self("d_rows"),
             "work": self("work"),

@@ -33,7 +33,7 @@ from ejkernel.kernels.triton.common.cached import (
     prepared,
     store_rows,
 )
-from ejkernel.kernels.triton.common.pages import pages_between, places_between
+from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
@@ -72,6 +72,7 @@ def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr
 def ragged_prefill(
     q,
     k,
+    v,
     tables,
     first_rows,
     work,
@@ -211,7 +212,12 @@ def ragged_prefill(
             low = tl.maximum(i0 - left, 0) if WINDOW else None
             page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
             for block in tl.range(start, stop):
-                places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
+                places = None
+                run = None
+                if v is None:
+                    places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
+                else:
+                    run = run_between(page, block * BLOCK, last, pages, PAGE, BLOCK)
                 # a step ahead, as in the split kernel
                 page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
                 j = block * BLOCK + tl.arange(0, BLOCK)
@@ -219,8 +225,8 @@ def ragged_prefill(
                 m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                     q_main, q_main_odd, q_more, q_more_odd,
                     m, l, e, acc, acc_odd, acc_more, acc_more_odd,
-                    slopes, inner, power, large, k, k + V_FIRST, places, None, j, position,
-                    left if WINDOW else None, partly, hk,
+                    slopes, inner, power, large, k, k + V_FIRST if v is None else v, places, None,
+                    run, j, position, left if WINDOW else None, partly, hk,
                     K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
                     CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
                 )  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.launch import RUNS, power_of_two
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
+from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
@@ -106,6 +107,22 @@ def _fit(tiles: Tiles, problem: Ragged, target: Target) -> Tiles:
         else:
             break
     return tiles
+
+
+def maps_pages(p: Problem, block: int, target: Target) -> bool:
+    """Whether keys and values are read by TMA: a block is in one page, and a head is one box.
+
+    Keys behind the last are cut off by the descriptor, those before a window are not.
+    """
+    return (
+        target.hopper
+        and target.tensor_maps
+        and p.page_size % block == 0
+        and p.left is None
+        and p.query == p.key != "float32"
+        and p.parts[0] == (p.dim, 0)
+        and p.pages * p.page_size < RUNS
+    )
 
 
 def decode_shares(problem: Ragged, tiles: Tiles, target: Target) -> int:
