@@ -95,9 +95,9 @@ class RaggedPageAttention(RaggedKernel):
 
     Queries are float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
     float8_e5m2; head dims are multiples of 8 up to 256. Pages of which no row sees anything are not
-    read, and what no row sees has no influence. Two runs give the same bits. ``vmap`` is a loop. ``cfg``: num_queries_per_block,
-    num_kv_pages_per_block, num_warps and num_stages of prefilled sequences, num_splits of decoded
-    ones.
+    read, and what no row sees has no influence. Two runs give the same bits. ``vmap`` is a loop.
+    ``cfg``: num_queries_per_block, num_kv_pages_per_block, num_warps and num_stages of prefilled
+    sequences, num_splits of decoded ones.
 
     Where traced starts are out of order a row belongs to the first sequence that reaches it.
 
