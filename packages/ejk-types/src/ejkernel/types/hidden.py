@@ -73,6 +73,13 @@ def without_dead_rows(
     """
     if not may_see_nothing(mask.conjuncts, q.shape[1], kv_len):
         return q, do, dlse
+    return cleared_rows(lse, q, do, dlse)
+
+
+def cleared_rows(
+    lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As ``without_dead_rows``, whatever the mask."""
     alive = lse > -jnp.inf
     rows = jnp.swapaxes(alive, 1, 2)[..., None]
     q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))

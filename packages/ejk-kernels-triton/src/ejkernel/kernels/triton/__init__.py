@@ -30,6 +30,11 @@ def _linear(algorithm: str, function: str) -> Entry:
     )
 
 
+_FLASH = (
+    *(f"fwd_params.{size}" for size in _SIZES),
+    *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
+)
+
 PACKAGE = KernelPackage(
     __name__,
     "triton",
@@ -37,10 +42,13 @@ PACKAGE = KernelPackage(
         Entry(
             "flash_attention",
             "flash_attention.implementation:flash_attention",
-            config_fields=(
-                *(f"fwd_params.{size}" for size in _SIZES),
-                *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
-            ),
+            config_fields=_FLASH,
+        ),
+        Entry(
+            "blocksparse_attention",
+            "blocksparse_attention.implementation:blocksparse_attention",
+            priority=_UNTRIED,
+            config_fields=_FLASH,
         ),
         Entry(
             "page_attention",

@@ -1,17 +1,22 @@
 """The call of blocksparse_attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from ejkernel.types import softmax
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.softmax import SoftmaxCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, B, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.problem import Problem
 
 
-class BlockSparseAttention(Call):
-    """Attention over the blocks a pattern allows."""
+class BlockSparseAttention(SoftmaxCall):
+    """Attention over the blocks a pattern allows.
+
+    A kernel also gets the pattern, bool ``[#b, #h, q blocks, kv blocks]``, where there is one.
+    """
 
     name = "blocksparse_attention"
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
@@ -62,5 +67,12 @@ class BlockSparseAttention(Call):
         settle.masks(a)
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        return softmax.named(*outputs), softmax.named_lse(saved)
+    def problem(cls, a: Mapping[str, Any]) -> Problem:
+        blocks = None if a["block_mask"] is None else (a["q_block_size"], a["kv_block_size"])
+        return replace(super().problem(a), pattern_blocks=blocks)
+
+    @classmethod
+    def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        pattern = a["block_mask"]
+        found = super().operands(a, problem)
+        return found if pattern is None else {**found, "pattern": pattern}

@@ -48,6 +48,17 @@ def given_blocks(ranges, index):
 
 
 @triton.jit
+def first_visit(listed, row, length, BLOCK: tl.constexpr):
+    """Where the list of a row starts, and its first block.
+
+    A list names the blocks to visit one by one, those without element mask first, and has room
+    for one more than there are: each number is read one step ahead.
+    """
+    visit = listed + row.to(tl.int64) * (tl.cdiv(length, BLOCK) + 1)
+    return visit, tl.load(visit)
+
+
+@triton.jit
 def phase_steps(start, full_start, full_stop, stop, PHASE: tl.constexpr, HAS_FULL: tl.constexpr):
     """How many blocks a phase has: 0 those that need no element mask, 1 the others.
 

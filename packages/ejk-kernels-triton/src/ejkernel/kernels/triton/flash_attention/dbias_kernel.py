@@ -44,6 +44,7 @@ def flash_bwd_dbias(
     bias,
     words,
     ranges,
+    listed,
     dbias,
     q_len,
     kv_len,
@@ -85,6 +86,8 @@ def flash_bwd_dbias(
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
     HAS_FULL: tl.constexpr,
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
@@ -164,7 +167,7 @@ def flash_bwd_dbias(
         s = mask_unseen(
             s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
             q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
-            position_lo, position_hi, mask, mask_batch, mask_head,
+            position_lo, position_hi, mask, mask_batch, mask_head, MASK_Q, MASK_KV,
             HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, True,
         )  # fmt: skip
         p = probabilities(s, row_base, slope, FUSED)

@@ -24,6 +24,7 @@ import triton.language as tl
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
+    first_visit,
     given_blocks,
     phase_block,
     phase_steps,
@@ -58,6 +59,7 @@ def flash_bwd_dkv(
     bias,
     words,
     ranges,
+    listed,
     dk,
     dv,
     q_len,
@@ -101,6 +103,8 @@ def flash_bwd_dkv(
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
     HAS_FULL: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
     EVEN_Q: tl.constexpr,
@@ -167,12 +171,19 @@ def flash_bwd_dkv(
         if ranges is not None:
             row = b * ranges_batch + h * ranges_head + block
             start, full_start, full_stop, stop = given_blocks(ranges, row)
+        if listed is not None:
+            visit, following = first_visit(listed, row, q_len, BLOCK_Q)
         rows = (b * heads + h).to(tl.int64) * q_len
         for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
             # phase 0: blocks whose every row sees every key; phase 1: the others
             steps = phase_steps(start, full_start, full_stop, stop, phase, HAS_FULL)
             for t in tl.range(0, steps, disable_licm=GROUP > 1):
-                q_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
+                if listed is not None:
+                    q_block = following
+                    visit += 1
+                    following = tl.load(visit)
+                else:
+                    q_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
                 i0 = q_block * BLOCK_Q
                 i = i0 + tl.arange(0, BLOCK_Q)
 
@@ -227,7 +238,7 @@ def flash_bwd_dkv(
                     s = mask_unseen(
                         s, i[None, :], j[:, None], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
                         q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
-                        position_lo, position_hi, mask, mask_batch, mask_head,
+                        position_lo, position_hi, mask, mask_batch, mask_head, MASK_Q, MASK_KV,
                         HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, True,
                     )  # fmt: skip
                 p = probabilities(s, row_base, slope, FUSED)

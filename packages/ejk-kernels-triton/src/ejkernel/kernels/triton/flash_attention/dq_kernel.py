@@ -23,6 +23,7 @@ import triton.language as tl
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
 from ejkernel.kernels.triton.common.structure import (
     band_blocks,
+    first_visit,
     given_blocks,
     phase_block,
     phase_steps,
@@ -57,6 +58,7 @@ def flash_bwd_dq(
     bias,
     words,
     ranges,
+    listed,
     dq,
     q_len,
     kv_len,
@@ -97,6 +99,8 @@ def flash_bwd_dq(
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
     HAS_FULL: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
@@ -125,6 +129,8 @@ def flash_bwd_dq(
         start, full_start, full_stop, stop = band_blocks(
             first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_KV
         )
+    if listed is not None:
+        visit, following = first_visit(listed, row, kv_len, BLOCK_KV)
 
     CHECK_D: tl.constexpr = D_MAIN + D_REST != D
     CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
@@ -159,7 +165,12 @@ def flash_bwd_dq(
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
         steps = phase_steps(start, full_start, full_stop, stop, phase, HAS_FULL)
         for t in tl.range(0, steps):
-            kv_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
+            if listed is not None:
+                kv_block = following
+                visit += 1
+                following = tl.load(visit)
+            else:
+                kv_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
             j0 = kv_block * BLOCK_KV
             j = j0 + tl.arange(0, BLOCK_KV)
 
@@ -211,7 +222,7 @@ def flash_bwd_dq(
                 s = mask_unseen(
                     s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
                     q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
-                    position_lo, position_hi, mask, mask_batch, mask_head,
+                    position_lo, position_hi, mask, mask_batch, mask_head, MASK_Q, MASK_KV,
                     HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
                 )  # fmt: skip
             p = probabilities(s, row_base, slope, FUSED)

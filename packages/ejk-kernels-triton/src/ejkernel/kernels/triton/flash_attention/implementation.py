@@ -15,6 +15,11 @@ from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import dot_precision
 from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.fits import near
+from ejkernel.kernels.triton.flash_attention.lists import (
+    element_mask,
+    rows_see_tiles,
+    walk_operands,
+)
 from ejkernel.kernels.triton.flash_attention.plans import (
     AttentionPlan,
     DbiasPlan,
@@ -28,7 +33,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, softmax
-from ejkernel.types.hidden import without_dead_rows
+from ejkernel.types.hidden import cleared_rows, without_dead_rows
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import block_ranges, operands, split_mask
 
@@ -51,7 +56,7 @@ class FlashAttention(TritonKernel):
     call = calls.FlashAttention
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        return replace(self.call.problem(a), precision=dot_precision(a["precision"]))
+        return replace(self.call.problem(a), precision=dot_precision(a.get("precision")))
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if problem.dtype not in DTYPES:
@@ -90,14 +95,19 @@ class FlashAttention(TritonKernel):
     ) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
-        q, do, dlse = without_dead_rows(mask, p.kv_len, lse, arrays["q"], do, dlse)
+        q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
+        of_keys = [tile for _, tile in passes]
+        if p.pattern_blocks is None:
+            q, do, dlse = without_dead_rows(mask, p.kv_len, lse, q, do, dlse)
+        elif p.biased or not all(rows_see_tiles(p, tile) for tile in (t.dq, *of_keys)):
+            q, do, dlse = cleared_rows(lse, q, do, dlse)
         delta = softmax.row_delta(o, do, dlse)
         base, *rest = saved
         tensors = {name: x for name, x in arrays.items() if name not in ("mask", "sink")}
         tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
         (dq,) = _launch(DqPlan, work, t.dq, mask, tensors)
         found = {"q": dq}
-        for parts, part_tiles in tiles.key_passes(p, t.dkv, work.target):
+        for parts, part_tiles in passes:
             grads = _launch(DkvPlan, work, part_tiles, mask, tensors, parts=parts)
             found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
         bias = arrays.get("bias")
@@ -120,7 +130,18 @@ def _launch(
     if "seed" in tensors:
         tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
-    if rules.arrays and kind is not DbiasPlan:
+    pattern = tensors.pop("pattern", None)
+    if pattern is not None:
+        dense = tensors.pop("mask", None)
+        if kind is DbiasPlan:
+            # made of all tiles, each by its elements
+            tensors["mask"], fields["mask_block"] = element_mask(p, pattern, dense)
+        else:
+            found, fields["mask_block"] = walk_operands(
+                p, mask, pattern, dense, tile, transposed=kind is DkvPlan
+            )
+            tensors |= found
+    elif rules.arrays and kind is not DbiasPlan:
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan
         )

@@ -36,6 +36,7 @@ class AttentionPlan:
         problem, rules, tiles: what is computed and how.
         shapes: name and shape of every operand, in order.
         tensor_maps: whether TMA may be used (None = where it can).
+        mask_block: rows and keys that an element of the mask speaks for.
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class AttentionPlan:
     tiles: Tiles
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     tensor_maps: bool | None = None
+    mask_block: tuple[int, int] = (1, 1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,7 +110,7 @@ class AttentionPlan:
         """Whether any block needs an element mask; ``even``: tiles end with the walked axis."""
         rules = self.rules
         free = rules.band == Band() and rules.position_band == Band() and rules.chunk is None
-        return rules.arrays or not free or not even
+        return rules.arrays or "mask" in self.names or not free or not even
 
     def order(self) -> int:
         """Which programs are neighbours (see ``program_of``): those that share a bias."""
@@ -151,6 +153,7 @@ class AttentionPlan:
             name: self.operand(name)
             for name in (
                 "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "words", "ranges",
+                "listed",
             )
         }  # fmt: skip
         arguments |= {
@@ -187,7 +190,10 @@ class AttentionPlan:
             "HAS_HI": band.hi is not None,
             "POSITION_LO": placed and positions.lo is not None,
             "POSITION_HI": placed and positions.hi is not None,
-            "HAS_FULL": "mask" not in self.names,
+            "MASK_Q": self.mask_block[0],
+            "MASK_KV": self.mask_block[1],
+            # a dense mask without lists has no blocks that are known to be full
+            "HAS_FULL": "mask" not in self.names or "listed" in self.names,
             "CAPPED": cap is not None,
             "FUSED": cap is not None and cap < 2.0**16,
             "DROPOUT": p.keep_threshold > 0,

@@ -135,13 +135,18 @@ def mask_unseen(
     mask,
     mask_batch,
     mask_head,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr,
     POSITION_LO: tl.constexpr,
     POSITION_HI: tl.constexpr,
     KEYS_INSIDE: tl.constexpr,
 ):
-    """``s`` with -inf where a row does not see a key, by every rule of the call."""
+    """``s`` with -inf where a row does not see a key, by every rule of the call.
+
+    An element of ``mask`` speaks for MASK_Q rows and MASK_KV keys.
+    """
     q_id = None
     kv_id = None
     if q_ids is not None:
@@ -161,7 +166,8 @@ def mask_unseen(
     if mask is not None:
         corner = mask + b.to(tl.int64) * mask_batch + h.to(tl.int64) * mask_head
         inside = (i < q_len) & (j < kv_len)
-        dense = tl.load(corner + i.to(tl.int64) * kv_len + j, mask=inside, other=0) != 0
+        at = (i // MASK_Q).to(tl.int64) * tl.cdiv(kv_len, MASK_KV) + j // MASK_KV
+        dense = tl.load(corner + at, mask=inside, other=0) != 0
         if seen is None:
             seen = dense
         else:

@@ -1,0 +1,147 @@
+"""Sparse walks: a pattern of blocks and the mask as lists of tiles, made on the device.
+
+The blocks of a pattern are part of its meaning, tiles are not. A tile inside one block is as the
+block is; one that covers several is visited if any of them is, and then the pattern is an element
+mask unless all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.bridge import call, merge_leading
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles
+from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.classify import classify_blocks
+from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.pattern import Blocks, by_element, in_tiles, inside_blocks
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Band
+
+CHUNK = 1024  # states a program looks at together
+
+
+@dataclass(frozen=True)
+class ListsPlan:
+    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> ranges and lists, both int32.
+
+    ``ranges`` ``[rows, heads, blocks, 4]`` and ``listed`` ``[rows, heads, blocks, others + 1]``,
+    of key blocks for each query block; ``transposed``: of query blocks for each key block.
+    """
+
+    rows: int
+    heads: int
+    lengths: tuple[int, int]
+    tile: tuple[int, int]
+    band: Band
+    transposed: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        blocks, others = self._blocks()
+        lead = (self.rows, self.heads, blocks)
+        return tuple(jax.ShapeDtypeStruct((*lead, n), jnp.int32) for n in (4, others + 1))
+
+    def _blocks(self) -> tuple[int, int]:
+        q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+        return (k, q) if self.transposed else (q, k)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.flash_attention.lists_kernel import block_lists
+
+        blocks, others = self._blocks()
+        (length, other), (block, walked) = self.lengths, self.tile
+        steps, lo, hi = (others, 1), self.band.lo, self.band.hi
+        if self.transposed:
+            length, other, block, walked = other, length, walked, block
+            steps = (1, blocks)
+            lo, hi = (None if x is None else -x for x in (hi, lo))
+        arguments = {
+            "state": In(0),
+            "ranges": Out(0),
+            "listed": Out(1),
+            "blocks": blocks,
+            "others": others,
+            "length": length,
+            "other_length": other,
+            "block_stride": steps[0],
+            "other_stride": steps[1],
+            "lo": lo or 0,
+            "hi": hi or 0,
+        }
+        constants = {
+            "HAS_LO": lo is not None,
+            "HAS_HI": hi is not None,
+            "BLOCK": block,
+            "OTHER": walked,
+            "CHUNK": min(CHUNK, power_of_two(others)),
+        }
+        return Launch(block_lists, arguments, constants, (self.rows * self.heads * blocks,), 4, 1)
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[ListsPlan, list[jax.Array]]:
+        state = merge_leading(size, arrays[0], batched[0], self.rows)
+        return replace(self, rows=size * self.rows), [state]
+
+
+def walk_operands(
+    problem: Problem,
+    mask: MaskInfo,
+    pattern: jax.Array,
+    dense: jax.Array | None,
+    tile: Tiles,
+    *,
+    transposed: bool,
+) -> tuple[dict[str, jax.Array], Blocks]:
+    """The operands of a walk over the tiles that anybody sees, and what a mask element covers.
+
+    ``dense``: the mask of pairs of the call, int8, if it has one.
+    """
+    p, rules = problem, problem.rules
+    blocks = _blocks(p)
+    sizes = (p.q_len, p.kv_len, tile.block_q, tile.block_kv)
+    some, every = in_tiles(pattern, blocks, *sizes)
+    if rules.arrays:
+        seen, whole = map(jnp.asarray, classify_blocks(mask.conjuncts, *sizes))
+        some, every = some & seen, every & whole
+    state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
+    plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, transposed)
+    found = dict(zip(("ranges", "listed"), call(plan, state), strict=True))
+    if inside_blocks(blocks, *sizes):
+        return (found if dense is None else {**found, "mask": dense}), (1, 1)
+    elements, covers = element_mask(p, pattern, dense)
+    return {**found, "mask": elements}, covers
+
+
+def element_mask(
+    problem: Problem, pattern: jax.Array, dense: jax.Array | None
+) -> tuple[jax.Array, Blocks]:
+    """The pattern as a mask operand, int8, and the rows and keys that an element covers."""
+    blocks = _blocks(problem)
+    if dense is None:
+        return pattern.astype(jnp.int8), blocks
+    pairs = by_element(pattern, blocks, problem.q_len, problem.kv_len)
+    return dense * pairs.astype(jnp.int8), (1, 1)
+
+
+def rows_see_tiles(problem: Problem, tile: Tiles) -> bool:
+    """Whether every row of a tile sees a key of every tile that is visited beside it.
+
+    Then no row that sees nothing is ever read.
+    """
+    p, band = problem, problem.rules.band
+    sizes = (p.q_len, p.kv_len, tile.block_q, tile.block_kv)
+    if p.rules.arrays or band.lo is not None or not inside_blocks(_blocks(p), *sizes):
+        return False
+    # the first key of a tile is then at or before the last that its first row sees
+    return band.hi is None or (band.hi % tile.block_q == 0 == tile.block_kv % tile.block_q)
+
+
+def _blocks(problem: Problem) -> Blocks:
+    assert problem.pattern_blocks is not None
+    return problem.pattern_blocks

@@ -1,0 +1,67 @@
+"""The lists of blocks that a sparse walk visits.
+
+For each block of one axis the blocks of the other that it meets: first those that need no element
+mask, then the others, each in rising order.
+
+Work split: one program per (row of patterns, block); it reads its row of states twice. Bound: the
+bytes of the states and of the lists, a few for each pair of blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.structure import band_blocks
+
+
+@triton.jit
+def block_lists(
+    state,
+    ranges,
+    listed,
+    blocks,
+    others,
+    length,
+    other_length,
+    block_stride,
+    other_stride,
+    lo,
+    hi,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHER: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """``state``: 0 nobody sees the pair of blocks, 1 some may, 2 all do, the band apart.
+
+    Writes a row of ``ranges`` ``[rows, 4]`` as ``given_blocks`` reads it, of places in the list,
+    and a row of ``listed`` ``[rows, others + 1]``, of which only the places in use.
+    """
+    row = tl.program_id(0)
+    block = row % blocks
+    states = state + (row // blocks).to(tl.int64) * blocks * others + block * block_stride
+    list_row = listed + row.to(tl.int64) * (others + 1)
+    first = block * BLOCK
+    last = tl.minimum(first + BLOCK, length) - 1
+    start, full_start, full_stop, stop = band_blocks(
+        first, last, other_length, lo, hi, HAS_LO, HAS_HI, OTHER
+    )
+    count = 0
+    for phase in tl.static_range(0, 2):
+        for n0 in range(0, others, CHUNK):
+            n = n0 + tl.arange(0, CHUNK)
+            known = tl.load(states + n * other_stride, mask=n < others, other=0)
+            full = (known == 2) & (n >= full_start) & (n < full_stop)
+            if phase == 0:
+                chosen = full
+            else:
+                chosen = (known > 0) & (n >= start) & (n < stop) & ~full
+            place = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(list_row + place, n, mask=chosen)
+            count += tl.sum(chosen.to(tl.int32), 0)
+        if phase == 0:
+            tl.store(ranges + row * 4, 0)
+            tl.store(ranges + row * 4 + 1, 0)
+            tl.store(ranges + row * 4 + 2, count)
+    tl.store(ranges + row * 4 + 3, count)
