@@ -196,15 +196,58 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (1, 1024, 1024, 4, 2, 64, 64, BF), dict(causal=True, segments=True, cap=5.0),
     ),
 }  # fmt: skip
+# patterns: blocks of rows and keys, how many are seen, the axes they differ on
+SPARSE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "causal 128": (
+        (1, 2048, 2048, 4, 4, 128, 128, BF), dict(causal=True, pattern=((128, 128), 0.3, (1, 4))),
+    ),
+    "shared 64 gqa": (
+        (2, 1024, 1024, 8, 2, 128, 128, BF), dict(causal=True, pattern=((64, 64), 0.3, (1, 1))),
+    ),
+    "one block in ten": ((2, 1024, 1024, 4, 4, 64, 64, BF), dict(pattern=((64, 64), 0.1, (2, 4)))),
+    "32 x 16": ((1, 1024, 1024, 4, 4, 128, 128, BF), dict(pattern=((32, 16), 0.2, (1, 4)))),
+    "across, odd": (
+        (1, 1000, 777, 4, 2, 64, 64, BF), dict(causal=True, pattern=((100, 48), 0.4, (1, 4))),
+    ),
+    "256 d256": (
+        (1, 1024, 1024, 4, 2, 256, 256, BF), dict(causal=True, pattern=((256, 256), 0.4, (1, 4))),
+    ),
+    "options": (
+        (2, 1024, 1024, 4, 2, 128, 128, BF),
+        dict(
+            causal=True, sliding_window=700, segments=True, sinks=True, dropout=0.1, cap=9.0,
+            bias=(1, 4), pattern=((128, 64), 0.5, (2, 4)),
+        ),
+    ),
+    "dense too": (
+        (1, 1024, 1024, 4, 4, 64, 64, BF), dict(dense=True, pattern=((128, 128), 0.4, (1, 4))),
+    ),
+    "sparse float16": (
+        (1, 1024, 1024, 4, 4, 80, 80, HALF), dict(causal=True, pattern=((128, 128), 0.3, (1, 4))),
+    ),
+    "sparse float32": (
+        (1, 1024, 1024, 4, 4, 64, 64, F32), dict(causal=True, pattern=((128, 128), 0.3, (1, 4))),
+    ),
+    "all seen": (
+        (1, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, pattern=((128, 128), 2.0, (1, 1))),
+    ),
+    "none seen": (
+        (1, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, pattern=((128, 128), -1.0, (1, 1))),
+    ),
+}  # fmt: skip
 # relative error of a whole array; float32 products at default precision are TF32
 BOUND = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 5e-3}
 
 
+def _case(name) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return CASES.get(name) or SPARSE[name]
+
+
 def bound(name) -> float:
     """The largest relative error of an array that is accepted."""
-    if CASES[name][1].get("precision") == "highest":
+    if _case(name)[1].get("precision") == "highest":
         return 1e-5
-    return BOUND[jnp.dtype(CASES[name][0][-1]).name]
+    return BOUND[jnp.dtype(_case(name)[0][-1]).name]
 
 
 def assert_sound(name, errors, same) -> None:
@@ -222,7 +265,7 @@ def names_in_run(request) -> list[str]:
 
 def inputs(name):
     """(differentiable arrays, other arrays) of a case."""
-    shape, o = CASES[name]
+    shape, o = _case(name)
     b, q_len, kv_len, h = shape[:4]
     q, k, v, do = draw(len(name), *shape)
     diff, fixed = {"q": q, "k": k, "v": v}, {"do": do}
@@ -235,6 +278,10 @@ def inputs(name):
         fixed["ids"] = segments(b, max(q_len, kv_len))
     if "dense" in o:
         fixed["dense"] = jax.random.bernoulli(jax.random.key(5), 0.6, (b, 1, q_len, kv_len))
+    if "pattern" in o:
+        (rows, keys), share, lead = o["pattern"]
+        blocks = (*lead, -(-q_len // rows), -(-kv_len // keys))
+        fixed["pattern"] = jax.random.uniform(jax.random.key(6), blocks) < share
     fixed["dlse"] = jax.random.normal(jax.random.key(9), (b, q_len, h), jnp.float32)
     return diff, fixed
 
@@ -258,19 +305,23 @@ def with_gradients(f, options: dict[str, Any] | None = None):
 
 
 def kernel(name, flash_attention: Callable[..., Any]):
-    """This case through an implementation of flash attention."""
-    (_, q_len, kv_len, *_), o = CASES[name]
+    """This case through an implementation of flash attention, or of the operation it is for."""
+    (_, q_len, kv_len, *_), o = _case(name)
     names = ("causal", "causal_offset", "sliding_window", "precision")
     kwargs = {n: o[n] for n in names if n in o}
 
     def ours(x, fixed):
         ids = fixed.get("ids")
+        more = {}
+        if "pattern" in o:
+            sizes = zip(("q_block_size", "kv_block_size"), o["pattern"][0], strict=True)
+            more = {"block_mask": fixed["pattern"], **dict(sizes)}
         info = ids if ids is None else MaskInfo.from_segments(ids[:, :q_len], ids[:, :kv_len])
         return flash_attention(
             x["q"], x["k"], x["v"], x.get("bias"), softmax_aux=x.get("sinks"), mask_info=info,
             attention_mask=fixed.get("dense"), softmax_scale=o.get("scale"),
             logits_soft_cap=o.get("cap"), dropout_prob=o.get("dropout", 0.0), dropout_seed=11,
-            return_lse=True, **kwargs,
+            return_lse=True, **kwargs, **more,
         )  # fmt: skip
 
     return with_gradients(ours)
@@ -278,7 +329,7 @@ def kernel(name, flash_attention: Callable[..., Any]):
 
 def truth(name):
     """This case in float32 on whole matrices."""
-    (b, q_len, kv_len, h, *_), o = CASES[name]
+    (b, q_len, kv_len, h, *_), o = _case(name)
 
     def theirs(x, fixed):
         i, j = index(q_len, kv_len)
@@ -295,6 +346,9 @@ def truth(name):
             mask = mask & ((ids == others) & (ids >= 0))[:, None]
         if "dense" in fixed:
             mask = mask & fixed["dense"]
+        if "pattern" in fixed:
+            rows, keys = o["pattern"][0]
+            mask = mask & fixed["pattern"][:, :, i // rows, j // keys]
         drop = o.get("dropout", 0.0)
         keep = (hash_keep(11, b, h, q_len, kv_len, drop), drop) if drop else None
         return reference(

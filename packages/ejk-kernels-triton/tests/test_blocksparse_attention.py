@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,7 +64,12 @@ CAUSAL = {"causal": True}
 # tiles are of 16 rows and 16 keys: blocks above, equal to and below them, and across
 CASES = [
     (small("above", mask=CAUSAL), (32, 32), "random", (1, 2)),
-    (small("equal", b=2, h=4, hk=2, mask=CAUSAL, sinks=(4, 2), cap=2.0), (16, 16), "random", (2, 4)),
+    (
+        small("equal", b=2, h=4, hk=2, mask=CAUSAL, sinks=(4, 2), cap=2.0),
+        (16, 16),
+        "random",
+        (2, 4),
+    ),
     (small("below", mask=CAUSAL), (8, 4), "random", ()),
     (small("across", q=50, k=37, dv=24, bias=(1, 1), dropout=0.3), (24, 10), "random", (1, 2)),
     (small("none"), (16, 16), "none", ()),
@@ -79,9 +83,14 @@ CASES = [
         "random",
         (1, 2),
     ),
-    (small("window", b=2, mask={"sliding_window": (9, 3), "chunk_size": 20}), (16, 32), "random", ()),
+    (
+        small("window", b=2, mask={"sliding_window": (9, 3), "chunk_size": 20}),
+        (16, 32),
+        "random",
+        (),
+    ),
     (small("bfloat16", dtypes=("bfloat16",) * 3, hk=1, mask=CAUSAL), (16, 32), "random", (1, 2)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "blocks", "kind", "lead"), CASES, ids=[str(c[0]) for c in CASES])
