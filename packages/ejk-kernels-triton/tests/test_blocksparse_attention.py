@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ from ejktest.attention_cases import Call, arrays, check, run
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import blocksparse_attention
+from ejkernel.kernels.triton.flash_attention.lists import walk_operands
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import split_mask
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +106,77 @@ def test_against_oracle(call: Call, blocks: tuple[int, int], kind: str, lead) ->
     dense = dense[None, None] if dense.ndim == 2 else dense
     x, full = arrays(call), Call(**{**call.__dict__, "mask": {**call.mask, "also": dense}})
     check(full, x, *run(partial(sparse, chosen, blocks), full, x))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tile", [(16, 16), (8, 32), (32, 8)])
+def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], transposed: bool) -> None:
+    """Those without element mask first; nothing is visited that the pattern or the band hides."""
+    n, blocks = 96, (16, 16)
+    chosen = some_blocks("random", 6, 6, 1, 2)
+    mask = combine_masks(causal=True, q_len=n, kv_len=n)
+    p = Problem(
+        1, n, n, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=blocks, rules=split_mask(mask)[0]
+    )
+    found, covers = walk_operands(
+        p, mask, jnp.asarray(chosen), None, Tiles(*tile), transposed=transposed
+    )
+    assert ("mask" in found) == (tile != (16, 16)) and covers == (
+        blocks if "mask" in found else (1, 1)
+    )
+    some = every = True
+    for seen in (np.kron(chosen, np.ones(blocks, bool)), np.tri(n, dtype=bool)[None, None]):
+        cut = (n // tile[0], tile[0], n // tile[1], tile[1])
+        tiles = seen.reshape(*seen.shape[:2], *cut).swapaxes(3, 4)
+        some, every = some & tiles.any((-2, -1)), every & tiles.all((-2, -1))
+    if transposed:
+        some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
+    for head, block in np.ndindex(some.shape[1:3]):
+        full, count = found["ranges"][0, head, block, 2:]
+        row = np.asarray(found["listed"][0, head, block])
+        np.testing.assert_array_equal(row[:full], np.flatnonzero(every[0, head, block]))
+        rest = np.flatnonzero(some[0, head, block] & ~every[0, head, block])
+        np.testing.assert_array_equal(row[full:count], rest)
+
+
+def example(*lead: int):
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((*lead, 1, 32, h, 16)), jnp.float32) for h in (2, 1, 1)
+    )
+    return q, k, v, jnp.asarray(rng.random((*lead, 1, 2, 4, 2)) < 0.6)
+
+
+TILES = dict.fromkeys(("q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n"), 16)
+
+
+def gradients(q, k, v, chosen, **options):
+    def loss(q, k, v):
+        o = blocksparse_attention(
+            q, k, v, block_mask=chosen, q_block_size=8, kv_block_size=16,
+            cfg={"fwd_params": TILES, "bwd_params": TILES}, **options,
+        )  # fmt: skip
+        return jnp.sin(o).sum(), o
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+
+def test_vmap_over_calls_and_patterns() -> None:
+    q, k, v, chosen = example(2)
+    mapped = jax.jit(jax.vmap(gradients, (0, None, 0, 0)))(q, k[0], v, chosen)
+    single = jax.jit(gradients)
+    rows = [single(q[i], k[0], v[i], chosen[i]) for i in range(2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), mapped, stacked)
+
+
+def test_what_nobody_sees_may_hold_nan() -> None:
+    """Rows whose blocks are hidden inside a tile that others need, and tiles without a block."""
+    q, k, v, _ = example()
+    chosen = jnp.asarray([[1, 0], [0, 0], [1, 0], [1, 0]], bool)
+    empty = [x.at[:, 16:].set(0.0) for x in (k, v)]
+    want = gradients(q.at[:, 8:16].set(0.0), *empty, chosen)
+    hidden = [x.at[:, 16:].set(jnp.nan) for x in (k, v)]
+    got = gradients(q.at[:, 8:16].set(jnp.nan), *hidden, chosen)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not got[1][:, 8:16].any()
