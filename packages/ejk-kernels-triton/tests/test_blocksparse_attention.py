@@ -139,6 +139,32 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], transpose
         np.testing.assert_array_equal(row[full:count], rest)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_long_rows_come_first(heads: int, transposed: bool) -> None:
+    """Apart from them heads follow each other, with the longest blocks of a causal mask first."""
+    n, h, hk = 12, 4, 2
+    chosen = some_blocks("diagonal", n, n, 1, heads)
+    chosen[..., 0, 3, :] = chosen[..., -1, :, 2] = True
+    mask = combine_masks(causal=True, q_len=16 * n, kv_len=16 * n)
+    p = Problem(
+        1, 16 * n, 16 * n, h, hk, 16, 16, "float32", 1.0,
+        pattern_blocks=(16, 16), rules=split_mask(mask)[0],
+    )  # fmt: skip
+    found, _ = walk_operands(
+        p, mask, jnp.asarray(chosen), None, Tiles(16, 16), transposed=transposed
+    )
+    work = np.broadcast_to(found["ranges"][0, ..., 3], (heads if heads > 1 else h, n))
+    if transposed:
+        work = work.reshape(hk, -1, n).sum(1) if heads > 1 else work[:hk]
+    blocks = np.arange(n) if transposed else np.arange(n)[::-1]
+    natural = (np.arange(len(work))[:, None] * n + blocks).ravel()
+    long = work.ravel()[natural] > 2 * (work.sum() // work.size) + 1
+    assert 0 < long.sum() < 8
+    expected = np.concatenate([natural[long], natural[~long]])
+    np.testing.assert_array_equal(found["order"][0], expected)
+
+
 def example(*lead: int):
     rng = np.random.default_rng(0)
     q, k, v = (

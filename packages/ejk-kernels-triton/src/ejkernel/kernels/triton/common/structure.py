@@ -59,6 +59,14 @@ def first_visit(listed, row, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def in_order(order, pid, programs, lists_batch):
+    """The number of a program by ``order`` int32 ``[#b, programs]``, of those of a batch row."""
+    b = pid // programs
+    shared = lists_batch == 0
+    return b * programs + tl.load(order + tl.where(shared, 0, b) * programs + pid % programs)
+
+
+@triton.jit
 def phase_steps(start, full_start, full_stop, stop, PHASE: tl.constexpr, HAS_FULL: tl.constexpr):
     """How many blocks a phase has: 0 those that need no element mask, 1 the others.
 

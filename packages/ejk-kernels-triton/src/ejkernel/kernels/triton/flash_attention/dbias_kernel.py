@@ -45,6 +45,7 @@ def flash_bwd_dbias(
     words,
     ranges,
     listed,
+    order,
     dbias,
     q_len,
     kv_len,

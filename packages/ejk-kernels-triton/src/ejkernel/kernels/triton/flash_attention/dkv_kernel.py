@@ -26,6 +26,7 @@ from ejkernel.kernels.triton.common.structure import (
     band_blocks,
     first_visit,
     given_blocks,
+    in_order,
     phase_block,
     phase_steps,
 )
@@ -60,6 +61,7 @@ def flash_bwd_dkv(
     words,
     ranges,
     listed,
+    order,
     dk,
     dv,
     q_len,
@@ -118,7 +120,10 @@ def flash_bwd_dkv(
     ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    block, b, hk = program_of(tl.program_id(0), kv_blocks, batch, kv_heads, ORDER)
+    pid = tl.program_id(0)
+    if order is not None:
+        pid = in_order(order, pid, kv_blocks * kv_heads, ranges_batch)
+    block, b, hk = program_of(pid, kv_blocks, batch, kv_heads, ORDER)
     if LONGEST_FIRST:
         block = kv_blocks - 1 - block
     first = block * BLOCK_KV

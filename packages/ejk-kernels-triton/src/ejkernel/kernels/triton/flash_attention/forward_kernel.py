@@ -28,6 +28,7 @@ from ejkernel.kernels.triton.common.structure import (
     band_blocks,
     first_visit,
     given_blocks,
+    in_order,
     phase_block,
     phase_steps,
 )
@@ -59,6 +60,7 @@ def flash_fwd(
     words,
     ranges,
     listed,
+    order,
     o,
     lse,
     base,
@@ -123,7 +125,10 @@ def flash_fwd(
     ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    block, b, h = program_of(tl.program_id(0), q_blocks, batch, heads, ORDER)
+    pid = tl.program_id(0)
+    if order is not None:
+        pid = in_order(order, pid, q_blocks * heads, ranges_batch)
+    block, b, h = program_of(pid, q_blocks, batch, heads, ORDER)
     if LONGEST_FIRST:
         block = q_blocks - 1 - block
     hk = h // (heads // kv_heads)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call, merge_leading
+from ejkernel.kernels.triton.flash_attention.plans import last_first
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
 from ejkernel.kernels.triton.targets import Target
@@ -24,6 +25,7 @@ from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band
 
 CHUNK = 1024  # states a program looks at together
+PROGRAMS = 4096  # programs that are ordered together
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,50 @@ class ListsPlan:
         return replace(self, rows=size * self.rows), [state]
 
 
+@dataclass(frozen=True)
+class OrderPlan:
+    """ranges ``[rows, heads, blocks, 4]`` -> order int32 ``[rows, programs]``.
+
+    There is a program for each block of ``heads`` heads; ``group``: lists of a program, where
+    lists differ between query heads and programs are of key heads.
+    """
+
+    rows: int
+    list_heads: int
+    heads: int
+    blocks: int
+    group: int
+    last_first: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((self.rows, self.heads * self.blocks), jnp.int32),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.flash_attention.lists_kernel import long_rows_first
+
+        group = 1 if self.list_heads == 1 else self.group
+        arguments = {
+            "ranges": In(0),
+            "order": Out(0),
+            "blocks": self.blocks,
+            "heads": self.heads,
+            "list_rows": self.list_heads * self.blocks,
+            "head_step": 0 if self.list_heads == 1 else group * self.blocks,
+        }
+        constants = {
+            "LAST_FIRST": self.last_first,
+            "GROUP": group,
+            "CHUNK": min(PROGRAMS, power_of_two(self.heads * self.blocks)),
+        }
+        return Launch(long_rows_first, arguments, constants, (self.rows,), 8, 1)
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[OrderPlan, list[jax.Array]]:
+        ranges = merge_leading(size, arrays[0], batched[0], self.rows)
+        return replace(self, rows=size * self.rows), [ranges]
+
+
 def walk_operands(
     problem: Problem,
     mask: MaskInfo,
@@ -111,7 +157,12 @@ def walk_operands(
         some, every = some & seen, every & whole
     state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
     plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, transposed)
-    found = dict(zip(("ranges", "listed"), call(plan, state), strict=True))
+    ranges, listed = call(plan, state)
+    heads, group = (p.kv_heads, p.group) if transposed else (p.heads, 1)
+    falling = last_first(rules, transposed)
+    queue = OrderPlan(*ranges.shape[:2], heads, ranges.shape[2], group, falling)
+    (order,) = call(queue, ranges)
+    found = {"ranges": ranges, "listed": listed, "order": order}
     if inside_blocks(blocks, *sizes):
         return (found if dense is None else {**found, "mask": dense}), (1, 1)
     elements, covers = element_mask(p, pattern, dense)

@@ -65,3 +65,67 @@ def block_lists(
             tl.store(ranges + row * 4 + 1, 0)
             tl.store(ranges + row * 4 + 2, count)
     tl.store(ranges + row * 4 + 3, count)
+
+
+@triton.jit
+def long_rows_first(
+    ranges,
+    order,
+    blocks,
+    heads,
+    list_rows,
+    head_step,
+    LAST_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The programs of a batch row, those of more than twice the mean number of visits first.
+
+    A program's number is head * blocks + block. Apart from the long ones heads follow each other,
+    for the cache's sake, each with its blocks in rising order, or falling with LAST_FIRST.
+    """
+    row = tl.program_id(0)
+    counts = ranges + row.to(tl.int64) * list_rows * 4 + 3
+    programs = heads * blocks
+    total = 0
+    for p0 in range(0, programs, CHUNK):
+        number, steps, inside = _program_steps(
+            counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
+        )
+        total += tl.sum(steps, 0)
+    limit = 2 * (total // programs) + 1
+    placed = 0
+    for phase in tl.static_range(0, 2):
+        for p0 in range(0, programs, CHUNK):
+            number, steps, inside = _program_steps(
+                counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
+            )
+            chosen = inside & ((steps > limit) == (phase == 0))
+            place = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(order + row.to(tl.int64) * programs + place, number, mask=chosen)
+            placed += tl.sum(chosen.to(tl.int32), 0)
+
+
+@triton.jit
+def _program_steps(
+    counts,
+    p0,
+    programs,
+    blocks,
+    head_step,
+    LAST_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Numbers of CHUNK programs, their visits (of all lists of a group), which of them exist."""
+    p = p0 + tl.arange(0, CHUNK)
+    inside = p < programs
+    head = p // blocks
+    block = p % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    steps = tl.zeros([CHUNK], tl.int32)
+    for member in tl.static_range(0, GROUP):
+        at = head * head_step + member * blocks + block
+        steps += tl.load(counts + at * 4, mask=inside, other=0)
+    return head * blocks + block, steps, inside

@@ -112,10 +112,15 @@ class AttentionPlan:
         free = rules.band == Band() and rules.position_band == Band() and rules.chunk is None
         return rules.arrays or "mask" in self.names or not free or not even
 
+    @property
+    def longest_first(self) -> bool:
+        """Whether the last blocks come first; where an order is given it says so itself."""
+        return "order" not in self.names and last_first(self.rules, type(self) is DkvPlan)
+
     def order(self) -> int:
         """Which programs are neighbours (see ``program_of``): those that share a bias."""
         bias = self.shape("bias")
-        if bias is None:
+        if bias is None or "order" in self.names:
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
 
@@ -153,7 +158,7 @@ class AttentionPlan:
             name: self.operand(name)
             for name in (
                 "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "words", "ranges",
-                "listed",
+                "listed", "order",
             )
         }  # fmt: skip
         arguments |= {
@@ -220,7 +225,7 @@ class AttentionPlan:
             "TMA": maps,
             "EVEN_KV": even,
             "HAS_PARTIAL": self.partial(even),
-            "LONGEST_FIRST": self.rules.band.hi is not None,
+            "LONGEST_FIRST": self.longest_first,
             "ORDER": self.order(),
         }
         return Launch(
@@ -256,6 +261,15 @@ class AttentionPlan:
 
     def launch(self, target: Target) -> Launch:
         raise NotImplementedError
+
+
+def last_first(rules: Rules, by_key: bool) -> bool:
+    """Whether the last blocks have the most work, by the band alone.
+
+    Under a causal mask the first keys are seen by the most rows: they are first anyway.
+    """
+    band = rules.band
+    return band.hi is None and band.lo is not None if by_key else band.hi is not None
 
 
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -379,8 +393,7 @@ class DkvPlan(AttentionPlan):
             "EVEN_KV": p.kv_len % t.block_kv == 0,
             "HAS_PARTIAL": self.partial(p.q_len % t.block_q == 0),
             "DP_LATE": self.dp_late(target),
-            # under a causal mask the first keys are seen by the most rows: they are first anyway
-            "LONGEST_FIRST": self.rules.band.hi is None and self.rules.band.lo is not None,
+            "LONGEST_FIRST": self.longest_first,
             "ORDER": self.order(),
         }
         return Launch(
