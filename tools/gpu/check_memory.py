@@ -35,6 +35,7 @@ import torch  # noqa: E402  # ty: ignore
 
 from ejkernel.kernels import triton  # noqa: E402
 from ejkernel.kernels.triton import bridge  # noqa: E402
+from ejkernel.kernels.triton.blocksparse_attention import blocksparse_attention  # noqa: E402
 from ejkernel.kernels.triton.flash_attention import flash_attention  # noqa: E402
 from ejkernel.kernels.triton.grouped_matmul import grouped_matmul  # noqa: E402
 from ejkernel.kernels.triton.page_attention import page_attention  # noqa: E402
@@ -56,6 +57,10 @@ from ejktest import (  # noqa: E402
 
 def flash(name: str):
     return attention_at_size.kernel(name, flash_attention)(*attention_at_size.inputs(name))
+
+
+def sparse(name: str):
+    return attention_at_size.kernel(name, blocksparse_attention)(*attention_at_size.inputs(name))
 
 
 def paged(name: str):
@@ -103,6 +108,7 @@ CALLS = (
         "odd causal", "odd gqa cap d256", "d40/24 window", "d112 odd", "bias odd rows", "dropout",
         "segments q>k", "everything d96", "float32 d128",
     )),
+    *((sparse, name) for name in ("causal 128", "32 x 16", "across, odd", "options", "none seen")),
     *((paged, name) for name in (
         "page 16", "splits 5", "window cap sinks", "int8 page 1", "e4m3 d64 window",
     )),

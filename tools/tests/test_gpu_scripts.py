@@ -34,6 +34,7 @@ def memory(monkeypatch):
 def test_memory_checkers_are_given_cases_that_exist(memory):
     lists = {
         memory.flash: attention_at_size.CASES,
+        memory.sparse: attention_at_size.SPARSE,
         memory.paged: paged_at_size.CASES,
         memory.ragged: ragged_cases.CASES,
         memory.grouped: [case[:2] for case in grouped_cases.CASES],
@@ -41,7 +42,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.contiguous: [()],
     }
     for run, *case in memory.CALLS:
-        named = run in (memory.flash, memory.paged, memory.ragged)
+        named = run in (memory.flash, memory.sparse, memory.paged, memory.ragged)
         assert (case[0] if named else tuple(case[:2])) in lists[run], (run, case)
 
 

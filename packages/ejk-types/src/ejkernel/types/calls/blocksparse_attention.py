@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
@@ -76,3 +78,9 @@ class BlockSparseAttention(SoftmaxCall):
         pattern = a["block_mask"]
         found = super().operands(a, problem)
         return found if pattern is None else {**found, "pattern": pattern}
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """A pattern that shows a few blocks."""
+        pattern = a["block_mask"]
+        return {} if pattern is None else {"block_mask": rng.random(pattern.shape) < 0.2}
