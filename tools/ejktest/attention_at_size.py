@@ -318,7 +318,7 @@ def kernel(name, flash_attention: Callable[..., Any]):
             more = {"block_mask": fixed["pattern"], **dict(sizes)}
         info = ids if ids is None else MaskInfo.from_segments(ids[:, :q_len], ids[:, :kv_len])
         return flash_attention(
-            x["q"], x["k"], x["v"], x.get("bias"), softmax_aux=x.get("sinks"), mask_info=info,
+            x["q"], x["k"], x["v"], bias=x.get("bias"), softmax_aux=x.get("sinks"), mask_info=info,
             attention_mask=fixed.get("dense"), softmax_scale=o.get("scale"),
             logits_soft_cap=o.get("cap"), dropout_prob=o.get("dropout", 0.0), dropout_seed=11,
             return_lse=True, **kwargs, **more,

@@ -132,8 +132,7 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], transpose
     if transposed:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
     for head, block in np.ndindex(some.shape[1:3]):
-        full, count = found["ranges"][0, head, block, 2:]
-        row = np.asarray(found["listed"][0, head, block])
+        full, count, *row = np.asarray(found["listed"][0, head, block])
         np.testing.assert_array_equal(row[:full], np.flatnonzero(every[0, head, block]))
         rest = np.flatnonzero(some[0, head, block] & ~every[0, head, block])
         np.testing.assert_array_equal(row[full:count], rest)
@@ -154,7 +153,7 @@ def test_long_rows_come_first(heads: int, transposed: bool) -> None:
     found, _ = walk_operands(
         p, mask, jnp.asarray(chosen), None, Tiles(16, 16), transposed=transposed
     )
-    work = np.broadcast_to(found["ranges"][0, ..., 3], (heads if heads > 1 else h, n))
+    work = np.broadcast_to(found["listed"][0, ..., 1], (heads if heads > 1 else h, n))
     if transposed:
         work = work.reshape(hk, -1, n).sum(1) if heads > 1 else work[:hk]
     blocks = np.arange(n) if transposed else np.arange(n)[::-1]

@@ -49,13 +49,12 @@ def given_blocks(ranges, index):
 
 @triton.jit
 def first_visit(listed, row, length, BLOCK: tl.constexpr):
-    """Where the list of a row starts, and its first block.
+    """Of a row of ``block_lists``: where its blocks start, the first, those full, all.
 
-    A list names the blocks to visit one by one, those without element mask first, and has room
-    for one more than there are: each number is read one step ahead.
+    A list has room for one block more than there are: each is read one step ahead.
     """
-    visit = listed + row.to(tl.int64) * (tl.cdiv(length, BLOCK) + 1)
-    return visit, tl.load(visit)
+    visit = listed + row.to(tl.int64) * (tl.cdiv(length, BLOCK) + 3) + 2
+    return visit, tl.load(visit), tl.load(visit - 2), tl.load(visit - 1)
 
 
 @triton.jit

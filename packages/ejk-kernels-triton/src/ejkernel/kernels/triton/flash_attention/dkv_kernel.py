@@ -131,7 +131,7 @@ def flash_bwd_dkv(
     q_token = b.to(tl.int64) * q_len
     kv_token = b.to(tl.int64) * kv_len
 
-    if ranges is None:
+    if listed is None and ranges is None:
         last = tl.minimum(first + BLOCK_KV, kv_len) - 1
         start, full_start, full_stop, stop = band_blocks(
             first, last, q_len, -hi, -lo, HAS_HI, HAS_LO, BLOCK_Q
@@ -173,11 +173,12 @@ def flash_bwd_dkv(
     # hoisting what is cheap to compute again out of three nested loops costs registers
     for member in tl.range(0, GROUP, disable_licm=True):
         h = hk * GROUP + member
-        if ranges is not None:
-            row = b * ranges_batch + h * ranges_head + block
-            start, full_start, full_stop, stop = given_blocks(ranges, row)
+        row = b * ranges_batch + h * ranges_head + block
         if listed is not None:
-            visit, following = first_visit(listed, row, q_len, BLOCK_Q)
+            visit, following, full_stop, stop = first_visit(listed, row, q_len, BLOCK_Q)
+            start, full_start = 0, 0
+        elif ranges is not None:
+            start, full_start, full_stop, stop = given_blocks(ranges, row)
         rows = (b * heads + h).to(tl.int64) * q_len
         for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
             # phase 0: blocks whose every row sees every key; phase 1: the others

@@ -137,16 +137,17 @@ def flash_fwd(
     q_token = b.to(tl.int64) * q_len
     kv_token = b.to(tl.int64) * kv_len
 
-    if ranges is not None:
-        row = b * ranges_batch + h * ranges_head + block
+    row = b * ranges_batch + h * ranges_head + block
+    if listed is not None:
+        visit, following, full_stop, stop = first_visit(listed, row, kv_len, BLOCK_KV)
+        start, full_start = 0, 0
+    elif ranges is not None:
         start, full_start, full_stop, stop = given_blocks(ranges, row)
     else:
         last = tl.minimum(first + BLOCK_Q, q_len) - 1
         start, full_start, full_stop, stop = band_blocks(
             first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_KV
         )
-    if listed is not None:
-        visit, following = first_visit(listed, row, kv_len, BLOCK_KV)
 
     CHECK_D: tl.constexpr = D_MAIN + D_REST != D
     CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV

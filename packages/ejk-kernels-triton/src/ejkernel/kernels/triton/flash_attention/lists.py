@@ -30,10 +30,10 @@ PROGRAMS = 4096  # programs that are ordered together
 
 @dataclass(frozen=True)
 class ListsPlan:
-    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> ranges and lists, both int32.
+    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists int32.
 
-    ``ranges`` ``[rows, heads, blocks, 4]`` and ``listed`` ``[rows, heads, blocks, others + 1]``,
-    of key blocks for each query block; ``transposed``: of query blocks for each key block.
+    They are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
+    ``transposed``: of query blocks for each key block.
     """
 
     rows: int
@@ -45,8 +45,7 @@ class ListsPlan:
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         blocks, others = self._blocks()
-        lead = (self.rows, self.heads, blocks)
-        return tuple(jax.ShapeDtypeStruct((*lead, n), jnp.int32) for n in (4, others + 1))
+        return (jax.ShapeDtypeStruct((self.rows, self.heads, blocks, others + 3), jnp.int32),)
 
     def _blocks(self) -> tuple[int, int]:
         q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
@@ -64,8 +63,7 @@ class ListsPlan:
             lo, hi = (None if x is None else -x for x in (hi, lo))
         arguments = {
             "state": In(0),
-            "ranges": Out(0),
-            "listed": Out(1),
+            "listed": Out(0),
             "blocks": blocks,
             "others": others,
             "length": length,
@@ -82,7 +80,7 @@ class ListsPlan:
             "OTHER": walked,
             "CHUNK": min(CHUNK, power_of_two(others)),
         }
-        return Launch(block_lists, arguments, constants, (self.rows * self.heads * blocks,), 4, 1)
+        return Launch(block_lists, arguments, constants, (self.rows * self.heads * blocks,), 1, 1)
 
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
@@ -93,7 +91,7 @@ class ListsPlan:
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """ranges ``[rows, heads, blocks, 4]`` -> order int32 ``[rows, programs]``.
+    """Lists ``[rows, list_heads, blocks, width]`` -> order int32 ``[rows, programs]``.
 
     There is a program for each block of ``heads`` heads; ``group``: lists of a program, where
     lists differ between query heads and programs are of key heads.
@@ -103,6 +101,7 @@ class OrderPlan:
     list_heads: int
     heads: int
     blocks: int
+    width: int
     group: int
     last_first: bool
 
@@ -114,12 +113,13 @@ class OrderPlan:
 
         group = 1 if self.list_heads == 1 else self.group
         arguments = {
-            "ranges": In(0),
+            "listed": In(0),
             "order": Out(0),
             "blocks": self.blocks,
             "heads": self.heads,
             "list_rows": self.list_heads * self.blocks,
             "head_step": 0 if self.list_heads == 1 else group * self.blocks,
+            "width": self.width,
         }
         constants = {
             "LAST_FIRST": self.last_first,
@@ -131,8 +131,8 @@ class OrderPlan:
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
     ) -> tuple[OrderPlan, list[jax.Array]]:
-        ranges = merge_leading(size, arrays[0], batched[0], self.rows)
-        return replace(self, rows=size * self.rows), [ranges]
+        listed = merge_leading(size, arrays[0], batched[0], self.rows)
+        return replace(self, rows=size * self.rows), [listed]
 
 
 def walk_operands(
@@ -157,12 +157,12 @@ def walk_operands(
         some, every = some & seen, every & whole
     state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
     plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, transposed)
-    ranges, listed = call(plan, state)
+    (listed,) = call(plan, state)
     heads, group = (p.kv_heads, p.group) if transposed else (p.heads, 1)
     falling = last_first(rules, transposed)
-    queue = OrderPlan(*ranges.shape[:2], heads, ranges.shape[2], group, falling)
-    (order,) = call(queue, ranges)
-    found = {"ranges": ranges, "listed": listed, "order": order}
+    queue = OrderPlan(*listed.shape[:2], heads, *listed.shape[2:], group, falling)
+    (order,) = call(queue, listed)
+    found = {"listed": listed, "order": order}
     if inside_blocks(blocks, *sizes):
         return (found if dense is None else {**found, "mask": dense}), (1, 1)
     elements, covers = element_mask(p, pattern, dense)

@@ -17,7 +17,6 @@ from ejkernel.kernels.triton.common.structure import band_blocks
 @triton.jit
 def block_lists(
     state,
-    ranges,
     listed,
     blocks,
     others,
@@ -35,13 +34,13 @@ def block_lists(
 ):
     """``state``: 0 nobody sees the pair of blocks, 1 some may, 2 all do, the band apart.
 
-    Writes a row of ``ranges`` ``[rows, 4]`` as ``given_blocks`` reads it, of places in the list,
-    and a row of ``listed`` ``[rows, others + 1]``, of which only the places in use.
+    Writes rows of ``listed`` ``[rows, others + 3]``: how many blocks need no element mask, how many
+    there are, then the blocks; what is left of a row is not written.
     """
     row = tl.program_id(0)
     block = row % blocks
     states = state + (row // blocks).to(tl.int64) * blocks * others + block * block_stride
-    list_row = listed + row.to(tl.int64) * (others + 1)
+    list_row = listed + row.to(tl.int64) * (others + 3)
     first = block * BLOCK
     last = tl.minimum(first + BLOCK, length) - 1
     start, full_start, full_stop, stop = band_blocks(
@@ -58,23 +57,20 @@ def block_lists(
             else:
                 chosen = (known > 0) & (n >= start) & (n < stop) & ~full
             place = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(list_row + place, n, mask=chosen)
+            tl.store(list_row + 2 + place, n, mask=chosen)
             count += tl.sum(chosen.to(tl.int32), 0)
-        if phase == 0:
-            tl.store(ranges + row * 4, 0)
-            tl.store(ranges + row * 4 + 1, 0)
-            tl.store(ranges + row * 4 + 2, count)
-    tl.store(ranges + row * 4 + 3, count)
+        tl.store(list_row + phase, count)
 
 
 @triton.jit
 def long_rows_first(
-    ranges,
+    listed,
     order,
     blocks,
     heads,
     list_rows,
     head_step,
+    width,
     LAST_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -85,12 +81,12 @@ def long_rows_first(
     for the cache's sake, each with its blocks in rising order, or falling with LAST_FIRST.
     """
     row = tl.program_id(0)
-    counts = ranges + row.to(tl.int64) * list_rows * 4 + 3
+    counts = listed + row.to(tl.int64) * list_rows * width + 1
     programs = heads * blocks
     total = 0
     for p0 in range(0, programs, CHUNK):
         number, steps, inside = _program_steps(
-            counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
+            counts, p0, programs, blocks, head_step, width, LAST_FIRST, GROUP, CHUNK
         )
         total += tl.sum(steps, 0)
     limit = 2 * (total // programs) + 1
@@ -98,7 +94,7 @@ def long_rows_first(
     for phase in tl.static_range(0, 2):
         for p0 in range(0, programs, CHUNK):
             number, steps, inside = _program_steps(
-                counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
+                counts, p0, programs, blocks, head_step, width, LAST_FIRST, GROUP, CHUNK
             )
             chosen = inside & ((steps > limit) == (phase == 0))
             place = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -113,6 +109,7 @@ def _program_steps(
     programs,
     blocks,
     head_step,
+    width,
     LAST_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -127,5 +124,5 @@ def _program_steps(
     steps = tl.zeros([CHUNK], tl.int32)
     for member in tl.static_range(0, GROUP):
         at = head * head_step + member * blocks + block
-        steps += tl.load(counts + at * 4, mask=inside, other=0)
+        steps += tl.load(counts + at.to(tl.int64) * width, mask=inside, other=0)
     return head * blocks + block, steps, inside

@@ -152,7 +152,7 @@ class AttentionPlan:
 
         mask = strides("mask")
         bias = self.shape("bias") or (1, 1)
-        ranges = self.shape("ranges") or (1, 1, 1, 4)
+        ranges = self.shape("listed") or self.shape("ranges") or (1, 1, 1, 4)
         chunk = rules.chunk
         arguments: dict[str, Any] = {
             name: self.operand(name)
@@ -354,7 +354,12 @@ class DkvPlan(AttentionPlan):
         p = self.problem
         late = p.dropout > 0.0
         if not target.hopper:
-            late |= p.biased or p.soft_cap is not None or p.group > 1 or "ranges" in self.names
+            late |= (
+                p.biased
+                or p.soft_cap is not None
+                or p.group > 1
+                or bool({"ranges", "listed"}.intersection(self.names))
+            )
             late |= sum(split_dim(p.dim)) <= 64
         return late
 
