@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.blocksparse_attention import blocksparse_attention
 from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.flash_attention.plans import AttentionPlan
 from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
 from ejkernel.kernels.triton.resources import Resources, measure, plan_source
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target, rocm_target
@@ -60,6 +62,11 @@ CALLS = {
     "window gqa": Shipped(kv_heads=2, options=CAUSAL | {"sliding_window": 1024}),
     "segments": Shipped(arrays=("ids",)),
     "dense": Shipped(options=FULL, arrays=("mask",)),
+    "sparse": Shipped(arrays=("pattern",)),
+    "sparse d64": Shipped(64, arrays=("pattern",)),
+    "sparse 32": Shipped(
+        options=CAUSAL | dict(q_block_size=32, kv_block_size=32), arrays=("pattern",)
+    ),
     "cap sinks": Shipped(options=CAUSAL | {"logits_soft_cap": 30.0}, arrays=("sinks",)),
     "dropout": Shipped(options=CAUSAL | {"dropout_prob": 0.1}),
     "bias": Shipped(arrays=("bias",)),
@@ -111,16 +118,22 @@ def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any], Tar
     fixed = {}
     if "ids" in c.arrays:
         fixed["ids"] = shape((b, n), jnp.int32)
+    if "pattern" in c.arrays:
+        blocks = (-(-n // c.options.get(name, 128)) for name in ("q_block_size", "kv_block_size"))
+        fixed["pattern"] = shape((1, h, *blocks), jnp.bool_)
     if "mask" in c.arrays:
         fixed["mask"] = shape((b, 1, n, n), jnp.bool_)
 
     def loss(given: Any, fixed: Any) -> Any:
         ids = fixed.get("ids")
-        o: Any = flash_attention(
-            given["q"], given["k"], given["v"], given.get("bias"),
+        operation, more = flash_attention, {}
+        if "pattern" in fixed:
+            operation, more = blocksparse_attention, {"block_mask": fixed["pattern"]}
+        o: Any = operation(
+            given["q"], given["k"], given["v"], bias=given.get("bias"),
             softmax_aux=given.get("sinks"), attention_mask=fixed.get("mask"),
             mask_info=None if ids is None else MaskInfo(q_segment_ids=ids, kv_segment_ids=ids),
-            **c.options,
+            **c.options, **more,
         )  # fmt: skip
         return jnp.sum(o.astype(jnp.float32))
 
@@ -128,11 +141,12 @@ def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any], Tar
         program = jax.make_jaxpr(jax.grad(loss))(given, fixed)
     found = {}
     for plan, avals in _plans(program.jaxpr):
-        maps = can_use_tensor_maps(plan.problem, target)
+        if isinstance(plan, AttentionPlan):
+            plan = dataclasses.replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target))
         name = type(plan).__name__.removesuffix("Plan").lower()
         if name in found:
             name = f"{name} {sum(n.startswith(name) for n in found) + 1}"
-        found[name] = dataclasses.replace(plan, tensor_maps=maps), avals, target
+        found[name] = plan, avals, target
     return found
 
 

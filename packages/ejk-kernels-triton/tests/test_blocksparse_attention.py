@@ -13,7 +13,7 @@ from ejktest.attention_cases import Call, arrays, check, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import blocksparse_attention
+from ejkernel.kernels.triton import blocksparse_attention, flash_attention
 from ejkernel.kernels.triton.flash_attention.lists import walk_operands
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
@@ -33,20 +33,24 @@ IDS = np.array([[0] * 11 + [3] * 18 + [-1] * 4 + [1] * 7, [2] * 40], np.int32)
 DENSE = np.random.default_rng(2).random((1, 1, 40, 40)) < 0.6
 
 
-def some_blocks(kind: str, rows: int, columns: int, *lead: int) -> np.ndarray:
-    """A pattern of a kind, bool ``[*lead, rows, columns]``."""
-    chosen = np.zeros((*lead, rows, columns), bool)
-    if kind == "random":  # with an empty row, and another one for each head
-        chosen = np.random.default_rng(3).random(chosen.shape) < 0.5
-        chosen[..., 0, :] = False
-    elif kind == "all":
-        chosen[:] = True
-    elif kind == "diagonal":
-        chosen |= np.eye(rows, columns, dtype=bool)
-    elif kind == "column":
-        chosen[..., 1] = True
-    elif kind == "row":
-        chosen[..., 1, :] = True
+KINDS = ("none", "all", "diagonal", "column", "row")
+
+
+def random_blocks(rows: int, columns: int, *lead: int) -> np.ndarray:
+    """With an empty row, bool ``[*lead, rows, columns]``."""
+    chosen = np.random.default_rng(3).random((*lead, rows, columns)) < 0.5
+    chosen[..., 0, :] = False
+    return chosen
+
+
+def blocks_of(kind: str, rows: int, columns: int) -> np.ndarray:
+    if kind == "diagonal":
+        return np.eye(rows, columns, dtype=bool)
+    chosen = np.full((rows, columns), kind == "all")
+    if kind == "column":
+        chosen[:, 1] = True
+    if kind == "row":
+        chosen[1] = True
     return chosen
 
 
@@ -68,59 +72,44 @@ def small(name: str, **fields) -> Call:
 CAUSAL = {"causal": True}
 # tiles are of 16 rows and 16 keys: blocks above, equal to and below them, and across
 CASES = [
-    (small("above", mask=CAUSAL), (32, 32), "random", (1, 2)),
-    (
-        small("equal", b=2, h=4, hk=2, mask=CAUSAL, sinks=(4, 2), cap=2.0),
-        (16, 16),
-        "random",
-        (2, 4),
-    ),
-    (small("below", mask=CAUSAL), (8, 4), "random", ()),
-    (small("across", q=50, k=37, dv=24, bias=(1, 1), dropout=0.3), (24, 10), "random", (1, 2)),
-    (small("none"), (16, 16), "none", ()),
-    (small("all", mask=CAUSAL), (16, 16), "all", ()),
-    (small("diagonal"), (16, 16), "diagonal", ()),
-    (small("column"), (16, 16), "column", ()),
-    (small("row", hk=1), (16, 16), "row", (1, 1)),
+    (small("above", mask=CAUSAL), (32, 32), (1, 2)),
+    (small("equal", h=4, mask=CAUSAL, sinks=(4, 2), cap=2.0), (16, 16), (1, 4)),
+    (small("below", mask=CAUSAL), (8, 4), ()),
+    (small("across", q=50, k=37, dv=24, bias=(1, 1), dropout=0.3), (24, 10), (1, 2)),
+    (small("kinds", h=len(KINDS), hk=len(KINDS)), (16, 16), (1, len(KINDS))),
     (
         small("masks", b=2, bias=(2, 2), mask={"attention_mask": DENSE, "q_segment_ids": IDS}),
         (8, 32),
-        "random",
         (1, 2),
     ),
-    (
-        small("window", b=2, mask={"sliding_window": (9, 3), "chunk_size": 20}),
-        (16, 32),
-        "random",
-        (),
-    ),
-    (small("bfloat16", dtypes=("bfloat16",) * 3, hk=1, mask=CAUSAL), (16, 32), "random", (1, 2)),
+    (small("window", b=2, mask={"sliding_window": (9, 3), "chunk_size": 20}), (16, 32), ()),
+    (small("bfloat16", dtypes=("bfloat16",) * 3, hk=1, mask=CAUSAL), (16, 32), (1, 2)),
 ]
 
 
-@pytest.mark.parametrize(("call", "blocks", "kind", "lead"), CASES, ids=[str(c[0]) for c in CASES])
-def test_against_oracle(call: Call, blocks: tuple[int, int], kind: str, lead) -> None:
+@pytest.mark.parametrize(("call", "blocks", "lead"), CASES, ids=[str(c[0]) for c in CASES])
+def test_against_oracle(call: Call, blocks: tuple[int, int], lead: tuple[int, ...]) -> None:
     counts = [-(-n // b) for n, b in zip((call.q, call.k), blocks, strict=True)]
-    chosen = some_blocks(kind, *counts, *lead)
+    chosen = random_blocks(*counts, *lead)
+    if call.name == "kinds":
+        chosen = np.stack([blocks_of(kind, *counts) for kind in KINDS])[None]
     dense = np.kron(chosen, np.ones(blocks, bool))[..., : call.q, : call.k]
     dense = dense[None, None] if dense.ndim == 2 else dense
     x, full = arrays(call), Call(**{**call.__dict__, "mask": {**call.mask, "also": dense}})
     check(full, x, *run(partial(sparse, chosen, blocks), full, x))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("tile", [(16, 16), (8, 32), (32, 8)])
-def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], transposed: bool) -> None:
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("tile", [(16, 16), (32, 8)])
+def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: bool) -> None:
     """Those without element mask first; nothing is visited that the pattern or the band hides."""
     n, blocks = 96, (16, 16)
-    chosen = some_blocks("random", 6, 6, 1, 2)
+    chosen = random_blocks(6, 6, 1, 2)
     mask = combine_masks(causal=True, q_len=n, kv_len=n)
     p = Problem(
         1, n, n, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=blocks, rules=split_mask(mask)[0]
     )
-    found, covers = walk_operands(
-        p, mask, jnp.asarray(chosen), None, Tiles(*tile), transposed=transposed
-    )
+    found, covers = walk_operands(p, mask, jnp.asarray(chosen), None, Tiles(*tile), by_key=by_key)
     assert ("mask" in found) == (tile != (16, 16)) and covers == (
         blocks if "mask" in found else (1, 1)
     )
@@ -129,7 +118,7 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], transpose
         cut = (n // tile[0], tile[0], n // tile[1], tile[1])
         tiles = seen.reshape(*seen.shape[:2], *cut).swapaxes(3, 4)
         some, every = some & tiles.any((-2, -1)), every & tiles.all((-2, -1))
-    if transposed:
+    if by_key:
         some, every = some.swapaxes(-1, -2), every.swapaxes(-1, -2)
     for head, block in np.ndindex(some.shape[1:3]):
         full, count, *row = np.asarray(found["listed"][0, head, block])
@@ -138,25 +127,23 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], transpose
         np.testing.assert_array_equal(row[full:count], rest)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_long_rows_come_first(heads: int, transposed: bool) -> None:
+def test_long_rows_come_first(heads: int, by_key: bool) -> None:
     """Apart from them heads follow each other, with the longest blocks of a causal mask first."""
     n, h, hk = 12, 4, 2
-    chosen = some_blocks("diagonal", n, n, 1, heads)
+    chosen = np.broadcast_to(blocks_of("diagonal", n, n), (1, heads, n, n)).copy()
     chosen[..., 0, 3, :] = chosen[..., -1, :, 2] = True
     mask = combine_masks(causal=True, q_len=16 * n, kv_len=16 * n)
     p = Problem(
         1, 16 * n, 16 * n, h, hk, 16, 16, "float32", 1.0,
         pattern_blocks=(16, 16), rules=split_mask(mask)[0],
     )  # fmt: skip
-    found, _ = walk_operands(
-        p, mask, jnp.asarray(chosen), None, Tiles(16, 16), transposed=transposed
-    )
+    found, _ = walk_operands(p, mask, jnp.asarray(chosen), None, Tiles(16, 16), by_key=by_key)
     work = np.broadcast_to(found["listed"][0, ..., 1], (heads if heads > 1 else h, n))
-    if transposed:
+    if by_key:
         work = work.reshape(hk, -1, n).sum(1) if heads > 1 else work[:hk]
-    blocks = np.arange(n) if transposed else np.arange(n)[::-1]
+    blocks = np.arange(n) if by_key else np.arange(n)[::-1]
     natural = (np.arange(len(work))[:, None] * n + blocks).ravel()
     long = work.ravel()[natural] > 2 * (work.sum() // work.size) + 1
     assert 0 < long.sum() < 8
@@ -205,3 +192,22 @@ def test_what_nobody_sees_may_hold_nan() -> None:
     got = gradients(q.at[:, 8:16].set(jnp.nan), *hidden, chosen)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert not got[1][:, 8:16].any()
+
+
+def test_a_dense_mask_is_walked_by_its_blocks() -> None:
+    """Flash attention on Hopper: tiles without a pair are not visited, full ones are not masked."""
+    call = Call(
+        "dense",
+        b=1,
+        h=2,
+        hk=1,
+        d=16,
+        blocks=(16, 16),
+        mask={"attention_mask": np.ones((1, 1, 40, 40), bool)},
+    )
+    call.mask["attention_mask"][:, :, :20, 16:] = 0
+    x = arrays(call)
+    with compile_for(cuda_target(90)):
+        check(call, x, *run(flash_attention, call, x))
+        program = str(jax.make_jaxpr(partial(run, flash_attention, call))(x))
+    assert program.count("ListsPlan") == 3

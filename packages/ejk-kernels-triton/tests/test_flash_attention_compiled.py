@@ -39,7 +39,8 @@ def check(call: str, chip: str) -> dict:
         print(f"{call} @ {chip} {kernel}: {r}")
         assert r.spills <= spills_allowed(call, chip, kernel), f"{kernel}: {r}"
         assert r.shared <= TARGETS[chip].shared_limit, f"{kernel}: {r}"
-        assert r.products > 0 or "highest" in call, f"{kernel}: {r}"
+        attends = kernel.split()[0] not in ("lists", "order")
+        assert r.products > 0 or not attends or "highest" in call, f"{kernel}: {r}"
     return used
 
 

@@ -130,18 +130,17 @@ def _launch(
     if "seed" in tensors:
         tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
-    pattern = tensors.pop("pattern", None)
-    if pattern is not None:
-        dense = tensors.pop("mask", None)
-        if kind is DbiasPlan:
-            # made of all tiles, each by its elements
-            tensors["mask"], fields["mask_block"] = element_mask(p, pattern, dense)
-        else:
-            found, fields["mask_block"] = walk_operands(
-                p, mask, pattern, dense, tile, transposed=kind is DkvPlan
-            )
-            tensors |= found
-    elif rules.arrays and kind is not DbiasPlan:
+    pattern, dense = tensors.pop("pattern", None), tensors.get("mask")
+    if kind is DbiasPlan:
+        # made of all tiles, each by its elements
+        found, fields["mask_block"] = element_mask(p, pattern, dense)
+        tensors |= found
+    elif pattern is not None or (dense is not None and work.target.hopper):
+        # elsewhere a list beside the pointers of a dense mask spills
+        by_key = kind is DkvPlan
+        found, fields["mask_block"] = walk_operands(p, mask, pattern, dense, tile, by_key=by_key)
+        tensors |= found
+    elif rules.arrays:
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan
         )

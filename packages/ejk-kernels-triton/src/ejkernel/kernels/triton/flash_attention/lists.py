@@ -33,7 +33,7 @@ class ListsPlan:
     """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists int32.
 
     They are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
-    ``transposed``: of query blocks for each key block.
+    ``by_key``: of query blocks for each key block.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class ListsPlan:
     lengths: tuple[int, int]
     tile: tuple[int, int]
     band: Band
-    transposed: bool
+    by_key: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         blocks, others = self._blocks()
@@ -49,7 +49,7 @@ class ListsPlan:
 
     def _blocks(self) -> tuple[int, int]:
         q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
-        return (k, q) if self.transposed else (q, k)
+        return (k, q) if self.by_key else (q, k)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.flash_attention.lists_kernel import block_lists
@@ -57,7 +57,7 @@ class ListsPlan:
         blocks, others = self._blocks()
         (length, other), (block, walked) = self.lengths, self.tile
         steps, lo, hi = (others, 1), self.band.lo, self.band.hi
-        if self.transposed:
+        if self.by_key:
             length, other, block, walked = other, length, walked, block
             steps = (1, blocks)
             lo, hi = (None if x is None else -x for x in (hi, lo))
@@ -138,46 +138,47 @@ class OrderPlan:
 def walk_operands(
     problem: Problem,
     mask: MaskInfo,
-    pattern: jax.Array,
+    pattern: jax.Array | None,
     dense: jax.Array | None,
     tile: Tiles,
     *,
-    transposed: bool,
+    by_key: bool,
 ) -> tuple[dict[str, jax.Array], Blocks]:
     """The operands of a walk over the tiles that anybody sees, and what a mask element covers.
 
-    ``dense``: the mask of pairs of the call, int8, if it has one.
+    ``dense``: the mask of pairs of the call, int8, if it has one. ``by_key``: of a walk over query
+    blocks.
     """
     p, rules = problem, problem.rules
-    blocks = _blocks(p)
     sizes = (p.q_len, p.kv_len, tile.block_q, tile.block_kv)
-    some, every = in_tiles(pattern, blocks, *sizes)
+    some = every = jnp.ones((), bool)
+    inside = True
+    if pattern is not None:
+        some, every = in_tiles(pattern, _blocks(p), *sizes)
+        inside = inside_blocks(_blocks(p), *sizes)
     if rules.arrays:
         seen, whole = map(jnp.asarray, classify_blocks(mask.conjuncts, *sizes))
         some, every = some & seen, every & whole
     state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
-    plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, transposed)
-    (listed,) = call(plan, state)
-    heads, group = (p.kv_heads, p.group) if transposed else (p.heads, 1)
-    falling = last_first(rules, transposed)
-    queue = OrderPlan(*listed.shape[:2], heads, *listed.shape[2:], group, falling)
-    (order,) = call(queue, listed)
-    found = {"listed": listed, "order": order}
-    if inside_blocks(blocks, *sizes):
-        return (found if dense is None else {**found, "mask": dense}), (1, 1)
-    elements, covers = element_mask(p, pattern, dense)
-    return {**found, "mask": elements}, covers
+    (listed,) = call(ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, by_key), state)
+    heads, group = (p.kv_heads, p.group) if by_key else (p.heads, 1)
+    falling = last_first(rules, by_key)
+    (order,) = call(OrderPlan(*listed.shape[:2], heads, *listed.shape[2:], group, falling), listed)
+    elements, covers = element_mask(p, None if inside else pattern, dense)
+    return {"listed": listed, "order": order, **elements}, covers
 
 
 def element_mask(
-    problem: Problem, pattern: jax.Array, dense: jax.Array | None
-) -> tuple[jax.Array, Blocks]:
-    """The pattern as a mask operand, int8, and the rows and keys that an element covers."""
+    problem: Problem, pattern: jax.Array | None, dense: jax.Array | None
+) -> tuple[dict[str, jax.Array], Blocks]:
+    """The mask operand, int8, if there is one, and the rows and keys that an element covers."""
+    if pattern is None:
+        return ({} if dense is None else {"mask": dense}), (1, 1)
     blocks = _blocks(problem)
     if dense is None:
-        return pattern.astype(jnp.int8), blocks
+        return {"mask": pattern.astype(jnp.int8)}, blocks
     pairs = by_element(pattern, blocks, problem.q_len, problem.kv_len)
-    return dense * pairs.astype(jnp.int8), (1, 1)
+    return {"mask": dense * pairs.astype(jnp.int8)}, (1, 1)
 
 
 def rows_see_tiles(problem: Problem, tile: Tiles) -> bool:

@@ -124,7 +124,7 @@ class AttentionPlan:
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
 
-    def common(self, maps: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def common(self, target: Target, maps: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants every kernel here takes; ``maps``: TMA is used."""
         p, rules = self.problem, self.rules
         biased = p.biased
@@ -197,8 +197,8 @@ class AttentionPlan:
             "POSITION_HI": placed and positions.hi is not None,
             "MASK_Q": self.mask_block[0],
             "MASK_KV": self.mask_block[1],
-            # a dense mask without lists has no blocks that are known to be full
-            "HAS_FULL": "mask" not in self.names or "listed" in self.names,
+            # two loops beside the pointers of a mask spill where products take registers
+            "HAS_FULL": "mask" not in self.names or target.hopper,
             "CAPPED": cap is not None,
             "FUSED": cap is not None and cap < 2.0**16,
             "DROPOUT": p.keep_threshold > 0,
@@ -213,7 +213,7 @@ class AttentionPlan:
         maps = self.uses_tensor_maps(target)
         blocks = -(-p.q_len // t.block_q)
         even = p.kv_len % t.block_kv == 0
-        shared, same = self.common(maps)
+        shared, same = self.common(target, maps)
         shared |= {
             "q": self.operand("q"),
             **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
@@ -375,7 +375,7 @@ class DkvPlan(AttentionPlan):
 
         p, t = self.problem, self.tiles
         maps = self.uses_tensor_maps(target)
-        arguments, constants = self.common(maps)
+        arguments, constants = self.common(target, maps)
         blocks = -(-p.kv_len // t.block_kv)
         arguments |= {
             **self.walked("q", ("q", "q_rest"), t.block_q, maps),
@@ -426,7 +426,7 @@ class DbiasPlan(AttentionPlan):
         from ejkernel.kernels.triton.flash_attention.dbias_kernel import flash_bwd_dbias
 
         p, t = self.problem, self.tiles
-        arguments, constants = self.common(maps=False)
+        arguments, constants = self.common(target, maps=False)
         q_blocks, kv_blocks = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
         rows = (p.batch // self.sum_batch) * (p.heads // self.sum_heads)
         arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "base", "delta")}
