@@ -50,6 +50,6 @@ def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
         f.trace(*operands).lower(lowering_platforms=(target.platform,))  # ty: ignore[missing-attribute]
 
 
-def lower_case(name: str, target: Target, operation: Callable[..., Any] = flash_attention) -> None:
+def lower_case(name: str, target: Target) -> None:
     """The kernels of a case of ``attention_at_size``."""
-    lower(kernel(name, operation), target, *jax.eval_shape(lambda: inputs(name)))
+    lower(kernel(name, flash_attention), target, *jax.eval_shape(lambda: inputs(name)))

@@ -30,10 +30,10 @@ PROGRAMS = 4096  # programs that are ordered together
 
 @dataclass(frozen=True)
 class ListsPlan:
-    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists int32.
+    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists and counts, int32.
 
-    They are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
-    ``by_key``: of query blocks for each key block.
+    Lists are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
+    ``by_key``: of query blocks for each key block. Counts are ``[rows, heads, blocks]``.
     """
 
     rows: int
@@ -45,7 +45,10 @@ class ListsPlan:
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         blocks, others = self._blocks()
-        return (jax.ShapeDtypeStruct((self.rows, self.heads, blocks, others + 3), jnp.int32),)
+        lead = (self.rows, self.heads, blocks)
+        return tuple(
+            jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((*lead, others + 3), lead)
+        )
 
     def _blocks(self) -> tuple[int, int]:
         q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
@@ -64,6 +67,7 @@ class ListsPlan:
         arguments = {
             "state": In(0),
             "listed": Out(0),
+            "counts": Out(1),
             "blocks": blocks,
             "others": others,
             "length": length,
@@ -91,7 +95,7 @@ class ListsPlan:
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """Lists ``[rows, list_heads, blocks, width]`` -> order int32 ``[rows, programs]``.
+    """counts ``[rows, list_heads, blocks]`` -> order int32 ``[rows, programs]``.
 
     There is a program for each block of ``heads`` heads; ``group``: lists of a program, where
     lists differ between query heads and programs are of key heads.
@@ -101,7 +105,6 @@ class OrderPlan:
     list_heads: int
     heads: int
     blocks: int
-    width: int
     group: int
     last_first: bool
 
@@ -113,13 +116,12 @@ class OrderPlan:
 
         group = 1 if self.list_heads == 1 else self.group
         arguments = {
-            "listed": In(0),
+            "counts": In(0),
             "order": Out(0),
             "blocks": self.blocks,
             "heads": self.heads,
             "list_rows": self.list_heads * self.blocks,
             "head_step": 0 if self.list_heads == 1 else group * self.blocks,
-            "width": self.width,
         }
         constants = {
             "LAST_FIRST": self.last_first,
@@ -131,8 +133,8 @@ class OrderPlan:
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
     ) -> tuple[OrderPlan, list[jax.Array]]:
-        listed = merge_leading(size, arrays[0], batched[0], self.rows)
-        return replace(self, rows=size * self.rows), [listed]
+        counts = merge_leading(size, arrays[0], batched[0], self.rows)
+        return replace(self, rows=size * self.rows), [counts]
 
 
 def walk_operands(
@@ -160,10 +162,11 @@ def walk_operands(
         seen, whole = map(jnp.asarray, classify_blocks(mask.conjuncts, *sizes))
         some, every = some & seen, every & whole
     state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
-    (listed,) = call(ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, by_key), state)
+    plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, by_key)
+    listed, counts = call(plan, state)
     heads, group = (p.kv_heads, p.group) if by_key else (p.heads, 1)
-    falling = last_first(rules, by_key)
-    (order,) = call(OrderPlan(*listed.shape[:2], heads, *listed.shape[2:], group, falling), listed)
+    queue = OrderPlan(*counts.shape[:2], heads, counts.shape[2], group, last_first(rules, by_key))
+    (order,) = call(queue, counts)
     elements, covers = element_mask(p, None if inside else pattern, dense)
     return {"listed": listed, "order": order, **elements}, covers
 

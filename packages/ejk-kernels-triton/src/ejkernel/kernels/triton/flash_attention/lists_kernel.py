@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.common.structure import band_blocks
 def block_lists(
     state,
     listed,
+    counts,
     blocks,
     others,
     length,
@@ -35,7 +36,8 @@ def block_lists(
     """``state``: 0 nobody sees the pair of blocks, 1 some may, 2 all do, the band apart.
 
     Writes rows of ``listed`` ``[rows, others + 3]``: how many blocks need no element mask, how many
-    there are, then the blocks; what is left of a row is not written.
+    there are, then the blocks; what is left of a row is not written. ``counts`` ``[rows]`` has how
+    many there are once more, side by side.
     """
     row = tl.program_id(0)
     block = row % blocks
@@ -60,17 +62,17 @@ def block_lists(
             tl.store(list_row + 2 + place, n, mask=chosen)
             count += tl.sum(chosen.to(tl.int32), 0)
         tl.store(list_row + phase, count)
+    tl.store(counts + row, count)
 
 
 @triton.jit
 def long_rows_first(
-    listed,
+    counts,
     order,
     blocks,
     heads,
     list_rows,
     head_step,
-    width,
     LAST_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -81,12 +83,12 @@ def long_rows_first(
     for the cache's sake, each with its blocks in rising order, or falling with LAST_FIRST.
     """
     row = tl.program_id(0)
-    counts = listed + row.to(tl.int64) * list_rows * width + 1
+    counts += row.to(tl.int64) * list_rows
     programs = heads * blocks
     total = 0
     for p0 in range(0, programs, CHUNK):
         number, steps, inside = _program_steps(
-            counts, p0, programs, blocks, head_step, width, LAST_FIRST, GROUP, CHUNK
+            counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
         )
         total += tl.sum(steps, 0)
     limit = 2 * (total // programs) + 1
@@ -94,7 +96,7 @@ def long_rows_first(
     for phase in tl.static_range(0, 2):
         for p0 in range(0, programs, CHUNK):
             number, steps, inside = _program_steps(
-                counts, p0, programs, blocks, head_step, width, LAST_FIRST, GROUP, CHUNK
+                counts, p0, programs, blocks, head_step, LAST_FIRST, GROUP, CHUNK
             )
             chosen = inside & ((steps > limit) == (phase == 0))
             place = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -109,7 +111,6 @@ def _program_steps(
     programs,
     blocks,
     head_step,
-    width,
     LAST_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -124,5 +125,5 @@ def _program_steps(
     steps = tl.zeros([CHUNK], tl.int32)
     for member in tl.static_range(0, GROUP):
         at = head * head_step + member * blocks + block
-        steps += tl.load(counts + at.to(tl.int64) * width, mask=inside, other=0)
+        steps += tl.load(counts + at, mask=inside, other=0)
     return head * blocks + block, steps, inside
