@@ -1,12 +1,14 @@
 """What every test run from this repository shares.
 
 Eight CPU devices, so that sharded calls are tested everywhere; hypothesis without a deadline,
-because the first example compiles; the Python blocks of the READMEs and guides as tests;
-``--one-each``; and ``--strict-promotion``. A machine lent for its GPU may have pytest alone: then
+because the first example compiles; the Python blocks of the READMEs and guides as tests; programs
+for the CPU that XLA compiles quickly, not well; ``--one-each``, ``--strict-promotion`` and
+``--optimized``. A machine lent for its GPU may have pytest alone: then
 what needs hypothesis or sybil is left out. Packages that are not installed are taken from this
 checkout.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -24,9 +26,15 @@ try:
 except ImportError:
     Sybil = None
 
-DEVICES = "--xla_force_host_platform_device_count"
-if DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+def add_xla_flag(name, value):
+    """For this process and those that tests start, unless the caller says otherwise."""
+    given = os.environ.get("XLA_FLAGS", "")
+    if name not in given:
+        os.environ["XLA_FLAGS"] = f"{given} {name}={value}".strip()
+
+
+add_xla_flag("--xla_force_host_platform_device_count", 8)
 
 if importlib.util.find_spec("ejkernel") is None:
     sys.path += map(str, sorted(pathlib.Path(__file__).parent.glob("packages/*/src")))
@@ -55,8 +63,23 @@ def pytest_addoption(parser):
         help="let JAX refuse implicit promotion of ranks and dtypes, as a strict caller does",
     )
 
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="let XLA compile as it does for users: tests then take twice the time",
+    )
+
+
+def compile_quickly():
+    """Most of the suite's time is XLA's compiler, at work on thousands of small programs."""
+    add_xla_flag("--xla_backend_optimization_level", 0)
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        add_xla_flag("--xla_cpu_use_fusion_emitters", "false")  # later ones have no other emitters
+
 
 def pytest_configure(config):
+    if "not gpu" in config.option.markexpr and not config.getoption("--optimized"):
+        compile_quickly()
     if config.getoption("--strict-promotion"):
         # read by JAX when it is imported, in this process and in those that tests start
         os.environ.update(JAX_NUMPY_RANK_PROMOTION="raise", JAX_NUMPY_DTYPE_PROMOTION="strict")
