@@ -167,6 +167,7 @@ CASES = {
     "mqa 64": replace(UNEVEN, h=64, hk=1),
     "group 5": replace(UNEVEN, h=10, hk=2),
     "d64": replace(UNEVEN, d=64),
+    "float16 d64 page 64": replace(UNEVEN, q="float16", kv="float16", d=64, ps=64),
     "d80": replace(UNEVEN, d=80),
     "d256": replace(UNEVEN, h=16, d=256),
     "few long": Mix((96, 40), (60001, 30000)),

@@ -79,8 +79,11 @@ def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int
         # an accumulator of 128 rows would take half the registers of eight warps, the addresses of
         # gathered keys the rest
         return 64, 32, 8, 2
-    # there is an address for 16 bytes and thread: two warp groups share them, and every key is read
-    # from L2 once for 128 rows. Operands from registers leave room for half the keys
+    if target.hopper and not p.eight_bit:
+        # one warp group of 64 rows, three stages: two programs share a multiprocessor, and one
+        # computes while the other looks up its tile, waits for its first keys or stores
+        return 64, 64, 4, 3
+    # operands from registers leave room for half the keys
     return (128, 64, 8, 3) if target.hopper else (128, 32, 8, 3)
 
 
@@ -172,12 +175,16 @@ def honour(tiles: Tiles, problem: Ragged, cfg: Any) -> Tiles:
 
 
 def near(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
-    """Tiles worth timing: half the rows with half the warps, a stage more or less."""
+    """Tiles worth timing: half or twice the rows with so many warps, a stage more or less."""
     found = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)
-        for rows, warps in ((chosen.rows, chosen.num_warps), (chosen.rows // 2, 4))
+        for rows, warps in (
+            (chosen.rows, chosen.num_warps),
+            (chosen.rows // 2, 4),
+            (chosen.rows * 2, 8),
+        )
         for stages in (chosen.num_stages - 1, chosen.num_stages, chosen.num_stages + 1)
-        if rows >= 16 and stages >= 1
+        if 16 <= rows <= 128 and stages >= 1
     ]
     return [
         t
