@@ -112,8 +112,9 @@ CALLS = (
     *((paged, name) for name in (
         "page 16", "splits 5", "window cap sinks", "int8 page 1", "e4m3 d64 window",
     )),
-    *((ragged, name) for name in ("page 16", "page 1", "window cap sinks", "int8 packed d72",
-                                  "few long")),
+    *((ragged, name) for name in (
+        "page 16", "page 1 mqa 64", "page 64", "window cap sinks", "int8 packed d72", "few long",
+    )),
     (contiguous,),
     (grouped, "around a tile", "bfloat16", False),
     (grouped, "some of eight", "bfloat16", True),

@@ -21,7 +21,7 @@ RUNS = tl.constexpr(_RUNS)
 
 
 @triton.jit
-def load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
+def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
     """Columns COLUMN .. COLUMN + COLS of int64 ``rows`` of ``[., D]``; 0 where not inside."""
     column = COLUMN + tl.arange(0, COLS)
     mask = inside[:, None] & (column < D)[None, :]
@@ -29,7 +29,7 @@ def load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: t
 
 
 @triton.jit
-def prepared(
+def _prepared(
     q, q_more, factor, cap_in, cap_out,
     QK: tl.constexpr, NORMALISE: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr,
     POSITIVE: tl.constexpr,
@@ -68,13 +68,62 @@ def prepared(
 
 
 @triton.jit
-def even_odd(q, KIND: tl.constexpr):
+def _even_odd(q, KIND: tl.constexpr):
     """What meets the cache: all columns (twice), or the even and the odd ones of an 8-bit cache."""
     if KIND == "":
         even, odd = q, q
     else:
         even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
     return even, odd
+
+
+@triton.jit
+def opened(
+    q, rows, inside, factor, cap_in, cap_out,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
+    QK: tl.constexpr, K_KIND: tl.constexpr,
+    NORMALISE: tl.constexpr, CAPPED: tl.constexpr, POSITIVE: tl.constexpr,
+):  # fmt: skip
+    """What ``attend_block`` wants of int64 ``rows`` of q ``[., D]``, 0 where not inside.
+
+    (q, q_odd, q_more, q_more_odd, slopes, inner) of products times ``factor``.
+    """
+    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN)
+    q_more = q_main
+    if D_REST > 0:
+        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST)
+    q_main, q_more, slopes, inner = _prepared(
+        q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST, POSITIVE
+    )
+    q_main, q_main_odd = _even_odd(q_main, K_KIND)
+    q_more_odd = q_main_odd
+    if D_REST > 0:
+        q_more, q_more_odd = _even_odd(q_more, K_KIND)
+    return q_main, q_main_odd, q_more, q_more_odd, slopes, inner
+
+
+@triton.jit
+def empty(ROWS: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr, V_KIND: tl.constexpr):
+    """The state before any key: (m, l, acc, acc_odd, acc_more, acc_more_odd)."""
+    # an 8-bit cache has its even and odd columns in accumulators of their own
+    HALVES: tl.constexpr = 1 if V_KIND == "" else 2
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    acc = tl.zeros([ROWS, DV_MAIN // HALVES], tl.float32)
+    acc_more = acc
+    if DV_REST > 0:
+        acc_more = tl.zeros([ROWS, DV_REST // HALVES], tl.float32)
+    return m, l, acc, acc, acc_more, acc_more
+
+
+@triton.jit
+def joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST: tl.constexpr, V_KIND: tl.constexpr):
+    """Both parts of the sums, even and odd columns side by side again."""
+    if V_KIND != "":
+        acc = tl.interleave(acc, acc_odd)
+        if DV_REST > 0:
+            acc_more = tl.interleave(acc_more, acc_more_odd)
+    return acc, acc_more
 
 
 @triton.jit
@@ -115,7 +164,7 @@ def _add_values(
     COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``even_odd`` says."""
+    """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``_even_odd`` says."""
     if run is not None:
         values = cache.load(
             [RUNS, run[0] + run[1], -run[1] + RUNS, head * STEP + STEP // 2 + COLUMN]

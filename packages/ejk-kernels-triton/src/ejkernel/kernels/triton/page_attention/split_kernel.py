@@ -32,9 +32,9 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.cached import (
     attend_block,
-    even_odd,
-    load_queries,
-    prepared,
+    empty,
+    joined,
+    opened,
     store_rows,
 )
 from ejkernel.kernels.triton.common.pages import block_pages, token_places
@@ -131,8 +131,6 @@ def paged_split(
     PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    # an 8-bit cache has its even and odd columns in accumulators of their own
-    HALVES: tl.constexpr = 1 if V_KIND == "" else 2
     pid = tl.program_id(0)
     chunk = pid % CHUNKS
     hk = (pid // CHUNKS) % KV_HEADS
@@ -201,31 +199,16 @@ def paged_split(
             count = tl.load(counts + b)
             inside = token < count
             position = length - count + token
-        q_main = load_queries(q, row + row_of, inside, D, 0, D_MAIN)
-        q_more = q_main
-        if D_REST > 0:
-            q_more = load_queries(q, row + row_of, inside, D, D_MAIN, D_REST)
         factor = scale
         if k_scale is not None:
             factor *= tl.load(k_scale + b * k_scale_row + hk * k_scale_head).to(tl.float32)
-        q_main, q_more, slopes, inner = prepared(
-            q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST,
-            POSITIVE and k_scale is None,
+        q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
+            q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
+            NORMALISE, CAPPED, POSITIVE and k_scale is None,
         )  # fmt: skip
-        q_main, q_main_odd = even_odd(q_main, K_KIND)
-        q_more_odd = q_main_odd
-        if D_REST > 0:
-            q_more, q_more_odd = even_odd(q_more, K_KIND)
-
-        m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
-        acc = tl.zeros([BLOCK_H, DV_MAIN // HALVES], tl.float32)
-        acc_odd = acc
-        acc_more = acc
-        acc_more_odd = acc
-        if DV_REST > 0:
-            acc_more = tl.zeros([BLOCK_H, DV_REST // HALVES], tl.float32)
-            acc_more_odd = acc_more
+        m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
+            BLOCK_H, DV_MAIN, DV_REST, V_KIND
+        )
         table = tables + b.to(tl.int64) * max_pages
 
         tile0 = first_tile + t - before
@@ -248,10 +231,7 @@ def paged_split(
             )  # fmt: skip
 
         m = m * slopes
-        if V_KIND != "":
-            acc = tl.interleave(acc, acc_odd)
-            if DV_REST > 0:
-                acc_more = tl.interleave(acc_more, acc_more_odd)
+        acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST, V_KIND)
         if SPLITS == 1:
             factor = finish(
                 m, l, sink, b * sink_row, heads, inside, sinks, v_scale,

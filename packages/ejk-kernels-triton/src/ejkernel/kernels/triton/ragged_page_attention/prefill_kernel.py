@@ -27,10 +27,10 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.cached import (
     attend_block,
-    even_odd,
-    load_queries,
+    empty,
+    joined,
+    opened,
     power_of_two,
-    prepared,
     store_rows,
 )
 from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
@@ -132,7 +132,6 @@ def ragged_prefill(
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
-    HALVES: tl.constexpr = 1 if V_KIND == "" else 2
     pid = tl.program_id(0)
     if pid >= most * UNITS:
         _clear(
@@ -178,34 +177,20 @@ def ragged_prefill(
             full_start = tl.minimum(tl.maximum(full_start, start), stop)
             full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
 
-            q_main = load_queries(q, row, inside, D, 0, D_MAIN)
-            q_more = q_main
-            if D_REST > 0:
-                q_more = load_queries(q, row, inside, D, D_MAIN, D_REST)
             factor = scale
             if k_scale is not None:
                 factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
-            q_main, q_more, slopes, inner = prepared(
-                q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST,
-                POSITIVE and k_scale is None,
+            q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
+                q, row, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
+                NORMALISE, CAPPED, POSITIVE and k_scale is None,
             )  # fmt: skip
-            q_main, q_main_odd = even_odd(q_main, K_KIND)
-            q_more_odd = q_main_odd
-            if D_REST > 0:
-                q_more, q_more_odd = even_odd(q_more, K_KIND)
             power, _ = power_of_two(slopes)
             large = 1073741824.0 / slopes
 
-            m = tl.full([ROWS], float("-inf"), tl.float32)
-            l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+            m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
+                ROWS, D_MAIN, D_REST, V_KIND
+            )
             e = tl.zeros([ROWS], tl.float32)
-            acc = tl.zeros([ROWS, D_MAIN // HALVES], tl.float32)
-            acc_odd = acc
-            acc_more = acc
-            acc_more_odd = acc
-            if D_REST > 0:
-                acc_more = tl.zeros([ROWS, D_REST // HALVES], tl.float32)
-                acc_more_odd = acc_more
             table = tables + r.to(tl.int64) * max_pages
 
             last = tl.maximum(i1, 0)
@@ -238,10 +223,7 @@ def ragged_prefill(
                 if D_REST > 0:
                     acc_more = acc_more * shrink[:, None]
             m = m * slopes
-            if V_KIND != "":
-                acc = tl.interleave(acc, acc_odd)
-                if D_REST > 0:
-                    acc_more = tl.interleave(acc_more, acc_more_odd)
+            acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, V_KIND)
             if parts == 1:
                 share = finish(
                     m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
