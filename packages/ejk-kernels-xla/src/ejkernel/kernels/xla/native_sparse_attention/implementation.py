@@ -12,16 +12,22 @@ from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.tiles import Steps
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
-from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks, block_means, find_blocks
-from ejkernel.kernels.xla.native_sparse_attention.select import clean_indices, select_blocks
+from ejkernel.kernels.xla.native_sparse_attention.select import select_blocks
 from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, attend_selected
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary_alike
-from ejkernel.types import MaskInfo, calls
+from ejkernel.types import calls
 from ejkernel.types.arrays import at_most, is_symbolic
 from ejkernel.types.call import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
+from ejkernel.types.token_blocks import (
+    Blocks,
+    block_means,
+    clean_indices,
+    find_blocks,
+    means_mask,
+)
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18
@@ -37,19 +43,7 @@ class RowTile(Steps):
 def _compressed(q, k, v, blocks: Blocks, scale: float):
     """Output ``[b, s, h, dv]``, lse ``[b, s, h]`` and the block means of the keys."""
     k_cmp, v_cmp = block_means(k, blocks), block_means(v, blocks)
-    b = q.shape[0]
-
-    def rows(x):
-        return jnp.broadcast_to(x, (b, *x.shape))
-
-    mask = MaskInfo(
-        q_segment_ids=rows(blocks.sequence),
-        kv_segment_ids=rows(blocks.block_sequence),
-        # block c is complete, and may be seen, from position (c + 1) * size - 1 on
-        q_positions=rows(blocks.position + 1),
-        kv_positions=rows(blocks.seen_from),
-        causal=True,
-    )
+    mask = means_mask(blocks, q.shape[0])
     o, lse = flash_attention.settled(
         query=q, key=k_cmp, value=v_cmp, mask_info=mask, softmax_scale=scale, return_lse=True
     )

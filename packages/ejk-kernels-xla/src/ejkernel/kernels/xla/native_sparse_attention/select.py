@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.xla.native_sparse_attention.blocks import Blocks
 from ejkernel.types.arrays import at_most, result_dtype, size_of
+from ejkernel.types.token_blocks import Blocks
 
 # logits of one tile, in elements: a few megabytes
 TILE_ELEMENTS = 1 << 20
@@ -85,21 +85,3 @@ def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> ja
           cut(blocks.first_block, 0))  # fmt: skip
     chosen = lax.scan(tile, None, xs)[1]
     return jnp.moveaxis(chosen, 0, 1).reshape(b, tiles * rows, hk, count)[:, :s]
-
-
-def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
-    """Given indices with what must not count set to -1: past ``count``, negative, future, repeated.
-
-    indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.
-    """
-    indices = jnp.asarray(indices, jnp.int32)
-    slot = jnp.arange(indices.shape[-1], dtype=jnp.int32)[None, None, None]
-    limit = count if isinstance(count, int) else jnp.asarray(count, jnp.int32)[..., None]
-    last = (blocks.position // blocks.size)[None, :, None, None]
-    good = (slot < limit) & (indices >= 0) & (indices <= last)
-    good &= (blocks.sequence >= 0)[None, :, None, None]
-    ordered = jnp.sort(jnp.where(good, indices, -1), axis=-1)
-    repeated = jnp.concatenate(
-        [jnp.zeros_like(ordered[..., :1], bool), ordered[..., 1:] == ordered[..., :-1]], -1
-    )
-    return jnp.where(repeated, -1, ordered)

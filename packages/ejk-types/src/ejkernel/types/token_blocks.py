@@ -1,4 +1,6 @@
-"""Where the blocks of one row of tokens lie, packed sequences included."""
+"""The blocks of one row of tokens, packed sequences included: where they lie, their means, who
+sees those, and which of the blocks that a caller names count.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.mask_info import MaskInfo
 
 
 @partial(
@@ -98,3 +101,38 @@ def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
         return jnp.pad(mean, rest)
     token = blocks.block_token[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.mean(x[:, jnp.minimum(token, length - 1)], 2, dtype=wide)
+
+
+def means_mask(blocks: Blocks, batch: int) -> MaskInfo:
+    """Which tokens see which means: those from a complete block's last token on."""
+
+    def rows(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (batch, *x.shape))
+
+    packed = blocks.packed
+    return MaskInfo(
+        q_segment_ids=rows(blocks.sequence) if packed else None,
+        kv_segment_ids=rows(blocks.block_sequence) if packed else None,
+        # block c is complete, and may be seen, from position (c + 1) * size - 1 on
+        q_positions=rows(blocks.position + 1),
+        kv_positions=rows(blocks.seen_from),
+        causal=True,
+    )
+
+
+def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
+    """Given indices with what must not count set to -1: past ``count``, negative, future, repeated.
+
+    indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.
+    """
+    indices = jnp.asarray(indices, jnp.int32)
+    slot = jnp.arange(indices.shape[-1], dtype=jnp.int32)[None, None, None]
+    limit = count if isinstance(count, int) else jnp.asarray(count, jnp.int32)[..., None]
+    last = (blocks.position // blocks.size)[None, :, None, None]
+    good = (slot < limit) & (indices >= 0) & (indices <= last)
+    good &= (blocks.sequence >= 0)[None, :, None, None]
+    ordered = jnp.sort(jnp.where(good, indices, -1), axis=-1)
+    repeated = jnp.concatenate(
+        [jnp.zeros_like(ordered[..., :1], bool), ordered[..., 1:] == ordered[..., :-1]], -1
+    )
+    return jnp.where(repeated, -1, ordered)
