@@ -74,6 +74,12 @@ PACKAGE = KernelPackage(
             config_fields=tuple(f"fwd_params.{size}" for size in _SIZES[1:]),
         ),
         Entry(
+            "native_sparse_attention",
+            "native_sparse_attention.implementation:native_sparse_attention",
+            priority=_UNTRIED,
+            config_fields=("q_tile", "kv_tile", "num_warps", "num_stages"),
+        ),
+        Entry(
             "grouped_matmul",
             "grouped_matmul.implementation:grouped_matmul",
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),

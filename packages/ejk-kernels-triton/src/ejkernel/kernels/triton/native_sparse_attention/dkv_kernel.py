@@ -1,0 +1,191 @@
+"""The selected branch, backward: the gradients of keys and values.
+
+With p and ds as in ``dq_kernel``, per key head and key j, summed over the query heads that share it
+and the tokens t whose list has its block:
+
+    dv_j = sum_t p_tj do_t;    dk_j = scale * sum_t ds_tj q_t
+
+Work split: XLA sorts the lists by block (``lists.transposed``). One program per piece of a block's
+list (``common.sequences``: blocks as sequences, entries as rows), for a tile of its keys. A step
+takes a few tokens with all query heads of the group, on transposed tiles [keys, rows]. Lists differ
+in length, pieces do not, however many tokens select a block. A second kernel adds the pieces of
+every block in order: no atomics, the same bits every time.
+
+Bound: 8 * tokens * slots * size * d FLOPs per query head, and q and do of a token once per entry of
+its list. At T 32k, 64:4 heads, D128, 16 blocks of 64: 2.2 TFLOP, 17 GB: arithmetic.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import load_group, load_keys
+
+
+@triton.jit
+def selected_dkv(
+    q,
+    k,
+    v,
+    tokens,
+    bounds,
+    first_tokens,
+    do,
+    base,
+    delta,
+    dk_parts,
+    dv_parts,
+    length,
+    heads,
+    kv_heads,
+    blocks,
+    entries,
+    pieces,
+    size,
+    slope,
+    scale,
+    sign,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LANES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sums of pieces, float32 ``[b * hk, pieces, PARTS * KEYS, .]``; some pieces have no entries
+    and are not written.
+
+    ``tokens [b, hk, entries]`` by block, ``bounds [b, hk, blocks + 1]`` into them, ``first_tokens
+    [b, blocks]`` None = one sequence.
+    """
+    part = tl.program_id(0) % PARTS
+    piece = tl.program_id(0) // PARTS % pieces
+    bh = tl.program_id(0) // PARTS // pieces
+    b = bh // kv_heads
+    hk = bh % kv_heads
+    bounds += bh.to(tl.int64) * (blocks + 1)
+    tokens += bh.to(tl.int64) * entries
+    block, begin, end, tile = find_piece(bounds, blocks, entries, piece, LENGTH, LANES)
+    begin = tl.maximum(begin, tile)
+    # entries behind the last block select nothing
+    end = tl.where(block < blocks, tl.minimum(end, tile + LENGTH), begin)
+    if begin < end:
+        first = block * size
+        if first_tokens is not None:
+            first = tl.load(first_tokens + b * blocks + block)
+        first += part * KEYS
+        within = tl.arange(0, KEYS)
+        j = first + within
+        inside = (part * KEYS + within < size) & (j < length)
+        row = b.to(tl.int64) * length
+        k_tile = load_keys(
+            k, (row * kv_heads + hk) * D, first, inside, kv_heads * D, D, COLUMNS
+        )  # fmt: skip
+        v_tile = load_keys(
+            v, (row * kv_heads + hk) * DV, first, inside, kv_heads * DV, DV, VALUE_COLUMNS
+        )  # fmt: skip
+        dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+        dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+        each = tl.arange(0, TOKENS * MEMBERS)
+        member = hk * GROUP + each % MEMBERS
+        used = each % MEMBERS < GROUP
+        for at in tl.range(begin, end, TOKENS):
+            entry = at + each // MEMBERS
+            valid = used & (entry < end)
+            t = tl.load(tokens + entry, mask=valid, other=0)
+            head = (row + t) * heads
+            q_tile = load_group(q, head, valid, member, D, COLUMNS)
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            if sign is not None:
+                s = s * sign
+            do_tile = load_group(do, head, valid, member, DV, VALUE_COLUMNS)
+            row_base = tl.load(base + head + member, mask=valid, other=float("inf"))
+            row_delta = tl.load(delta + head + member, mask=valid, other=0.0)
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            seen = j[:, None] <= t[None, :]
+            p = tl.exp2(tl.minimum((s - row_base[None, :]) * slope, 0.0))
+            p = tl.where(seen, p, 0.0)
+            dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+            ds = p * (dp - row_delta[None, :])
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+
+        out = (bh.to(tl.int64) * pieces + piece) * (PARTS * KEYS) + part * KEYS + within
+        column = tl.arange(0, COLUMNS)
+        tl.store(
+            dk_parts + out[:, None] * D + column[None, :], dk * scale, mask=(column < D)[None, :]
+        )
+        column = tl.arange(0, VALUE_COLUMNS)
+        tl.store(dv_parts + out[:, None] * DV + column[None, :], dv, mask=(column < DV)[None, :])
+
+
+@triton.jit
+def _sum_pieces(
+    parts, out, at, begin, end, step, target, inside,
+    D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``at`` of pieces begin .. end of ``parts``, ``step`` rows each, to rows ``target``."""
+    column = tl.arange(0, COLUMNS)
+    mask = inside[:, None] & (column < D)[None, :]
+    total = tl.zeros([at.shape[0], COLUMNS], tl.float32)
+    row = at + begin.to(tl.int64) * step
+    for _ in tl.range(begin, end):
+        total += tl.load(parts + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+        row += step
+    pointers = out + target[:, None] * D + column[None, :]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_of_pieces(
+    dk_parts,
+    dv_parts,
+    bounds,
+    first_tokens,
+    last_tokens,
+    dk,
+    dv,
+    length,
+    kv_heads,
+    blocks,
+    entries,
+    pieces,
+    size,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """dk and dv ``[b, s, hk, .]``, one tile of a block's keys a program.
+
+    ``last_tokens [b, blocks]``: one past a block's last token, None = one sequence. Tokens of no
+    sequence are not written.
+    """
+    part = tl.program_id(0) % PARTS
+    block = tl.program_id(0) // PARTS % blocks
+    bh = tl.program_id(0) // PARTS // blocks
+    b = bh // kv_heads
+    hk = bh % kv_heads
+    bounds += bh.to(tl.int64) * (blocks + 1)
+    begin, end, _ = pieces_of(bounds, block, blocks, entries, LENGTH)
+    first = block * size
+    last = tl.minimum(first + size, length)
+    if first_tokens is not None:
+        first = tl.load(first_tokens + b * blocks + block)
+        last = tl.load(last_tokens + b * blocks + block)
+    j = part * KEYS + tl.arange(0, KEYS)
+    inside = first + j < last
+    at = bh.to(tl.int64) * pieces * (PARTS * KEYS) + j
+    target = (b.to(tl.int64) * length + first + j) * kv_heads + hk
+    step = PARTS * KEYS
+    _sum_pieces(dk_parts, dk, at, begin, end, step, target, inside, D, COLUMNS)
+    _sum_pieces(dv_parts, dv, at, begin, end, step, target, inside, DV, VALUE_COLUMNS)

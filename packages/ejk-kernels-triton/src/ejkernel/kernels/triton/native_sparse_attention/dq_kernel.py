@@ -1,0 +1,95 @@
+"""The selected branch, backward: the gradient of queries.
+
+With p_tj = exp(x_tj - lse_t) and delta_t = do_t . o_t:
+
+    ds_tj = p_tj (do_t . v_j - delta_t);    dq_t = scale * sum_j ds_tj k_j
+
+Work split and bound as of the forward pass, whose walk this is, with three products a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
+    block_tile,
+    list_length,
+    load_group,
+    load_keys,
+    token_of,
+)
+
+
+@triton.jit
+def selected_dq(
+    q,
+    k,
+    v,
+    chosen,
+    starts,
+    do,
+    base,
+    delta,
+    dq,
+    length,
+    heads,
+    kv_heads,
+    slots,
+    size,
+    slope,
+    scale,
+    sign,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq ``[b, s, h, d]``; base and delta ``[b, s, h]``."""
+    t, b, hk = token_of(tl.program_id(0), length, kv_heads)
+    token = b.to(tl.int64) * length + t
+    row = token * kv_heads + hk
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + token)
+    count = list_length(chosen, row, slots, SLOTS)
+
+    each = tl.arange(0, ROWS)
+    member = hk * GROUP + each
+    inside = each < GROUP
+    at = token * heads + tl.zeros([ROWS], tl.int64)
+    q_tile = load_group(q, at, inside, member, D, COLUMNS)
+    do_tile = load_group(do, at, inside, member, DV, VALUE_COLUMNS)
+    row_base = tl.load(base + at + member, mask=inside, other=float("inf"))[:, None]
+    row_delta = tl.load(delta + at + member, mask=inside, other=0.0)[:, None]
+
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    within = tl.arange(0, KEYS)
+    k_base = (b.to(tl.int64) * length * kv_heads + hk) * D
+    v_base = (b.to(tl.int64) * length * kv_heads + hk) * DV
+    for step in tl.range(0, count * PARTS):
+        first, rest = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
+        seen = within <= t - first
+        if not EVEN:
+            seen = seen & (within < rest)
+        k_tile = load_keys(k, k_base, first, seen, kv_heads * D, D, COLUMNS)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if sign is not None:
+            s = s * sign
+        v_tile = load_keys(v, v_base, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        # what is not seen counts nothing: its keys are 0
+        p = tl.exp2(tl.minimum((s - row_base) * slope, 0.0))
+        ds = tl.where(seen[None, :], p * (dp - row_delta), 0.0)
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+
+    column = tl.arange(0, COLUMNS)
+    stored = inside[:, None] & (column < D)[None, :]
+    pointers = dq + (at + member)[:, None] * D + column[None, :]
+    tl.store(pointers, (acc * scale).to(dq.dtype.element_ty), mask=stored)

@@ -1,0 +1,146 @@
+"""The selected branch, forward.
+
+Math, per token t and query head over the keys j <= t of the blocks selected for its key head (base
+2 inside):
+
+    x_tj = scale * q_t . k_j;  lse_t = log(sum_j exp x_tj);  o_t = sum_j exp(x_tj - lse_t) v_j
+
+Work split: one program per (token, batch row, key head). The group's query heads are the rows of
+its products, so they share every key that is read. Programs of one key head follow each other: its
+keys and values stay in the L2 cache.
+
+Bound: each program reads ``blocks * size * (d + dv)`` elements and shares none with its neighbours.
+At T 32k, 4 key heads, D128, 16 blocks of 64: 69 GB from L2, 1.1 TFLOP: L2, by a factor of four.
+
+Source: Yuan et al., "Native Sparse Attention" (2025), sections 3.3 and 3.4.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.softmax import online_softmax
+
+
+@triton.jit
+def token_of(pid, length, kv_heads):
+    """(token, batch row, key head) of a program."""
+    bh = pid // length
+    return pid % length, bh // kv_heads, bh % kv_heads
+
+
+@triton.jit
+def load_group(x, at, inside, heads_at, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows ``[., COLUMNS]`` of ``x [b, s, h, D]``: heads ``heads_at`` of the int64 tokens ``at``
+    (heads before them); 0 where not inside."""
+    column = tl.arange(0, COLUMNS)
+    pointers = x + (at + heads_at)[:, None] * D + column[None, :]
+    mask = inside[:, None]
+    if COLUMNS > D:
+        mask = mask & (column < D)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def list_length(chosen, row, slots, SLOTS: tl.constexpr):
+    """Entries of a list, whose end is marked by -1."""
+    slot = tl.arange(0, SLOTS)
+    entries = tl.load(chosen + row * slots + slot, mask=slot < slots, other=-1)
+    return tl.sum((entries >= 0).to(tl.int32), 0)
+
+
+@triton.jit
+def block_tile(chosen, row, slots, step, start, size, KEYS: tl.constexpr, PARTS: tl.constexpr):
+    """Step ``step`` of a token's walk: (first token of the tile, keys of its block from there)."""
+    block = tl.load(chosen + row * slots + step // PARTS)
+    into = step % PARTS * KEYS
+    return start + block * size + into, size - into
+
+
+@triton.jit
+def load_keys(x, base, first, inside, stride, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tokens from ``first`` on ``[., COLUMNS]`` of one key head; 0 where not inside."""
+    column = tl.arange(0, COLUMNS)
+    row = tl.arange(0, inside.shape[0])
+    pointers = x + base + first.to(tl.int64) * stride + row[:, None] * stride + column[None, :]
+    mask = inside[:, None]
+    if COLUMNS > D:
+        mask = mask & (column < D)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def selected_fwd(
+    q,
+    k,
+    v,
+    chosen,
+    starts,
+    o,
+    base,
+    length,
+    heads,
+    kv_heads,
+    slots,
+    size,
+    slope,
+    sign,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o ``[b, s, h, dv]`` and base ``[b, s, h]``, lse in the units of the products.
+
+    ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
+    """
+    t, b, hk = token_of(tl.program_id(0), length, kv_heads)
+    token = b.to(tl.int64) * length + t
+    row = token * kv_heads + hk
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + token)
+    count = list_length(chosen, row, slots, SLOTS)
+
+    each = tl.arange(0, ROWS)
+    member = hk * GROUP + each
+    inside = each < GROUP
+    q_tile = load_group(q, token * heads + tl.zeros([ROWS], tl.int64), inside, member, D, COLUMNS)
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
+    within = tl.arange(0, KEYS)
+    k_base = (b.to(tl.int64) * length * kv_heads + hk) * D
+    v_base = (b.to(tl.int64) * length * kv_heads + hk) * DV
+    for step in tl.range(0, count * PARTS):
+        first, rest = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
+        seen = within <= t - first
+        if not EVEN:
+            seen = seen & (within < rest)
+        k_tile = load_keys(k, k_base, first, seen, kv_heads * D, D, COLUMNS)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if sign is not None:
+            s = s * sign
+        s = tl.where(seen[None, :], s, float("-inf"))
+        v_tile = load_keys(v, v_base, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
+        # the first tile of every block has a key that is seen
+        p, m, l, alpha = online_softmax(s, m, l, slope, False, False)  # noqa: E741
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+
+    alive = l > 0.0
+    l = tl.where(alive, l, 1.0)  # noqa: E741
+    acc = acc / l[:, None]
+    column = tl.arange(0, VALUE_COLUMNS)
+    at = (token * heads + member)[:, None] * DV + column[None, :]
+    stored = inside[:, None] & (column < DV)[None, :]
+    tl.store(o + at, acc.to(o.dtype.element_ty), mask=stored)
+    whole = tl.where(alive, m + tl.log2(l) / slope, float("inf"))
+    tl.store(base + token * heads + member, whole, mask=inside)

@@ -1,0 +1,161 @@
+"""Native sparse attention in Triton: three branches, gated and added.
+
+The compressed and the sliding branch are flash attention, over block means and over a window. The
+selected branch has kernels of its own. Means, gates and sums are XLA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.native_sparse_attention import tiles
+from ejkernel.kernels.triton.native_sparse_attention.lists import ended
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.native_sparse_attention.selected import attend
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.second_order import running
+from ejkernel.types import calls
+from ejkernel.types.arrays import result_dtype
+from ejkernel.types.call import mask_of
+from ejkernel.types.hidden import cleared
+from ejkernel.types.token_blocks import (
+    Blocks,
+    block_means,
+    clean_indices,
+    find_blocks,
+    means_mask,
+)
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_DIM = 256
+
+
+@partial(jax.jit, static_argnums=0)
+def composed(work: Work, arrays: Arrays) -> tuple[Any, ...]:
+    """The outputs as one program, whose steps have gradients of their own."""
+    with running(work.operation):
+        return work.kernel.forward(work, arrays)[0]
+
+
+class NativeSparseAttention(TritonKernel):
+    """Causal attention over compressed, selected and near keys, on a GPU; see the operation of this
+    name.
+
+    float16, bfloat16 and float32, promoted to one dtype, with head dims that are multiples of 8 up
+    to 256; sums are float32. Nothing is summed by atomics: two runs give the same bits. Memory is
+    linear in the length. ``cfg``: kv_tile, num_warps, num_stages of the selected branch, and
+    q_tile, the tokens of a step of its key gradients. Differentiable once.
+
+    Source: Native Sparse Attention (arXiv 2502.11089), section 3.
+    """
+
+    call = calls.NativeSparseAttention
+    outputs = staticmethod(composed)
+
+    def problem(self, a: Mapping[str, Any]) -> Any:
+        return self.call.facts(a)
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        return self.call.given(a)
+
+    def refuse(self, problem: Any, target: Target) -> str | None:
+        dtype = _dtype(problem)
+        if dtype not in DTYPES:
+            return f"query: {dtype} is not supported, only {', '.join(DTYPES)}"
+        for argument in ("query", "value"):
+            dim = getattr(problem, argument).shape[3]
+            if dim > MAX_DIM or dim % 8:
+                return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
+        if problem.block_indices is None:
+            return "block_indices: given none; blocks are chosen on XLA only"
+        return None
+
+    def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
+        return tiles.choose(selected_problem(problem), target)
+
+    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Target) -> tiles.SparseTiles:
+        return tiles.honour(chosen, cfg, selected_problem(problem))
+
+    def fields(self, chosen: tiles.SparseTiles) -> dict[str, Any]:
+        return tiles.fields(chosen)
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, cu = work.problem, arrays.get("cu_seqlens")
+        dtype = jnp.dtype(_dtype(p))
+        q, k, v = (arrays[name].astype(dtype) for name in ("query", "key", "value"))
+        (b, s, h, _), dv = q.shape, v.shape[3]
+        if q.size == 0 or dv == 0 or (cu is not None and cu.shape[0] < 2):
+            return (jnp.zeros((b, s, h, dv), p.query.dtype),), ()
+        blocks = find_blocks(s, p.block_size, cu)
+        held = (blocks.sequence >= 0)[None] if blocks.packed else None
+        q, k, v = cleared(held, q, k, v)
+        gates = {
+            name: cleared(held, arrays[name].astype(jnp.float32))[0][..., None]
+            for name in ("g_cmp", "g_slc", "g_swa")
+            if name in arrays
+        }
+        chosen = ended(_given(p, arrays, blocks))
+        inner = Work(self, selected_problem(p), work.tiles, work.target, work.operation)
+        out = _gated(gates.get("g_slc"), attend(inner, q, k, v, chosen, blocks))
+        if "g_cmp" in gates:
+            out = out + _gated(gates["g_cmp"], _compressed(p, q, k, v, blocks))
+        if p.sliding_window is not None:
+            out = out + _gated(gates.get("g_swa"), _sliding(p, q, k, v, cu))
+        return (cleared(held, out)[0].astype(p.query.dtype),), ()
+
+
+def _dtype(p: Any) -> str:
+    return result_dtype(p.query.dtype, p.key.dtype, p.value.dtype).name
+
+
+def _gated(gate: jax.Array | None, o: jax.Array) -> jax.Array:
+    o = o.astype(jnp.float32)
+    return o if gate is None else gate * o
+
+
+def _compressed(p: Any, q: Any, k: Any, v: Any, blocks: Blocks) -> jax.Array:
+    """Attention over the means of blocks, ``[b, s, h, dv]``."""
+    k, v = (block_means(x, blocks).astype(q.dtype) for x in (k, v))
+    return flash_attention.settled(
+        query=q, key=k, value=v, mask_info=means_mask(blocks, q.shape[0]),
+        softmax_scale=p.softmax_scale,
+    )  # fmt: skip
+
+
+def _sliding(p: Any, q: Any, k: Any, v: Any, cu: Any) -> jax.Array:
+    """Attention over the window, ``[b, s, h, dv]``."""
+    mask = {"query": q, "key": k, "cum_seqlens_q": cu, "causal": True}
+    mask = mask_of({**mask, "sliding_window": p.sliding_window})
+    return flash_attention.settled(
+        query=q, key=k, value=v, mask_info=mask, softmax_scale=p.softmax_scale
+    )
+
+
+def _given(p: Any, arrays: Arrays, blocks: Blocks) -> jax.Array:
+    """The caller's blocks ``[b, s, hk, slots]``, -1 for what does not count."""
+    counts = arrays.get("block_counts", p.block_counts)
+    if not isinstance(counts, int) and p.max_block_count is not None:
+        counts = jnp.minimum(counts, p.max_block_count)
+    return clean_indices(arrays["block_indices"], counts, blocks)
+
+
+def selected_problem(p: Any) -> Problem:
+    """The selected branch's problem, of the facts of a call."""
+    (b, s, h, d), hk, dv = p.query.shape, p.key.shape[2], p.value.shape[3]
+    sequences = 0 if p.cu_seqlens is None else p.cu_seqlens.shape[0] - 1
+    slots = p.block_indices.shape[3]
+    return Problem(
+        b, s, h, hk, d, dv, p.block_size, -(-s // p.block_size) + sequences, slots,
+        float(p.softmax_scale), _dtype(p), p.cu_seqlens is not None,
+    )  # fmt: skip
+
+
+native_sparse_attention = NativeSparseAttention()

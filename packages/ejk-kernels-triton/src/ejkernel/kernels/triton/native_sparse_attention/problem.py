@@ -1,0 +1,75 @@
+"""Static facts of the kernels of the selected branch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ejkernel.types.problem import LOG2E
+
+TINY = 2.0**-120
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and options.
+
+    Attributes:
+        batch, length, heads, kv_heads, dim, value_dim: sizes of q, k and v.
+        size: tokens of a block.
+        blocks: of one row of tokens, all its sequences together.
+        slots: entries of a token's list of blocks.
+        scale: factor of the products.
+        dtype: of q, k, v and the output.
+        packed: whether a row may hold several sequences.
+    """
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    size: int
+    blocks: int
+    slots: int
+    scale: float
+    dtype: str
+    packed: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def entries(self) -> int:
+        """Of the lists of all tokens of one row and key head."""
+        return self.length * self.slots
+
+    @property
+    def slope(self) -> float:
+        """Products in base 2; never 0, so that keys hidden at -inf stay so."""
+        return max(abs(self.scale) * LOG2E, TINY)
+
+    @property
+    def sign(self) -> float | None:
+        """What products are multiplied with before the slope; None = nothing."""
+        return None if self.scale > 0.0 else -1.0 if self.scale < 0.0 else 0.0
+
+    @property
+    def precision(self) -> str:
+        """Of float32 products, in Triton's words."""
+        return "tf32"
+
+    def folded(self, size: int) -> Problem:
+        """``size`` calls at once."""
+        return replace(self, batch=size * self.batch)
+
+    def parts(self, keys: int) -> int:
+        """Tiles of ``keys`` keys that a block has."""
+        return math.ceil(self.size / keys)

@@ -1,0 +1,108 @@
+"""How the selected branch is launched: arithmetic with a reason beside each line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.attention import field
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One launch: ``keys`` of a block at once, and for key gradients the ``tokens`` of a step."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class SparseTiles:
+    """Tiles of the three passes: forward, query gradient, key gradients."""
+
+    fwd: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+
+def padded(n: int) -> int:
+    """The power of two that holds ``n`` rows or columns of a product."""
+    return max(16, power_of_two(n))
+
+
+def choose(p: Problem, target: Target) -> SparseTiles:
+    """The tiles of a call by the arithmetic below."""
+    return SparseTiles(_walk(p, target, 1), _walk(p, target, 2), _transposed(p, target))
+
+
+def _walk(p: Problem, target: Target, products: int) -> Tiles:
+    """Of a pass with one program a token: ``products`` 2 where keys are read in two layouts."""
+    columns = padded(p.dim) + padded(p.value_dim)
+    # rows are few: warps beyond those that 16 rows each keep busy would repeat each other's work
+    warps = max(1, min(4, padded(p.group) // 16))
+    keys = min(64, padded(p.size))
+    if p.itemsize == 4:
+        return Tiles(min(32, keys), max(2, warps), 1)
+    if target.platform == "rocm":
+        return Tiles(min(32, keys), max(1, warps), 1)
+    # registers of a thread: the accumulator of 16 rows beside as many operands
+    if columns > 256:
+        keys, warps = min(32, keys), max(2, warps)
+    stages = 2
+    while keys > 16 and stages * keys * columns * p.itemsize > target.shared_limit // 3:
+        keys //= 2  # three programs a multiprocessor hide each other's waits
+    return Tiles(keys, warps, stages)
+
+
+def _transposed(p: Problem, target: Target) -> Tiles:
+    """Of the key gradients: rows are the query heads of several tokens."""
+    group, columns = power_of_two(p.group), padded(p.dim) + padded(p.value_dim)
+    keys = min(64, padded(p.size))
+    rows = 64
+    if p.itemsize == 4:
+        keys, rows = min(32, keys), 32
+    elif target.platform == "rocm":
+        keys, rows = min(32, keys), 32
+    elif columns > 256:
+        rows = 32
+    if columns > 256:
+        keys = min(32, keys)
+    stages = 1 if target.platform == "rocm" or p.itemsize == 4 else 2
+    return Tiles(keys, 4, stages, max(1, max(rows, 16) // group))
+
+
+FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile"}
+
+
+def honour(t: SparseTiles, cfg: Any, p: Problem) -> SparseTiles:
+    """``t`` with what the config says instead, in all passes; ``q_tile``: tokens of a step of the
+    key gradients."""
+    given: Mapping[str, Any] = {n: field(cfg, theirs) for n, theirs in FIELDS.items()}
+    given = {n: int(x) for n, x in given.items() if x is not None}
+    if "keys" in given:
+        given["keys"] = min(power_of_two(given["keys"]), padded(p.size))
+    tokens = field(cfg, "q_tile")
+    dkv = replace(t.dkv, **given)
+    if tokens is not None:
+        dkv = replace(dkv, tokens=power_of_two(int(tokens)))
+    return SparseTiles(replace(t.fwd, **given), replace(t.dq, **given), dkv)
+
+
+def fields(t: SparseTiles) -> dict[str, int]:
+    """The forward pass's as fields of the config."""
+    return {theirs: getattr(t.fwd, mine) for mine, theirs in FIELDS.items()}
+
+
+def piece_length(p: Problem) -> int:
+    """Entries of a list that one program of the key gradients walks.
+
+    Lists have as many entries on average; a block that every token selects has many more, which
+    several programs share.
+    """
+    return max(64, min(4096, power_of_two(p.slots * p.size)))
