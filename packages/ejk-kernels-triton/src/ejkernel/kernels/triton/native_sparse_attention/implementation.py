@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.native_sparse_attention.select import MOST, must_rank, select
 from ejkernel.kernels.triton.native_sparse_attention.selected import attend
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -26,6 +27,7 @@ from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.call import mask_of
 from ejkernel.types.hidden import cleared
+from ejkernel.types.softmax import named_lse
 from ejkernel.types.token_blocks import (
     Blocks,
     block_means,
@@ -75,7 +77,9 @@ class NativeSparseAttention(TritonKernel):
             if dim > MAX_DIM or dim % 8:
                 return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
         if problem.block_indices is None:
-            return "block_indices: given none; blocks are chosen on XLA only"
+            inner = selected_problem(problem)
+            if inner.slots > MOST and must_rank(inner, _sorts(problem)):
+                return f"block_counts: at most {MOST} are ranked, given up to {inner.slots}"
         return None
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
@@ -102,8 +106,8 @@ class NativeSparseAttention(TritonKernel):
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
-        chosen = ended(_given(p, arrays, blocks))
         inner = Work(self, selected_problem(p), work.tiles, work.target, work.operation)
+        chosen = _chosen(p, inner, arrays, q, k, blocks)
         out = _gated(gates.get("g_slc"), attend(inner, q, k, v, chosen, blocks))
         if "g_cmp" in gates:
             out = out + _gated(gates["g_cmp"], _compressed(p, q, k, v, blocks))
@@ -139,21 +143,41 @@ def _sliding(p: Any, q: Any, k: Any, v: Any, cu: Any) -> jax.Array:
     )
 
 
-def _given(p: Any, arrays: Arrays, blocks: Blocks) -> jax.Array:
-    """The caller's blocks ``[b, s, hk, slots]``, -1 for what does not count."""
+def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) -> jax.Array:
+    """Every token's blocks ``[b, s, hk, slots]``, each once, -1 behind them."""
     counts = arrays.get("block_counts", p.block_counts)
-    if not isinstance(counts, int) and p.max_block_count is not None:
-        counts = jnp.minimum(counts, p.max_block_count)
-    return clean_indices(arrays["block_indices"], counts, blocks)
+    if p.block_indices is not None:
+        if not isinstance(counts, int) and p.max_block_count is not None:
+            counts = jnp.minimum(counts, p.max_block_count)
+        return named_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
+    chosen = select(work.problem, work.target, q, k, blocks, _sorts(p))
+    if not isinstance(counts, int):
+        slot = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+        chosen = jnp.where(slot < counts[..., None], chosen, -1)
+    return named_lse(chosen)
+
+
+def _sorts(p: Any) -> bool:
+    """Whether the order of the chosen blocks matters: some tokens take fewer than others."""
+    return not isinstance(p.block_counts, int)
+
+
+def longest(p: Any) -> int:
+    """Blocks that a sequence may have."""
+    return -(-p.query.shape[1] // p.block_size)
 
 
 def selected_problem(p: Any) -> Problem:
     """The selected branch's problem, of the facts of a call."""
     (b, s, h, d), hk, dv = p.query.shape, p.key.shape[2], p.value.shape[3]
     sequences = 0 if p.cu_seqlens is None else p.cu_seqlens.shape[0] - 1
-    slots = p.block_indices.shape[3]
+    if p.block_indices is not None:
+        slots = p.block_indices.shape[3]
+    else:
+        bound = p.block_counts if isinstance(p.block_counts, int) else p.max_block_count
+        slots = max(1, longest(p) if bound is None else min(bound, longest(p)))
     return Problem(
-        b, s, h, hk, d, dv, p.block_size, -(-s // p.block_size) + sequences, slots,
+        b, s, h, hk, d, dv, p.block_size, longest(p) + sequences, slots,
         float(p.softmax_scale), _dtype(p), p.cu_seqlens is not None,
     )  # fmt: skip
 

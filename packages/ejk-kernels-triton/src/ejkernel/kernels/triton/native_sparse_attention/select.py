@@ -1,0 +1,171 @@
+"""The choice of blocks: means in exact terms, the launches, and what needs no ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.triton.bridge import call, merge_leading
+from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.native_sparse_attention.tiles import padded
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.token_blocks import Blocks, block_means
+
+MOST = 65
+"""Slots that the kernel ranks: the own block, and as many others as registers hold of a tile."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of both launches: ``rows`` tokens, ``keys`` means."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose(p: Problem, target: Target, *, ranks: bool) -> Tiles:
+    """The tiles of the lse, or of the ranking, which has the best so far in registers too."""
+    wide = padded(p.dim) > 128
+    if p.dtype == "float32":
+        # products without matrix instructions: small tiles keep operands in registers
+        return Tiles(16 if wide else 32, 32, 8, 1)
+    if target.platform == "rocm" or p.dtype == "float16":
+        return Tiles(32, 16 if wide or p.dtype == "float16" else 32, 4, 1)
+    small = target.shared_limit < 160 * 1024  # three terms of the means, and queries twice
+    rows, keys = (64, 64) if ranks else (128, 64)
+    if p.slots > 33:
+        rows = min(rows, 32)
+    if small or wide:
+        keys = 32
+    if small and wide:
+        rows, keys = 32, 16
+    return Tiles(rows, keys, 4 if rows <= 64 else 8, 2)
+
+
+@dataclass(frozen=True)
+class SelectPlan:
+    """One of two launches: ``lse`` of the means' logits, and ``ranks``."""
+
+    problem: Problem
+    tiles: Tiles
+    kind: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the operands, in order."""
+        ranks, packed = self.kind == "ranks", self.problem.packed
+        names = ("q", "means", *(["base"] if ranks else []))
+        return (*names, *(["firsts", "completes", *(["owns"] if ranks else [])] if packed else []))
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        if self.kind == "lse":
+            return (jax.ShapeDtypeStruct((p.batch, p.length, p.heads), jnp.dtype("float32")),)
+        shape = (p.batch, p.length, p.kv_heads, p.slots)
+        return (jax.ShapeDtypeStruct(shape, jnp.dtype("int32")),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.native_sparse_attention import select_kernel
+
+        p, t, ranks = self.problem, self.tiles, self.kind == "ranks"
+        arguments: dict[str, Any] = dict.fromkeys(("firsts", "completes"))
+        if ranks:
+            arguments["owns"] = None
+        arguments |= {name: In(i) for i, name in enumerate(self.names)}
+        arguments |= {
+            "chosen" if ranks else "base": Out(0),
+            "length": p.length,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "blocks": p.blocks,
+            "size": p.size,
+            "slope": p.slope,
+            "sign": p.sign,
+        }
+        constants = {
+            "D": p.dim,
+            "COLUMNS": padded(p.dim),
+            "GROUP": p.group,
+            "ROWS": t.rows,
+            "KEYS": t.keys,
+            "PIECES": terms(p.dtype),
+            "PRECISION": "ieee" if p.dtype == "float32" else "tf32",
+        }
+        if ranks:
+            arguments["slots"] = p.slots
+            constants |= {"COUNT": p.slots - 1, "KEEP": power_of_two(p.slots - 1)}
+        kernel = select_kernel.select_best if ranks else select_kernel.means_lse
+        programs = p.batch * (p.kv_heads if ranks else p.heads) * -(-p.length // t.rows)
+        return Launch(kernel, arguments, constants, (programs,), t.num_warps, t.num_stages)
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[SelectPlan, Sequence[jax.Array]]:
+        merged = [
+            merge_leading(size, x, on, x.shape[1 if on else 0])
+            for x, on in zip(arrays, batched, strict=True)
+        ]
+        return replace(self, problem=self.problem.folded(size)), merged
+
+
+def terms(dtype: str) -> int:
+    """Numbers whose sum a mean is."""
+    return 1 if dtype == "float32" else 3
+
+
+def exact_terms(means: jax.Array, dtype: str) -> jax.Array:
+    """Float32 means ``[b, n, hk, d]`` as ``[b, n, hk, terms * d]``, large terms first.
+
+    Three of bfloat16, beside queries in bfloat16, or three that TF32 holds, beside float16: all 24
+    bits, and nothing of a product is rounded.
+    """
+    if terms(dtype) == 1:
+        return means
+    digits = 7 if dtype == "bfloat16" else 10
+    high = lax.reduce_precision(means, 8, digits)
+    middle = lax.reduce_precision(means - high, 8, digits)
+    low = lax.reduce_precision(means - high - middle, 8, digits)
+    kind = jnp.bfloat16 if dtype == "bfloat16" else jnp.float32
+    return jnp.concatenate([high, middle, low], axis=-1).astype(kind)
+
+
+def must_rank(p: Problem, sorts: bool) -> bool:
+    """Whether blocks have to be ranked to know the best; ``sorts``: to know their order."""
+    return sorts or p.slots < -(-p.length // p.size)
+
+
+def select(
+    p: Problem, target: Target, q: jax.Array, k: jax.Array, blocks: Blocks, sorts: bool
+) -> jax.Array:
+    """The ``p.slots`` best blocks of every token ``[b, s, hk, slots]``, -1 behind them; the best
+    first if ``sorts``."""
+    q, k = map(lax.stop_gradient, (q, k))
+    lead = (p.batch, p.length, p.kv_heads)
+    own = blocks.position // blocks.size
+    own = jnp.where(blocks.sequence >= 0, own, -1)[None]
+    if not must_rank(p, sorts):  # all there are
+        each = jnp.arange(p.slots, dtype=jnp.int32)
+        every = jnp.where(each <= own[..., None], each, -1)
+        return jnp.broadcast_to(every[:, :, None], (*lead, p.slots))
+    if p.slots == 1:
+        return jnp.broadcast_to(own[:, :, None, None], (*lead, 1))
+    complete = (blocks.position + 1) // blocks.size
+    tensors = {
+        "q": q,
+        "means": exact_terms(block_means(k, blocks), p.dtype),
+        "firsts": blocks.first_block[None],
+        "completes": jnp.where(blocks.sequence >= 0, complete, 0)[None],
+        "owns": own,
+    }
+    for kind, name in (("lse", "base"), ("ranks", "chosen")):
+        plan = SelectPlan(p, choose(p, target, ranks=kind == "ranks"), kind)
+        tensors[name] = call(plan, *(tensors[n] for n in plan.names))[0]
+    return tensors["chosen"]
