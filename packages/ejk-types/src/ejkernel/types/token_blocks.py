@@ -88,7 +88,8 @@ def find_blocks(length: int, size: int, cu_seqlens: Any = None) -> Blocks:
 def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
     """Means over complete blocks, ``[b, n, heads, d]`` of ``[b, s, heads, d]``.
 
-    An incomplete block is never seen; its mean takes in whatever follows and means nothing.
+    An incomplete block is never seen; its mean means nothing. No token is read twice, so that
+    gradients need no sums, whose order might differ from run to run.
     """
     size, length = blocks.size, x.shape[1]
     wide = result_dtype(x, jnp.float32)
@@ -100,7 +101,12 @@ def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
         rest = ((0, 0), (0, blocks.count - whole), (0, 0), (0, 0))
         return jnp.pad(mean, rest)
     token = blocks.block_token[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    return jnp.mean(x[:, jnp.minimum(token, length - 1)], 2, dtype=wide)
+    owner = blocks.sequence.at[token].get(mode="fill", fill_value=-1)
+    own = (owner == blocks.block_sequence[:, None]) & (owner >= 0)
+    outside = length + jnp.arange(token.size, dtype=jnp.int32).reshape(token.shape)
+    token = jnp.where(own, token, outside)
+    read = x.at[:, token].get(mode="fill", fill_value=0, unique_indices=True)
+    return jnp.mean(read, 2, dtype=wide)
 
 
 def means_mask(blocks: Blocks, batch: int) -> MaskInfo:

@@ -20,7 +20,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of
-from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import load_group, load_keys
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
+    load_group,
+    load_keys,
+    weights,
+)
 
 
 @triton.jit
@@ -33,6 +37,7 @@ def selected_dkv(
     first_tokens,
     do,
     base,
+    rest,
     delta,
     dk_parts,
     dv_parts,
@@ -106,12 +111,12 @@ def selected_dkv(
             if sign is not None:
                 s = s * sign
             do_tile = load_group(do, head, valid, member, DV, VALUE_COLUMNS)
-            row_base = tl.load(base + head + member, mask=valid, other=float("inf"))
+            row_base = tl.load(base + head + member, mask=valid, other=0.0)
+            row_rest = tl.load(rest + head + member, mask=valid, other=float("inf"))
             row_delta = tl.load(delta + head + member, mask=valid, other=0.0)
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             seen = j[:, None] <= t[None, :]
-            p = tl.exp2(tl.minimum((s - row_base[None, :]) * slope, 0.0))
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(seen, weights(s, row_base[None, :], row_rest[None, :], slope), 0.0)
             dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
             ds = p * (dp - row_delta[None, :])
             dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)

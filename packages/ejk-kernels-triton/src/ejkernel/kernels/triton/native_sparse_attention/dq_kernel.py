@@ -17,6 +17,7 @@ from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
     load_keys,
     token_of,
+    weights,
 )
 
 
@@ -29,6 +30,7 @@ def selected_dq(
     starts,
     do,
     base,
+    rest,
     delta,
     dq,
     length,
@@ -51,7 +53,7 @@ def selected_dq(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq ``[b, s, h, d]``; base and delta ``[b, s, h]``."""
+    """dq ``[b, s, h, d]``; base, rest and delta ``[b, s, h]``."""
     t, b, hk = token_of(tl.program_id(0), length, kv_heads)
     token = b.to(tl.int64) * length + t
     row = token * kv_heads + hk
@@ -66,7 +68,8 @@ def selected_dq(
     at = token * heads + tl.zeros([ROWS], tl.int64)
     q_tile = load_group(q, at, inside, member, D, COLUMNS)
     do_tile = load_group(do, at, inside, member, DV, VALUE_COLUMNS)
-    row_base = tl.load(base + at + member, mask=inside, other=float("inf"))[:, None]
+    row_base = tl.load(base + at + member, mask=inside, other=0.0)[:, None]
+    row_rest = tl.load(rest + at + member, mask=inside, other=float("inf"))[:, None]
     row_delta = tl.load(delta + at + member, mask=inside, other=0.0)[:, None]
 
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -74,18 +77,17 @@ def selected_dq(
     k_base = (b.to(tl.int64) * length * kv_heads + hk) * D
     v_base = (b.to(tl.int64) * length * kv_heads + hk) * DV
     for step in tl.range(0, count * PARTS):
-        first, rest = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
+        first, keys = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
         seen = within <= t - first
         if not EVEN:
-            seen = seen & (within < rest)
+            seen = seen & (within < keys)
         k_tile = load_keys(k, k_base, first, seen, kv_heads * D, D, COLUMNS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if sign is not None:
             s = s * sign
         v_tile = load_keys(v, v_base, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        # what is not seen counts nothing: its keys are 0
-        p = tl.exp2(tl.minimum((s - row_base) * slope, 0.0))
+        p = weights(s, row_base, row_rest, slope)
         ds = tl.where(seen[None, :], p * (dp - row_delta), 0.0)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 

@@ -70,6 +70,24 @@ def load_keys(x, base, first, inside, stride, D: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
+def row_terms(m, l):  # noqa: E741
+    """(base, rest): the largest product of a row, and log2 of the sum relative to it.
+
+    Two numbers, since one would lose the sum beside a large product. Rows without keys have an
+    infinite rest, which makes every probability 0.
+    """
+    alive = l > 0.0
+    low = tl.where(alive, tl.log2(tl.where(alive, l, 1.0)), float("inf"))
+    return tl.where(alive, m, 0.0), low
+
+
+@triton.jit
+def weights(s, base, rest, slope):
+    """Probabilities of a tile of products; base and rest as of its rows."""
+    return tl.exp2(tl.minimum((s - base) * slope, 0.0) - rest)
+
+
+@triton.jit
 def selected_fwd(
     q,
     k,
@@ -78,6 +96,7 @@ def selected_fwd(
     starts,
     o,
     base,
+    rest,
     length,
     heads,
     kv_heads,
@@ -97,7 +116,7 @@ def selected_fwd(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """o ``[b, s, h, dv]`` and base ``[b, s, h]``, lse in the units of the products.
+    """o ``[b, s, h, dv]``; base and rest ``[b, s, h]``, as of ``row_terms``.
 
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
@@ -121,10 +140,10 @@ def selected_fwd(
     k_base = (b.to(tl.int64) * length * kv_heads + hk) * D
     v_base = (b.to(tl.int64) * length * kv_heads + hk) * DV
     for step in tl.range(0, count * PARTS):
-        first, rest = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
+        first, keys = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
         seen = within <= t - first
         if not EVEN:
-            seen = seen & (within < rest)
+            seen = seen & (within < keys)
         k_tile = load_keys(k, k_base, first, seen, kv_heads * D, D, COLUMNS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if sign is not None:
@@ -135,12 +154,11 @@ def selected_fwd(
         p, m, l, alpha = online_softmax(s, m, l, slope, False, False)  # noqa: E741
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
 
-    alive = l > 0.0
-    l = tl.where(alive, l, 1.0)  # noqa: E741
-    acc = acc / l[:, None]
+    acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
     column = tl.arange(0, VALUE_COLUMNS)
     at = (token * heads + member)[:, None] * DV + column[None, :]
     stored = inside[:, None] & (column < DV)[None, :]
     tl.store(o + at, acc.to(o.dtype.element_ty), mask=stored)
-    whole = tl.where(alive, m + tl.log2(l) / slope, float("inf"))
-    tl.store(base + token * heads + member, whole, mask=inside)
+    top, low = row_terms(m, l)
+    tl.store(base + token * heads + member, top, mask=inside)
+    tl.store(rest + token * heads + member, low, mask=inside)

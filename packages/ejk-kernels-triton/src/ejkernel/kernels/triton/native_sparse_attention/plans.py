@@ -21,8 +21,8 @@ from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = {
     "forward": ("q", "k", "v", "chosen"),
-    "dq": ("q", "k", "v", "chosen", "do", "base", "delta"),
-    "pieces": ("q", "k", "v", "tokens", "bounds", "do", "base", "delta"),
+    "dq": ("q", "k", "v", "chosen", "do", "base", "rest", "delta"),
+    "pieces": ("q", "k", "v", "tokens", "bounds", "do", "base", "rest", "delta"),
     "sums": ("dk_parts", "dv_parts", "bounds"),
 }
 PACKED = {
@@ -55,12 +55,12 @@ class SelectedPlan:
         p, parts = self.problem, self.problem.parts(self.tiles.keys) * self.tiles.keys
         lead, summed = (p.batch, p.length), (p.batch * p.kv_heads, self.pieces, parts)
         shapes: dict[str, Any] = {
-            "forward": ((*lead, p.heads, p.value_dim), (*lead, p.heads)),
+            "forward": ((*lead, p.heads, p.value_dim), (*lead, p.heads), (*lead, p.heads)),
             "dq": ((*lead, p.heads, p.dim),),
             "pieces": ((*summed, p.dim), (*summed, p.value_dim)),
             "sums": ((*lead, p.kv_heads, p.dim), (*lead, p.kv_heads, p.value_dim)),
         }
-        kinds = {"forward": (p.dtype, "float32"), "pieces": ("float32",) * 2}
+        kinds = {"forward": (p.dtype, "float32", "float32"), "pieces": ("float32",) * 2}
         found = zip(shapes[self.kind], kinds.get(self.kind, (p.dtype,) * 2), strict=False)
         return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in found)
 
@@ -73,7 +73,7 @@ class SelectedPlan:
 
         p, t, kind = self.problem, self.tiles, self.kind
         results: dict[str, tuple[str, ...]] = {
-            "forward": ("o", "base"),
+            "forward": ("o", "base", "rest"),
             "dq": ("dq",),
             "pieces": ("dk_parts", "dv_parts"),
             "sums": ("dk", "dv"),

@@ -62,13 +62,14 @@ class SelectPlan:
     def names(self) -> tuple[str, ...]:
         """Of the operands, in order."""
         ranks, packed = self.kind == "ranks", self.problem.packed
-        names = ("q", "means", *(["base"] if ranks else []))
+        names = ("q", "means", *(["base", "rest"] if ranks else []))
         return (*names, *(["firsts", "completes", *(["owns"] if ranks else [])] if packed else []))
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         if self.kind == "lse":
-            return (jax.ShapeDtypeStruct((p.batch, p.length, p.heads), jnp.dtype("float32")),)
+            row = jax.ShapeDtypeStruct((p.batch, p.length, p.heads), jnp.dtype("float32"))
+            return row, row
         shape = (p.batch, p.length, p.kv_heads, p.slots)
         return (jax.ShapeDtypeStruct(shape, jnp.dtype("int32")),)
 
@@ -81,7 +82,7 @@ class SelectPlan:
             arguments["owns"] = None
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         arguments |= {
-            "chosen" if ranks else "base": Out(0),
+            **({"chosen": Out(0)} if ranks else {"base": Out(0), "rest": Out(1)}),
             "length": p.length,
             "heads": p.heads,
             "kv_heads": p.kv_heads,
@@ -165,7 +166,8 @@ def select(
         "completes": jnp.where(blocks.sequence >= 0, complete, 0)[None],
         "owns": own,
     }
-    for kind, name in (("lse", "base"), ("ranks", "chosen")):
+    for kind, found in (("lse", ("base", "rest")), ("ranks", ("chosen",))):
         plan = SelectPlan(p, choose(p, target, ranks=kind == "ranks"), kind)
-        tensors[name] = call(plan, *(tensors[n] for n in plan.names))[0]
+        results = call(plan, *(tensors[name] for name in plan.names))
+        tensors |= zip(found, results, strict=True)
     return tensors["chosen"]

@@ -25,7 +25,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.softmax import online_softmax
-from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import load_group, load_keys
+from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
+    load_group,
+    load_keys,
+    row_terms,
+    weights,
+)
 
 
 @triton.jit
@@ -106,6 +111,7 @@ def means_lse(
     firsts,
     completes,
     base,
+    rest,
     length,
     heads,
     kv_heads,
@@ -121,7 +127,7 @@ def means_lse(
     PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """base ``[b, s, h]``, lse in the units of the products; +inf for tokens that see no mean."""
+    """base and rest ``[b, s, h]``, as of ``row_terms``."""
     tiles = (length + ROWS - 1) // ROWS
     tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first
     h = tl.program_id(0) // tiles % heads
@@ -146,9 +152,9 @@ def means_lse(
         c = first + tl.arange(0, KEYS)[None, :]
         s = tl.where((c >= low[:, None]) & (c < high[:, None]), s, float("-inf"))
         _, m, l, _ = online_softmax(s, m, l, slope, False, True)  # noqa: E741
-    alive = l > 0.0
-    whole = m + tl.log2(tl.where(alive, l, 1.0)) / slope
-    tl.store(base + (token + t) * heads + h, tl.where(alive, whole, float("inf")), mask=real)
+    top, log = row_terms(m, l)
+    tl.store(base + (token + t) * heads + h, top, mask=real)
+    tl.store(rest + (token + t) * heads + h, log, mask=real)
 
 
 @triton.jit
@@ -156,6 +162,7 @@ def select_best(
     q,
     means,
     base,
+    rest,
     firsts,
     completes,
     owns,
@@ -206,8 +213,9 @@ def select_best(
             head = (token + t) * heads + hk * GROUP + member
             q_tile = load_group(q, head, real, 0, D, COLUMNS)
             s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES, PRECISION)
-            row_base = tl.load(base + head, mask=real, other=float("inf"))
-            score += tl.exp2(tl.minimum((s - row_base[:, None]) * slope, 0.0))
+            row_base = tl.load(base + head, mask=real, other=0.0)
+            row_rest = tl.load(rest + head, mask=real, other=float("inf"))
+            score += weights(s, row_base[:, None], row_rest[:, None], slope)
         c = first + tl.arange(0, KEYS)[None, :]
         seen = (c >= low[:, None]) & (c < high[:, None]) & (c != (low + own)[:, None])
         score = tl.where(score == score, score, float("inf"))

@@ -22,8 +22,8 @@ class _Residuals:
 
     @staticmethod
     def named(outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        o, base = named(*outputs, saved)
-        return (o,), base
+        o, *rows = named(*outputs, *saved)
+        return (o,), tuple(rows)
 
 
 class Selected:
@@ -38,8 +38,8 @@ class Selected:
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         tensors = {name: arrays[name] for name in ("q", "k", "v", "chosen")}
-        o, base = _launch(work, work.tiles.fwd, "forward", tensors, arrays["places"])
-        return (o,), base
+        o, *rows = _launch(work, work.tiles.fwd, "forward", tensors, arrays["places"])
+        return (o,), tuple(rows)
 
     def backward(
         self,
@@ -55,7 +55,7 @@ class Selected:
         delta = jnp.einsum(
             "bshd,bshd->bsh", do, o, preferred_element_type=jnp.float32, precision="highest"
         )
-        tensors |= {"do": do, "base": saved, "delta": delta}
+        tensors |= {"do": do, "base": saved[0], "rest": saved[1], "delta": delta}
         (dq,) = _launch(work, work.tiles.dq, "dq", tensors, blocks)
         tensors["tokens"], tensors["bounds"] = transposed(arrays["chosen"], blocks)
         parts = _launch(work, work.tiles.dkv, "pieces", tensors, blocks)

@@ -1,0 +1,222 @@
+"""Native sparse attention through Triton's interpreter, against its definition in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.triton.native_sparse_attention import plans, select, tiles
+from ejkernel.kernels.triton.native_sparse_attention.implementation import native_sparse_attention
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.ops import interpret_mode
+from ejkernel.types.structure import Unsupported
+from ejkernel.types.token_blocks import block_means, find_blocks
+from ejktest.oracles import sparse as oracle
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton")
+
+S, HK, D, DV, SIZE = 21, 2, 16, 8, 4
+RNG = np.random.default_rng(0)
+TARGET = cuda_target(90)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with interpret_mode(), compile_for(TARGET):
+        yield
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def inputs(group, gates=3, length=S, hk=HK):
+    h = hk * group
+    arrays = [normal(1, length, h, D), normal(1, length, hk, D), normal(1, length, hk, DV)]
+    return arrays + [normal(1, length, h) for _ in range(gates)]
+
+
+def pulled(fn, args, weight):
+    """Output, and ``weight`` pulled back to the arguments."""
+    out, pull = jax.vjp(fn, *args)
+    return out, pull(weight.astype(out.dtype))
+
+
+def compare(ours, theirs, args):
+    weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
+    with jax.enable_x64(True):
+        exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
+        reference, exact = pulled(theirs, exact_args, jnp.asarray(weight))
+    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, jnp.float32))
+    check_close(out, reference)
+    for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
+        check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
+
+
+def test_selection_and_all_branches():
+    args, window, count, scale = inputs(3), 5, 3, -0.3
+
+    def ours(q, k, v, g_cmp, g_slc, g_swa):
+        return native_sparse_attention(
+            q, k, v, g_cmp, g_slc, block_counts=count, block_size=SIZE, sliding_window=window,
+            g_swa=g_swa, softmax_scale=scale,
+        )  # fmt: skip
+
+    def theirs(q, k, v, *gates):
+        return oracle.sequence(
+            q[0], k[0], v[0], [g[0] for g in gates], size=SIZE, count=lambda t, m: count,
+            scale=scale, window=window, length=S,
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
+@pytest.mark.parametrize(("group", "size", "tile"), [(2, SIZE, None), (1, 20, 16)])
+def test_given_blocks_with_counts_duplicates_and_strangers(group, size, tile, monkeypatch):
+    """A block of more keys than a tile has two of them; lists that are cut into pieces."""
+    monkeypatch.setattr(plans, "piece_length", lambda p: 16)
+    args, slots = inputs(group, gates=0), 5
+    indices = RNG.integers(-2, S // size + 3, (1, S, HK, slots)).astype(np.int32)
+    indices[0, :, :, 2] = indices[0, :, :, 0]
+    indices[0, :, :, 3] = 0  # of all tokens: more than one piece
+    counts = RNG.integers(1, slots + 1, (1, S, HK)).astype(np.int32)
+
+    def ours(q, k, v):
+        return native_sparse_attention(
+            q, k, v, block_indices=indices, block_counts=counts, block_size=size,
+            cfg={"kv_tile": tile},
+        )  # fmt: skip
+
+    def theirs(q, k, v):
+        return oracle.sequence(
+            q[0], k[0], v[0], (None, None, None), size=size, scale=D**-0.5, length=S,
+            count=lambda t, m: int(counts[0, t, m]), indices=indices[0].tolist(),
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
+def test_packed_equals_each_sequence_alone():
+    """Counts below the bound take the best blocks; nothing of padding is read."""
+    lengths, total = [7, 0, 7], 17
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    args = inputs(2, gates=1, length=total)
+    counts = RNG.integers(1, 4, (1, total, HK)).astype(np.int32)
+
+    @jax.jit
+    def pull(args, counts, cu=None):
+        def call(q, k, v, g_cmp):
+            return native_sparse_attention(
+                q, k, v, g_cmp, None, None, counts, cu, block_size=2, max_block_count=3
+            )
+
+        out, back = jax.vjp(call, *args)
+        return out, *back(jnp.cos(out))
+
+    padded = [x.at[:, cu[-1] :].set(jnp.nan) for x in args]
+    packed = pull(padded, counts, cu)
+    for a, b in ((0, 7), (7, 14)):
+        alone = pull([x[:, a:b] for x in args], counts[:, a:b])
+        for got, want in zip(packed, alone, strict=True):
+            np.testing.assert_allclose(got[:, a:b], want, atol=4e-6)
+    assert not any(np.asarray(x)[:, cu[-1] :].any() for x in packed)
+
+
+def test_wide_groups_in_half_precision_and_vmap():
+    """64 query heads share a key head; two rows are two calls, and two runs the same bits."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(64, gates=0, length=5, hk=1))
+    every = jnp.asarray([[0, 1]] * 5, jnp.int32)[None, :, None]
+
+    @jax.jit
+    def pull(q, k, v):
+        def run(q, k, v):
+            return native_sparse_attention(q, k, v, block_indices=every, block_size=SIZE)
+
+        out, back = jax.vjp(run, q, k, v)
+        return out, *back(out)
+
+    batch = [jnp.stack([x, 2 * x]) for x in (q, k, v)]
+    single, lifted = pull(q, k, v), jax.jit(jax.vmap(pull))(*batch)
+    assert single[0].dtype == jnp.bfloat16
+    for a, b in zip(single, lifted, strict=True):
+        np.testing.assert_array_equal(a, b[0])
+    x = jnp.einsum("bqhd,bkxd->bhqk", q.astype(jnp.float32), k.astype(jnp.float32)) * D**-0.5
+    p = jax.nn.softmax(jnp.where(np.tri(5, dtype=bool), x, -jnp.inf))
+    want = jnp.einsum("bhqk,bkxd->bqhd", p, v.astype(jnp.float32))
+    check_close(single[0], want, rms_limit=5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_means_are_sums_of_exact_terms(dtype):
+    means = normal(1, 3, 2, 8) * jnp.asarray([1e-3, 1.0, 1e4])[:, None, None]
+    found = jax.jit(select.exact_terms, static_argnums=1)(means, dtype)
+    parts = np.split(np.asarray(found, np.float64), 3, axis=-1)
+    np.testing.assert_array_equal(sum(parts), np.asarray(means, np.float64))
+    assert all((x.astype(np.float32).view(np.uint32) & 0x1FFF == 0).all() for x in parts)
+
+
+def ranked(q, k, size, slots, **tile):
+    s, h, d = q.shape[1:]
+    blocks = find_blocks(s, size)
+    p = Problem(1, s, h, 1, d, d, size, blocks.count, slots, 0.25, q.dtype.name, False)
+    return select.select(p, TARGET, q, k, blocks, True), blocks
+
+
+def test_ties_go_to_the_lower_block_across_tiles(monkeypatch):
+    """Of equal scores, and against scores computed in one product; 70 blocks are three tiles."""
+    s, size, slots = 140, 2, 4
+    same, _ = ranked(jnp.ones((1, s, 2, 16)), jnp.ones((1, s, 1, 16)), size, slots)
+    for t in range(s):
+        own = t // size
+        rest = [c for c in range((t + 1) // size) if c != own]
+        want = ([own, *rest] + [-1] * slots)[:slots]
+        np.testing.assert_array_equal(same[0, t, 0], want)
+    q, k = normal(1, s, 2, 16).astype(jnp.bfloat16), normal(1, s, 1, 16).astype(jnp.bfloat16)
+    got, blocks = ranked(q, k, size, slots)
+    x = 0.25 * np.einsum(
+        "bshd,bnxd->shn", *(np.asarray(y, float) for y in (q, block_means(k, blocks)))
+    )
+    seen = (np.arange(s)[:, None] + 1) // size > np.arange(blocks.count)
+    p = np.exp(np.where(seen[:, None], x, -np.inf))
+    score = (p / np.maximum(p.sum(-1, keepdims=True), 1e-9)).sum(1)
+    score = np.where(seen, score, -1.0)
+    score[np.arange(s), np.arange(s) // size] = 9.0
+    want = np.argsort(-score, axis=-1, kind="stable")[:, :slots]
+    want = np.where(np.take_along_axis(score, want, -1) < 0, -1, want)
+    np.testing.assert_array_equal(got[0, :, 0], want)
+
+
+def test_large_logits_and_a_scale_of_zero():
+    """Logits of 4e10, all alike, and no logits: the answer is the mean of what is seen."""
+    k, v = jnp.full((1, 10, 1, 16), 1e5), normal(1, 10, 1, 16)
+    indices = jnp.zeros((1, 10, 1, 1), jnp.int32)
+    for options in ({"softmax_scale": 1.0}, {"softmax_scale": 0.0}):
+        run = partial(native_sparse_attention, block_indices=indices, block_size=10, **options)
+        o, back = jax.vjp(lambda v, run=run: run(k, k, v)[:, -1], v)
+        np.testing.assert_allclose(o, v.mean(1), atol=1e-6)
+        np.testing.assert_allclose(back(jnp.ones_like(o))[0], np.full(v.shape, 0.1), atol=1e-6)
+
+
+def test_refuses():
+    q, k, v = inputs(2, gates=0)
+    with pytest.raises(Unsupported, match=r"head dim 12"):
+        native_sparse_attention(q, k, v[..., :1].repeat(12, -1))
+    counts = jnp.ones((1, 100, 1), jnp.int32)
+    q, k = normal(1, 100, 1, 16), normal(1, 100, 1, 16)
+    with pytest.raises(Unsupported, match=r"block_counts: at most 65 .* up to 100"):
+        native_sparse_attention(q, k, k, block_counts=counts, block_size=1)
+    assert native_sparse_attention(q[:, :0], k[:, :0], k[:, :0]).shape == (1, 0, 1, 16)
+
+
+def test_configs_are_read_back():
+    p = Problem(1, 512, 8, 2, 64, 64, 64, 8, 4, 0.1, "bfloat16", False)
+    chosen = tiles.choose(p, TARGET)
+    assert tiles.honour(chosen, tiles.fields(chosen), p).fwd == chosen.fwd
+    given = tiles.honour(chosen, {"kv_tile": 16, "q_tile": 2, "num_warps": 2}, p)
+    assert (given.fwd.keys, given.dkv.tokens, given.dq.num_warps) == (16, 2, 2)
