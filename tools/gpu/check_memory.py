@@ -38,6 +38,9 @@ from ejkernel.kernels.triton import bridge  # noqa: E402
 from ejkernel.kernels.triton.blocksparse_attention import blocksparse_attention  # noqa: E402
 from ejkernel.kernels.triton.flash_attention import flash_attention  # noqa: E402
 from ejkernel.kernels.triton.grouped_matmul import grouped_matmul  # noqa: E402
+from ejkernel.kernels.triton.native_sparse_attention import (  # noqa: E402
+    native_sparse_attention,
+)
 from ejkernel.kernels.triton.page_attention import page_attention  # noqa: E402
 from ejkernel.kernels.triton.ragged_decode_attention import (  # noqa: E402
     ragged_decode_attention,
@@ -51,6 +54,7 @@ from ejktest import (  # noqa: E402
     grouped_cases,
     paged_at_size,
     ragged_cases,
+    sparse_cases,
     variants,
 )
 
@@ -90,6 +94,24 @@ def grouped(*case):
     return run(*arrays)
 
 
+def lists(name: str):
+    run, arrays = sparse_cases.pull(native_sparse_attention, name)
+    return run(**arrays)
+
+
+def branches():
+    x = sparse_cases.draw(sparse_cases.CASES["one head d64"])
+    gate = jnp.ones(x["query"].shape[:3], jnp.bfloat16)
+    cu = jnp.asarray([0, 5, 5, 470, 761])
+    out, back = jax.vjp(
+        lambda q, k, v: native_sparse_attention(
+            q, k, v, gate, None, None, 3, cu, block_size=10, sliding_window=20
+        ),
+        *(x[name] for name in ("query", "key", "value")),
+    )
+    return out, back(x["do"])
+
+
 def varied(operation: str, label: str):
     call = VARIANTS[operation, label]
     smooth = {name: call.arrays[name] for name in call.gradients}
@@ -120,6 +142,8 @@ CALLS = (
     (grouped, "some of eight", "bfloat16", True),
     (grouped, "around a tile", "odd bfloat16", False),
     (grouped, "around a tile", "odd float32", False),
+    *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
+    (branches,),
     *((varied, *names) for names in VARIANTS),
 )  # fmt: skip
 

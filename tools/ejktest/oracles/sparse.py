@@ -76,3 +76,28 @@ def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window
         rows.append(out)
     padding = [jnp.zeros((h, v.shape[2]))] * (q.shape[0] - s)
     return jnp.stack(rows + padding)
+
+
+def over_lists(q, k, v, chosen, size, scale, do):
+    """(o, dq, dk, dv) of attention over listed blocks, in float64 numpy, from the formulas.
+
+    q ``[s, h, d]``, k/v ``[s, hk, .]``, do ``[s, h, dv]``; chosen ``[s, hk, slots]``, -1 = none.
+    """
+    q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
+    s, hk, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    blocks = np.arange(-(-s // size))
+    o, dq, dk, dv = np.zeros_like(do), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for m in range(hk):
+        listed = (np.asarray(chosen)[:, m, :, None] == blocks).any(1)
+        seen = np.repeat(listed, size, axis=1)[:, :s] & np.tri(s, dtype=bool)
+        for h in range(m * group, (m + 1) * group):
+            x = np.where(seen, scale * q[:, h] @ k[:, m].T, -np.inf)
+            p = np.exp(x - x.max(1, keepdims=True, initial=-1e300))
+            p /= np.maximum(p.sum(1, keepdims=True), 1e-300)
+            o[:, h] = p @ v[:, m]
+            dp = do[:, h] @ v[:, m].T
+            ds = scale * p * (dp - (do[:, h] * o[:, h]).sum(1, keepdims=True))
+            dq[:, h] = ds @ k[:, m]
+            dk[:, m] += ds.T @ q[:, h]
+            dv[:, m] += p.T @ do[:, h]
+    return o, dq, dk, dv

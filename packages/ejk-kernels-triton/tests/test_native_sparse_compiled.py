@@ -1,0 +1,88 @@
+"""The shipped launches of native sparse attention compile without spilling registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels.triton.native_sparse_attention import plans, select, tiles
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.resources import Resources, measure, plan_source
+from ejkernel.kernels.triton.targets import Target, cuda_target, rocm_target
+
+pytest.importorskip("triton")
+
+TARGETS = {
+    "sm_80": cuda_target(80, 108),
+    "sm_90": cuda_target(90),
+    "sm_100": cuda_target(100, 148),
+    "gfx942": rocm_target("gfx942"),
+}
+# length, heads, kv_heads, dim, value_dim, size, blocks, slots, dtype, packed
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "64:4 d128": (32768, 64, 4, 128, 128, 64, 512, 16, "bfloat16", False),
+    "one head d64": (8192, 8, 8, 64, 64, 32, 300, 33, "bfloat16", True),
+    "64:1 d192/128": (8192, 64, 1, 192, 128, 128, 64, 8, "bfloat16", False),
+    "d256 float16": (8192, 32, 4, 256, 256, 64, 128, 16, "float16", False),
+    "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
+}
+KINDS = ("forward", "dq", "pieces", "sums", "lse", "ranks")
+
+
+def problem(shape: str) -> Problem:
+    length, h, hk, d, dv, size, blocks, slots, dtype, packed = SHAPES[shape]
+    return Problem(1, length, h, hk, d, dv, size, blocks, slots, d**-0.5, dtype, packed)
+
+
+def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
+    row, key = (p.batch, p.length), (p.batch, p.kv_heads)
+    kind = "bfloat16" if p.dtype == "bfloat16" else "float32"
+    found = {
+        "q": ((*row, p.heads, p.dim), p.dtype),
+        "k": ((*row, p.kv_heads, p.dim), p.dtype),
+        "v": ((*row, p.kv_heads, p.value_dim), p.dtype),
+        "do": ((*row, p.heads, p.value_dim), p.dtype),
+        "means": ((p.batch, p.blocks, p.kv_heads, p.dim * select.terms(p.dtype)), kind),
+        "chosen": ((*row, p.kv_heads, p.slots), "int32"),
+        "tokens": ((*key, p.entries), "int32"),
+        "bounds": ((*key, p.blocks + 1), "int32"),
+        **dict.fromkeys(("base", "rest", "delta"), ((*row, p.heads), "float32")),
+        **dict.fromkeys(("starts", "firsts", "completes", "owns"), (row, "int32")),
+        **dict.fromkeys(("first_tokens", "last_tokens"), ((p.batch, p.blocks), "int32")),
+    }
+    avals = {n: jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for n, (shape, kind) in found.items()}
+    parts = plans.SelectedPlan(p, dkv, "pieces").outputs()
+    return avals | dict(zip(("dk_parts", "dv_parts"), parts, strict=True))
+
+
+def used(shape: str, kind: str, target: Target) -> Resources:
+    p = problem(shape)
+    chosen = tiles.choose(p, target)
+    if kind in ("lse", "ranks"):
+        plan: Any = select.SelectPlan(p, select.choose(p, target, ranks=kind == "ranks"), kind)
+    else:
+        tile = {"forward": chosen.fwd, "dq": chosen.dq}.get(kind, chosen.dkv)
+        plan = plans.SelectedPlan(p, tile, kind)
+    given = operands(p, chosen.dkv)
+    found = measure(plan_source(plan, [given[n] for n in plan.names], target), target)
+    print(f"{shape} {kind} {target.name}: {plan.tiles}: {found}")
+    assert found.shared <= target.shared_limit
+    return found
+
+
+@pytest.mark.parametrize("kind", ["forward", "pieces"])
+def test_compiles(kind):
+    found = used("64:4 d128", kind, TARGETS["sm_90"])
+    assert found.spills == 0 and found.products > 0 and not found.serialized
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TARGETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiles_everywhere(shape, chip):
+    assert {kind: used(shape, kind, TARGETS[chip]).spills for kind in KINDS} == dict.fromkeys(
+        KINDS, 0
+    )

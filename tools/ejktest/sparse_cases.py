@@ -1,0 +1,71 @@
+"""Calls of native sparse attention for a GPU: what must be right, and what memory checkers run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of ``length`` tokens, lists of ``slots`` blocks of ``size``."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    size: int
+    slots: int
+    dtype: str = "bfloat16"
+
+
+CASES = {
+    "64:4 d128": Case(1500, 64, 4, 128, 128, 64, 16),
+    "64:1 d192/128": Case(700, 64, 1, 192, 128, 128, 3),
+    "odd group d80": Case(701, 6, 2, 80, 64, 50, 5, "float16"),
+    "one head d64": Case(777, 3, 3, 64, 64, 16, 12),
+    "d256": Case(600, 8, 2, 256, 256, 64, 4),
+    "float32": Case(500, 8, 2, 128, 128, 32, 6, "float32"),
+}
+
+
+def draw(case: Case) -> dict[str, Any]:
+    """query, key, value, the output's cotangent, and lists: the own block, the first block, and
+    others of which some come twice or lie ahead."""
+    rng = np.random.default_rng(0)
+    s, h, hk = case.length, case.heads, case.kv_heads
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+
+    indices = rng.integers(-1, s // case.size + 1, (1, s, hk, case.slots)).astype(np.int32)
+    indices[..., 0] = (np.arange(s) // case.size)[None, :, None]
+    indices[..., 1] = 0
+    return {
+        "query": normal(1, s, h, case.dim),
+        "key": normal(1, s, hk, case.dim),
+        "value": normal(1, s, hk, case.value_dim),
+        "do": normal(1, s, h, case.value_dim),
+        "block_indices": jnp.asarray(indices),
+    }
+
+
+def pull(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A jitted (o, dq, dk, dv) of a case, and its arrays."""
+    case = CASES[name]
+
+    @jax.jit
+    def run(query: Any, key: Any, value: Any, do: Any, block_indices: Any) -> Any:
+        def call(q: Any, k: Any, v: Any) -> Any:
+            return function(q, k, v, block_indices=block_indices, block_size=case.size)
+
+        out, back = jax.vjp(call, query, key, value)
+        return out, *back(do)
+
+    return run, draw(case)
