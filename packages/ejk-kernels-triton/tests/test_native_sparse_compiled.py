@@ -26,7 +26,8 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "64:4 d128": (32768, 64, 4, 128, 128, 64, 512, 16, "bfloat16", False),
     "one head d64": (8192, 8, 8, 64, 64, 32, 300, 33, "bfloat16", True),
     "64:1 d192/128": (8192, 64, 1, 192, 128, 128, 64, 8, "bfloat16", False),
-    "d256 float16": (8192, 32, 4, 256, 256, 64, 128, 16, "float16", False),
+    "d256": (8192, 32, 4, 256, 256, 64, 128, 16, "bfloat16", False),
+    "d128 float16": (8192, 32, 8, 128, 128, 64, 128, 16, "float16", False),
     "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
 }
 KINDS = ("forward", "dq", "pieces", "sums", "lse", "ranks")
@@ -39,7 +40,7 @@ def problem(shape: str) -> Problem:
 
 def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
     row, key = (p.batch, p.length), (p.batch, p.kv_heads)
-    kind = "bfloat16" if p.dtype == "bfloat16" else "float32"
+    kind = "float32" if p.dtype == "float32" else "bfloat16"
     found = {
         "q": ((*row, p.heads, p.dim), p.dtype),
         "k": ((*row, p.kv_heads, p.dim), p.dtype),

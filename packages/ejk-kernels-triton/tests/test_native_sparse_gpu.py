@@ -48,10 +48,9 @@ def test_selected_against_float64(name):
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "dim", "size", "slots", "dtype"),
     [
-        (4000, 64, 4, 128, 64, 16, "bfloat16"),
-        (1500, 6, 2, 80, 16, 40, "bfloat16"),
-        (1000, 8, 2, 64, 32, 6, "float16"),
-        (900, 4, 4, 256, 16, 8, "float32"),
+        (2000, 32, 2, 128, 16, 16, "bfloat16"),
+        (1000, 6, 2, 80, 16, 40, "float16"),
+        (500, 4, 4, 64, 16, 8, "float32"),
     ],
 )
 def test_chosen_blocks_have_the_best_scores(length, heads, kv_heads, dim, size, slots, dtype):

@@ -33,21 +33,22 @@ class Tiles:
 
 def choose(p: Problem, target: Target, *, ranks: bool) -> Tiles:
     """The tiles of the lse, or of the ranking, which has the best so far in registers too."""
-    wide = padded(p.dim) > 128
+    columns = padded(p.dim)
+    wide = columns > 128
     if p.dtype == "float32":
         # products without matrix instructions: small tiles keep operands in registers
-        return Tiles(16 if wide else 32, 32, 8, 1)
-    if target.platform == "rocm" or p.dtype == "float16":
-        return Tiles(32, 16 if wide or p.dtype == "float16" else 32, 4, 1)
-    small = target.shared_limit < 160 * 1024  # three terms of the means, and queries twice
-    rows, keys = (64, 64) if ranks else (128, 64)
-    if p.slots > 33:
-        rows = min(rows, 32)
-    if small or wide:
-        keys = 32
-    if small and wide:
-        rows, keys = 32, 16
-    return Tiles(rows, keys, 4 if rows <= 64 else 8, 2)
+        return Tiles(16, 16 if wide else 32, 8, 1)
+    if target.platform == "rocm":
+        return Tiles(32, 16 if wide else 32, 4, 1)
+    if not ranks:
+        return Tiles(128, 32 if wide else 64, 8, 2) if target.hopper else Tiles(64, 32, 4, 2)
+    # queries are operands in registers, beside scores and the best so far; two terms of float16
+    # queries leave room for 16 rows, and of 256 columns spill a little even so
+    if p.dtype == "float16":
+        return Tiles(16, 16 if wide else 32, 4, 2)
+    rows = 64 if columns <= (128 if target.hopper else 64) and p.slots <= 33 else 32
+    keys = 64 if columns <= 64 and target.hopper else 32
+    return Tiles(rows, keys if target.hopper or not wide else 16, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,6 @@ class SelectPlan:
             "ROWS": t.rows,
             "KEYS": t.keys,
             "PIECES": terms(p.dtype),
-            "PRECISION": "ieee" if p.dtype == "float32" else "tf32",
         }
         if ranks:
             arguments["slots"] = p.slots
@@ -125,17 +125,14 @@ def terms(dtype: str) -> int:
 def exact_terms(means: jax.Array, dtype: str) -> jax.Array:
     """Float32 means ``[b, n, hk, d]`` as ``[b, n, hk, terms * d]``, large terms first.
 
-    Three of bfloat16, beside queries in bfloat16, or three that TF32 holds, beside float16: all 24
-    bits, and nothing of a product is rounded.
+    Three of bfloat16 hold all 24 bits; float16 queries are two of them, bfloat16 queries one.
     """
     if terms(dtype) == 1:
         return means
-    digits = 7 if dtype == "bfloat16" else 10
-    high = lax.reduce_precision(means, 8, digits)
-    middle = lax.reduce_precision(means - high, 8, digits)
-    low = lax.reduce_precision(means - high - middle, 8, digits)
-    kind = jnp.bfloat16 if dtype == "bfloat16" else jnp.float32
-    return jnp.concatenate([high, middle, low], axis=-1).astype(kind)
+    high = lax.reduce_precision(means, 8, 7)
+    middle = lax.reduce_precision(means - high, 8, 7)
+    low = lax.reduce_precision(means - high - middle, 8, 7)
+    return jnp.concatenate([high, middle, low], axis=-1).astype(jnp.bfloat16)
 
 
 def must_rank(p: Problem, sorts: bool) -> bool:

@@ -7,8 +7,8 @@ query heads h of the group:
 
 The own block comes first, then the blocks of the largest scores, ties to the lower number.
 
-Products are those of float32: a mean is the sum of three numbers that a matrix instruction takes
-as they are, as the queries are, so that each product is exact and sums are float32.
+Products are those of float32: a mean is the sum of three numbers of bfloat16, a query in float16 of
+two, so that each of their products is exact, and sums are float32.
 
 Work split: first one program per (tile of tokens, head), for lse alone; then one per (tile of
 tokens, key head), which walks over blocks, and for each tile of them over the heads of the group.
@@ -61,15 +61,21 @@ def load_means(
 
 
 @triton.jit
-def exact_products(q, high, middle, low, sign, PIECES: tl.constexpr, PRECISION: tl.constexpr):
+def exact_products(q, high, middle, low, sign, PIECES: tl.constexpr):
     """Float32 products of queries and means."""
-    q = q.to(high.dtype)
-    if PIECES == 3:  # what is small comes first
-        s = tl.dot(q, tl.trans(low), input_precision=PRECISION)
-        s = tl.dot(q, tl.trans(middle), s, input_precision=PRECISION)
-        s = tl.dot(q, tl.trans(high), s, input_precision=PRECISION)
-    else:
-        s = tl.dot(q, tl.trans(high), input_precision=PRECISION)
+    if PIECES == 1:
+        s = tl.dot(q, tl.trans(high), input_precision="ieee")
+    else:  # what is small comes first
+        large = q.to(tl.bfloat16)
+        s = tl.zeros([q.shape[0], high.shape[0]], tl.float32)
+        if q.dtype != tl.bfloat16:
+            small = (q.to(tl.float32) - large.to(tl.float32)).to(tl.bfloat16)
+            s = tl.dot(small, tl.trans(low), s)
+            s = tl.dot(small, tl.trans(middle), s)
+            s = tl.dot(small, tl.trans(high), s)
+        s = tl.dot(large, tl.trans(low), s)
+        s = tl.dot(large, tl.trans(middle), s)
+        s = tl.dot(large, tl.trans(high), s)
     if sign is not None:
         s = s * sign
     return s
@@ -125,7 +131,6 @@ def means_lse(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PIECES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """base and rest ``[b, s, h]``, as of ``row_terms``."""
     tiles = (length + ROWS - 1) // ROWS
@@ -148,7 +153,7 @@ def means_lse(
         k_high, k_middle, k_low = load_means(
             means, means_base, first, blocks, stride, D, COLUMNS, KEYS, PIECES
         )
-        s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES, PRECISION)
+        s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES)
         c = first + tl.arange(0, KEYS)[None, :]
         s = tl.where((c >= low[:, None]) & (c < high[:, None]), s, float("-inf"))
         _, m, l, _ = online_softmax(s, m, l, slope, False, True)  # noqa: E741
@@ -183,7 +188,6 @@ def select_best(
     COUNT: tl.constexpr,
     KEEP: tl.constexpr,
     PIECES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """chosen ``[b, s, hk, slots]``: the own block and the COUNT best others, numbered in their
     sequence, best first; -1 behind them. ``owns [b, s]``: -1 for tokens of no sequence."""
@@ -212,7 +216,7 @@ def select_best(
         for member in tl.range(0, GROUP):
             head = (token + t) * heads + hk * GROUP + member
             q_tile = load_group(q, head, real, 0, D, COLUMNS)
-            s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES, PRECISION)
+            s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES)
             row_base = tl.load(base + head, mask=real, other=0.0)
             row_rest = tl.load(rest + head, mask=real, other=float("inf"))
             score += weights(s, row_base[:, None], row_rest[:, None], slope)

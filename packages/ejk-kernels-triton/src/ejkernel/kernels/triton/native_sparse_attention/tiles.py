@@ -38,22 +38,24 @@ def padded(n: int) -> int:
 
 def choose(p: Problem, target: Target) -> SparseTiles:
     """The tiles of a call by the arithmetic below."""
-    return SparseTiles(_walk(p, target, 1), _walk(p, target, 2), _transposed(p, target))
+    fwd = _walk(p, target)
+    dq = fwd
+    older = target.platform == "cuda" and not target.hopper
+    if p.itemsize == 2 and older and padded(p.dim) > 128:
+        # one more accumulator and keys in two layouts: the registers of eight warps
+        dq = replace(fwd, num_warps=8)
+    return SparseTiles(fwd, dq, _transposed(p, target))
 
 
-def _walk(p: Problem, target: Target, products: int) -> Tiles:
-    """Of a pass with one program a token: ``products`` 2 where keys are read in two layouts."""
+def _walk(p: Problem, target: Target) -> Tiles:
+    """Of a pass with one program a token."""
     columns = padded(p.dim) + padded(p.value_dim)
-    # rows are few: warps beyond those that 16 rows each keep busy would repeat each other's work
-    warps = max(1, min(4, padded(p.group) // 16))
+    warps = max(2, min(4, padded(p.group) // 16))
     keys = min(64, padded(p.size))
-    if p.itemsize == 4:
-        return Tiles(min(32, keys), max(2, warps), 1)
-    if target.platform == "rocm":
-        return Tiles(min(32, keys), max(1, warps), 1)
-    # registers of a thread: the accumulator of 16 rows beside as many operands
+    if p.itemsize == 4 or target.platform == "rocm":
+        return Tiles(min(32, keys), warps, 1)
     if columns > 256:
-        keys, warps = min(32, keys), max(2, warps)
+        keys = min(32, keys)
     stages = 2
     while keys > 16 and stages * keys * columns * p.itemsize > target.shared_limit // 3:
         keys //= 2  # three programs a multiprocessor hide each other's waits
@@ -63,18 +65,17 @@ def _walk(p: Problem, target: Target, products: int) -> Tiles:
 def _transposed(p: Problem, target: Target) -> Tiles:
     """Of the key gradients: rows are the query heads of several tokens."""
     group, columns = power_of_two(p.group), padded(p.dim) + padded(p.value_dim)
-    keys = min(64, padded(p.size))
-    rows = 64
-    if p.itemsize == 4:
-        keys, rows = min(32, keys), 32
-    elif target.platform == "rocm":
-        keys, rows = min(32, keys), 32
-    elif columns > 256:
-        rows = 32
+    keys, rows, warps = min(64, padded(p.size)), 64, 4
     if columns > 256:
-        keys = min(32, keys)
+        keys, rows = min(32, keys), 32
+    elif columns > 128 and target.hopper and group < 16:
+        rows = 32  # addresses of more tokens take the registers of the others
+    if target.platform == "rocm" or p.itemsize == 4:
+        rows, keys = 32, min(16 if columns > 256 else 32, keys)
+    elif columns > 128 and not target.hopper:
+        warps = 8  # two accumulators of 64 x 128
     stages = 1 if target.platform == "rocm" or p.itemsize == 4 else 2
-    return Tiles(keys, 4, stages, max(1, max(rows, 16) // group))
+    return Tiles(keys, warps, stages, max(1, rows // group))
 
 
 FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile"}
