@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from ejkernel import modules
 from ejkernel.modules import MeanPoolingConfig
-from ejkernel.modules.cli import main, sections
+from ejkernel.modules.cli import main, sections, trials
 from ejkernel.modules.operations.mean_pooling import MeanPooling
 
 WORDS = ["s=64", "d=16", "dtype=float32"]
@@ -69,6 +70,19 @@ def test_doctor_on_this_machine(capsys):
     assert all(row["platforms"]["xla"] == "yes" for row in found["operations"])
     assert main(["doctor", "--no-run", "--plain"]) == 0
     assert "ejkernel can be used here" in capsys.readouterr().out
+
+
+def test_gated_gradients_of_a_wrong_compiler_are_reported(monkeypatch):
+    (right,) = trials.gated_gradients("xla")
+    assert right.status == "ok", right.found
+    exact = modules.recurrent_attention
+
+    def wrong(q, k, v, g, **options):
+        return exact(q, k, v, g=g + 1e-2 * v[..., 0], **options)
+
+    monkeypatch.setattr(modules, "recurrent_attention", wrong)
+    (found,) = trials.gated_gradients("xla")
+    assert found.status == "fail" and "triton" in found.fix
 
 
 def test_doctor_names_the_fix(capsys, monkeypatch, tmp_path):

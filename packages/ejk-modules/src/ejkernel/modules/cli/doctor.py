@@ -71,6 +71,9 @@ def examine(*, run: bool) -> tuple[list[checks.Check], dict[str, Any], list[dict
         )  # fmt: skip
     if run:
         found += trials.small_call()
+        gated = next(row for row in table if row["operation"] == "recurrent_attention")
+        if gated["platforms"]["triton"] == "yes":
+            found += trials.gated_gradients("triton")
     return found, device, table
 
 

@@ -103,3 +103,52 @@ def small_call() -> Iterator[Check]:
         f"{time.perf_counter() - start:.1f} s with compilation",
         "" if sound else "report this with the output of: ejk doctor --json",
     )  # fmt: skip
+
+
+def gated_gradients(platform: str) -> Iterator[Check]:
+    """Gradients of gated linear attention over a few chunks, against the formula in numpy.
+
+    Some compilers of Triton got them wrong on Hopper, and nothing else.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from ejkernel.modules import recurrent_attention
+    from ejkernel.ops import policy_override
+
+    rng = np.random.default_rng(0)
+    rounded = jnp.asarray(rng.standard_normal((4, 192, 64)), jnp.bfloat16)
+    q, k, v, do = np.asarray(rounded, np.float64)
+    g = -np.abs(rng.standard_normal(192)).astype(np.float32) / 8
+    what = f"gated gradients on {platform}"
+
+    def call(q, k, v, g):
+        return recurrent_attention(q, k, v, g=g, softmax_scale=1.0, platform=platform)
+
+    try:
+        with policy_override(autotune=False):
+            rows = [x[None, :, None] for x in (*rounded, jnp.asarray(g))]
+            pull = jax.vjp(call, *rows[:3], rows[4])[1]
+            found = [np.asarray(x, np.float64)[0, :, 0] for x in pull(rows[3])]
+    except Exception as error:
+        line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        fix = f"ejk explain recurrent_attention --platform {platform}"
+        yield Check("kernels", what, "fail", f"{type(error).__name__}: {line}", fix)
+        return
+    total = np.cumsum(g, dtype=np.float64)
+    decay = np.exp(np.where(np.tri(192, dtype=bool), total[:, None] - total, -np.inf))
+    weights, pairs = decay * (q @ k.T), decay * (do @ v.T)
+    both = pairs * (q @ k.T)
+    dg = np.cumsum((both.sum(1) - both.sum(0))[::-1])[::-1]
+    expected = (pairs @ k, pairs.T @ q, weights.T @ do, dg)
+    errors = [
+        float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(found, expected, strict=True)
+    ]
+    sound = bool(np.max(errors) < 2e-2)  # NaN is not
+    yield Check(
+        "kernels", what, "ok" if sound else "fail",
+        "recurrent_attention: largest errors of dq, dk, dv, dg are "
+        + ", ".join(f"{e:.1e}" for e in errors) + " of the largest value",
+        "" if sound else "python -m pip install -U triton   # 3.4 to 3.7.0 compile them wrongly",
+    )  # fmt: skip
