@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ejkernel.kernels.triton.linear_attention import (
     gla_attention,
@@ -190,3 +193,58 @@ def test_refuses():
     wide = make((), **{**DIMS, "dv": 300})
     with pytest.raises(Unsupported, match="300"):
         recurrent_attention(**wide)
+
+
+@partial(jax.jit, static_argnames="reverse")
+def values_and_gradients(args, do, cu=None, *, reverse=False):
+    def run(args):
+        options = {"return_state": True, "reverse": reverse, "cfg": SMALL}
+        o, state = recurrent_attention(**args, cu_seqlens=cu, **options)
+        return jnp.sum(o * do) + jnp.sum(jnp.sin(state)), (o, state)
+
+    grads, found = jax.grad(run, has_aux=True)(args)
+    return *found, grads
+
+
+def same(found, expected):
+    """A sum in another order: chunks begin elsewhere."""
+    bound = 2e-5 * max(1.0, float(np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, atol=bound, rtol=0)
+
+
+@settings(max_examples=2, deadline=None)
+@given(
+    lengths=st.tuples(*[st.sampled_from([0, 1, 33, 49])] * 2),
+    size=st.sampled_from([0.05, 20.0]),
+    seed=st.integers(0, 9),
+)
+def test_packed_equals_separate_and_twice_reversed_is_forward(lengths, size, seed):
+    """Of lengths up to three chunks and one row; decays per channel of keys."""
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    shape = dict(b=1, s=98, h=1, hk=1, dk=16, dv=16, states=2, seed=seed, size=size)
+    args = make(KINDS["per key channel"], **shape)
+    do = jnp.cos(args["value"])
+    o, state, grads = values_and_gradients(args, do, cu)
+    for m, (first, last) in enumerate(pairwise(cu)):
+        if first == last:
+            np.testing.assert_array_equal(state[m], args["initial_state"][m])
+            continue
+        one = {n: x[:, first:last] for n, x in args.items()}
+        one["initial_state"] = args["initial_state"][m : m + 1]
+        alone = values_and_gradients(one, do[:, first:last])
+        same(o[:, first:last], alone[0])
+        same(state[m], alone[1][0])
+        for name, x in alone[2].items():
+            whole = grads[name]
+            same(whole[m : m + 1] if name == "initial_state" else whole[:, first:last], x)
+    # all rows the other way round, and the sequences with them
+    rows = np.concatenate([np.arange(cu[-1])[::-1], np.arange(cu[-1], 98)])
+
+    def turned(tree):
+        return {n: x[::-1] if n == "initial_state" else x[:, rows] for n, x in tree.items()}
+
+    back = values_and_gradients(turned(args), do[:, rows], cu[-1] - cu[::-1], reverse=True)
+    same(back[0][:, rows], o)
+    same(back[1][::-1], state)
+    for name, x in turned(back[2]).items():
+        same(x, grads[name])

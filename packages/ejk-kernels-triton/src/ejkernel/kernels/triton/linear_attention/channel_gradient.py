@@ -1,22 +1,32 @@
-"""The gradient of a decay per channel, of keys or of values.
+"""Gradients of what meets through decaying channels, of keys or of values, and of the gate.
 
 With a the array that reads through the decaying channels and b the one that is read (q and k for
 keys, do and v for values), c and d the other two, P[t, s] = scale c_t d_s, H the state before the
-chunk and dH the gradient of the one after it, the exponents of a chunk gather, channel by channel,
+chunk, dH the gradient of the one after it, and D[t, s] what lies between two rows,
 
-    halving   e_t a_t sum_s P[t, s] e_s b_s for rows that read, the same with a and b for the others
-    since     scale exp(since_t) a_t (c_t H)
-    rest      exp(rest_s) b_s (d_s dH)
-    all       exp(all) sum of H . dH
+    da_t = sum over s of P[t, s] D[t, s] b_s + scale exp(since_t) c_t H
+    db_s = sum over t of P[t, s] D[t, s] a_t + exp(rest_s) d_s dH
 
-and every gate gets what the exponents that it is in have gathered: a product with the transposed
-matrix of 0 and 1 that made them (``channels``). Nothing is subtracted from anything.
+channel by channel. The gate of row r is in the exponents of all pairs around it:
+
+    dg_r = sum over t >= r of a_t da_t - sum over s >= r of b_s db_s, in the chunk
+         + sum over s of exp(rest_s) b_s (d_s dH) + exp(all) sum of H . dH
+
+*Near* chunks (``channels``) compute just this: one product for da, one for db, one with a matrix of
+0 and 1 for the sums. The first two take the same rounded numbers, so that the difference errs like
+a sum in float32, by 2^-24 of its terms, and no sum runs past a chunk.
+
+Others go by halving. A row of a cut's later half is reached through e_t a_t, one of its earlier
+half through e_s b_s; one product with all pairs of that cut, both ways round, gives the share of da
+for the former and of db for the latter. That share times a or b is what an exponent has gathered,
+and goes back through the transposed matrix of 0 and 1 that made it. Nothing is subtracted from
+anything: gates of any strength lose nothing.
 
 Work split: some channels of one chunk of one head a program; P again for each.
 
-Bound: as ``gate_gradient``, and the gradient itself in float32: 268 + 268 + 134 MB = 0.16 ms for
-2 x 8192 rows, 16 heads of 128, chunks of 64, bfloat16 on an H200. Products with 0 and 1, and P for
-every 16 channels, are 190 GFLOP = 0.27 ms: arithmetic.
+Bound: q, k, v, do, the gate and two states a chunk are read, three gradients written: 2 x 8192
+rows, 16 heads of 128, chunks of 64, bfloat16: 336 + 268 + 201 MB = 0.19 ms on an H200. What it
+takes is instructions: 3,200 a warp of 16,384 programs, 0.23 ms if none ever waited.
 """
 
 from __future__ import annotations
@@ -26,12 +36,43 @@ from typing import Any
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out
-from ejkernel.kernels.triton.linear_attention.channels import crossing, edges, reach, scores, sums
+from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap
+from ejkernel.kernels.triton.linear_attention.channels import middle, near, sees
+from ejkernel.kernels.triton.linear_attention.gather import gather_by_halves, gather_near
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.linear_attention.tiles import (
+    CHANNELS,
+    Tiles,
+    channel_options,
+    width,
+)
 from ejkernel.kernels.triton.targets import Target
+
+
+@triton.jit
+def load_state(
+    states,
+    which,
+    dim,
+    columns,
+    row,
+    column,
+    there,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAPS: tl.constexpr,
+):
+    """From ``row`` and ``column`` on of a state [dim, columns]; whatever if it is not there."""
+    if MAPS:
+        tile = states.load([(which * dim + row).to(tl.int32), column])
+    else:
+        r = tl.arange(0, ROWS)[:, None]
+        c = tl.arange(0, WIDTH)[None, :]
+        states += (which * dim + row) * columns + column
+        inside = (r < tl.where(there, dim - row, 0)) & (c < columns - column)
+        tile = tl.load(states + r * columns + c, mask=inside, other=0.0)
+    return tile
 
 
 @triton.jit
@@ -41,10 +82,14 @@ def channel_gradient(
     reader_other,
     source_other,
     gate,
-    gate_other,
+    halves,
+    pairs,
+    totals,
     states,
     dstates,
     cu,
+    dreader,
+    dsource,
     dgate,
     rows,
     heads,
@@ -65,13 +110,14 @@ def channel_gradient(
     OTHERS: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
+    NEAR: tl.constexpr,
     PARTS: tl.constexpr,
-    OTHER_PARTS: tl.constexpr,
     MAPS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """a, b, c, d are reader, source, reader_other, source_other."""
+    """a, b, c, d are reader, source, reader_other, source_other; with ``pairs`` and
+    ``totals`` the last two come prepared."""
     across = (channels + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
     channel = program % across * CHANNELS
@@ -101,13 +147,25 @@ def channel_gradient(
     reader_other_head = head // (heads // reader_other_heads)
     source_other_head = head // (heads // source_other_heads)
 
-    products = tl.zeros([CHUNK, CHUNK], tl.float32)
+    n = tl.arange(0, CHANNELS)
+    m = tl.arange(0, OTHERS)
+    if pairs is not None:
+        square = pairs + (slot * heads + head) * (CHUNK * CHUNK)
+        products = tl.load(square + each[:, None] * CHUNK + each[None, :]).to(tl.float32)
+    else:
+        products = tl.zeros([CHUNK, CHUNK], tl.float32)
     reached = tl.zeros([CHUNK, CHANNELS], tl.float32)
     leaving = tl.zeros([CHUNK, CHANNELS], tl.float32)
     outside = tl.zeros([CHANNELS], tl.float32)
-    n = tl.arange(0, CHANNELS)
-    state_at = (slot * heads + head) * channels * others
-    wide = tl.where(at < length, channels - channel, 0)  # chunks without rows have no states
+    # by address: all three are on their way at once
+    a = load_rows(
+        reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK, CHANNELS, 0
+    )
+    b = load_rows(
+        source, base, length, at, source_head, source_heads, channel, channels, CHUNK, CHANNELS, 0
+    )
+    g = load_rows(gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, 0)
+    there = at < length  # chunks without rows have no states
     for other in tl.range(0, others, OTHERS):
         c = load_rows(
             reader_other, base, length, at, reader_other_head, reader_other_heads, other, others,
@@ -117,103 +175,107 @@ def channel_gradient(
             source_other, base, length, at, source_other_head, source_other_heads, other, others,
             CHUNK, OTHERS, MAPS,
         ).to(OPERAND)  # fmt: skip
-        m = tl.arange(0, OTHERS)[:, None]
         if OF_VALUES:
-            place = (other + m) * channels + channel + n[None, :]
-        else:
-            place = (channel + n[None, :]) * others + other + m
-        held = (m < others - other) & (n[None, :] < wide)
-        h = tl.load(states + state_at + place, mask=held, other=0.0)
-        dh = tl.load(dstates + state_at + place, mask=held, other=0.0)
-        both = h.to(tl.float32) * dh.to(tl.float32)
-        if gate_other is not None:
-            g = load_rows(
-                gate_other, base, length, at, head, heads, other, others, CHUNK, OTHERS, MAPS
+            h = load_state(
+                states, slot * heads + head, others, channels, other, channel, there, OTHERS,
+                CHANNELS, MAPS,
             )  # fmt: skip
-            g = tl.maximum(g.to(tl.float32), -128.0)
-            products += scores(c, d, g, REVERSED, REVERSED, OTHER_PARTS, LEVELS, PRECISION)
-            since_other, rest_other = edges(g, REVERSED, REVERSED, OTHER_PARTS)
-            c = (c.to(tl.float32) * tl.exp(since_other)).to(OPERAND)
-            d = (d.to(tl.float32) * tl.exp(rest_other)).to(OPERAND)
-            both = both * tl.exp(tl.sum(g, 0))[:, None]
+            dh = load_state(
+                dstates, slot * heads + head, others, channels, other, channel, there, OTHERS,
+                CHANNELS, MAPS,
+            )  # fmt: skip
         else:
+            h = load_state(
+                states, slot * heads + head, channels, others, channel, other, there, CHANNELS,
+                OTHERS, MAPS,
+            )  # fmt: skip
+            dh = load_state(
+                dstates, slot * heads + head, channels, others, channel, other, there, CHANNELS,
+                OTHERS, MAPS,
+            )  # fmt: skip
+        both = h.to(tl.float32) * dh.to(tl.float32)
+        if pairs is None:
             products = tl.dot(c, tl.trans(d), products, input_precision=PRECISION)
-        outside += tl.sum(both, 0)
-        reached = tl.dot(c, h.to(OPERAND), reached, input_precision=PRECISION)
-        leaving = tl.dot(d, dh.to(OPERAND), leaving, input_precision=PRECISION)
+        if totals is not None:
+            total_at = totals + (slot * heads + head) * others + other
+            every = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
+            if OF_VALUES:
+                both = both * every[:, None]
+            else:
+                both = both * every[None, :]
+        if OF_VALUES:
+            outside += tl.sum(both, 0)
+            reached = tl.dot(c, h.to(OPERAND), reached, input_precision=PRECISION)
+            leaving = tl.dot(d, dh.to(OPERAND), leaving, input_precision=PRECISION)
+        else:
+            outside += tl.sum(both, 1)
+            reached = tl.dot(c, tl.trans(h.to(OPERAND)), reached, input_precision=PRECISION)
+            leaving = tl.dot(d, tl.trans(dh.to(OPERAND)), leaving, input_precision=PRECISION)
 
-    a = load_rows(
-        reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK, CHANNELS,
-        MAPS,
-    ).to(tl.float32)  # fmt: skip
-    b = load_rows(
-        source, base, length, at, source_head, source_heads, channel, channels, CHUNK, CHANNELS,
-        MAPS,
-    ).to(tl.float32)  # fmt: skip
-    g = load_rows(gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, MAPS)
-    g = tl.maximum(g.to(tl.float32), -128.0)
-    since, rest = edges(g, REVERSED, REVERSED, PARTS)
-    products = products * scale
-    if REVERSED:
-        first = reach(CHUNK, 0, REVERSED, CHUNK)
-        second = reach(CHUNK, 1, REVERSED, CHUNK)
-    else:
-        first = reach(CHUNK, 1, REVERSED, CHUNK)
-        second = reach(CHUNK, 0, REVERSED, CHUNK)
-    found = sums(tl.trans(first), a * reached * tl.exp(since) * scale, 3)
-    found += sums(tl.trans(second), b * leaving * tl.exp(rest), 3)
-    found += (outside * tl.exp(tl.sum(g, 0)))[None, :]
-    for level in tl.static_range(LEVELS):
-        cut = reach(1 << level, 2, REVERSED, CHUNK)
-        e = tl.exp(sums(cut, g, PARTS))
-        met = tl.where(crossing(1 << level, REVERSED, CHUNK), products, 0.0).to(OPERAND)
-        read = tl.dot(met, (b * e).to(OPERAND), input_precision=PRECISION)
-        sent = tl.dot(tl.trans(met), (a * e).to(OPERAND), input_precision=PRECISION)
-        found += sums(tl.trans(cut), e * (read * a + sent * b), 3)
     written = (each < end - begin - at)[:, None] & (n < channels - channel)[None, :]
-    pointers = dgate + (row * heads + head) * channels + channel
-    pointers += each[:, None] * (heads * channels) + n[None, :]
-    tl.store(pointers, found, mask=written)
+    place = (row * heads + head) * channels + channel
+    offsets = each[:, None] * (heads * channels) + n[None, :]
+    seen = sees(REVERSED, CHUNK) | (each[:, None] == each[None, :])
+    met = tl.where(seen, products * scale, 0.0).to(OPERAND)
+    reached = reached * scale
+    g = tl.maximum(g.to(tl.float32), -128.0)
+    since, close = middle(g, REVERSED, PARTS, LEVELS, NEAR)
+    half = halves + (slot * heads + head) * (2 * channels) + channel + n
+    before = tl.load(half, mask=n < channels - channel, other=0.0)
+    after = tl.load(half + channels, mask=n < channels - channel, other=0.0)
+    outside = outside * tl.exp(before + after)
+    if dreader is not None:
+        dreader += place
+    if close:
+        gather_near(
+            a, b, since, before, after, met, reached, leaving, outside, offsets, written, dreader,
+            dsource + place, dgate + place, REVERSED, PRECISION,
+        )  # fmt: skip
+    else:
+        gather_by_halves(
+            a, b, g, met, reached, leaving, outside, offsets, written, dreader,
+            dsource + place, dgate + place, REVERSED, PARTS, LEVELS, PRECISION,
+        )  # fmt: skip
 
 
 def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
-    """Of operands q, k, v, do, the gates of keys and of values as far as they are given, states
-    and their gradients before every chunk, (cu)."""
+    """Of operands a, b, c, d, the gate, sums of its halves, (pairs and totals of the other gate),
+    states and their gradients before every chunk, (cu)."""
     pieces = piece_count(p.rows, p.sequences, t.segment)
     channels, others = (p.value_dim, p.dim) if of_values else (p.dim, p.value_dim)
-    # halvings take registers; eight warps have twice as many
-    warps = max(8, t.num_warps) if t.chunk >= 64 else t.num_warps
-    some, rest = min(16, width(channels)), min(t.columns, width(others))
+    mine, other = (p.value_parts, p.key_parts) if of_values else (p.key_parts, p.value_parts)
+    some = min(CHANNELS, width(channels))
+    rest = min(64 if p.operand == "bfloat16" else 32, width(others))
     maps = maps_of(p, t.chunk, ((channels, some), (others, rest)), target)
-    # q, k, v, do: a, b, c, d of keys are q, k, do, v; of values do, v, q, k
-    order = (3, 2, 0, 1) if of_values else (0, 1, 3, 2)
-    heads = [(p.heads, p.kv_heads, p.kv_heads, p.heads)[i] for i in order]
-    names = ("reader", "source", "reader_other", "source_other")
-    sizes = ((channels, some), (channels, some), (others, rest), (others, rest))
-    gates = ["key"] * bool(p.key_parts) + ["value"] * bool(p.value_parts)
-    mine, other = ("value", "key") if of_values else ("key", "value")
-    parts = {"key": p.key_parts, "value": p.value_parts}
+    # a, b, c, d of keys are q, k, do, v; of values do, v, q, k; prepared ones have all heads
+    second = p.heads if other else p.kv_heads
+    arrays = {
+        "reader": (p.heads, channels, some),
+        "source": (p.kv_heads, channels, some),
+        "reader_other": (p.heads, others, rest),
+        "source_other": (second, others, rest),
+        "gate": (p.heads, channels, some),
+    }
+    names = [*arrays, "halves", *(["pairs", "totals"] if other else []), "states", "dstates"]
+    names += ["cu"] if p.sequences else []
+    results = (["dreader"] if not of_values else []) + ["dsource", "dgate"]
 
-    def gate(name: str, size: tuple[int, int]) -> Any:
-        if name not in gates:
-            return None
-        return row_operand(4 + gates.index(name), p, t.chunk, p.heads, *size, maps)
+    def given(name: str) -> Any:
+        if name in ("reader_other", "source_other"):
+            return row_operand(names.index(name), p, t.chunk, *arrays[name], maps)
+        if name in ("states", "dstates") and maps:
+            shape = (p.batch * pieces * (t.segment // t.chunk) * p.heads * p.dim, p.value_dim)
+            return TensorMap(names.index(name), shape, (rest, some) if of_values else (some, rest))
+        return In(names.index(name)) if name in names else None
 
-    n = 4 + len(gates)
+    known = (*arrays, "halves", "pairs", "totals", "states", "dstates", "cu")
+    made = ("dreader", "dsource", "dgate")
     arguments: dict[str, Any] = {
-        **{
-            name: row_operand(i, p, t.chunk, count, *size, maps)
-            for name, i, count, size in zip(names, order, heads, sizes, strict=True)
-        },
-        "gate": gate(mine, (channels, some)),
-        "gate_other": gate(other, (others, rest)),
-        "states": In(n),
-        "dstates": In(n + 1),
-        "cu": In(n + 2) if p.sequences else None,
-        "dgate": Out(0),
+        **{name: given(name) for name in known},
+        **{name: Out(results.index(name)) if name in results else None for name in made},
         "rows": p.rows,
         "heads": p.heads,
-        **{f"{name}_heads": count for name, count in zip(names, heads, strict=True)},
+        **{f"{name}_heads": arrays[name][0] for name in arrays if name != "gate"},
         "channels": channels,
         "others": others,
         "sequences": p.sequences,
@@ -229,11 +291,12 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
         "OTHERS": rest,
         "LANES": lane_count(p.sequences),
         "LEVELS": t.chunk.bit_length() - 1,
-        "PARTS": parts[mine],
-        "OTHER_PARTS": parts[other],
+        "NEAR": near(p, subtracts=True),
+        "PARTS": mine,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
         "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
     grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads * -(-channels // some),)
-    return Launch(channel_gradient, arguments, constants, grid, warps, t.num_stages)
+    options = channel_options(p, mine, target)
+    return Launch(channel_gradient, arguments, constants, grid, t.num_warps, t.num_stages, options)

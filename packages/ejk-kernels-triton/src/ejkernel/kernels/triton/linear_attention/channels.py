@@ -15,8 +15,12 @@ matrix unit in three parts of eight bits, a bfloat16 one in one. They have no si
 own, so that their relative error is that of a sum of at most 128 numbers, 2^-17. A gate below -128
 is taken as -128, whose power is 0 in float32 as well.
 
-The gradient of the gates follows the same way back: what every exponent gathers goes through the
-transposed matrix, again without a difference.
+*Near* chunks need none of it: where the gates between the middle and any row sum up to at most
+``near`` (40, for bfloat16), one product does. With f_t the log decay since the middle, above 0
+before it, rows read with exp(f) and are read with exp(-f): all powers lie between exp(-40) and
+exp(40), and those of two rows that see each other multiply to what lies between the two. A power
+errs by 2^-24 times its exponent, less than the 2^-9 of what it multiplies. Other pairs of rows may
+overflow, and are not taken.
 
 Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.3,
 carried down to single rows.
@@ -26,11 +30,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton.linear_attention.problem import Problem
 
 
 @triton.jit
-def reach(HALF: tl.constexpr, LATE: tl.constexpr, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
-    """Which gates lie between a row and its cut, bfloat16 0 or 1 ``[row, gate]``.
+def reach(level, LATE: tl.constexpr, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
+    """Which gates lie between a row and its cut where halves have 2^level rows, bfloat16 0 or 1
+    ``[row, gate]``.
 
     LATE: as for a row of a later half (1), of an earlier one (0), or of its own (2).
     """
@@ -47,22 +53,53 @@ def reach(HALF: tl.constexpr, LATE: tl.constexpr, REVERSED: tl.constexpr, CHUNK:
     elif LATE == 0:
         found = after
     else:
-        late = (r // HALF) % 2
-        found = ((late == 1) & until) | ((late == 0) & after)
-    return tl.where(found & (r // HALF == c // HALF), 1.0, 0.0).to(tl.bfloat16)
+        late = ((r >> level) & 1) == 1
+        found = (late & until) | ((r >> level) % 2 == 0) & after
+    return tl.where(found & ((r >> level) == (c >> level)), 1.0, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def crossing(HALF: tl.constexpr, LATER: tl.constexpr, CHUNK: tl.constexpr):
-    """Pairs that meet at a cut ``[row that reads, row that is read]``; with LATER the earlier one
-    reads."""
+def beginning(REVERSED: tl.constexpr, CHUNK: tl.constexpr):
+    """Which rows have a gate since the state before the chunk, bfloat16 0 or 1 ``[gate, row]``."""
+    r = tl.arange(0, CHUNK)[:, None]
+    c = tl.arange(0, CHUNK)[None, :]
+    if REVERSED:
+        found = c <= r
+    else:
+        found = c >= r
+    return tl.where(found, 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def meeting(level, CHUNK: tl.constexpr):
+    """Pairs of rows that meet at a cut between halves of 2^level rows."""
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    return ((i >> level) ^ (j >> level)) == 1
+
+
+@triton.jit
+def sees(LATER: tl.constexpr, CHUNK: tl.constexpr):
+    """Pairs ``[row that reads, row before it]``; with LATER the earlier row reads."""
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     if LATER:
-        apart = j // HALF - i // HALF == 1
+        found = i < j
     else:
-        apart = i // HALF - j // HALF == 1
-    return apart & (i // (2 * HALF) == j // (2 * HALF))
+        found = i > j
+    return found
+
+
+@triton.jit
+def reads(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether a row reads at its cut, else it is read, ``[row, 1]``."""
+    r = tl.arange(0, CHUNK)[:, None]
+    half = (r >> level) & 1
+    if LATER:
+        found = half == 0
+    else:
+        found = half == 1
+    return found
 
 
 @triton.jit
@@ -81,36 +118,52 @@ def sums(matrix, x, PARTS: tl.constexpr):
 def edges(gate, REVERSED: tl.constexpr, LATER: tl.constexpr, PARTS: tl.constexpr):
     """(since the state before, until the state after) of every row, as a walk meets them."""
     CHUNK: tl.constexpr = gate.shape[0]
-    since = sums(reach(CHUNK, 1, REVERSED, CHUNK), gate, PARTS)
-    rest = sums(reach(CHUNK, 0, REVERSED, CHUNK), gate, PARTS)
+    since = sums(reach(30, 1, REVERSED, CHUNK), gate, PARTS)
+    rest = sums(reach(30, 0, REVERSED, CHUNK), gate, PARTS)
     if LATER:
         since, rest = rest, since
     return since, rest
 
 
 @triton.jit
+def middle(
+    gate, REVERSED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, NEAR: tl.constexpr
+):
+    """(log decay of every row since the middle of the chunk, below 0 after it and above 0 before
+    it; whether none is beyond NEAR)."""
+    CHUNK: tl.constexpr = gate.shape[0]
+    reached = sums(reach(LEVELS - 1, 2, REVERSED, CHUNK), gate, PARTS)
+    # NaN is not near
+    near = tl.max(tl.where(tl.abs(reached) <= NEAR, 0, 1)) == 0
+    since = tl.where(reads(LEVELS - 1, REVERSED, CHUNK), reached, -reached)
+    return since, near
+
+
+@triton.jit
 def scores(
+    found,
     q,
     k,
     gate,
     REVERSED: tl.constexpr,
-    LATER: tl.constexpr,
     PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Decayed products of the rows that read with those they see, float32; 0 for the others."""
+    """``found`` and the decayed products of the rows that read with those they see, by halving."""
     CHUNK: tl.constexpr = gate.shape[0]
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    found = tl.where(i == j, own[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
-        e = tl.exp(sums(reach(1 << level, 2, REVERSED, CHUNK), gate, PARTS))
-        reader = (q.to(tl.float32) * e).to(q.dtype)
-        source = (k.to(tl.float32) * e).to(q.dtype)
-        met = tl.dot(reader, tl.trans(source), input_precision=PRECISION)
-        found += tl.where(crossing(1 << level, LATER, CHUNK), met, 0.0)
+    found += tl.where(i == j, own[:, None], 0.0)
+    seen = sees(REVERSED, CHUNK)
+    for level in tl.range(0, LEVELS):
+        e = tl.exp(sums(reach(level, 2, REVERSED, CHUNK), gate, PARTS))
+        # a row is of one half: it reads there or is read
+        row = tl.where(reads(level, REVERSED, CHUNK), q, k)
+        row = (row.to(tl.float32) * e).to(q.dtype)
+        met = tl.dot(row, tl.trans(row), input_precision=PRECISION)
+        found += tl.where(seen & meeting(level, CHUNK), met, 0.0)
     return found
 
 
@@ -131,9 +184,17 @@ def combine(
     j = tl.arange(0, CHUNK)[None, :]
     own = tl.sum(tl.where(i == j, weights, 0.0), 1)
     found = own[:, None] * v.to(tl.float32)
+    seen = sees(LATER, CHUNK)
     for level in tl.static_range(LEVELS):
-        e = tl.exp(sums(reach(1 << level, 2, REVERSED, CHUNK), gate, PARTS))
-        met = tl.where(crossing(1 << level, LATER, CHUNK), weights, 0.0).to(v.dtype)
+        e = tl.exp(sums(reach(level, 2, REVERSED, CHUNK), gate, PARTS))
+        met = tl.where(seen & meeting(level, CHUNK), weights, 0.0).to(v.dtype)
         source = (v.to(tl.float32) * e).to(v.dtype)
         found += e * tl.dot(met, source, input_precision=PRECISION)
     return found
+
+
+def near(p: Problem, *, subtracts: bool = False) -> float:
+    """Exponents that one product takes: its error is theirs times 2^-24, and so less than that of
+    the operands; powers of twice as much are finite. ``subtracts``: the result is a difference,
+    which strong decays make small."""
+    return 40.0 if p.operand == "bfloat16" else 1.0 if subtracts else 8.0

@@ -74,13 +74,27 @@ class LinearAttention(TritonKernel):
         # gradients of heads that share a key are summed in float32
         own = "float32" if p.heads != p.kv_heads else ""
         dtypes = {n: own or str(arrays[n].dtype) for n in ("key", "value")}
-        dq, *states = run.walk(replace(roles.DQ, out=p.out, states=gated), saved)
-        (dk,) = run.walk(replace(roles.DK, out=dtypes["key"]), dstarts)
-        dv, *dstates = run.walk(replace(roles.DV, out=dtypes["value"], states=gated), dstarts)
-        found = {"query": dq, "key": run.of_keys(dk), "value": run.of_keys(dv)}
-        found["initial_state"] = dinitial
-        if gated:
-            found |= run.gate_gradients(arrays, *states, *dstates)
+        keys, values = bool(p.key_parts), bool(p.value_parts)
+        found = {"initial_state": dinitial}
+        states: tuple[Any, ...] = ()
+        dstates: tuple[Any, ...] = ()
+        # gradients of arrays that meet through decaying channels come with that of the gate
+        if keys:
+            states = run.walk(roles.STATES, saved)
+        else:
+            dq, *states = run.walk(replace(roles.DQ, out=p.out, states=gated), saved)
+            of_keys = replace(roles.DK, out=dtypes["key"], states=values)
+            dk, *dstates = run.walk(of_keys, dstarts)
+            found |= {"query": dq, "key": run.of_keys(dk)}
+        if not values:
+            dv, *dstates = run.walk(replace(roles.DV, out=dtypes["value"], states=gated), dstarts)
+            found["value"] = run.of_keys(dv)
+        elif keys:
+            dstates = run.walk(roles.LATER_STATES, dstarts)
+        if p.scalar:
+            found |= run.gate_gradient(*states, *dstates)
+        elif gated:
+            found |= run.channel_gradients(arrays, dtypes, *states, *dstates)
         return {name: x for name, x in found.items() if name in arrays}
 
 
@@ -102,7 +116,8 @@ class Passes:
         """What walks read in the place of two arrays whose channels decay."""
         plan = PreparePlan(self.problem, self.tiles, of_values)
         results = call(plan, *self.named(reader, source, gate, "cu"))
-        names = (f"pairs {gate[1]}", reader + "'", source + "'", f"totals {gate[1]}")
+        names = [f"{name} {gate[1]}" for name in ("pairs", "totals", "halves")]
+        names[1:1] = [reader + "'", source + "'"]
         self.arrays |= dict(zip(names, results, strict=True))
 
     def named(self, *names: str) -> list[jax.Array]:
@@ -118,20 +133,35 @@ class Passes:
         plan = ScanPlan(self.problem, self.tiles, later, bool(given))
         return call(plan, *ends, *given, *self.named("cu"))
 
-    def gate_gradients(self, arrays: Arrays, states: Any, dstates: Any) -> Arrays:
-        """Those of all gates, whatever they were added to."""
-        p, t = self.problem, self.tiles
-        given = self.named("q", "k", "v", "do", "gate", "gk", "gv")
-        operands = [*given, states, dstates, *self.named("cu")]
+    def gate_gradient(self, states: Any, dstates: Any) -> Arrays:
+        """That of one number a row and head, whatever it is the sum of."""
+        operands = [*self.named("q", "k", "v", "do", "gate"), states, dstates, *self.named("cu")]
+        (one,) = call(GatePlan(self.problem, self.tiles), *operands)
+        return {"g": one, "g_gamma": jnp.sum(one, (0, 1))}
+
+    def channel_gradients(
+        self, arrays: Arrays, dtypes: Mapping[str, str], states: Any, dstates: Any
+    ) -> Arrays:
+        """Those of arrays that meet through decaying channels, and of all gates."""
+        p = self.problem
         found: Arrays = {}
-        if p.scalar:
-            one = call(GatePlan(p, t), *operands)[0]
-        else:
-            if p.value_parts:
-                found["gv"] = call(ChannelPlan(p, t, True), *operands)[0]
-            if p.key_parts:
-                found["gk"] = found["g"] = call(ChannelPlan(p, t, False), *operands)[0]
-            one = jnp.sum(found["gk" if p.key_parts else "gv"], 3)
+        own = {n: str(self.arrays[n].dtype) for n in ("gk", "gv") if self.arrays[n] is not None}
+        tail = [states, dstates, *self.named("cu")]
+        if p.value_parts:
+            other = ("q'", "k'") if p.key_parts else ("q", "k")
+            more = ("pairs k", "totals k") if p.key_parts else ()
+            operands = self.named("do", "v", *other, "gv", "halves v", *more)
+            plan = ChannelPlan(p, self.tiles, True, (dtypes["value"], own["gv"]))
+            dv, found["gv"] = call(plan, *operands, *tail)
+            found["value"] = self.of_keys(dv)
+        if p.key_parts:
+            other = ("do'", "v'") if p.value_parts else ("do", "v")
+            more = ("pairs v", "totals v") if p.value_parts else ()
+            operands = self.named("q", "k", *other, "gk", "halves k", *more)
+            plan = ChannelPlan(p, self.tiles, False, (p.out, dtypes["key"], own["gk"]))
+            found["query"], dk, found["gk"] = call(plan, *operands, *tail)
+            found |= {"key": self.of_keys(dk), "g": found["gk"]}
+        one = jnp.sum(found["gk" if p.key_parts else "gv"], 3)
         if "g" in arrays and arrays["g"].ndim == 3:
             found["g"] = one
         return found | {"g_gamma": jnp.sum(one, (0, 1))}

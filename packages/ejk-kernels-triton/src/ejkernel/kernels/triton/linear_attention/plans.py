@@ -105,14 +105,17 @@ class GatePlan(LinearPlan):
 
 @dataclass(frozen=True)
 class ChannelPlan(LinearPlan):
-    """q, k, v, do, gates, states, dstates, (cu) -> the gradient of one decay per channel."""
+    """Of the arrays that meet through decaying channels, the other two, the gate and sums of its
+    halves, (pairs and totals of the other gate), states, dstates, (cu) -> gradients of the array
+    that reads (of keys only), of the one that is read and of the gate, in ``dtypes``."""
 
     of_values: bool
+    dtypes: tuple[str, ...]
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         channels = p.value_dim if self.of_values else p.dim
-        return (_shape("float32", p.batch, p.rows, p.heads, channels),)
+        return tuple(_shape(d, p.batch, p.rows, p.heads, channels) for d in self.dtypes)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.linear_attention import channel_gradient
@@ -122,7 +125,8 @@ class ChannelPlan(LinearPlan):
 
 @dataclass(frozen=True)
 class PreparePlan(LinearPlan):
-    """q, k, gates of keys (or do, v, gates of values), (cu) -> pairs, both decayed, totals."""
+    """q, k, gates of keys (or do, v, gates of values), (cu) -> pairs, both decayed,
+    sums of the gates of chunks, and of their halves."""
 
     of_values: bool
 
@@ -132,7 +136,8 @@ class PreparePlan(LinearPlan):
         chunks = self.segments * (t.segment // t.chunk)
         rows = _shape(p.operand, p.batch, p.rows, p.heads, channels)
         pairs = _shape(p.operand, chunks, p.heads, t.chunk, t.chunk)
-        return pairs, rows, rows, _shape("float32", chunks, p.heads, channels)
+        totals = (_shape("float32", chunks, p.heads, *n, channels) for n in ((), (2,)))
+        return pairs, rows, rows, *totals
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.linear_attention import prepare

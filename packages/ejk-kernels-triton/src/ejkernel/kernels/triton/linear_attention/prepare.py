@@ -11,8 +11,8 @@ values they are those of do and v.
 Work split: one chunk of one head a program, some channels in turn.
 
 Bound: q, k and the gates are read, two arrays like q and the pairs are written: memory. 2 x 8192
-rows, 16 heads of 128, chunks of 64, bfloat16: 201 + 134 + 34 MB = 0.086 ms on an H200. Its products
-are 16 a chunk and channel tile of 64 x 64 x 32: 70 GFLOP = 0.10 ms: both.
+rows, 16 heads of 128, chunks of 64, bfloat16: 201 + 134 + 34 MB = 0.086 ms on an H200. What it
+takes is instructions: 4,600 a warp of 4096 programs, 0.08 ms if none ever waited.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out
-from ejkernel.kernels.triton.linear_attention.channels import edges, scores
+from ejkernel.kernels.triton.linear_attention.channels import edges, middle, near, scores, sees
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.linear_attention.tiles import (
+    CHANNELS,
+    Tiles,
+    channel_options,
+    width,
+)
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -40,6 +45,7 @@ def prepare(
     reading,
     entering,
     totals,
+    halves,
     rows,
     heads,
     reader_heads,
@@ -53,6 +59,7 @@ def prepare(
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
+    NEAR: tl.constexpr,
     PARTS: tl.constexpr,
     MAPS: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -84,6 +91,7 @@ def prepare(
     source_head = head // (heads // source_heads)
     n = tl.arange(0, CHANNELS)
     found = tl.zeros([CHUNK, CHUNK], tl.float32)
+    seen = sees(REVERSED, CHUNK) | (each[:, None] == each[None, :])
     for channel in tl.range(0, channels, CHANNELS):
         q = load_rows(
             reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK,
@@ -95,8 +103,15 @@ def prepare(
         ).to(OPERAND)  # fmt: skip
         g = load_rows(gate, base, length, at, head, heads, channel, channels, CHUNK, CHANNELS, MAPS)
         g = tl.maximum(g.to(tl.float32), -128.0)
-        found += scores(q, k, g, REVERSED, REVERSED, PARTS, LEVELS, PRECISION)
+        since_mid, close = middle(g, REVERSED, PARTS, LEVELS, NEAR)
         since, rest = edges(g, REVERSED, REVERSED, PARTS)
+        if close:
+            reader_mid = (q.to(tl.float32) * tl.exp(since_mid)).to(OPERAND)
+            source_mid = (k.to(tl.float32) * tl.exp(-since_mid)).to(OPERAND)
+            met = tl.dot(reader_mid, tl.trans(source_mid), input_precision=PRECISION)
+            found += tl.where(seen, met, 0.0)
+        else:
+            found = scores(found, q, k, g, REVERSED, PARTS, LEVELS, PRECISION)
         place = (row * heads + head) * channels + channel
         offsets = each[:, None] * (heads * channels) + n[None, :]
         # rows behind the last sequence get the zeros that they read as
@@ -105,8 +120,16 @@ def prepare(
         k = (k.to(tl.float32) * tl.exp(rest)).to(OPERAND)
         tl.store(reading + place + offsets, q, mask=written)
         tl.store(entering + place + offsets, k, mask=written)
-        total = totals + (slot * heads + head) * channels + channel
-        tl.store(total + n, tl.sum(g, 0), mask=n < channels - channel)
+        # sums of all gates, and of those before and after the middle, stand in single rows
+        inside = (n < channels - channel)[None, :]
+        last = (each == (0 if REVERSED else CHUNK - 1))[:, None] & inside
+        mid = (each == (CHUNK // 2 if REVERSED else CHUNK // 2 - 1))[:, None] & inside
+        none = tl.zeros([CHUNK, 1], tl.int32)
+        total = totals + (slot * heads + head) * channels + channel + n[None, :] + none
+        half = halves + (slot * heads + head) * (2 * channels) + channel + n[None, :] + none
+        tl.store(total, since, mask=last)
+        tl.store(half, since, mask=mid)
+        tl.store(half + channels, since_mid, mask=last)
     square = each[:, None] * CHUNK + each[None, :]
     tl.store(pairs + (slot * heads + head) * (CHUNK * CHUNK) + square, found.to(OPERAND))
 
@@ -116,14 +139,13 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
     pieces = piece_count(p.rows, p.sequences, t.segment)
     channels = p.value_dim if of_values else p.dim
     parts = p.value_parts if of_values else p.key_parts
-    # a gate in parts takes registers, float32 operands take twice as many
-    some = min(32 if p.operand == "bfloat16" and parts == 1 else 16, width(channels))
+    some = min(CHANNELS, width(channels))
     maps = maps_of(p, t.chunk, ((channels, some),), target)
     heads = (p.heads, p.kv_heads, p.heads)
     reader, source, gate = (
         row_operand(i, p, t.chunk, count, channels, some, maps) for i, count in enumerate(heads)
     )
-    results = ("pairs", "reading", "entering", "totals")
+    results = ("pairs", "reading", "entering", "totals", "halves")
     arguments: dict[str, Any] = {
         "reader": reader,
         "source": source,
@@ -145,12 +167,12 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
         "CHANNELS": some,
         "LANES": lane_count(p.sequences),
         "LEVELS": t.chunk.bit_length() - 1,
+        "NEAR": near(p),
         "PARTS": parts,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
         "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
     grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads,)
-    # halvings take registers; eight warps have twice as many
-    warps = max(8, t.num_warps) if t.chunk >= 64 else t.num_warps
-    return Launch(prepare, arguments, constants, grid, warps, t.num_stages)
+    options = channel_options(p, parts, target)
+    return Launch(prepare, arguments, constants, grid, t.num_warps, t.num_stages, options)

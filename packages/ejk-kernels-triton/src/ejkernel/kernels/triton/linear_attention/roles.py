@@ -93,7 +93,9 @@ class Roles:
 
 SUMS = Roles("", "k", "v", later=False, starts=False, ends=True)
 OUTPUT = Roles("q", "k", "v", later=False, starts=True)
+STATES = Roles("", "k", "v", later=False, starts=True, states=True)
 LATER_SUMS = Roles("", "q", "do", later=True, starts=False, ends=True)
+LATER_STATES = Roles("", "q", "do", later=True, starts=True, states=True)
 DQ = Roles("do", "v", "k", later=False, starts=True)
 DK = Roles("v", "do", "q", later=True, starts=True)
 DV = Roles("k", "q", "do", later=True, starts=True)

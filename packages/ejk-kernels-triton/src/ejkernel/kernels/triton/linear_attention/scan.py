@@ -2,7 +2,7 @@
 
     start of a segment = state;     state <- exp(decay of the segment) state + what it adds
 
-Work split: some elements of the states of one head and sequence; segments one after the other, the
+Work split: some rows of the states of one head and sequence; segments one after the other, the
 next one's numbers on their way while one is added.
 
 Bound: one state a segment is read and one written, in float32: memory. 2 x 8192 rows, 16 heads of
@@ -37,18 +37,21 @@ def scan(
     final,
     rows,
     heads,
-    size,
+    dim,
     columns,
     sequences,
     pieces,
     BACKWARD: tl.constexpr,
     SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """``size``: elements of a state. BACKWARD: from the last segment to the first."""
-    across = (size + BLOCK - 1) // BLOCK
+    """A state is [dim, columns]; a program has DIM rows of one. BACKWARD: from the last segment to
+    the first."""
+    across = (dim + DIM - 1) // DIM
     program = tl.program_id(0)
-    element = program % across * BLOCK + tl.arange(0, BLOCK)
+    d = (program % across * DIM + tl.arange(0, DIM))[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
     head = program // across % heads
     owner = (program // across // heads).to(tl.int64)
     batch = owner
@@ -59,9 +62,11 @@ def scan(
         cu += batch * (sequences + 1)
         sequence = (owner % sequences).to(tl.int32)
         first, last, _ = pieces_of(cu, sequence, sequences, rows, SEGMENT)
-    held = element < size
+    held = (d < dim) & (c < columns)
+    element = d * columns + c
+    size = dim * columns
     state_at = (owner * heads + head) * size + element
-    state = tl.zeros([BLOCK], tl.float32)
+    state = tl.zeros([DIM, COLUMNS], tl.float32)
     if initial is not None:
         state = tl.load(initial + state_at, mask=held, other=0.0).to(tl.float32)
     for t in tl.range(0, last - first, num_stages=4):
@@ -75,19 +80,19 @@ def scan(
         if decays is not None:
             state = state * tl.exp(tl.load(decays + slot))
         if key_decays is not None:
-            of_key = key_decays + slot * (size // columns) + element // columns
-            state = state * tl.exp(tl.load(of_key, mask=held, other=0.0))
+            of_key = key_decays + slot * dim + d
+            state = state * tl.exp(tl.load(of_key, mask=d < dim, other=0.0))
         if value_decays is not None:
-            of_value = value_decays + slot * columns + element % columns
-            state = state * tl.exp(tl.load(of_value, mask=held, other=0.0))
+            of_value = value_decays + slot * columns + c
+            state = state * tl.exp(tl.load(of_value, mask=c < columns, other=0.0))
         state += added
     tl.store(final + state_at, state, mask=held)
 
 
 def launch(p: Problem, t: Tiles, later: bool, initial: bool) -> Launch:
     """Of operands ends, then decays (three kinds), initial and cu as far as they are given."""
-    size = p.dim * p.value_dim
-    block = min(BLOCK, power_of_two(size))
+    block = power_of_two(p.value_dim)
+    tall = min(max(1, BLOCK // block), power_of_two(p.dim))
     known = {
         "ends": True,
         "decays": p.scalar,
@@ -103,11 +108,12 @@ def launch(p: Problem, t: Tiles, later: bool, initial: bool) -> Launch:
         "final": Out(1),
         "rows": p.rows,
         "heads": p.heads,
-        "size": size,
+        "dim": p.dim,
         "columns": p.value_dim,
         "sequences": p.sequences,
         "pieces": piece_count(p.rows, p.sequences, t.segment),
     }
-    constants = {"BACKWARD": later != p.reverse, "SEGMENT": t.segment, "BLOCK": block}
-    grid = (p.batch * p.states * p.heads * -(-size // block),)
+    constants = {"BACKWARD": later != p.reverse, "SEGMENT": t.segment}
+    constants |= {"DIM": tall, "COLUMNS": block}
+    grid = (p.batch * p.states * p.heads * -(-p.dim // tall),)
     return Launch(scan, arguments, constants, grid, 4, 1)

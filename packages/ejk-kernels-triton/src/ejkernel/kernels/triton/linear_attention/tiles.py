@@ -45,13 +45,22 @@ def choose(p: Problem, target: Target) -> Tiles:
     if not (target.hopper and target.tensor_maps and whole):
         # operands of the smaller products, or addresses, lie in registers
         chunk, columns = min(chunk, 32 if max(width(p.dim), width(p.value_dim)) < 256 else 16), 16
-    if max(p.key_parts, p.value_parts) > 1:
-        chunk = min(chunk, 32)  # gates in parts take registers in every halving
+    if p.value_parts > 1:
+        chunk = min(chunk, 32)  # gates in parts take registers in every halving of a walk
     t = Tiles(chunk, chunk, columns, 4, 2)
     if chunk * max(width(p.dim), width(p.value_dim)) * BYTES[p.operand] > 2**15:
         # two stages of q and k exceed the shared memory, registers of four warps the rest
         t = replace(t, num_warps=8, num_stages=1)
     return replace(t, segment=segment_of(p, t, target))
+
+
+CHANNELS = 32  # that decay, of a program: twice as many spill
+
+
+def channel_options(p: Problem, parts: int, target: Target) -> dict[str, int]:
+    """Four programs a multiprocessor hide what one waits for; what they spill is in halvings, which
+    few chunks need."""
+    return {"maxnreg": 128} if target.hopper and p.operand == "bfloat16" and parts == 1 else {}
 
 
 def segment_of(p: Problem, t: Tiles, target: Target) -> int:

@@ -1,0 +1,115 @@
+"""What a chunk of rows makes of its gradients, near or by halving: see ``channel_gradient``.
+
+``met``: products of the other two arrays, of rows that read with those they see and themselves.
+``reached``, ``leaving``: what rows get of the state before the chunk, and of the gradient of the
+one after it, not yet decayed. ``outside``: what every gate of the chunk gets of both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.linear_attention.channels import (
+    beginning,
+    edges,
+    meeting,
+    reach,
+    reads,
+    sees,
+    sums,
+)
+
+
+@triton.jit
+def put(pointer, offsets, x, written):
+    tl.store(pointer + offsets, x.to(pointer.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def gather_near(
+    a,
+    b,
+    since,
+    before,
+    after,
+    met,
+    reached,
+    leaving,
+    outside,
+    offsets,
+    written,
+    dreader,
+    dsource,
+    dgate,
+    REVERSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """From the middle of the chunk, with one product for each gradient."""
+    CHUNK: tl.constexpr = a.shape[0]
+    up = tl.exp(since)
+    down = tl.exp(-since)
+    reading = (a.to(tl.float32) * up).to(met.dtype)
+    entering = (b.to(tl.float32) * down).to(met.dtype)
+    read = tl.dot(met, entering, input_precision=PRECISION)
+    read += reached * tl.exp(before)[None, :]
+    if dreader is not None:
+        put(dreader, offsets, up * read, written)
+    sent = tl.dot(tl.trans(met), reading, input_precision=PRECISION)
+    leaving = leaving * tl.exp(after)[None, :]
+    sent += leaving
+    put(dsource, offsets, down * sent, written)
+    # the diagonal, which no gate decays, is in both
+    entering = entering.to(tl.float32)
+    gathered = reading.to(tl.float32) * read - entering * sent
+    found = sums(beginning(REVERSED, CHUNK), gathered, 3)
+    found += (outside + tl.sum(entering * leaving, 0))[None, :]
+    put(dgate, offsets, found, written)
+
+
+@triton.jit
+def gather_by_halves(
+    a,
+    b,
+    gate,
+    met,
+    reached,
+    leaving,
+    outside,
+    offsets,
+    written,
+    dreader,
+    dsource,
+    dgate,
+    REVERSED: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Cut by cut, without a difference."""
+    CHUNK: tl.constexpr = a.shape[0]
+    r = tl.arange(0, CHUNK)
+    since, rest = edges(gate, REVERSED, REVERSED, PARTS)
+    da = tl.exp(since) * reached
+    db = tl.exp(rest) * leaving
+    found = sums(beginning(REVERSED, CHUNK), a.to(tl.float32) * da, 3) + outside[None, :]
+    found += sums(1.0 - beginning(REVERSED, CHUNK), b.to(tl.float32) * db, 3)
+    own = tl.where(r[:, None] == r[None, :], met, 0.0)
+    da += tl.dot(own, b.to(met.dtype), input_precision=PRECISION)
+    db += tl.dot(own, a.to(met.dtype), input_precision=PRECISION)
+    # every pair of rows both ways round
+    met = tl.where(sees(REVERSED, CHUNK), met, 0.0)
+    met += tl.trans(met)
+    for level in tl.range(0, LEVELS):
+        cut = reach(level, 2, REVERSED, CHUNK)
+        e = tl.exp(sums(cut, gate, PARTS))
+        reading = reads(level, REVERSED, CHUNK)
+        one = tl.where(reading, a, b).to(tl.float32)
+        pairs = tl.where(meeting(level, CHUNK), met, 0.0)
+        got = e * tl.dot(pairs, (one * e).to(met.dtype), input_precision=PRECISION)
+        da += tl.where(reading, got, 0.0)
+        db += tl.where(reading, 0.0, got)
+        found += sums(tl.trans(cut), got * one, 3)
+    if dreader is not None:
+        put(dreader, offsets, da, written)
+    put(dsource, offsets, db, written)
+    put(dgate, offsets, found, written)
