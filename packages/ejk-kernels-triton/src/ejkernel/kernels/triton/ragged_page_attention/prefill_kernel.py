@@ -143,39 +143,41 @@ def ragged_prefill(
         r, before = find(pid // UNITS, work + 2 * n, n, LANES)
         if r < n:
             mine = tl.load(work + 2 * n + r) - before
-            unit = (pid - before * UNITS) // mine
-            piece = (pid - before * UNITS) % mine
             parts = tl.load(work + 3 * n + r)
-            tile = mine // parts - 1 - piece // parts
-            part = piece % parts
-            hk = unit // CHUNKS
             first = tl.load(first_rows + r)
             count = tl.load(work + r) - first
             length = tl.load(work + n + r)
+            unit = (pid - before * UNITS) // mine
+            piece = (pid - before * UNITS) % mine
+            tile = mine - 1 - piece
+            part = 0
+            if parts > 1:
+                tile = mine // parts - 1 - piece // parts
+                part = piece % parts
+            hk = unit // CHUNKS
 
             token, heads, row, inside = tile_rows(
-                tl.arange(0, ROWS),
-                tile,
-                unit % CHUNKS,
-                first,
-                count,
-                hk,
-                HEADS,
-                GROUP,
-                TILE,
-                MEMBERS,
-            )
+                tl.arange(0, ROWS), tile, unit % CHUNKS, first, count, hk,
+                HEADS, GROUP, TILE, MEMBERS,
+            )  # fmt: skip
             position = length - count + token
             i0 = length - count + tile * TILE
             i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
             start, full_start, full_stop, stop = band_blocks(
                 i0, i1, length, -left, 0, WINDOW, True, BLOCK
             )
-            blocks = stop - start
-            stop = start + (blocks.to(tl.int64) * (part + 1) // parts).to(tl.int32)
-            start = start + (blocks.to(tl.int64) * part // parts).to(tl.int32)
+            if parts > 1:
+                blocks = (stop - start).to(tl.int64)
+                stop = start + (blocks * (part + 1) // parts).to(tl.int32)
+                start = start + (blocks * part // parts).to(tl.int32)
             full_start = tl.minimum(tl.maximum(full_start, start), stop)
             full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+
+            # before the queries, whose use waits for them
+            table = tables + r.to(tl.int64) * max_pages
+            last = tl.maximum(i1, 0)
+            low = tl.maximum(i0 - left, 0) if WINDOW else None
+            page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
 
             factor = scale
             if k_scale is not None:
@@ -191,11 +193,6 @@ def ragged_prefill(
                 ROWS, D_MAIN, D_REST, V_KIND
             )
             e = tl.zeros([ROWS], tl.float32)
-            table = tables + r.to(tl.int64) * max_pages
-
-            last = tl.maximum(i1, 0)
-            low = tl.maximum(i0 - left, 0) if WINDOW else None
-            page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
             for block in tl.range(start, stop):
                 places = None
                 run = None
