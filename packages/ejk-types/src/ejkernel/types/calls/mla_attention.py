@@ -1,18 +1,29 @@
 """The call of mla_attention."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls import drawn, settle
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.softmax import SoftmaxCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.problem import Problem
+
+Struct = jax.ShapeDtypeStruct
 
 
-class FlashMLA(Call):
-    """Multi-head latent attention for training and prefill."""
+class FlashMLA(SoftmaxCall):
+    """Multi-head latent attention for training and prefill.
+
+    Its facts are those of flash attention on what it expands to; a kernel gets query, key_value,
+    w_kc, w_vc, b_q and b_k as they are, those given, and the rest as flash attention does
+    (``ejkernel.types.latent`` is the way from one to the other).
+    """
 
     name = "mla_attention"
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
@@ -57,6 +68,41 @@ class FlashMLA(Call):
         settle.dropout(a)
         settle.sinks(a)
         settle.masks(a)
+
+    @staticmethod
+    def _expanded(a: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of flash attention, abstract where they are made."""
+        q, latent, w_kc, w_vc, b_k = (
+            a[name] for name in ("query", "key_value", "w_kc", "w_vc", "b_k")
+        )
+        rope = 0 if b_k is None else b_k.shape[-1]
+        heads, (batch, kv_len, _) = w_kc.shape[1], latent.shape
+        dims = {"key": w_kc.shape[2] + rope, "value": w_vc.shape[2]}
+        weights = {"key": w_kc, "value": w_vc}
+        made = {
+            name: Struct((batch, kv_len, heads, dim), result_dtype(latent, weights[name]))
+            for name, dim in dims.items()
+        }
+        made["query"] = Struct((*q.shape[:3], dims["key"]), q.dtype)
+        return {**a, **made, "cum_seqlens_q": a["cu_seqlens"]}
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> Problem:
+        return super().problem(cls._expanded(a))
+
+    @staticmethod
+    def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
+        return SoftmaxCall.read_mask(FlashMLA._expanded(a), read)
+
+    @classmethod
+    def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        own = {name: a[name] for name in ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")}
+        given = {name: x for name, x in own.items() if x is not None}
+        return given | cls.beside(cls._expanded(a), problem)
+
+    @classmethod
+    def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        return super().without_work(cls._expanded(a), problem)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

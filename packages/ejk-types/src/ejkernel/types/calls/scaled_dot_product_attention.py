@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.softmax import SoftmaxCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
 
 
-class ScaledDotProductAttention(Call):
+class ScaledDotProductAttention(SoftmaxCall):
     """Attention with few options, which vendor libraries can serve."""
 
     name = "scaled_dot_product_attention"

@@ -18,6 +18,8 @@ from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import split_mask
 
+QKV = {"q": "query", "k": "key", "v": "value"}
+
 
 def _packed(a: Mapping[str, Any]) -> bool:
     """Whether the mask has yet to be joined with cumulative lengths."""
@@ -51,10 +53,13 @@ class SoftmaxCall(Call):
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        given = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
+        return given | cls.beside(a, problem)
+
+    @staticmethod
+    def beside(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        """What a kernel gets beside q, k and v."""
         given = {
-            "q": a["query"].astype(problem.dtype),
-            "k": a["key"].astype(problem.dtype),
-            "v": a["value"].astype(problem.dtype),
             "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),
             "sink": arg.sink_logit(a.get("softmax_aux")),
             "mask": mask_of(a) if _packed(a) else a["mask_info"],

@@ -9,35 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.tiles import Passes
 from ejkernel.kernels.xla.flash_attention import flash_attention, tiles
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.arrays import result_dtype
 from ejkernel.types.call import mask_of
-from ejkernel.types.hidden import cleared, seen_keys
-
-
-def _expand(latent: jax.Array, weight: jax.Array, precision: Any = None) -> jax.Array:
-    """``[b, k, hk, n]`` of ``[b, k, r]`` and ``[r, hk, n]``, in their common dtype."""
-    dtype = result_dtype(latent, weight)
-    wide = accumulation_dtype(latent, weight)
-    x = jnp.einsum(
-        "bkr,rhn->bkhn", latent.astype(dtype), weight.astype(dtype),
-        preferred_element_type=wide, precision=precision,
-    )  # fmt: skip
-    return x.astype(dtype)
-
-
-def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
-    """One rotary part for every head: ``[b, s, heads, dr]`` of ``[b, s, dr]``."""
-    b, s, dr = rotary.shape
-    return jnp.broadcast_to(rotary[:, :, None], (b, s, heads, dr)).astype(like.dtype)
+from ejkernel.types.latent import expanded, without_hidden_rows
 
 
 class FlashMLA(XlaKernel):
@@ -66,18 +44,8 @@ class FlashMLA(XlaKernel):
         return arrays
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, q, latent, mask = work.problem, *(arrays[n] for n in ("query", "key_value", "mask_info"))
-        w_kc, w_vc = arrays["w_kc"], arrays["w_vc"]
-        b_q, b_k = arrays.get("b_q"), arrays.get("b_k")
-        # rows that nobody sees may hold NaN, which would reach the gradients of the weights
-        seen = seen_keys(mask.conjuncts, q.shape[1], latent.shape[1])
-        (latent,) = cleared(seen, latent)
-        k, v = _expand(latent, w_kc), _expand(latent, w_vc)
-        if b_k is not None:
-            (b_k,) = cleared(seen, b_k)
-            k = jnp.concatenate([k, _shared(b_k, w_kc.shape[1], k)], -1)
-        if b_q is not None:
-            q = jnp.concatenate([q, _shared(b_q, q.shape[2], q)], -1)
+        p = work.problem
+        q, k, v = expanded(without_hidden_rows(arrays, arrays["mask_info"]))
         given = {n: arrays.get(n) for n in ("bias", "softmax_aux", "dropout_seed", "mask_info")}
         options = ("softmax_scale", "dropout_prob", "logits_soft_cap")
         given |= {name: getattr(p, name) for name in options}
