@@ -38,6 +38,7 @@ from ejkernel.kernels.triton import bridge  # noqa: E402
 from ejkernel.kernels.triton.blocksparse_attention import blocksparse_attention  # noqa: E402
 from ejkernel.kernels.triton.flash_attention import flash_attention  # noqa: E402
 from ejkernel.kernels.triton.grouped_matmul import grouped_matmul  # noqa: E402
+from ejkernel.kernels.triton.mla_decode import mla_decode  # noqa: E402
 from ejkernel.kernels.triton.native_sparse_attention import (  # noqa: E402
     native_sparse_attention,
 )
@@ -52,6 +53,7 @@ from ejkernel.kernels.triton.targets import current_target  # noqa: E402
 from ejktest import (  # noqa: E402
     attention_at_size,
     grouped_cases,
+    latent_at_size,
     paged_at_size,
     ragged_cases,
     sparse_cases,
@@ -69,6 +71,10 @@ def sparse(name: str):
 
 def paged(name: str):
     return paged_at_size.runner(name, page_attention)(*paged_at_size.draw(name))
+
+
+def latent(name: str):
+    return latent_at_size.runner(name, mla_decode)(*latent_at_size.draw(name))
 
 
 def ragged(name: str):
@@ -134,6 +140,7 @@ CALLS = (
     *((paged, name) for name in (
         "page 16", "splits 5", "window cap sinks", "int8 page 1", "e4m3 d64 window",
     )),
+    *((latent, name) for name in ("page 16, rows", "16 heads", "page 3, 40 heads", "e4m3")),
     *((ragged, name) for name in (
         "page 16", "page 1 mqa 64", "page 64", "window cap sinks", "int8 packed d72", "few long",
     )),

@@ -21,9 +21,12 @@ RUNS = tl.constexpr(_RUNS)
 
 
 @triton.jit
-def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
-    """Columns COLUMN .. COLUMN + COLS of int64 ``rows`` of ``[., D]``; 0 where not inside."""
-    column = COLUMN + tl.arange(0, COLS)
+def _load_queries(
+    q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr,
+    STEP: tl.constexpr = 1,
+):  # fmt: skip
+    """COLS columns from COLUMN on, STEP apart, of int64 ``rows`` of ``[., D]``; 0 if not inside."""
+    column = COLUMN + tl.arange(0, COLS) * STEP
     mask = inside[:, None] & (column < D)[None, :]
     return tl.load(q + rows[:, None] * D + column[None, :], mask=mask, other=0.0)
 
@@ -103,6 +106,38 @@ def opened(
 
 
 @triton.jit
+def opened_as_loaded(
+    q, rows, inside, factor, cap_in, cap_out,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
+    K_KIND: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The same with the factor's sign at the end: queries stay as they are loaded.
+
+    An asynchronous product reads such queries from shared memory; any arithmetic, and taking even
+    and odd columns apart, would move them to registers.
+    """
+    STEP: tl.constexpr = 1 if K_KIND == "" else 2
+    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN // STEP, STEP)
+    q_odd = q_main
+    if STEP == 2:
+        q_odd = _load_queries(q, rows, inside, D, 1, D_MAIN // 2, 2)
+    q_more = q_main
+    q_more_odd = q_main
+    if D_REST > 0:
+        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST // STEP, STEP)
+        q_more_odd = q_more
+        if STEP == 2:
+            q_more_odd = _load_queries(q, rows, inside, D, D_MAIN + 1, D_REST // 2, 2)
+    one = tl.full([q_main.shape[0]], 1.0, tl.float32)
+    sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+    slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
+    inner = slopes * cap_in
+    if CAPPED:
+        slopes = one * cap_out
+    return q_main, q_odd, q_more, q_more_odd, slopes, inner, sign
+
+
+@triton.jit
 def empty(ROWS: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr, V_KIND: tl.constexpr):
     """The state before any key: (m, l, acc, acc_odd, acc_more, acc_more_odd)."""
     # an 8-bit cache has its even and odd columns in accumulators of their own
@@ -135,50 +170,75 @@ def power_of_two(x):
 
 
 @triton.jit
-def _add_scores(
-    s, q, q_odd, cache, places, loaded, run, head,
+def _columns(
+    cache, places, loaded, run, head,
     HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
-    COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
-    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """s ``[rows, BLOCK]`` plus products of queries and keys over columns from COLUMN on."""
+    """Columns from COLUMN on as ``even_odd`` has them: all of them twice, or even and odd ones."""
     if run is not None:
-        keys = cache.load([run[0], head * STEP + COLUMN])
-        s = tl.dot(q, tl.trans(keys), s, input_precision=PRECISION)
+        even = cache.load([run[0], head * STEP + COLUMN])
+        odd = even
     elif KIND == "":
-        keys = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
-        s = tl.dot(q, tl.trans(keys.to(NUMBER)), s, input_precision=PRECISION)
+        even = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
+        odd = even
     else:
         even, odd = load_pairs(
             cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
         )
-        s = tl.dot(q, tl.trans(even.to(NUMBER)), s, input_precision=PRECISION)
-        s = tl.dot(q_odd, tl.trans(odd.to(NUMBER)), s, input_precision=PRECISION)
+    return even, odd
+
+
+@triton.jit
+def _value_columns(
+    cache, places, loaded, run, head,
+    HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The same of values, which are 0 where they may not be read."""
+    if run is not None:
+        even = cache.load([RUNS, run[0] + run[1], -run[1] + RUNS, head * STEP + STEP // 2 + COLUMN])
+        even = tl.reshape(even, [even.shape[2], COLUMNS])
+        odd = even
+    else:
+        even, odd = _columns(
+            cache, places, loaded, None, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
+        )
+    return even, odd
+
+
+@triton.jit
+def _add_scores(
+    s, q, q_odd, even, odd,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """s ``[rows, BLOCK]`` plus products of queries and columns of keys."""
+    s = _add_product(s, q, even, NUMBER, PRECISION, APART)
+    if KIND != "":
+        s = _add_product(s, q_odd, odd, NUMBER, PRECISION, APART)
+    return s
+
+
+@triton.jit
+def _add_product(s, q, k, NUMBER: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr):
+    if APART:
+        # the compiler would make a sum the next product's: a multiply-add it leaves alone
+        zero = tl.zeros(s.shape, tl.float32)
+        x = tl.dot(q, tl.trans(k.to(NUMBER)), zero, input_precision=PRECISION)
+        s = tl.fma(x, zero + 1.0, s)
+    else:
+        s = tl.dot(q, tl.trans(k.to(NUMBER)), s, input_precision=PRECISION)
     return s
 
 
 @triton.jit
 def _add_values(
-    acc, acc_odd, alpha, p, cache, places, loaded, run, head,
-    HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
-    COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
-    NUMBER: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    acc, acc_odd, alpha, p, even, odd,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc * alpha plus p times values, columns from COLUMN on; acc_odd as ``_even_odd`` says."""
-    if run is not None:
-        values = cache.load(
-            [RUNS, run[0] + run[1], -run[1] + RUNS, head * STEP + STEP // 2 + COLUMN]
-        )
-        values = tl.reshape(values, [p.shape[1], COLUMNS])
-        acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
-    elif KIND == "":
-        values = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
-        acc = tl.dot(p, values.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
-    else:
-        even, odd = load_pairs(
-            cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
-        )
-        acc = tl.dot(p, even.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+    """acc * alpha plus p times columns of values; acc_odd as ``even_odd`` says."""
+    acc = tl.dot(p, even.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+    if KIND != "":
         acc_odd = tl.dot(p, odd.to(NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION)
     return acc, acc_odd
 
@@ -206,6 +266,7 @@ def attend_block(
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
     CAPPED: tl.constexpr, FUSED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    sign=None, apart=None,
 ):  # fmt: skip
     """The state after the keys ``j`` at ``places``.
 
@@ -214,18 +275,25 @@ def attend_block(
     ``loaded [BLOCK]``: keys that may be read and are seen, None = all. A row at ``position`` (None:
     behind all keys) sees those up to itself, and ``left`` of them besides itself if that is given.
     ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
-    ``power``, ``large``, e: of ``fused_softmax``, if FUSED.
+    ``power``, ``large``, e: of ``fused_softmax``, if FUSED. v None: the first part of a key is the
+    value, DV columns, read once. ``sign``: of the products' factor, None = the queries carry it.
+
+    ``apart``: a truth that the compiler does not know to be one. Triton gives all warps to the rows
+    of a product that leads to another, and rows that are too few it computes twice; it does not
+    look into a branch, so what this one hides is cut along keys. None: not wanted.
     """
     s = tl.zeros([q.shape[0], j.shape[0]], tl.float32)
-    s = _add_scores(
-        s, q, q_odd, k, places, loaded, run, head,
-        K_HEADS, K_STEP, D, 0, D_MAIN, QK, K_KIND, PTX, PRECISION,
-    )  # fmt: skip
+    even, odd = _columns(k, places, loaded, run, head, K_HEADS, K_STEP, D, 0, D_MAIN, K_KIND, PTX)
+    s = _add_scores(s, q, q_odd, even, odd, QK, K_KIND, PRECISION, apart is not None)
     if D_REST > 0:
+        more, more_odd = _columns(
+            k, places, loaded, run, head, K_HEADS, K_STEP, D, D_MAIN, D_REST, K_KIND, PTX
+        )
         s = _add_scores(
-            s, q_more, q_more_odd, k, places, loaded, run, head,
-            K_HEADS, K_STEP, D, D_MAIN, D_REST, QK, K_KIND, PTX, PRECISION,
-        )  # fmt: skip
+            s, q_more, q_more_odd, more, more_odd, QK, K_KIND, PRECISION, apart is not None
+        )
+    if sign is not None:
+        s = s * sign[:, None]
     if CAPPED:
         s = tanh_from_exp2(s * inner[:, None])
     if partly is None:
@@ -234,18 +302,26 @@ def attend_block(
         s = _hide(s, j, position, left, loaded)
     if FUSED:
         p, m, l, e, alpha = fused_softmax(s, m, l, e, slopes, power, large, True)  # noqa: E741
-    else:
+    elif apart is None:
         p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
+    else:
+        p = s
+        alpha = m
+        if apart:
+            p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
     p = p.to(PV)
-    acc, acc_odd = _add_values(
-        acc, acc_odd, alpha, p, v, places, loaded, run, head,
-        V_HEADS, V_STEP, DV, 0, DV_MAIN, PV, V_KIND, PTX, PRECISION,
-    )  # fmt: skip
+    if v is not None:
+        even, odd = _value_columns(
+            v, places, loaded, run, head, V_HEADS, V_STEP, DV, 0, DV_MAIN, V_KIND, PTX
+        )
+    acc, acc_odd = _add_values(acc, acc_odd, alpha, p, even, odd, PV, V_KIND, PRECISION)
     if DV_REST > 0:
+        more, more_odd = _value_columns(
+            v, places, loaded, run, head, V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, V_KIND, PTX
+        )
         acc_more, acc_more_odd = _add_values(
-            acc_more, acc_more_odd, alpha, p, v, places, loaded, run, head,
-            V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, PV, V_KIND, PTX, PRECISION,
-        )  # fmt: skip
+            acc_more, acc_more_odd, alpha, p, more, more_odd, PV, V_KIND, PRECISION
+        )
     return m, l, e, acc, acc_odd, acc_more, acc_more_odd
 
 
@@ -253,10 +329,14 @@ def attend_block(
 def store_rows(
     target, rows, acc, acc_more, inside,
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+    FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1,
 ):  # fmt: skip
-    """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers."""
+    """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers.
+
+    The first part's columns begin at FIRST and are STEP apart.
+    """
     where = target + rows[:, None] * DV
-    column = tl.arange(0, DV_MAIN)
+    column = FIRST + tl.arange(0, DV_MAIN) * STEP
     mask = inside[:, None] & (column < DV)[None, :]
     tl.store(where + column[None, :], acc.to(target.dtype.element_ty), mask=mask)
     if DV_REST > 0:

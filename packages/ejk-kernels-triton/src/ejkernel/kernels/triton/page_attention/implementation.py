@@ -76,7 +76,7 @@ class PageAttention(TritonKernel):
             for name in ("sink", "k_scale", "v_scale")
             if name in arrays
         }
-        return (decoder(work)(*((arrays | rows).get(name) for name in NAMES)),), ()
+        return decoder(work)(*((arrays | rows).get(name) for name in NAMES)), ()
 
     def backward(
         self,
@@ -113,6 +113,7 @@ def xla_gradients(
     arrays: Arrays,
     fixed: Collection[str],
     cotangents: tuple[Any, ...],
+    **options: Any,
 ) -> Mapping[str, Any]:
     """Of a call whose arrays go by the operation's names: gradients of all but ``fixed``."""
     reference = kernel_registry.get(name, "xla")
@@ -125,6 +126,7 @@ def xla_gradients(
             logits_soft_cap=p.soft_cap,
             sliding_window=None if p.left is None else (p.left, 0),
             cfg=None,
+            **options,
         )
 
     out = cotangents if len(cotangents) > 1 else cotangents[0]
@@ -135,17 +137,18 @@ def _shapes(tensors: dict[str, Any]) -> tuple:
     return tuple((name, tuple(x.shape)) for name, x in tensors.items())
 
 
-def _launch(work: Work, *arrays: Any) -> jax.Array:
+def _launch(work: Work, *arrays: Any) -> tuple[jax.Array, ...]:
     p, t = work.problem, work.tiles
     given = {n: x for n, x in zip(NAMES, arrays, strict=True) if x is not None}
     shares = t.splits * p.batch if t.splits else share_count(p, t, work.target)
     last = {n: given[n] for n in ("v_scale", "sink") if n in given}
-    if t.splits == 1:
-        return call(SplitPlan(p, t, shares, _shapes(given)), *given.values())[0]
+    direct = SplitPlan(p, t, shares, _shapes(given))
+    if direct.direct:
+        return tuple(call(direct, *given.values()))
     first = {n: x for n, x in given.items() if n not in last}
     parts = call(SplitPlan(p, t, shares, _shapes(first)), *first.values())
     merged = dict(zip(("acc", "m", "l", "starts"), parts, strict=False)) | last
-    return call(MergePlan(p, t, shares, _shapes(merged)), *merged.values())[0]
+    return tuple(call(MergePlan(p, t, shares, _shapes(merged)), *merged.values()))
 
 
 @functools.cache
@@ -160,7 +163,10 @@ def decoder(work: Work):
         on = [bool(jax.tree.leaves(b)[0]) if jax.tree.leaves(b) else False for b in batched]
         pages = p.pages
         if on[1] or on[2]:
-            k, v = (merge_leading(size, x, m, p.pages) for x, m in ((k, on[1]), (v, on[2])))
+            k, v = (
+                x if x is None else merge_leading(size, x, m, p.pages)
+                for x, m in ((k, on[1]), (v, on[2]))
+            )
             shape = (size if on[4] else 1, *tables.shape[-2:])
             tables = jnp.clip(tables.reshape(shape), 0, p.pages - 1)
             tables = tables + jnp.arange(size, dtype=jnp.int32)[:, None, None] * p.pages
@@ -178,8 +184,9 @@ def decoder(work: Work):
             for x, m in zip(small, on[6:], strict=True)
         ]
         folded = replace(work, problem=p.folded(size, pages))
-        o = decoder(folded)(q, k, v, lens, tables, begins, *rows)
-        return o.reshape(size, p.batch, *o.shape[1:]), True
+        outputs = decoder(folded)(q, k, v, lens, tables, begins, *rows)
+        outputs = tuple(x.reshape(size, p.batch, *x.shape[1:]) for x in outputs)
+        return outputs, tuple(True for _ in outputs)
 
     return run
 

@@ -5,8 +5,8 @@ Math, over the parts i of one row, in float32 (base 2 logits):
     M = max(m_i, sinks);  L = sum_i l_i 2^(m_i - M) + sum_s 2^(sink_s - M)
     o = v_scale / L * sum_i acc_i 2^(m_i - M)
 
-Work split: one program per (batch row, query head); parts in their fixed order, so that the same
-lengths and launch give the same bits. The sinks enter here, once.
+Work split: one program per (batch row, query token, query head); parts in their fixed order, so
+that the same lengths and launch give the same bits. The sinks enter here, once.
 
 Bound: reading the parts, at most (shares + batch) * heads * dv floats: 3 MB against 2.15 GB of
 cache at the shape named in ``split_kernel``.
@@ -16,7 +16,32 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.softmax import LOG2E
+from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
+
+
+@triton.jit
+def whole_sums(m, l, sink, sink_row, heads, inside, sinks, SINKS: tl.constexpr):  # noqa: E741
+    """(alive, weight, top, total), float32, of rows with state (m, l) and their sinks.
+
+    Sums relative to m count ``weight`` of those relative to ``top``, the larger of m and the sinks;
+    ``total`` is relative to top. Rows that saw nothing are not ``alive``: 0 and 1 for them.
+    """
+    alive = l > 0.0
+    base = tl.where(alive, m, 0.0)
+    total = tl.where(alive, l, 1.0)
+    weight = total * 0.0 + 1.0
+    top = base
+    if sink is not None:
+        s = tl.arange(0, SINKS)
+        mask = inside[:, None] & (s < sinks)[None, :]
+        logits = tl.load(
+            sink + sink_row + heads[:, None] * sinks + s[None, :], mask=mask, other=float("-inf")
+        )
+        logits = tl.minimum(logits.to(tl.float32) * LOG2E, 3.4028234e38)  # finite ones stay so
+        top = tl.maximum(base, tl.max(logits, 1))
+        weight = tl.exp2(base - top)
+        total = total * weight + tl.sum(tl.exp2(logits - top[:, None]), 1)
+    return alive, weight, top, total
 
 
 @triton.jit
@@ -37,20 +62,7 @@ def finish(
     sink: float ``[rows, sinks]`` by query head from ``sink_row`` on, or None. SINKS: their
     number as a power of two.
     """
-    alive = l > 0.0
-    base = tl.where(alive, m, 0.0)
-    total = tl.where(alive, l, 1.0)
-    factor = total * 0.0 + 1.0
-    if sink is not None:
-        s = tl.arange(0, SINKS)
-        mask = inside[:, None] & (s < sinks)[None, :]
-        logits = tl.load(
-            sink + sink_row + heads[:, None] * sinks + s[None, :], mask=mask, other=float("-inf")
-        )
-        logits = tl.minimum(logits.to(tl.float32) * LOG2E, 3.4028234e38)  # finite ones stay so
-        top = tl.maximum(base, tl.max(logits, 1))
-        factor = tl.exp2(base - top)
-        total = total * factor + tl.sum(tl.exp2(logits - top[:, None]), 1)
+    alive, factor, _, total = whole_sums(m, l, sink, sink_row, heads, inside, sinks, SINKS)
     factor = factor / total
     if v_scale is not None:
         factor = factor * tl.load(v_scale + scale_at).to(tl.float32)
@@ -124,6 +136,7 @@ def paged_merge(
     v_scale,
     sink,
     o,
+    lse_out,
     batch,
     shares,
     v_scale_row,
@@ -131,6 +144,7 @@ def paged_merge(
     sink_row,
     sinks,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -138,11 +152,13 @@ def paged_merge(
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    b = tl.program_id(0) // HEADS
-    h = tl.program_id(0) % HEADS
+    ROWS: tl.constexpr = TOKENS * HEADS
+    b = tl.program_id(0) // ROWS
+    row = tl.program_id(0) % ROWS
+    h = row % HEADS
     slot, count = parts_of(b, starts, batch, shares, SPLITS)
     m, l, acc = merge_row(  # noqa: E741
-        acc_in, m_in, l_in, slot.to(tl.int64) * HEADS + h, count, HEADS, DV, COLUMNS, PARTS
+        acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, DV, COLUMNS, PARTS
     )
     one = tl.arange(0, 1)
     factor = finish(
@@ -150,8 +166,13 @@ def paged_merge(
         b * v_scale_row + h // GROUP * v_scale_head, SINKS,
     )  # fmt: skip
     column = tl.arange(0, COLUMNS)
+    row += b.to(tl.int64) * ROWS
+    if lse_out is not None:
+        alive, _, top, total = whole_sums(m, l, sink, b * sink_row, h + one, one < 1, sinks, SINKS)
+        lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse_out + row + one, lse)
     tl.store(
-        o + (b.to(tl.int64) * HEADS + h) * DV + column,
+        o + row * DV + column,
         (acc * tl.sum(factor, 0)).to(o.dtype.element_ty),
         mask=column < DV,
     )

@@ -109,12 +109,22 @@ class PagedPlan:
     shapes: Shapes
 
     @property
+    def direct(self) -> bool:
+        """Whether the first kernel makes the output itself."""
+        return self.tiles.splits == 1 and not self.problem.lse
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence with their heads."""
+        return self.problem.tokens * self.problem.heads
+
+    @property
     def slots(self) -> int:
         """Partial results kept: consecutive shares of a sequence are consecutive slots."""
         p = self.problem
         if self.tiles.splits is None:
             return self.shares + p.batch - 1
-        return self.shares if self.tiles.splits > 1 else 0
+        return 0 if self.direct else self.shares
 
     def operand(self, name: str, view: str | None = None) -> In | None:
         return operand(self.shapes, name, view)
@@ -131,19 +141,20 @@ def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class SplitPlan(PagedPlan):
-    """q, k, v, lens, tables -> acc ``[slots, h, dv]``, m, l ``[slots, h]``, starts ``[b + 1]``.
+    """q, k, v, lens, tables -> acc ``[slots, rows, dv]``, m, l ``[slots, rows]``,
+    starts ``[b + 1]``.
 
-    With one split a sequence: -> o ``[b, h, dv]``.
+    With one split a sequence: -> o ``[b, rows, dv]``.
     """
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        if self.tiles.splits == 1:
-            return (_struct((p.batch, p.heads, p.value_dim), p.query),)
+        if self.direct:
+            return (_struct((p.batch, self.rows, p.value_dim), p.query),)
         partial = (
-            _struct((self.slots, p.tokens * p.heads, p.value_dim), "float32"),
-            _struct((self.slots, p.tokens * p.heads), "float32"),
-            _struct((self.slots, p.tokens * p.heads), "float32"),
+            _struct((self.slots, self.rows, p.value_dim), "float32"),
+            _struct((self.slots, self.rows), "float32"),
+            _struct((self.slots, self.rows), "float32"),
         )
         if self.tiles.splits is None:
             return (*partial, _struct((p.batch + 1,), "int32"))
@@ -153,8 +164,8 @@ class SplitPlan(PagedPlan):
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
         p, t = self.problem, self.tiles
-        direct, balanced = t.splits == 1, t.splits is None
-        rows, chunks = query_rows(p)
+        direct, balanced = self.direct, t.splits is None
+        rows, chunks = query_rows(p, t.most)
         k_view, v_view = ("int16" if BYTES[cache] == 1 else None for cache in (p.key, p.value))
         sinks, sinks_padded = sink_arguments(self.shapes)
         arguments = {
@@ -192,6 +203,8 @@ class SplitPlan(PagedPlan):
             "LANES": min(MAX_LANES, power_of_two(p.batch)),
             "SPLITS": t.splits or 0,
             "SINKS": sinks_padded,
+            "RAW": p.shared and p.number(p.key) == p.query,
+            "APART": t.apart,
         }
         grid = (self.shares * p.kv_heads * chunks,)
         # left alone the assembler spills to fit more programs than are meant to run together
@@ -205,11 +218,12 @@ class SplitPlan(PagedPlan):
 
 @dataclass(frozen=True)
 class MergePlan(PagedPlan):
-    """acc, m, l, (starts,) -> o ``[b, h, dv]`` in the query's dtype."""
+    """acc, m, l, (starts,) -> o ``[b, rows, dv]`` in the query's dtype, and lse ``[b, rows]``."""
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        return (_struct((p.batch, p.heads, p.value_dim), p.query),)
+        o = _struct((p.batch, self.rows, p.value_dim), p.query)
+        return (o, _struct((p.batch, self.rows), "float32")) if p.lse else (o,)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.page_attention.merge_kernel import paged_merge
@@ -225,11 +239,13 @@ class MergePlan(PagedPlan):
             **scale_arguments(self.shapes, "v_scale"),
             **sinks,
             "o": Out(0),
+            "lse_out": Out(1) if p.lse else None,
             "batch": p.batch,
             "shares": self.shares,
         }
         constants = {
             "HEADS": p.heads,
+            "TOKENS": p.tokens,
             "GROUP": p.group,
             "DV": p.value_dim,
             "COLUMNS": columns,
@@ -238,4 +254,4 @@ class MergePlan(PagedPlan):
             "SPLITS": t.splits or 0,
             "SINKS": sinks_padded,
         }
-        return Launch(paged_merge, arguments, constants, (p.batch * p.heads,), 4, 1)
+        return Launch(paged_merge, arguments, constants, (p.batch * self.rows,), 4, 1)

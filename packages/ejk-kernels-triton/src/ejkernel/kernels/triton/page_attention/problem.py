@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.flash_attention.dims import split_dim
+from ejkernel.kernels.triton.common.dims import split_dim
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.types.problem import LOG2E
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -29,6 +30,8 @@ class Problem:
         tokens: query rows of a sequence that are one product, at most.
         form: of a cache that holds keys and values in turn, (kv heads of a token, elements of a
             key and its value); None for two caches.
+        shared: whether the first ``value_dim`` columns of a key are its value: one cache.
+        lse: whether the sums' logarithms are a result.
     """
 
     batch: int
@@ -48,6 +51,8 @@ class Problem:
     splits: int | None = None
     tokens: int = 1
     form: tuple[int, int] | None = None
+    shared: bool = False
+    lse: bool = False
 
     @property
     def group(self) -> int:
@@ -61,6 +66,8 @@ class Problem:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value of one head."""
+        if self.shared:
+            return self.dim * BYTES[self.key]
         return self.dim * BYTES[self.key] + self.value_dim * BYTES[self.value]
 
     @property
@@ -100,15 +107,23 @@ class Problem:
         """The dtype of products with a cache of dtype ``cache``.
 
         8-bit caches are exact in float16, where probabilities (at most 1) and queries (scaled
-        per row) are more exact than in bfloat16. What has no common 16-bit dtype uses float32.
+        per row) are more exact than in bfloat16; they are exact in bfloat16, too, where queries
+        have to stay as they are. What has no common 16-bit dtype uses float32.
         """
         if self.query != "float32" and BYTES[cache] == 1:
-            return "float16"
+            return self.query if self.shared else "float16"
         return cache if cache == self.query else "float32"
 
     @property
     def parts(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(main, rest) of the columns of keys and of values, as ``split_dim`` has them."""
+        """(main, rest) of the columns of keys and of values, as ``split_dim`` has them.
+
+        Where a key holds its value, that is its main part.
+        """
+        if self.shared:
+            rest = self.dim - self.value_dim
+            rest = rest and max(power_of_two(rest), _least(self.key))
+            return (self.value_dim, rest), (self.value_dim, 0)
         return _split(self.dim, _least(self.key)), _split(self.value_dim, _least(self.value))
 
     @property

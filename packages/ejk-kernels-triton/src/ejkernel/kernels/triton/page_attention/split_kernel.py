@@ -14,9 +14,11 @@ share and different heads are neighbours: together they read whole cache rows. A
 a kv head are rows of one product, padded to 16.
 With SPLITS > 0 every sequence is cut into SPLITS equal parts instead.
 
-A sequence has one query row at its end, or up to TOKENS of them (``counts``, from row ``rows`` on):
-then they are rows of one product with their heads, and each sees as far as it stands. ``begins``:
-keys before are seen by none. Keys and values may lie in one array, V_FIRST elements apart.
+A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; from row
+``rows`` on, None: TOKENS times its number): then they are rows of one product with their heads, and
+each sees as far as it stands. ``begins``: keys before are seen by none. Keys and values may lie in
+one array, V_FIRST elements apart; v None: the first DV columns of a key are its value, read once
+for both products.
 
 Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,
 context 8192, 8 kv heads, D128 in bfloat16: 2.15 GB, 0.5 ms at 4.3 TB/s.
@@ -35,6 +37,7 @@ from ejkernel.kernels.triton.common.cached import (
     empty,
     joined,
     opened,
+    opened_as_loaded,
     store_rows,
 )
 from ejkernel.kernels.triton.common.pages import block_pages, token_places
@@ -60,8 +63,8 @@ def _extent(
     begin = length * 0
     if begins is not None:
         begin = tl.minimum(tl.maximum(_number(begins, b, mask), 0), length)
-    if WINDOW and TOKENS == 1:
-        begin = tl.maximum(length - 1 - left, begin)
+    if WINDOW:
+        begin = tl.maximum(length - TOKENS - left, begin)  # what the first row sees
     first = begin // BLOCK
     return length, begin, first, tl.cdiv(length, BLOCK) - first
 
@@ -128,6 +131,8 @@ def paged_split(
     PTX: tl.constexpr,
     NORMALISE: tl.constexpr,
     POSITIVE: tl.constexpr,
+    RAW: tl.constexpr,
+    APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -184,28 +189,39 @@ def paged_split(
     else:
         heads = hk * GROUP + member % GROUP
         row_of = token * HEADS + heads
-    v = v + V_FIRST
+    if v is not None:
+        v = v + V_FIRST
 
     while more:
         length, begin, first_tile, tiles = _extent(
             lens, begins, b, None, capacity, left, WINDOW, BLOCK, TOKENS
         )
         stop = tl.minimum(end, before + tiles)
-        row = b.to(tl.int64) * HEADS
+        row = b.to(tl.int64) * (TOKENS * HEADS)
         if rows is not None:
             row = tl.load(rows + b).to(tl.int64) * HEADS
         position = None
         if TOKENS > 1:
-            count = tl.load(counts + b)
+            count = TOKENS
+            if counts is not None:
+                count = tl.load(counts + b)
             inside = token < count
             position = length - count + token
         factor = scale
         if k_scale is not None:
             factor *= tl.load(k_scale + b * k_scale_row + hk * k_scale_head).to(tl.float32)
-        q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
-            q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
-            NORMALISE, CAPPED, POSITIVE and k_scale is None,
-        )  # fmt: skip
+        sign = None
+        if RAW:
+            q_main, q_main_odd, q_more, q_more_odd, slopes, inner, sign = opened_as_loaded(
+                q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, K_KIND, CAPPED
+            )
+            if POSITIVE and k_scale is None:
+                sign = None
+        else:
+            q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
+                q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
+                NORMALISE, CAPPED, POSITIVE and k_scale is None,
+            )  # fmt: skip
         m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
             BLOCK_H, DV_MAIN, DV_REST, V_KIND
         )
@@ -214,6 +230,9 @@ def paged_split(
         tile0 = first_tile + t - before
         # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline
         page = block_pages(table, tile0 * BLOCK, length, PAGE, BLOCK)
+        apart = None
+        if APART:
+            apart = length > 0
         for tile in tl.range(tile0, first_tile + stop - before):
             j = tile * BLOCK + tl.arange(0, BLOCK)
             places = token_places(page, tile * BLOCK, pages, PAGE, BLOCK)
@@ -227,12 +246,15 @@ def paged_split(
                 slopes, inner, None, None, k, v, places, loaded, None, j, position,
                 left if WINDOW and TOKENS > 1 else None, None, hk,
                 K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-                CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+                CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION, sign, apart,
             )  # fmt: skip
 
         m = m * slopes
-        acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST, V_KIND)
-        if SPLITS == 1:
+        # what was read in halves is put together in registers, or, where they are scarce, in memory
+        PARTS: tl.constexpr = 2 if V_KIND != "" and RAW else 1
+        if not RAW:
+            acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST, V_KIND)
+        if o is not None:
             factor = finish(
                 m, l, sink, b * sink_row, heads, inside, sinks, v_scale,
                 b * v_scale_row + hk * v_scale_head, SINKS,
@@ -240,13 +262,22 @@ def paged_split(
             acc = acc * factor[:, None]
             if DV_REST > 0:
                 acc_more = acc_more * factor[:, None]
-            store_rows(o, row + row_of, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
+            store_rows(
+                o, row + row_of, acc, acc_more, inside, DV, DV_MAIN // PARTS, DV_REST, 0, PARTS
+            )
+            if PARTS == 2:
+                acc_odd = acc_odd * factor[:, None]
+                store_rows(o, row + row_of, acc_odd, None, inside, DV, DV_MAIN // 2, 0, 1, 2)
         else:
             slot = share + b if SPLITS == 0 else share
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + row_of
             tl.store(m_out + kept, m, mask=inside)
             tl.store(l_out + kept, l, mask=inside)
-            store_rows(acc_out, kept, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
+            store_rows(
+                acc_out, kept, acc, acc_more, inside, DV, DV_MAIN // PARTS, DV_REST, 0, PARTS
+            )
+            if PARTS == 2:
+                store_rows(acc_out, kept, acc_odd, None, inside, DV, DV_MAIN // 2, 0, 1, 2)
 
         if SPLITS == 0:
             t = stop

@@ -23,6 +23,8 @@ class Tiles:
         per_core: programs meant to run together on one multiprocessor.
         splits: parts of every sequence; None cuts the cache as a whole into equal shares.
         pages: ``block`` in pages, where a config shall say it.
+        most: query rows of one product, at most.
+        apart: whether scores are cut along keys where the compiler would cut them along rows.
     """
 
     block: int = 64
@@ -31,6 +33,8 @@ class Tiles:
     per_core: int = 2
     splits: int | None = None
     pages: int | None = None
+    most: int = MAX_ROWS
+    apart: bool = False
 
     @property
     def fields(self) -> dict[str, int]:
@@ -39,15 +43,16 @@ class Tiles:
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
 
-def query_rows(problem: Problem) -> tuple[int, int]:
+def query_rows(problem: Problem, most: int = MAX_ROWS) -> tuple[int, int]:
     """(rows, chunks): query heads in one product, and the programs that share a kv head.
 
     A matrix instruction has 16 rows; rows beyond the group cost nothing that limits. Float32
     products are done in three, each with operands in registers: 16 rows only.
     """
-    most = 16 if problem.wide else MAX_ROWS
-    rows = min(most, max(16, power_of_two(problem.group)))
-    return rows, -(-problem.group // rows)
+    most = 16 if problem.wide else most
+    members = problem.group * problem.tokens
+    rows = min(most, max(16, power_of_two(members)))
+    return rows, -(-members // rows)
 
 
 def held_bytes(problem: Problem, block: int, stages: int) -> int:
@@ -96,7 +101,7 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     A share per head and chunk runs as a program. With more than a quarter of the chip's programs
     in one share a single round would leave the rest idle: then four rounds.
     """
-    _, chunks = query_rows(problem)
+    _, chunks = query_rows(problem, tiles.most)
     heads = problem.kv_heads * chunks
     room = target.cores * tiles.per_core
     shares = room // heads if 4 * heads <= room else -(-4 * room // heads)
@@ -116,6 +121,17 @@ def honour(tiles: Tiles, problem: Problem, cfg: Any) -> Tiles:
     if splits is None:
         return tiles
     return replace(tiles, splits=min(int(splits), max(problem.capacity, 1)))  # a token each
+
+
+def honour_block(tiles: Tiles, params: Any) -> Tiles:
+    """``tiles`` with what the forward params of a config say, for caches without pages."""
+    block = field(params, "kv_blocksize")
+    if block is not None:
+        tiles = replace(tiles, block=max(16, power_of_two(int(block))))
+    for name in ("num_warps", "num_stages"):
+        if field(params, name) is not None:
+            tiles = replace(tiles, **{name: int(field(params, name))})
+    return tiles
 
 
 def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:

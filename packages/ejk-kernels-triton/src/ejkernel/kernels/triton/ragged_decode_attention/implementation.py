@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import TritonKernel
-from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.implementation import (
     DTYPES,
@@ -22,7 +21,7 @@ from ejkernel.kernels.triton.page_attention.implementation import (
     xla_gradients,
 )
 from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes, honour_block
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -91,14 +90,7 @@ class RaggedDecodeAttention(TritonKernel):
         )
 
     def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        params = field(cfg, "fwd_params")
-        block = field(params, "kv_blocksize")
-        if block is not None:
-            chosen = replace(chosen, block=max(16, power_of_two(int(block))))
-        for name in ("num_warps", "num_stages"):
-            if field(params, name) is not None:
-                chosen = replace(chosen, **{name: int(field(params, name))})
-        return chosen
+        return honour_block(chosen, field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}
@@ -116,7 +108,7 @@ class RaggedDecodeAttention(TritonKernel):
         }
         if "softmax_aux" in arrays:
             given["sink"] = arrays["softmax_aux"][None]
-        o = decoder(work)(*(given.get(name) for name in NAMES))
+        (o,) = decoder(work)(*(given.get(name) for name in NAMES))
         return (named_out(o if query.ndim == 3 else o[:, None]),), ()
 
     def backward(

@@ -1,0 +1,147 @@
+"""Decoding from latent pages in Triton: paged decoding whose keys hold their values.
+
+Math, per query row over the visible rows c_j of the cache, which all heads share:
+
+    o = k_scale * sum_j softmax_j(scale * k_scale * q . c_j) * c_j[:latent]
+
+Work split, partial results and their merge are paged decoding's (``page_attention.split_kernel``);
+the heads of all new tokens of a sequence are its query rows, 64 to a program.
+
+Bound: one token costs 2 * heads * (dc + latent) operations and dc elements. At B64, context 8192,
+dc 576, latent 512 in bfloat16: 604 MB, 0.14 ms at 4.3 TB/s; with 128 heads 146 TFLOP, 0.21 ms at
+690 TFLOP/s, so that products decide from about 90 heads on.
+
+Gradients, which decoding rarely needs, are those of the XLA implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.mla_decode import tiles
+from ejkernel.kernels.triton.page_attention.implementation import (
+    DTYPES,
+    NAMES,
+    decoder,
+    xla_gradients,
+)
+from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, honour
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types import calls
+from ejkernel.types.softmax import named
+
+MAX_LATENT, MAX_ROPE = 512, 128
+
+
+class MLADecode(TritonKernel):
+    """Latent attention of the last tokens over a paged cache, on a GPU; see the operation of this
+    name.
+
+    The query is float16, bfloat16 or float32; the cache is of those dtypes, int8, float8_e4m3fn or
+    float8_e5m2. ``latent_dim`` is a power of two up to 512, the rotary part a multiple of 8 up to
+    128. Memory past a context is never read, and what is read is read once for keys and values. Two
+    runs give the same bits. ``cfg``: pages_per_block, num_splits, num_warps, num_stages.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C; Dao et al. 2023,
+    "Flash-Decoding for long-context inference".
+    """
+
+    call = calls.MLADecode
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        q, cache, window = a["query"], a["latent_cache"], a["sliding_window"]
+        kind = jnp.dtype(cache.dtype).name
+        return Problem(
+            batch=q.shape[0],
+            heads=q.shape[-2],
+            kv_heads=1,
+            dim=q.shape[-1],
+            value_dim=a["latent_dim"],
+            pages=cache.shape[0],
+            page_size=cache.shape[1],
+            max_pages=a["block_tables"].shape[1],
+            query=jnp.dtype(q.dtype).name,
+            key=kind,
+            value=kind,
+            scale=a["softmax_scale"],
+            soft_cap=a["logits_soft_cap"],
+            left=None if window is None else min(window[0], 2**30),
+            splits=a["num_splits"],
+            tokens=1 if q.ndim == 3 else q.shape[1],
+            shared=True,
+            lse=a["return_lse"],
+        )
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        p = problem
+        if p.query not in DTYPES:
+            return f"query: {p.query} is not supported, only {', '.join(DTYPES)}"
+        if p.key not in BYTES:
+            return f"latent_cache: {p.key} is not supported, only {', '.join(BYTES)}"
+        least = 32 if BYTES[p.key] == 1 else 16
+        if not least <= p.value_dim <= MAX_LATENT or p.value_dim != power_of_two(p.value_dim):
+            return f"latent_dim: {p.value_dim} is not a power of two from {least} to {MAX_LATENT}"
+        rope = p.dim - p.value_dim
+        if rope > MAX_ROPE or rope % 8:
+            return f"latent_cache: a rotary part of {rope} is not a multiple of 8 up to {MAX_ROPE}"
+        return None
+
+    def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        query, p = a["query"], problem
+        if 0 not in (*query.shape, p.pages, p.page_size, p.max_pages):
+            return None
+        lse = jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
+        return jnp.zeros((*query.shape[:-1], p.value_dim), query.dtype), lse
+
+    def choose(self, problem: Problem, target: Target) -> Tiles:
+        return tiles.choose(problem, target)
+
+    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+        return tiles.near(problem, target, chosen)
+
+    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        return honour(chosen, problem, cfg)
+
+    def fields(self, chosen: Tiles) -> dict[str, Any]:
+        return chosen.fields
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        p, query = work.problem, arrays["query"]
+        given = {
+            "q": query.reshape(p.batch, p.tokens * p.heads, p.dim),
+            "k": arrays["latent_cache"],
+            "lens": arrays["context_lens"],
+            "tables": arrays["block_tables"],
+        }
+        if "softmax_aux" in arrays:
+            given["sink"] = arrays["softmax_aux"][None]
+        if "k_scale" in arrays:  # of the whole row, so of keys and values
+            given["k_scale"] = given["v_scale"] = arrays["k_scale"].reshape(1, 1)
+        o, *lse = decoder(work)(*(given.get(name) for name in NAMES))
+        o = o.reshape(*query.shape[:-1], p.value_dim)
+        return named(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        p = work.problem
+        fixed = {"context_lens", "block_tables"}
+        fixed |= {"latent_cache"} if BYTES[p.key] == 1 else set()
+        return xla_gradients(
+            self.call.name, p, arrays, fixed, cotangents, latent_dim=p.value_dim, return_lse=p.lse
+        )
+
+
+mla_decode = MLADecode()

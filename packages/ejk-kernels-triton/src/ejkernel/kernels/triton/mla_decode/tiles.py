@@ -1,0 +1,74 @@
+"""How a step of latent decoding is launched: arithmetic with a reason beside each line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
+from ejkernel.kernels.triton.targets import Target
+
+
+def held_bytes(problem: Problem, tiles: Tiles, target: Target) -> int:
+    """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
+    rows, _ = query_rows(problem, tiles.most)
+    width = 4 if problem.wide else 2
+    # an asynchronous product still reads its step while the next one arrives
+    behind = 0 if target.hopper and rows >= 64 else 1
+    steps = max(1, tiles.num_stages - behind)
+    queries = rows * (problem.dim + tiles.block) * width
+    return tiles.block * problem.token_bytes * steps + queries + 2048
+
+
+def choose(problem: Problem, target: Target) -> Tiles:
+    """The heuristic launch."""
+    t = _form(problem, target)
+    # no step longer than the longest sequence
+    t = replace(t, block=max(16, min(t.block, power_of_two(problem.capacity))))
+    if target.platform == "rocm":
+        return t  # no asynchronous copies: nothing to keep in flight
+    # two programs of four warps: one's loads fly while the other computes
+    programs = max(1, 8 // t.num_warps)
+    for stages in (4, 3, 2):
+        deep = replace(t, num_stages=stages)
+        if programs * held_bytes(problem, deep, target) <= target.shared_limit:
+            return replace(deep, per_core=programs)
+    while t.block > 16 and held_bytes(problem, t, target) > target.shared_limit:
+        t = replace(t, block=t.block // 2)
+    return t
+
+
+def _form(problem: Problem, target: Target) -> Tiles:
+    """Rows, warps and tokens of a step."""
+    p = problem
+    eight_bit = p.eight_bit and not p.wide
+    if p.wide:
+        return Tiles(16, 4, 2, 1, most=16)
+    if p.group * p.tokens <= 16 or target.platform == "rocm":
+        if target.platform == "rocm":
+            return Tiles(32, 4, 1, 1, most=16)
+        # 16 queries of 576 columns stay in registers; numbers to be converted pass through them
+        return Tiles(64, 8, 2, 1, most=16) if eight_bit else Tiles(32, 4, 2, 1, most=16)
+    if not target.hopper or eight_bit:
+        # so do 32, shared by eight warps
+        return Tiles(32, 8, 2, 1, most=32)
+    # asynchronous products have 64 rows, whose 512 sums are half the registers of eight warps; a
+    # step gathered from several pages takes a pointer a token
+    block = 64 if p.page_size % 64 == 0 else 32
+    return Tiles(block, 8, 2, 1, most=64, apart=True)
+
+
+def near(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+    """Tiles worth timing: steps of half to double the tokens, two to four stages, that fit."""
+    size = max(problem.page_size, 1)
+    for block in (chosen.block // 2, chosen.block, chosen.block * 2):
+        for warps in (4, 8):
+            for stages in (2, 3, 4):
+                tiles = replace(
+                    chosen, block=block, num_warps=warps, num_stages=stages, pages=block // size
+                )
+                fits = held_bytes(problem, tiles, target) <= target.shared_limit
+                if block >= max(16, size) and fits:
+                    yield tiles

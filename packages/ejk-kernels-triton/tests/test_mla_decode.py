@@ -1,0 +1,153 @@
+"""Latent decoding through Triton's interpreter, against a float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ejkernel.kernels.triton.mla_decode import mla_decode
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
+from ejkernel.ops import interpret_mode
+from ejkernel.types.structure import Unsupported
+from ejktest.oracles import paged
+from ejktest.tolerance import check_close
+
+pytest.importorskip("triton")
+
+LENS = (37, 0, 40)
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """A Hopper chip of four multiprocessors: shares hold parts of several sequences."""
+    with interpret_mode(), compile_for(cuda_target(90, 4)):
+        yield
+
+
+def draw(lens=LENS, h=2, rows=None, latent=32, rope=8, ps=16, dtype="float32", cache=None):
+    """Arguments; tables point to distinct pages and past the contexts anywhere at all."""
+    rng = np.random.default_rng(0)
+    kinds = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in (dtype, cache or dtype)}
+    columns = max(1, -(-max(lens) // ps))
+    pages = len(lens) * columns + 2
+    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
+    for row, n in zip(tables, lens, strict=True):
+        row[-(-n // ps) :] = rng.choice([-1, pages, 2**31 - 1, -(2**31)])
+    shape = (len(lens), h) if rows is None else (len(lens), rows, h)
+    q = rng.standard_normal((*shape, latent + rope)).astype(kinds[dtype])
+    c = rng.standard_normal((pages, ps, latent + rope))
+    if cache == "int8":
+        c = np.clip(np.round(c * 40), -128, 127)
+    return q, c.astype(kinds[cache or dtype]), np.array(lens, np.int32), tables.astype(np.int32)
+
+
+def expected(q, c, lens, tables, latent, **options):
+    q = q if q.ndim == 4 else q[:, None]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (q, c)]
+        options.setdefault("scale", q.shape[-1] ** -0.5)
+        options = {n: np.asarray(x, np.float64) if n == "aux" else x for n, x in options.items()}
+        return [np.asarray(x) for x in paged.mla_decode(*wide, lens, tables, latent, **options)]
+
+
+SINKS = np.random.default_rng(7).standard_normal((2, 3)).astype(np.float32)
+# shape, options, the formula's options
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "two rows, page of three, window, one split, sinks": (
+        dict(rows=2, ps=3),
+        dict(sliding_window=9, num_splits=1, softmax_aux=SINKS),
+        dict(left=9, aux=SINKS),
+    ),
+    "long page, cap, splits, negative scale, no rotary part": (
+        dict(ps=128, rope=0, dtype="float16"),
+        dict(logits_soft_cap=2.0, num_splits=3, softmax_scale=-0.3),
+        dict(cap=2.0, scale=-0.3),
+    ),
+    "int8": (dict(dtype="bfloat16", cache="int8"), dict(k_scale=0.02), dict(k_scale=0.02)),
+    "e4m3, 70 heads": (
+        dict(lens=(40,), h=70, dtype="bfloat16", cache="float8_e4m3fn"),
+        dict(k_scale=-0.5),
+        dict(k_scale=-0.5),
+    ),
+    "float32 query, e5m2": (dict(cache="float8_e5m2"), dict(k_scale=3.0), dict(k_scale=3.0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_formula(name):
+    shape, options, known = CASES[name]
+    q, c, lens, tables = draw(**shape)
+    o, lse = mla_decode(q, c, lens, tables, latent_dim=32, return_lse=True, **options)
+    want, want_lse = (
+        x.reshape(*q.shape[:-1], *x.shape[3:]) for x in expected(q, c, lens, tables, 32, **known)
+    )
+    assert o.dtype == q.dtype and o.shape == (*q.shape[:-1], 32) and lse.dtype == jnp.float32
+    check_close(np.asarray(o), want, name=name)
+    check_close(np.asarray(lse), want_lse, name=name, dtype=q.dtype)
+    assert not np.asarray(o, np.float32)[lens == 0].any()
+
+
+def test_runs_repeat_whatever_lies_in_unseen_memory():
+    q, c, lens, tables = draw(rows=2, ps=8)
+    base = mla_decode(q, c, lens, tables, latent_dim=32, sliding_window=20)
+    seen = np.zeros(c.shape[:2], bool)
+    for n, row in zip(lens, tables, strict=True):
+        j = np.arange(max(0, n - 22), n)
+        seen[row[j // 8], j % 8] = True
+    spoiled = np.where(seen[:, :, None], c, np.float32(np.nan))
+    again = mla_decode(q, spoiled, lens, tables, latent_dim=32, sliding_window=20)
+    assert np.array_equal(base, again)
+
+
+def test_mapped_axes_are_more_rows():
+    q, c, lens, tables = draw(lens=(20, 3))
+    qs, cs = np.stack([q, 2 * q]), np.stack([c, -c])
+
+    def run(q, c):
+        return mla_decode(q, c, lens, tables, latent_dim=32, return_lse=True)
+
+    for got, *want in zip(jax.vmap(run)(qs, cs), run(q, c), run(2 * q, -c), strict=True):
+        np.testing.assert_allclose(got, np.stack(want), atol=1e-6)
+
+
+def test_gradients_of_both_results():
+    q, c, lens, tables = draw(lens=(20, 0))
+
+    def loss(function, q, c):
+        o, lse = function(q, c, lens, tables, latent_dim=32, k_scale=0.5, return_lse=True)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(lens[:, None] > 0, lse, 0.0) ** 2)
+
+    from ejkernel.ops import kernel_registry
+
+    xla = kernel_registry.get("mla_decode", "xla")
+    got = jax.grad(lambda *x: loss(mla_decode, *x), (0, 1))(q, c)
+    want = jax.grad(lambda *x: loss(xla, *x), (0, 1))(q, c)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(latent=24), "latent_dim: 24 is not a power of two"),
+        (dict(rope=12), "rotary part of 12"),
+    ],
+)
+def test_what_is_refused(change, words):
+    sizes = dict(latent=32, rope=8) | change
+    q, c, lens, tables = draw(lens=(5,), **sizes)
+    with pytest.raises(Unsupported, match=words):
+        mla_decode(q, c, lens, tables, latent_dim=sizes["latent"])
+
+
+def test_calls_without_work():
+    q, c, lens, tables = draw(lens=(5,))
+    o, lse = mla_decode(q, c, lens, tables[:, :0], latent_dim=32, return_lse=True)
+    assert not np.asarray(o).any() and o.shape == (1, 2, 32)
+    assert np.all(np.asarray(lse) == -np.inf)

@@ -1,0 +1,88 @@
+"""The shipped launches of latent decoding compile for every chip, without spilling registers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels.triton.mla_decode import tiles
+from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
+from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.tiles import share_count
+from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+
+pytest.importorskip("triton")
+
+TARGETS = {
+    "sm_80": cuda_target(80, 108),
+    "sm_90": cuda_target(90),
+    "gfx942": rocm_target("gfx942"),
+}
+# heads, page, cache, then other facts
+CASES = {
+    "128 heads": (128, 64, "bfloat16", {}),
+    "16 heads": (16, 64, "bfloat16", {}),
+    "page 16": (128, 16, "bfloat16", dict(tokens=2, left=1000, soft_cap=30.0)),
+    "int8": (128, 64, "int8", {}),
+    "e4m3, 16 heads": (16, 64, "float8_e4m3fn", {}),
+}
+
+
+def planned(name, target):
+    heads, page, cache, options = CASES[name]
+    b, pages, columns, kind = 64, 8192, 128, "bfloat16"
+    p = Problem(
+        b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, shared=True, lse=True,
+        **options,
+    )  # fmt: skip
+    t = tiles.choose(p, target)
+    given = {
+        "q": ((b, p.tokens * heads, 576), kind),
+        "k": ((pages, page, 576), cache),
+        "lens": ((b,), "int32"),
+        "tables": ((b, columns), "int32"),
+        "k_scale": ((1, 1), "float32"),
+    }
+    shapes = tuple((n, shape) for n, (shape, _) in given.items())
+    plan = SplitPlan(p, t, share_count(p, t, target), shapes)
+    return plan, [jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in given.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        *((name, "sm_90") for name in CASES),
+        ("int8", "sm_80"),
+        ("128 heads", "sm_80"),
+        ("16 heads", "gfx942"),
+    ],
+)
+def test_split_kernel(name, chip):
+    target = TARGETS[chip]
+    plan, avals = planned(name, target)
+    used = measure(plan_source(plan, avals, target), target)
+    print(f"{name} {chip}: {plan.tiles}: {used}")
+    assert used.spills == 0
+    assert used.products > 0 and not used.serialized
+    # the programs meant to run together fit
+    assert used.shared * plan.tiles.per_core <= target.shared_limit
+    if target.platform == "cuda":
+        assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
+        estimate = tiles.held_bytes(plan.problem, plan.tiles, target)
+        assert 0.8 * estimate <= used.shared <= 1.25 * estimate
+    if (name, chip) == ("128 heads", "sm_90"):
+        # two groups of warps have half the keys of a step each, and half the columns of values
+        assert used.products == 576 // 16 + plan.tiles.block // 16
+
+
+def test_merge_kernel():
+    target = TARGETS["sm_90"]
+    split, _ = planned("page 16", target)
+    operands = dict(zip(("acc", "m", "l", "starts"), split.outputs(), strict=True))
+    operands["sink"] = jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)
+    shapes = tuple((n, x.shape) for n, x in operands.items())
+    plan = MergePlan(split.problem, split.tiles, split.shares, shapes)
+    used = measure(plan_source(plan, list(operands.values()), target), target)
+    assert used.spills == 0

@@ -1,0 +1,30 @@
+"""Latent decoding on a GPU at real sizes: values, repeatability, memory that nobody may see."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from ejktest import latent_at_size as cases
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ejkernel.kernels.triton import compat, mla_decode
+from ejkernel.kernels.triton.targets import current_target
+from ejktest.attention_at_size import names_in_run
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu(request: pytest.FixtureRequest):
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    compat.toolchain()
+    cases.compile_ahead(names_in_run(request), current_target())
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_against_float32(name: str) -> None:
+    """Two runs have the same bits, whatever lies in memory past the contexts."""
+    cases.check(name, mla_decode)

@@ -1,0 +1,233 @@
+"""Latent decoding at the sizes a GPU is for: cases, and a float32 reference that runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejktest.attention_at_size import BF, F32, HALF, relative
+from ejktest.paged_at_size import E4, I8, UNEVEN
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: contexts, query rows of a sequence (None: rank 3), heads, sizes, dtypes."""
+
+    lens: tuple[int, ...] = UNEVEN
+    h: int = 128
+    rows: int | None = None
+    latent: int = 512
+    rope: int = 64
+    ps: int = 64
+    q: Any = BF
+    kv: Any = BF
+
+
+# name: shape, options of the operation; ``sinks`` is their number
+CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "128 heads": (Shape(), {}),
+    "16 heads": (Shape(h=16), {}),
+    "page 16, rows": (Shape(ps=16, rows=2, h=64), dict(sliding_window=1000, logits_soft_cap=20.0)),
+    "page 3, 40 heads": (Shape(UNEVEN[4:], ps=3, h=40), dict(softmax_scale=-0.05)),
+    "long single": (Shape((100001,)), {}),
+    "no context": (Shape((0, 0, 0), h=16), {}),
+    "many": (Shape(tuple(i % 97 for i in range(1500)), h=8, latent=64, rope=16, ps=16), {}),
+    "one split, sinks": (Shape(h=16, ps=16), dict(num_splits=1, sinks=2)),
+    "256 and 32, splits": (Shape(latent=256, rope=32, h=40), dict(num_splits=5)),
+    "float16, no rotary part": (Shape(q=HALF, kv=HALF, rope=0), {}),
+    "float32": (Shape(UNEVEN[4:], q=F32, kv=F32, h=16), {}),
+    "int8, 16 heads": (Shape(kv=I8, h=16), dict(k_scale=0.025)),
+    "e4m3": (Shape(kv=E4), dict(k_scale=0.5)),
+}
+# output rounding is 2e-3 in bfloat16; probabilities rounded to it add as much. One tf32 product
+BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-3}
+
+
+def bound(name: str) -> float:
+    """The largest relative error that is accepted."""
+    return BOUND[jnp.dtype(CASES[name][0].q).name]
+
+
+def draw(name: str) -> tuple[jax.Array, ...]:
+    """q, a cache of the pages that are needed and three more, lengths, shuffled tables."""
+    s = CASES[name][0]
+    rng = np.random.default_rng(len(name))
+    counts = [-(-n // s.ps) for n in s.lens]
+    pages = sum(counts) + 3
+    order = rng.permutation(pages)
+    tables = np.full((len(s.lens), max(1, *counts)), -1, np.int32)
+    start = 0
+    for row, n in zip(tables, counts, strict=True):
+        row[:n] = order[start : start + n]
+        start += n
+    tables[tables < 0] = rng.choice([-1, 2**30, -(2**31), pages], (tables < 0).sum())
+
+    @jax.jit
+    def make():
+        a, b = jax.random.split(jax.random.key(len(name)))
+        rows = () if s.rows is None else (s.rows,)
+        q = jax.random.normal(a, (len(s.lens), *rows, s.h, s.latent + s.rope), F32).astype(s.q)
+        c = jax.random.normal(b, (pages, s.ps, s.latent + s.rope), BF)
+        if s.kv is I8:
+            c = jnp.clip(jnp.round(c * 40), -128, 127)
+        return q, c.astype(s.kv)
+
+    return (*make(), jnp.asarray(s.lens, jnp.int32), jnp.asarray(tables))
+
+
+def _sinks(name: str) -> jax.Array | None:
+    s, options = CASES[name]
+    shape = (s.h, options.get("sinks", 0))
+    return jax.random.normal(jax.random.key(3), shape, F32) if shape[1] else None
+
+
+def runner(name: str, mla_decode: Callable[..., Any]):
+    """A case through an implementation, as a jitted function of ``draw(name)``."""
+    s, options = CASES[name]
+    options = {n: x for n, x in options.items() if n != "sinks"}
+    aux = _sinks(name)
+    return jax.jit(
+        lambda *x: mla_decode(*x, latent_dim=s.latent, softmax_aux=aux, return_lse=True, **options)
+    )
+
+
+def truth(name: str):
+    """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
+    s, o = CASES[name]
+    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), _sinks(name)
+    scale = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
+    rows = s.rows or 1
+
+    def row(c, q, n, table):
+        table = jnp.clip(table, 0, c.shape[0] - 1)
+        cc = c[table].reshape(-1, c.shape[-1]).astype(F32) * o.get("k_scale", 1.0)
+        j = jnp.arange(cc.shape[0])
+        at = n - rows + jnp.arange(rows)
+        seen = (j[None] <= at[:, None]) & (j < n)[None]
+        if window is not None:
+            seen &= j[None] >= at[:, None] - window
+        cc = jnp.where((j < n)[:, None], cc, 0.0)
+        q = q.reshape(rows, s.h, -1).astype(F32)
+        x = jnp.einsum("mhd,td->mht", q, cc, precision="highest") * scale
+        x = cap * jnp.tanh(x / cap) if cap else x
+        x = jnp.where(seen[:, None], x, -jnp.inf)
+        m = jnp.max(x, -1, keepdims=True)
+        m = jnp.where(m == -jnp.inf, 0.0, m)
+        p = jnp.exp(x - m)
+        total = p.sum(-1, keepdims=True)
+        alive = total > 0.0
+        if aux is not None:
+            total += jnp.where(alive, jnp.exp(aux[None] - m).sum(-1, keepdims=True), 0.0)
+        lse = jnp.where(alive, m + jnp.log(jnp.where(alive, total, 1.0)), -jnp.inf)[..., 0]
+        p = p / jnp.where(alive, total, 1.0)
+        out = jnp.einsum("mht,td->mhd", p, cc[:, : s.latent], precision="highest")
+        return out, lse
+
+    def every(q, c, n, t):
+        out, lse = jax.lax.map(lambda x: row(c, *x), (q, n, t))
+        return out.reshape(*q.shape[:-1], s.latent), lse.reshape(q.shape[:-1])
+
+    return jax.jit(every)
+
+
+def check(name: str, mla_decode: Callable[..., Any]) -> None:
+    """Within the bound; two runs have the same bits, and so has one with NaN in unseen memory."""
+    s = CASES[name][0]
+    q, c, lens, tables = draw(name)
+    run = runner(name, mla_decode)
+    o, lse = run(q, c, lens, tables)
+    seen = np.zeros(c.shape[:2], bool)
+    for n, row in zip(s.lens, np.asarray(tables), strict=True):
+        j = np.arange(n)
+        seen[row[j // s.ps], j % s.ps] = True
+    hidden = c if s.kv is I8 else jnp.where(seen[:, :, None], c, jnp.asarray(jnp.nan, c.dtype))
+    for again in (c, hidden):
+        o_, lse_ = run(q, again, lens, tables)
+        assert jnp.array_equal(o, o_) and jnp.array_equal(lse, lse_)
+    want, want_lse = truth(name)(q, c, lens, tables)
+    assert jnp.array_equal(lse == -jnp.inf, want_lse == -jnp.inf)
+    finite = want_lse > -jnp.inf
+    off = float(jnp.max(jnp.where(finite, jnp.abs(lse - want_lse), 0.0)))
+    error = relative(o, want)
+    print(f"{name}: {error:.1e}, lse {off:.1e}")
+    assert error <= bound(name)
+    assert off <= 5e-3
+
+
+def _lower(name: str, target: Any) -> None:
+    from ejkernel.kernels.triton.mla_decode import mla_decode
+    from ejktest.ahead import lower
+
+    lower(runner(name, mla_decode), target, *jax.eval_shape(lambda: draw(name)))
+
+
+def compile_ahead(names: list[str], target: Any) -> None:
+    """The Triton kernels of these cases, by processes side by side, into the disk cache."""
+    from ejktest.ahead import in_parallel
+
+    in_parallel((_lower, name, target) for name in names)
+
+
+# ---- latent attention, which expands -----------------------------------------------------------
+
+EXPANDED = ("key", "both", "window")
+
+
+def draw_expanded(form: str) -> dict[str, jax.Array]:
+    """Arguments of ``mla_attention`` with 8 heads of DeepSeek V3."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+        return (jax.random.normal(next(keys), shape, F32) * scale).astype(BF)
+
+    q_dim = 128 if form == "both" else 192
+    found = {
+        "query": normal(2, 1037, 8, q_dim),
+        "key_value": normal(2, 1037, 512),
+        "w_kc": normal(512, 8, 128, scale=512**-0.5),
+        "w_vc": normal(512, 8, 128, scale=512**-0.5),
+        "b_k": normal(2, 1037, 64),
+    }
+    return found | ({"b_q": normal(2, 1037, 64)} if form == "both" else {})
+
+
+def _plain(x: dict[str, jax.Array], left: int | None) -> jax.Array:
+    from ejkernel.types.latent import expanded
+
+    wide = {name: a.astype(F32) for name, a in x.items()}
+    q, k, v = expanded(wide, "highest")
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+    seen = j <= i if left is None else (j <= i) & (j >= i - left)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * 192**-0.5
+    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
+
+
+def check_expanded(form: str, mla_attention: Callable[..., Any]) -> None:
+    """o and the gradient of every array within the bound; two runs have the same bits."""
+    x = draw_expanded(form)
+    left = 100 if form == "window" else None
+    window = None if left is None else (left, 0)
+    do = jax.random.normal(jax.random.key(9), (2, 1037, 8, 128), F32).astype(BF)
+
+    def both(function):
+        @jax.jit
+        def run(x):
+            o, pull = jax.vjp(function, x)
+            return o, pull(do.astype(o.dtype))[0]
+
+        return run
+
+    run = both(lambda x: mla_attention(**x, causal=True, sliding_window=window))
+    o, grads = run(x)
+    for a, b in zip(jax.tree.leaves((o, grads)), jax.tree.leaves(run(x)), strict=True):
+        assert jnp.array_equal(a, b)
+    want, exact = both(lambda x: _plain(x, left))(x)
+    errors = {"o": relative(o, want)} | {n: relative(grads[n], exact[n]) for n in x}
+    print(form, {n: f"{e:.1e}" for n, e in errors.items()})
+    assert {n: e for n, e in errors.items() if not e <= 1e-2} == {}
