@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
-from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention
+from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, mla_attention
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, DTYPES
 from ejkernel.types.structure import Unsupported
 from ejktest import attention_at_size as cases
 from ejktest import large_logits_at_size as large
+from ejktest import latent_at_size
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +51,12 @@ def found(hopper, request: pytest.FixtureRequest):
 def test_against_float32(name: str, found) -> None:
     """o, lse and all gradients; the second run has the same bits."""
     cases.assert_sound(name, *found[name].result())
+
+
+@pytest.mark.parametrize("form", latent_at_size.EXPANDED)
+def test_latent_attention(form: str) -> None:
+    """o and the gradient of every array; the second run has the same bits."""
+    latent_at_size.check_expanded(form, mla_attention)
 
 
 @pytest.mark.parametrize("name", large.PLAIN)

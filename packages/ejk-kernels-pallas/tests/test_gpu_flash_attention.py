@@ -29,6 +29,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention import (
     flash_attention,
     forward_softmax,
     implementation,
+    scaled_dot_product_attention,
     tiles,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
@@ -64,6 +65,7 @@ LOWERED = {
     "d64": (gradient(CAUSAL), heads(64, 64)),
     "d128": (gradient(CAUSAL), heads(128, 128, 1024)),
     "d192/128": (gradient(CAUSAL), heads(192, 128)),
+    "sdpa": (gradient(scaled_dot_product_attention), heads(128, 128)),
     "pairs": (flash_attention, heads(128, 128, 2150, 3000)),
     "d256": (gradient(flash_attention), heads(256, 256, 777, 1000)),
     "window": (functools.partial(flash_attention, sliding_window=(200, 64)), heads(128, 128)),

@@ -150,7 +150,7 @@ def test_bad_shapes_name_the_argument():
 # ---- what the registry is told -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", PACKAGE.entries, ids=lambda entry: entry.backend)
+@pytest.mark.parametrize("entry", PACKAGE.entries, ids=str)
 def test_what_is_registered_as_text_exists(entry):
     for target in (PACKAGE.path(entry.target), *PACKAGE.hooks(entry).values()):
         assert callable(LazyFunction(target).resolve())
@@ -165,6 +165,7 @@ SHORT = {  # (queries, keys, head dim), options: whether the kernels for every G
     "full": ((1024, 1024, 64), {}, False),
     "no queries": ((0, 1024, 64), {}, True),
     "wider": ((576, 576, 128), {}, False),
+    "one query": ((1, 8192, 128), {}, True),
 }
 
 

@@ -13,7 +13,8 @@ from ejktest.attention_cases import Call, arrays, check, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import flash_attention
+from ejkernel.kernels.triton import flash_attention, scaled_dot_product_attention
+from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
@@ -197,6 +198,44 @@ def test_two_runs_give_the_same_bits() -> None:
     q, k, v = small_arrays()
     run_once = jax.jit(jax.grad(partial(loss, segment_ids=jnp.zeros((2, 20), int), bias=None)))
     same(run_once(q, k, v), run_once(q, k, v))
+
+
+ONE_ROW = [
+    small("plain", q=1, k=40, h=4, d=16),
+    small(
+        "options", q=1, k=40, h=4, d=16, dv=24, sinks=(4, 2), cap=3.0, scale=-0.3,
+        mask={"sliding_window": (9, 4), "causal_offset": 20},
+    ),
+    small("nothing", q=1, k=40, h=4, d=16, mask={"causal": True, "causal_offset": -2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ONE_ROW, ids=str)
+def test_one_query_row_is_decoded(call: Call, monkeypatch) -> None:
+    """Values and gradients; a config that names a block of queries gets the usual kernel."""
+    ran = []
+    monkeypatch.setattr(single_row, "LEAST_KEYS", 16)
+    forward = single_row.forward
+    monkeypatch.setattr(single_row, "forward", lambda *a: ran.append(1) or forward(*a))
+    x = arrays(call)
+    check(call, x, *run(lambda *a, cfg, **options: flash_attention(*a, **options), call, x))
+    assert ran
+    ran.clear()
+    jax.eval_shape(lambda q, k: flash_attention(q, k, k, cfg=CFG), x["q"], x["k"])
+    assert not ran
+
+
+def test_scaled_dot_product_attention_is_the_same_kernel() -> None:
+    q, k, v = small_arrays()
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 20, 20)), jnp.float32)
+
+    def total(function):
+        def run(q, k, v, bias):
+            return jnp.sum(jnp.sin(function(q, k, v, bias, sliding_window=(5, 0))))
+
+        return jax.value_and_grad(run, (0, 1, 2, 3))(q, k, v, bias)
+
+    same(total(scaled_dot_product_attention), total(flash_attention))
 
 
 def test_checkpoint_and_scan() -> None:

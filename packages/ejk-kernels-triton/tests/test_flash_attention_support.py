@@ -62,6 +62,7 @@ ACCEPTED = [
     with_dims(256),
     with_dims(192, 128),
     with_dims(128, dtype="float32"),
+    {"query": array(2, 1, 8, 64)} | dict.fromkeys(("key", "value"), array(2, 4096, 2, 64)),
     {"causal": True, "causal_offset": -3, "sliding_window": (4, 5), "precision": "highest"},
     {"bias": array(1, 8, 64, 64), "softmax_aux": array(3), "logits_soft_cap": 30.0},
     {"dropout_prob": 0.1, "return_lse": True, "softmax_scale": -1.0},
@@ -169,7 +170,9 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
                 assert flash_attention.fields(tiles) == config
 
 
-RUN_ON_A_CARD = ("flash_attention", "page_attention", "grouped_matmul")  # others wait behind XLA
+RUN_ON_A_CARD = (  # others wait behind XLA
+    *("flash_attention", "scaled_dot_product_attention", "page_attention", "grouped_matmul"),
+)
 
 
 def test_registered() -> None:

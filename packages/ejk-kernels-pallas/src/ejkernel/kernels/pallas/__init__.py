@@ -8,6 +8,11 @@ JAX targets. Each is imported on first use; importing this package imports no ke
 from ejkernel.kernels.pallas._version import __version__
 from ejkernel.ops.packages import HOOKS, Entry, KernelPackage
 
+_HOPPER = tuple(
+    f"{half}.{size}"
+    for half in ("fwd_params", "bwd_params")
+    for size in ("q_blocksize", "kv_blocksize", "num_stages")
+)
 PACKAGE = KernelPackage(
     __name__,
     "pallas",
@@ -17,14 +22,7 @@ PACKAGE = KernelPackage(
             "gpu.flash_attention.implementation:flash_attention",
             priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
             hooks=HOOKS,
-            config_fields=(
-                "fwd_params.q_blocksize",
-                "fwd_params.kv_blocksize",
-                "fwd_params.num_stages",
-                "bwd_params.q_blocksize",
-                "bwd_params.kv_blocksize",
-                "bwd_params.num_stages",
-            ),
+            config_fields=_HOPPER,
         ),
         Entry(
             "flash_attention",
@@ -38,6 +36,19 @@ PACKAGE = KernelPackage(
                 "bwd_params.blocksize_m",
                 "bwd_params.blocksize_n",
             ),
+        ),
+        Entry(
+            "scaled_dot_product_attention",
+            "gpu.flash_attention.implementation:scaled_dot_product_attention",
+            priority=110,
+            hooks=HOOKS,
+            config_fields=(),
+        ),
+        Entry(
+            "mla_attention",
+            "gpu.flash_attention.implementation:mla_attention",
+            priority=-1,
+            config_fields=_HOPPER,
         ),
     ),
 )

@@ -9,6 +9,10 @@ from ejkernel.kernels.triton._version import __version__
 from ejkernel.ops.packages import Entry, KernelPackage
 
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+_FLASH = (
+    *(f"fwd_params.{size}" for size in _SIZES),
+    *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
+)
 # Behind XLA: interpreted and compiled, but no GPU has run them. ``platform="triton"`` does.
 _UNTRIED = -1
 _RAGGED = (
@@ -51,6 +55,17 @@ PACKAGE = KernelPackage(
             config_fields=_FLASH,
         ),
         Entry(
+            "scaled_dot_product_attention",
+            "flash_attention.implementation:scaled_dot_product_attention",
+            config_fields=(),
+        ),
+        Entry(
+            "mla_attention",
+            "flash_attention.implementation:mla_attention",
+            priority=_UNTRIED,
+            config_fields=_FLASH,
+        ),
+        Entry(
             "page_attention",
             "page_attention.implementation:page_attention",
             config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
@@ -78,6 +93,12 @@ PACKAGE = KernelPackage(
             "native_sparse_attention.implementation:native_sparse_attention",
             priority=_UNTRIED,
             config_fields=("q_tile", "kv_tile", "num_warps", "num_stages"),
+        ),
+        Entry(
+            "mla_decode",
+            "mla_decode.implementation:mla_decode",
+            priority=_UNTRIED,
+            config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
         ),
         Entry(
             "grouped_matmul",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ejkernel.kernels.triton.flash_attention.dims import split_dim
+from ejkernel.kernels.triton.common.dims import split_dim
+from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles, neighbours
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import Problem
@@ -59,7 +60,12 @@ def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Tar
 def near(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
     """Tiles worth timing beside the chosen ones: a step away in one pass, as far as they fit."""
     found = []
+    if chosen.decode is not None:
+        others = single_row.near(problem, target, chosen.decode)
+        found += [replace(chosen, decode=tiles) for tiles in others]
     for part, kernel in (("fwd", "forward"), ("dkv", "dkv"), ("dq", "dq")):
+        if part == "fwd" and chosen.decode is not None:
+            continue
         ours = getattr(chosen, part)
         for tile in neighbours(ours, problem):
             # a config has one number of warps and of stages for both backward kernels

@@ -13,7 +13,7 @@ from typing import Any
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import dot_precision
-from ejkernel.kernels.triton.flash_attention import tiles
+from ejkernel.kernels.triton.flash_attention import single_row, tiles
 from ejkernel.kernels.triton.flash_attention.fits import near
 from ejkernel.kernels.triton.flash_attention.lists import (
     element_mask,
@@ -34,6 +34,7 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, softmax
 from ejkernel.types.hidden import cleared_rows, without_dead_rows
+from ejkernel.types.latent import FromLatent
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import block_ranges, operands, split_mask
 
@@ -81,9 +82,14 @@ class FlashAttention(TritonKernel):
         return chosen.fields
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        tensors = {name: x for name, x in arrays.items() if name != "mask"}
-        o, lse, *saved = _launch(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors)
+        if work.tiles.decode is not None:
+            return single_row.forward(work, arrays), []
+        o, lse, *saved = self._attend(work, arrays)
         return (o, lse), saved
+
+    def _attend(self, work: Work, arrays: Arrays) -> tuple[Any, ...]:
+        tensors = {name: x for name, x in arrays.items() if name != "mask"}
+        return _launch(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors)
 
     def backward(
         self,
@@ -95,6 +101,8 @@ class FlashAttention(TritonKernel):
     ) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
+        if t.decode is not None:
+            o, lse, *saved = self._attend(work, arrays)
         q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
@@ -148,4 +156,32 @@ def _launch(
     return call(kind(p, rules, tile, shapes, **fields), *tensors.values())
 
 
+class ScaledDotProductAttention(FlashAttention):
+    """The kernels of flash attention for the operation of this name, whose options are fewer.
+
+    Dtypes and head dims are those of ``flash_attention``; tiles are the kernel's own choice.
+    """
+
+    call = calls.ScaledDotProductAttention
+
+    def near(self, problem: Problem, target: Target, chosen: FlashTiles) -> Iterable[FlashTiles]:
+        return ()
+
+    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
+        return {}
+
+
+class FlashMLA(FromLatent, FlashAttention):
+    """The kernels of flash attention on keys and values expanded from latent rows; see
+    ``mla_attention``.
+
+    Dtypes, head dims (with the rotary part; of values) and ``cfg`` are those of
+    ``flash_attention``. The backward pass expands anew: nothing expanded is kept.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+
 flash_attention = FlashAttention()
+mla_attention = FlashMLA()
+scaled_dot_product_attention = ScaledDotProductAttention()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import merge_leading
-from ejkernel.kernels.triton.flash_attention.dims import split_dim
+from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap

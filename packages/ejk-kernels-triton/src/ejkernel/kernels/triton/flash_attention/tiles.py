@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ejkernel.kernels.triton.flash_attention.dims import exact_dim, split_dim
+from ejkernel.kernels.triton.common.dims import exact_dim, split_dim
+from ejkernel.kernels.triton.flash_attention import single_row
+from ejkernel.kernels.triton.page_attention.tiles import Tiles as DecodeTiles
+from ejkernel.kernels.triton.page_attention.tiles import honour_block
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 from ejkernel.types.problem import Problem
@@ -34,30 +37,40 @@ class Tiles:
 
 @dataclass(frozen=True)
 class FlashTiles:
-    """Tiles of the three passes: forward, query gradient, key gradients."""
+    """Tiles of the three passes: forward, query gradient, key gradients.
+
+    ``decode``: the launch of decoding, where that is the forward pass.
+    """
 
     fwd: Tiles
     dq: Tiles
     dkv: Tiles
+    decode: DecodeTiles | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
         """As fields of a config."""
         fwd = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
+        if self.decode is not None:
+            fwd = {"kv_blocksize": self.decode.block, **self.decode.fields}
         bwd = {theirs: getattr(self.dkv, mine) for mine, theirs in FIELDS.items()}
         rows = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": rows | bwd}
 
     def honouring(self, cfg: Any) -> FlashTiles:
-        """These tiles with what a config says instead."""
+        """These tiles with what a config says instead: blocks of queries are the usual kernel's."""
         fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
-        return FlashTiles(override(self.fwd, fwd), dq, dkv)
+        decode = self.decode
+        if decode is None or field(fwd, "q_blocksize") is not None:
+            return FlashTiles(override(self.fwd, fwd), dq, dkv)
+        return FlashTiles(self.fwd, dq, dkv, honour_block(decode, fwd))
 
 
 def choose(problem: Problem, target: Target) -> FlashTiles:
     """The tiles of a call by the arithmetic below."""
-    return FlashTiles(forward_tiles(problem, target), *backward_tiles(problem, target))
+    fwd, backward = forward_tiles(problem, target), backward_tiles(problem, target)
+    return FlashTiles(fwd, *backward, single_row.choose(problem, target))
 
 
 def _padded(dim: int) -> int:

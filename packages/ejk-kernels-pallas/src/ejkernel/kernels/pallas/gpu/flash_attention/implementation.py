@@ -21,6 +21,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls, softmax
 from ejkernel.types.hidden import without_dead_rows
+from ejkernel.types.latent import FromLatent
 from ejkernel.types.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -126,4 +127,32 @@ class FlashAttention(PallasKernel):
         return grads
 
 
+class ScaledDotProductAttention(FlashAttention):
+    """The kernels of flash attention for the operation of this name, whose options are fewer.
+
+    Dtypes, head dims and masks are those of ``flash_attention``; tiles are the kernel's own choice.
+    """
+
+    call = calls.ScaledDotProductAttention
+
+    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+        return ()
+
+    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
+        return {}
+
+
+class FlashMLA(FromLatent, FlashAttention):
+    """The kernels of flash attention on keys and values expanded from latent rows; see
+    ``mla_attention``.
+
+    Dtypes, head dims (with the rotary part; of values), masks and ``cfg`` are those of
+    ``flash_attention``. The backward pass expands anew: nothing expanded is kept.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+
 flash_attention = FlashAttention()
+mla_attention = FlashMLA()
+scaled_dot_product_attention = ScaledDotProductAttention()

@@ -20,8 +20,12 @@ def priority(problem: Problem) -> int:
 
     A walk over few tiles of 64 columns is over before its ends are paid for, and with few blocks
     of queries the programs of many keys wait for their turns to add to dq.
+
+    Behind them with one query, too, for which they cut the keys between programs.
     """
     rules = problem.rules
+    if problem.q_len == 1:
+        return BEHIND
     if max(problem.dim, problem.value_dim) > 64:
         return AHEAD
     if rules.arrays or problem.q_len <= FEW_QUERIES:

@@ -1,0 +1,85 @@
+"""Calls with one query row a sequence: contiguous decoding by the kernels of paged decoding.
+
+A program of the forward kernel holds one query head and walks all its keys: with one row there are
+too few of them to fill the chip, and the heads of a group read the same keys one after the other.
+Paged decoding makes the heads of a group rows of one product and cuts the keys into equal shares;
+each sequence is a page of its own. Which keys the row sees follows from the mask's band.
+
+Decoding keeps nothing for a gradient: the backward pass runs the usual forward kernel first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.triton.page_attention import problem as paged
+from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
+from ejkernel.kernels.triton.page_attention.implementation import NAMES, decoder
+from ejkernel.kernels.triton.page_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.types.problem import Problem
+
+LEAST_KEYS = 1024  # below, a second launch costs more than the keys
+
+
+def possible(problem: Problem) -> bool:
+    """Whether decoding can do the call, and there is something to gain."""
+    p = problem
+    plain = not (p.biased or p.dropout or p.rules.arrays or p.rules.chunk or p.pattern_blocks)
+    exact = p.dtype != "float32" or p.precision == "tf32"
+    return p.q_len == 1 and p.kv_len >= LEAST_KEYS and plain and exact
+
+
+def decoding(problem: Problem) -> paged.Problem:
+    """The same call as decoding sees it."""
+    p = problem
+    return paged.Problem(
+        batch=p.batch,
+        heads=p.heads,
+        kv_heads=p.kv_heads,
+        dim=p.dim,
+        value_dim=p.value_dim,
+        pages=p.batch,
+        page_size=p.kv_len,
+        max_pages=1,
+        query=p.dtype,
+        key=p.dtype,
+        value=p.dtype,
+        scale=p.scale,
+        soft_cap=p.soft_cap,
+        lse=True,
+    )
+
+
+def choose(problem: Problem, target: Target) -> Tiles | None:
+    """The launch of decoding, None where it does not take the call."""
+    return paged_tiles.choose(decoding(problem), target) if possible(problem) else None
+
+
+def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+    """Launches worth timing."""
+    found = paged_tiles.near(decoding(problem), target, chosen)
+    return [replace(tiles, pages=None) for tiles in found]
+
+
+def forward(work: Work, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """o ``[b, 1, h, dv]`` and lse ``[b, h, 1]``."""
+    p, band = work.problem, work.problem.rules.band
+    first = 0 if band.lo is None else min(max(band.lo, 0), p.kv_len)
+    end = p.kv_len if band.hi is None else min(max(band.hi + 1, 0), p.kv_len)
+    given = {
+        "q": arrays["q"][:, 0],
+        "k": arrays["k"],
+        "v": arrays["v"],
+        "lens": jnp.full(p.batch, end, jnp.int32),
+        "tables": jnp.arange(p.batch, dtype=jnp.int32)[:, None],
+        "begins": jnp.full(p.batch, first, jnp.int32) if first else None,
+        "sink": arrays["sink"][:, :, None] if "sink" in arrays else None,
+    }
+    step = replace(work, problem=decoding(p), tiles=work.tiles.decode)
+    o, lse = decoder(step)(*(given.get(name) for name in NAMES))
+    return o[:, None], lse[:, :, None]
