@@ -14,7 +14,7 @@ import pytest
 
 import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
-from ejktest import attention_at_size, grouped_cases, paged_at_size, ragged_cases
+from ejktest import attention_at_size, grouped_cases, latent_at_size, paged_at_size, ragged_cases
 from gpu import compare
 
 
@@ -36,13 +36,14 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.flash: attention_at_size.CASES,
         memory.sparse: attention_at_size.SPARSE,
         memory.paged: paged_at_size.CASES,
+        memory.latent: latent_at_size.CASES,
         memory.ragged: ragged_cases.CASES,
         memory.grouped: [case[:2] for case in grouped_cases.CASES],
         memory.varied: memory.VARIANTS,
         memory.contiguous: [()],
     }
     for run, *case in memory.CALLS:
-        named = run in (memory.flash, memory.sparse, memory.paged, memory.ragged)
+        named = run not in (memory.grouped, memory.varied, memory.contiguous)
         assert (case[0] if named else tuple(case[:2])) in lists[run], (run, case)
 
 

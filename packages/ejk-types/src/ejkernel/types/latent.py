@@ -98,7 +98,7 @@ class FromLatent:
     call = calls.FlashMLA
 
     def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[unresolved-attribute]
+        return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
 
     def backward(
         self,
@@ -109,7 +109,7 @@ class FromLatent:
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
         own, flash = self._flash(work, arrays)
-        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[unresolved-attribute]
+        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
         return gradients(own, *(found.pop(name) for name in "qkv")) | found
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:

@@ -18,12 +18,13 @@ from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 
 RUNS = tl.constexpr(_RUNS)
+ZERO, ONE = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
 def _load_queries(
     q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr,
-    STEP: tl.constexpr = 1,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """COLS columns from COLUMN on, STEP apart, of int64 ``rows`` of ``[., D]``; 0 if not inside."""
     column = COLUMN + tl.arange(0, COLS) * STEP
@@ -91,10 +92,10 @@ def opened(
 
     (q, q_odd, q_more, q_more_odd, slopes, inner) of products times ``factor``.
     """
-    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN)
+    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN, 1)
     q_more = q_main
     if D_REST > 0:
-        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST)
+        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST, 1)
     q_main, q_more, slopes, inner = _prepared(
         q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST, POSITIVE
     )
@@ -329,7 +330,7 @@ def attend_block(
 def store_rows(
     target, rows, acc, acc_more, inside,
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
-    FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1,
+    FIRST: tl.constexpr = ZERO, STEP: tl.constexpr = ONE,
 ):  # fmt: skip
     """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers.
 
