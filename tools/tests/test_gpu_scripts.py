@@ -14,7 +14,14 @@ import pytest
 
 import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
-from ejktest import attention_at_size, grouped_cases, latent_at_size, paged_at_size, ragged_cases
+from ejktest import (
+    attention_at_size,
+    grouped_cases,
+    latent_at_size,
+    paged_at_size,
+    ragged_cases,
+    sparse_cases,
+)
 from gpu import compare
 
 
@@ -40,11 +47,14 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.ragged: ragged_cases.CASES,
         memory.grouped: [case[:2] for case in grouped_cases.CASES],
         memory.varied: memory.VARIANTS,
+        memory.lists: sparse_cases.CASES,
         memory.contiguous: [()],
+        memory.branches: [()],
     }
     for run, *case in memory.CALLS:
-        named = run not in (memory.grouped, memory.varied, memory.contiguous)
-        assert (case[0] if named else tuple(case[:2])) in lists[run], (run, case)
+        known = lists[run]
+        named = isinstance(known, dict) and known is not memory.VARIANTS
+        assert (case[0] if named else tuple(case[:2])) in known, (run, case)
 
 
 def test_calls_launch_outside_of_jit(memory, monkeypatch):
