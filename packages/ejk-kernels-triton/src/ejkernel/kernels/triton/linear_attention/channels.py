@@ -105,13 +105,13 @@ def reads(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def sums(matrix, x, PARTS: tl.constexpr):
     """``matrix`` of 0 and 1 times x, in PARTS of eight bits."""
-    part = x.to(tl.bfloat16)
-    total = tl.dot(matrix, part)
+    total = tl.zeros([matrix.shape[0], x.shape[1]], tl.float32)
     for _ in tl.static_range(PARTS - 1):
-        x = x - part.to(tl.float32)
-        part = x.to(tl.bfloat16)
-        total = tl.dot(matrix, part, total)
-    return total
+        # cut off, not rounded: conversions of single numbers take eight times as long
+        part = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        total = tl.dot(matrix, part.to(tl.bfloat16), total)
+        x = x - part
+    return tl.dot(matrix, x.to(tl.bfloat16), total)
 
 
 @triton.jit
@@ -173,23 +173,28 @@ def combine(
     v,
     gate,
     REVERSED: tl.constexpr,
-    LATER: tl.constexpr,
     PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
+    NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What the rows that read get of v, whose channels decay; float32."""
     CHUNK: tl.constexpr = gate.shape[0]
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    own = tl.sum(tl.where(i == j, weights, 0.0), 1)
-    found = own[:, None] * v.to(tl.float32)
-    seen = sees(LATER, CHUNK)
-    for level in tl.static_range(LEVELS):
-        e = tl.exp(sums(reach(level, 2, REVERSED, CHUNK), gate, PARTS))
-        met = tl.where(seen & meeting(level, CHUNK), weights, 0.0).to(v.dtype)
-        source = (v.to(tl.float32) * e).to(v.dtype)
-        found += e * tl.dot(met, source, input_precision=PRECISION)
+    r = tl.arange(0, CHUNK)
+    own = r[:, None] == r[None, :]
+    seen = sees(REVERSED, CHUNK)
+    since, close = middle(gate, REVERSED, PARTS, LEVELS, NEAR)
+    if close:
+        met = tl.where(seen | own, weights, 0.0).to(v.dtype)
+        source = (v.to(tl.float32) * tl.exp(-since)).to(v.dtype)
+        found = tl.exp(since) * tl.dot(met, source, input_precision=PRECISION)
+    else:
+        found = tl.sum(tl.where(own, weights, 0.0), 1)[:, None] * v.to(tl.float32)
+        for level in tl.range(0, LEVELS):
+            e = tl.exp(sums(reach(level, 2, REVERSED, CHUNK), gate, PARTS))
+            met = tl.where(seen & meeting(level, CHUNK), weights, 0.0).to(v.dtype)
+            source = (v.to(tl.float32) * e).to(v.dtype)
+            found += e * tl.dot(met, source, input_precision=PRECISION)
     return found
 
 

@@ -45,7 +45,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out
-from ejkernel.kernels.triton.linear_attention.channels import combine, edges
+from ejkernel.kernels.triton.linear_attention.channels import combine, edges, near
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import Roles
@@ -91,6 +91,7 @@ def walk(
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
     LEVELS: tl.constexpr,
+    NEAR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
     MAPS: tl.constexpr,
@@ -196,7 +197,7 @@ def walk(
                 o = o * tl.exp(since)[:, None]
             if value_gate is not None:
                 o = o * tl.exp(since_v)
-                o += combine(weights, v, gv, REVERSED, LATER, VALUE_PARTS, LEVELS, PRECISION)
+                o += combine(weights, v, gv, REVERSED, VALUE_PARTS, LEVELS, NEAR, PRECISION)
             else:
                 o = tl.dot(weights.to(OPERAND), v, o, input_precision=PRECISION)
             o = o * scale_out
@@ -294,6 +295,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         "COLUMNS": block,
         "LANES": lane_count(p.sequences),
         "LEVELS": t.chunk.bit_length() - 1,
+        "NEAR": near(p),
         "TRANSPOSED": roles.later,
         "VALUE_PARTS": of_values,
         "MAPS": maps,
