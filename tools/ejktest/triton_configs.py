@@ -64,6 +64,9 @@ CALLS = {
     "dense": Shipped(options=FULL, arrays=("mask",)),
     "sparse": Shipped(arrays=("pattern",)),
     "sparse d64": Shipped(64, arrays=("pattern",)),
+    "sparse 64": Shipped(
+        256, options=CAUSAL | dict(q_block_size=64, kv_block_size=64), arrays=("pattern",)
+    ),
     "sparse 32": Shipped(
         options=CAUSAL | dict(q_block_size=32, kv_block_size=32), arrays=("pattern",)
     ),

@@ -19,6 +19,7 @@ from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types.pattern import inside_blocks
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import split_mask
 
@@ -192,6 +193,18 @@ def test_what_nobody_sees_may_hold_nan() -> None:
     got = gradients(q.at[:, 8:16].set(jnp.nan), *hidden, chosen)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert not got[1][:, 8:16].any()
+
+
+@pytest.mark.parametrize("target", [cuda_target(80), cuda_target(90)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tiles_lie_inside_the_blocks_of_a_pattern(dim: int, target) -> None:
+    """From 64 on; forward and both backward passes."""
+    for block in (64, 128, 256):
+        blocks = (block, block)
+        p = Problem(1, 4096, 4096, 8, 8, dim, dim, "bfloat16", 1.0, pattern_blocks=blocks)
+        chosen = blocksparse_attention.choose(p, target)
+        for tile in (chosen.fwd, chosen.dq, chosen.dkv):
+            assert inside_blocks(blocks, 4096, 4096, tile.block_q, tile.block_kv), (block, tile)
 
 
 def test_a_dense_mask_is_walked_by_its_blocks() -> None:

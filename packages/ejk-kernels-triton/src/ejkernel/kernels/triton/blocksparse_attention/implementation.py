@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
-from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles
+from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types import calls
 from ejkernel.types.problem import Problem
 
-LEAST = 32  # rows or keys of a tile: fewer make products of matrix instructions too short
+# of a tile: fewer make products of matrix instructions too short, or leave warps without any
+LEAST_WALKED, LEAST_HELD = 32, 64
 
 
 class BlockSparseAttention(FlashAttention):
@@ -31,9 +32,21 @@ class BlockSparseAttention(FlashAttention):
         chosen = tiles.choose(problem, target)
         if problem.pattern_blocks is None:
             return chosen
-        q, kv = (max(LEAST, 1 << (n.bit_length() - 1)) for n in problem.pattern_blocks)
-        fwd, dq = (replace(t, block_kv=min(t.block_kv, kv)) for t in (chosen.fwd, chosen.dq))
-        return FlashTiles(fwd, dq, replace(chosen.dkv, block_q=min(chosen.dkv.block_q, q)))
+        fwd, dq = (_fitted(t, "block_q", "block_kv", problem) for t in (chosen.fwd, chosen.dq))
+        return FlashTiles(fwd, dq, _fitted(chosen.dkv, "block_kv", "block_q", problem))
+
+
+def _fitted(tile: Tiles, held: str, walked: str, problem: Problem) -> Tiles:
+    """``tile`` with no more rows and keys than a block of the pattern, down to the least."""
+    assert problem.pattern_blocks is not None
+    block = dict(zip(("block_q", "block_kv"), problem.pattern_blocks, strict=True))
+    fits = 1 << (block[walked].bit_length() - 1)
+    tile = replace(tile, **{walked: min(getattr(tile, walked), max(LEAST_WALKED, fits))})
+    while getattr(tile, held) > max(LEAST_HELD, block[held]):
+        tile = replace(
+            tile, **{held: getattr(tile, held) // 2, "num_warps": max(4, tile.num_warps // 2)}
+        )
+    return tile
 
 
 blocksparse_attention = BlockSparseAttention()
