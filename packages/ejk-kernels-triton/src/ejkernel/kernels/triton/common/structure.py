@@ -54,7 +54,9 @@ def first_visit(listed, row, length, BLOCK: tl.constexpr):
     A list has room for one block more than there are: each is read one step ahead.
     """
     visit = listed + row.to(tl.int64) * (tl.cdiv(length, BLOCK) + 3) + 2
-    return visit, tl.load(visit), tl.load(visit - 2), tl.load(visit - 1)
+    full = tl.load(visit - 2).to(tl.int32)
+    count = tl.load(visit - 1).to(tl.int32)
+    return visit, tl.load(visit).to(tl.int32), full, count
 
 
 @triton.jit

@@ -187,7 +187,7 @@ def flash_bwd_dkv(
                 if listed is not None:
                     q_block = following
                     visit += 1
-                    following = tl.load(visit)
+                    following = tl.load(visit).to(tl.int32)
                 else:
                     q_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
                 i0 = q_block * BLOCK_Q

@@ -174,7 +174,7 @@ def flash_bwd_dq(
             if listed is not None:
                 kv_block = following
                 visit += 1
-                following = tl.load(visit)
+                following = tl.load(visit).to(tl.int32)
             else:
                 kv_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
             j0 = kv_block * BLOCK_KV

@@ -30,10 +30,11 @@ PROGRAMS = 4096  # programs that are ordered together
 
 @dataclass(frozen=True)
 class ListsPlan:
-    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists and counts, int32.
+    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists, and counts int32.
 
     Lists are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
-    ``by_key``: of query blocks for each key block. Counts are ``[rows, heads, blocks]``.
+    ``by_key``: of query blocks for each key block; int16 where that does. Counts are
+    ``[rows, heads, blocks]``.
     """
 
     rows: int
@@ -45,10 +46,9 @@ class ListsPlan:
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         blocks, others = self._blocks()
-        lead = (self.rows, self.heads, blocks)
-        return tuple(
-            jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((*lead, others + 3), lead)
-        )
+        lead, shape = (self.rows, self.heads, blocks), jax.ShapeDtypeStruct
+        number = jnp.int16 if others < 2**15 else jnp.int32
+        return shape((*lead, others + 3), number), shape(lead, jnp.int32)
 
     def _blocks(self) -> tuple[int, int]:
         q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
