@@ -57,6 +57,7 @@ def selected_dkv(
     VALUE_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -99,11 +100,12 @@ def selected_dkv(
         dk = tl.zeros([KEYS, COLUMNS], tl.float32)
         dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
         each = tl.arange(0, TOKENS * MEMBERS)
-        member = hk * GROUP + each % MEMBERS
-        used = each % MEMBERS < GROUP
-        for at in tl.range(begin, end, TOKENS):
-            entry = at + each // MEMBERS
-            valid = used & (entry < end)
+        for at in tl.range(begin * SPLITS, end * SPLITS, TOKENS):
+            step = at + each // MEMBERS  # SPLITS an entry, of MEMBERS heads each
+            entry = step // SPLITS
+            member = step % SPLITS * MEMBERS + each % MEMBERS
+            valid = (member < GROUP) & (entry < end)
+            member += hk * GROUP
             t = tl.load(tokens + entry, mask=valid, other=0)
             head = (row + t) * heads
             q_tile = load_group(q, head, valid, member, D, COLUMNS)

@@ -47,6 +47,7 @@ def selected_dq(
     VALUE_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -54,7 +55,7 @@ def selected_dq(
     PRECISION: tl.constexpr,
 ):
     """dq ``[b, s, h, d]``; base, rest and delta ``[b, s, h]``."""
-    t, b, hk = token_of(tl.program_id(0), length, kv_heads)
+    t, b, hk, split = token_of(tl.program_id(0), length, kv_heads, SPLITS)
     token = b.to(tl.int64) * length + t
     row = token * kv_heads + hk
     start = 0
@@ -62,7 +63,7 @@ def selected_dq(
         start = tl.load(starts + token)
     count = list_length(chosen, row, slots, SLOTS)
 
-    each = tl.arange(0, ROWS)
+    each = split * ROWS + tl.arange(0, ROWS)
     member = hk * GROUP + each
     inside = each < GROUP
     at = token * heads + tl.zeros([ROWS], tl.int64)

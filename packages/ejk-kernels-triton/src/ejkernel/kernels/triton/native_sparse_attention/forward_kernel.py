@@ -6,8 +6,8 @@ Math, per token t and query head over the keys j <= t of the blocks selected for
     x_tj = scale * q_t . k_j;  lse_t = log(sum_j exp x_tj);  o_t = sum_j exp(x_tj - lse_t) v_j
 
 Work split: one program per (token, batch row, key head). The group's query heads are the rows of
-its products, so they share every key that is read. Programs of one key head follow each other: its
-keys and values stay in the L2 cache.
+its products, so they share every key that is read (groups of more heads than a tile has rows are
+split). Programs of one key head follow each other: its keys and values stay in the L2 cache.
 
 Bound: each program reads ``blocks * size * (d + dv)`` elements and shares none with its neighbours.
 At T 32k, 4 key heads, D128, 16 blocks of 64: 69 GB from L2, 1.1 TFLOP: L2, by a factor of four.
@@ -23,10 +23,11 @@ from ejkernel.kernels.triton.common.softmax import online_softmax
 
 
 @triton.jit
-def token_of(pid, length, kv_heads):
-    """(token, batch row, key head) of a program."""
-    bh = pid // length
-    return pid % length, bh // kv_heads, bh % kv_heads
+def token_of(pid, length, kv_heads, SPLITS: tl.constexpr):
+    """(token, batch row, key head, part of its group) of a program."""
+    split = pid // length % SPLITS
+    bh = pid // length // SPLITS
+    return pid % length, bh // kv_heads, bh % kv_heads, split
 
 
 @triton.jit
@@ -110,6 +111,7 @@ def selected_fwd(
     VALUE_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -120,7 +122,7 @@ def selected_fwd(
 
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
-    t, b, hk = token_of(tl.program_id(0), length, kv_heads)
+    t, b, hk, split = token_of(tl.program_id(0), length, kv_heads, SPLITS)
     token = b.to(tl.int64) * length + t
     row = token * kv_heads + hk
     start = 0
@@ -128,7 +130,7 @@ def selected_fwd(
         start = tl.load(starts + token)
     count = list_length(chosen, row, slots, SLOTS)
 
-    each = tl.arange(0, ROWS)
+    each = split * ROWS + tl.arange(0, ROWS)
     member = hk * GROUP + each
     inside = each < GROUP
     q_tile = load_group(q, token * heads + tl.zeros([ROWS], tl.int64), inside, member, D, COLUMNS)

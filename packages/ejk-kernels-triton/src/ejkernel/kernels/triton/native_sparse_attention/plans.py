@@ -99,7 +99,8 @@ class SelectedPlan:
         if walks:
             arguments |= {"slots": p.slots}
             constants |= {
-                "ROWS": padded(p.group),
+                "ROWS": min(padded(p.group), t.heads),
+                "SPLITS": -(-p.group // t.heads),
                 "SLOTS": power_of_two(p.slots),
                 "EVEN": p.size % t.keys == 0,
             }
@@ -107,10 +108,19 @@ class SelectedPlan:
             arguments |= {"blocks": p.blocks, "entries": p.entries, "pieces": self.pieces}
             constants |= {"LENGTH": piece_length(p)}
         if kind == "pieces":
-            members = power_of_two(p.group)
-            tokens = max(t.tokens, 16 // members)
-            constants |= {"MEMBERS": members, "TOKENS": tokens, "LANES": lane_count(p.blocks)}
-        programs = {"pieces": self.pieces * parts, "sums": p.blocks * parts}.get(kind, p.length)
+            members = min(power_of_two(p.group), t.heads)
+            constants |= {
+                "MEMBERS": members,
+                "SPLITS": -(-p.group // members),
+                "TOKENS": max(t.tokens, 16 // members),
+                "LANES": lane_count(p.blocks),
+            }
+        programs = {
+            "forward": p.length * -(-p.group // t.heads),
+            "dq": p.length * -(-p.group // t.heads),
+            "pieces": self.pieces * parts,
+            "sums": p.blocks * parts,
+        }[kind]
         kernel = {
             "forward": forward_kernel.selected_fwd,
             "dq": dq_kernel.selected_dq,

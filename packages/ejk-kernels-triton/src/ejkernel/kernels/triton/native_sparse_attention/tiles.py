@@ -14,12 +14,19 @@ from ejkernel.types.attention import field
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch: ``keys`` of a block at once, and for key gradients the ``tokens`` of a step."""
+    """One launch.
+
+    Attributes:
+        keys: of a block at once.
+        heads: of a group, at most, as rows of one product.
+        tokens: of a step of the key gradients.
+    """
 
     keys: int
     num_warps: int
     num_stages: int
     tokens: int = 1
+    heads: int = 64
 
 
 @dataclass(frozen=True)
@@ -47,35 +54,57 @@ def choose(p: Problem, target: Target) -> SparseTiles:
     return SparseTiles(fwd, dq, _transposed(p, target))
 
 
+def _columns(p: Problem) -> int:
+    return padded(p.dim) + padded(p.value_dim)
+
+
+def _heads(p: Problem) -> int:
+    """Rows for which a thread has registers, beside their accumulator."""
+    if p.itemsize == 4:
+        return 32 if _columns(p) <= 256 else 16
+    return 64 if _columns(p) <= 384 else 32
+
+
 def _walk(p: Problem, target: Target) -> Tiles:
     """Of a pass with one program a token."""
-    columns = padded(p.dim) + padded(p.value_dim)
-    warps = max(2, min(4, padded(p.group) // 16))
+    heads = min(_heads(p), padded(p.group))
+    # wide rows: accumulator and operands of 16 of them take the registers of more than two warps
+    warps = max(2 if _columns(p) <= 384 else 4, heads // 16)
     keys = min(64, padded(p.size))
     if p.itemsize == 4 or target.platform == "rocm":
-        return Tiles(min(32, keys), warps, 1)
-    if columns > 256:
-        keys = min(32, keys)
-    stages = 2
-    while keys > 16 and stages * keys * columns * p.itemsize > target.shared_limit // 3:
-        keys //= 2  # three programs a multiprocessor hide each other's waits
-    return Tiles(keys, warps, stages)
+        t = Tiles(min(32 if _columns(p) <= 256 else 16, keys), warps, 1, heads=heads)
+    else:
+        t = Tiles(min(32, keys) if _columns(p) > 256 else keys, warps, 2, heads=heads)
+    while t.keys > 16 and t.num_stages * t.keys * _bytes(p) > target.shared_limit // 3:
+        t = replace(t, keys=t.keys // 2)  # three programs a multiprocessor hide each other's waits
+    while (t.heads + t.num_stages * t.keys) * _bytes(p) > target.shared_limit and t.heads > 16:
+        t = replace(t, heads=t.heads // 2)
+    return t
+
+
+def _bytes(p: Problem) -> int:
+    """Of a row of queries and output gradients, or of keys and values."""
+    return _columns(p) * p.itemsize
 
 
 def _transposed(p: Problem, target: Target) -> Tiles:
     """Of the key gradients: rows are the query heads of several tokens."""
-    group, columns = power_of_two(p.group), padded(p.dim) + padded(p.value_dim)
+    columns = _columns(p)
     keys, rows, warps = min(64, padded(p.size)), 64, 4
     if columns > 256:
         keys, rows = min(32, keys), 32
-    elif columns > 128 and target.hopper and group < 16:
+    elif columns > 128 and target.hopper and p.group <= 8:
         rows = 32  # addresses of more tokens take the registers of the others
     if target.platform == "rocm" or p.itemsize == 4:
         rows, keys = 32, min(16 if columns > 256 else 32, keys)
     elif columns > 128 and not target.hopper:
         warps = 8  # two accumulators of 64 x 128
     stages = 1 if target.platform == "rocm" or p.itemsize == 4 else 2
-    return Tiles(keys, warps, stages, max(1, rows // group))
+    # keys and values in two layouts
+    while (2 * keys + stages * rows) * _bytes(p) > target.shared_limit and rows > 16:
+        rows //= 2
+    heads = min(rows, _heads(p), power_of_two(p.group))
+    return Tiles(keys, warps, stages, rows // heads, heads)
 
 
 FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile"}
