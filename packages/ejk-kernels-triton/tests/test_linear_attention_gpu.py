@@ -90,6 +90,23 @@ def test_against_float64(dims, cu, reverse, dtype, gate, size):
     np.testing.assert_array_equal(o, again[0][0])
 
 
+@pytest.mark.parametrize("strong", [False, True])
+def test_64k_tokens(strong):
+    """Two channels in three hardly decay, where ``strong`` runs of tokens do by -20 each."""
+    args = draw(65536, 1, 1, 32, 32, 1, "bfloat16", 1e-3, "keys")
+    if strong:
+        tokens = jnp.arange(65536)[None, :, None, None] % 11 < 4
+        channels = jnp.arange(32) % 3 == 0
+        args["g"] = jnp.where(tokens & channels, -20.0, args["g"]).astype(jnp.bfloat16)
+    do = jnp.asarray(np.random.default_rng(1).standard_normal((1, 65536, 1, 32)), jnp.bfloat16)
+    o, back = jax.vjp(lambda args: recurrent_attention(**args), args)
+    (grads,) = back(do)
+    want = oracle.linear_attention(**args, do=do)
+    check_close(o, want.o, name="o")
+    for name in args:
+        check_close(grads[name], want.grads[name], dtype="bfloat16", name=f"d{name}")
+
+
 @pytest.mark.parametrize("dtype", WORKING)
 @pytest.mark.parametrize(
     ("shape", "cu", "chunk"),
