@@ -45,6 +45,7 @@ PASSES = {
     "sums": roles.SUMS,
     "out": roles.OUTPUT,
     "later sums": roles.LATER_SUMS,
+    "states": roles.STATES,
     "dq": roles.DQ,
     "dk": roles.DK,
     "dv": roles.DV,
@@ -57,6 +58,9 @@ SAMPLE = [
     ("channels", "gate", "sm_90"),
 ]
 ALL = [(s, p, c) for s in SHAPES for p in (*PASSES, "scan", "gate") for c in TARGETS]
+# where channels of keys decay, the kernel of the gate's gradient reads states and gives dq and dk
+NEVER = {True: ("dq", "dk"), False: ("states",)}
+ALL = [(s, p, c) for s, p, c in ALL if p not in NEVER[SHAPES[s][8] > 0]]
 ALL += [(s, "prepare", c) for s in SHAPES if SHAPES[s][8] for c in TARGETS]
 
 
