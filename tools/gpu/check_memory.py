@@ -3,7 +3,8 @@
     compute-sanitizer --report-api-errors no --error-exitcode 9 python tools/gpu/check_memory.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py
 
-The calls are cases of ``pytest -m gpu`` and small ones with every option, whose lengths cut tiles.
+The calls are cases of ``pytest -m gpu`` and small ones with every option, whose lengths cut tiles;
+those of some kinds alone are chosen by name: ``check_memory.py flash paged``.
 A checker knows only the allocations of CUDA, and JAX hands out parts of larger ones. So
 each launch is made by PyTorch's allocator without its cache: every operand and result is an
 allocation that ends with its last element. ``--control`` takes an element from the end of each
@@ -213,7 +214,11 @@ def main() -> None:
     print(jax.devices()[0], flush=True)
     torch.empty(1, device="cuda")
     bridge._primitive.def_impl(lambda *x, plan: launch_alone(*x, plan=plan, short=control))
-    for run, *case in CALLS[: 1 if control else None]:
+    wanted = [name for name in sys.argv[1:] if name != "--control"]
+    calls = [call for call in CALLS if not wanted or call[0].__name__ in wanted]
+    if not calls:
+        sys.exit(f"no such kind of calls; there are {', '.join({c[0].__name__: 0 for c in CALLS})}")
+    for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), launches
         with jax.disable_jit():
             out = run(*case)
