@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "d128 float16": (8192, 32, 8, 128, 128, 64, 128, 16, "float16", False),
     "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
 }
-KINDS = ("forward", "dq", "pieces", "sums", "lse", "ranks")
+KINDS = ("forward", "dq", "pieces", "sums", "lse", "ranks", "scores")
 
 
 def problem(shape: str) -> Problem:
@@ -62,8 +62,8 @@ def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
 def used(shape: str, kind: str, target: Target) -> Resources:
     p = problem(shape)
     chosen = tiles.choose(p, target)
-    if kind in ("lse", "ranks"):
-        plan: Any = select.SelectPlan(p, select.choose(p, target, ranks=kind == "ranks"), kind)
+    if kind in ("lse", "ranks", "scores"):
+        plan: Any = select.SelectPlan(p, select.choose(p, target, ranks=kind != "lse"), kind)
     else:
         tile = {"forward": chosen.fwd, "dq": chosen.dq}.get(kind, chosen.dkv)
         plan = plans.SelectedPlan(p, tile, kind)

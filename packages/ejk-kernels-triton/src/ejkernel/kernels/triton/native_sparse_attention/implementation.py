@@ -18,7 +18,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
-from ejkernel.kernels.triton.native_sparse_attention.select import MOST, must_rank, select
+from ejkernel.kernels.triton.native_sparse_attention.select import select
 from ejkernel.kernels.triton.native_sparse_attention.selected import attend
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -76,10 +76,6 @@ class NativeSparseAttention(TritonKernel):
             dim = getattr(problem, argument).shape[3]
             if dim > MAX_DIM or dim % 8:
                 return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
-        if problem.block_indices is None:
-            inner = selected_problem(problem)
-            if inner.slots > MOST and must_rank(inner, _sorts(problem)):
-                return f"block_counts: at most {MOST} are ranked, given up to {inner.slots}"
         return None
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:

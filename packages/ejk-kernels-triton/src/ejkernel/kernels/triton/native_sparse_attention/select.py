@@ -18,7 +18,10 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.token_blocks import Blocks, block_means
 
 MOST = 65
-"""Slots that the kernel ranks: the own block, and as many others as registers hold of a tile."""
+"""Slots that a kernel ranks: the own block, and as many others as registers hold of a tile."""
+
+SCORES = 1 << 24
+"""Scores at once, in elements, where XLA ranks them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def choose(p: Problem, target: Target, *, ranks: bool) -> Tiles:
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """One of two launches: ``lse`` of the means' logits, and ``ranks``."""
+    """One launch: ``lse`` of the means' logits, then ``ranks``, or ``scores`` for XLA to rank."""
 
     problem: Problem
     tiles: Tiles
@@ -63,7 +66,7 @@ class SelectPlan:
     def names(self) -> tuple[str, ...]:
         """Of the operands, in order."""
         ranks, packed = self.kind == "ranks", self.problem.packed
-        names = ("q", "means", *(["base", "rest"] if ranks else []))
+        names = ("q", "means", *(["base", "rest"] if self.kind != "lse" else []))
         return (*names, *(["firsts", "completes", *(["owns"] if ranks else [])] if packed else []))
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -71,8 +74,9 @@ class SelectPlan:
         if self.kind == "lse":
             row = jax.ShapeDtypeStruct((p.batch, p.length, p.heads), jnp.dtype("float32"))
             return row, row
-        shape = (p.batch, p.length, p.kv_heads, p.slots)
-        return (jax.ShapeDtypeStruct(shape, jnp.dtype("int32")),)
+        each, dtype = (p.slots, "int32") if self.kind == "ranks" else (p.blocks, "float32")
+        shape = (p.batch, p.length, p.kv_heads, each)
+        return (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.native_sparse_attention import select_kernel
@@ -82,8 +86,9 @@ class SelectPlan:
         if ranks:
             arguments["owns"] = None
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
+        results = {"lse": ("base", "rest"), "ranks": ("chosen",), "scores": ("scores",)}[self.kind]
+        arguments |= {name: Out(i) for i, name in enumerate(results)}
         arguments |= {
-            **({"chosen": Out(0)} if ranks else {"base": Out(0), "rest": Out(1)}),
             "length": p.length,
             "heads": p.heads,
             "kv_heads": p.kv_heads,
@@ -103,8 +108,13 @@ class SelectPlan:
         if ranks:
             arguments["slots"] = p.slots
             constants |= {"COUNT": p.slots - 1, "KEEP": power_of_two(p.slots - 1)}
-        kernel = select_kernel.select_best if ranks else select_kernel.means_lse
-        programs = p.batch * (p.kv_heads if ranks else p.heads) * -(-p.length // t.rows)
+        kernel = {
+            "lse": select_kernel.means_lse,
+            "ranks": select_kernel.select_best,
+            "scores": select_kernel.mean_scores,
+        }[self.kind]
+        heads = p.heads if self.kind == "lse" else p.kv_heads
+        programs = p.batch * heads * -(-p.length // t.rows)
         return Launch(kernel, arguments, constants, (programs,), t.num_warps, t.num_stages)
 
     def fold(
@@ -163,8 +173,38 @@ def select(
         "completes": jnp.where(blocks.sequence >= 0, complete, 0)[None],
         "owns": own,
     }
-    for kind, found in (("lse", ("base", "rest")), ("ranks", ("chosen",))):
-        plan = SelectPlan(p, choose(p, target, ranks=kind == "ranks"), kind)
-        results = call(plan, *(tensors[name] for name in plan.names))
-        tensors |= zip(found, results, strict=True)
-    return tensors["chosen"]
+
+    def run(kind: str, p: Problem, tensors: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        plan = SelectPlan(p, choose(p, target, ranks=kind != "lse"), kind)
+        return call(plan, *(tensors[name] for name in plan.names))
+
+    tensors["base"], tensors["rest"] = run("lse", p, tensors)
+    if p.slots <= MOST:
+        return run("ranks", p, tensors)[0]
+    return _by_parts(p, tensors, lambda p, tensors: run("scores", p, tensors)[0])
+
+
+def _by_parts(p: Problem, tensors: dict[str, jax.Array], scores: Any) -> jax.Array:
+    """The choice by XLA, of the scores of some tokens at a time."""
+    rows = max(1, min(p.length, SCORES // (p.batch * p.kv_heads * p.blocks)))
+    parts = -(-p.length // rows)
+    part = replace(p, length=rows, packed=True)
+    fixed = {"means": tensors.pop("means")}
+    number = jnp.arange(p.blocks, dtype=jnp.int32)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, (p.batch, *x.shape[1:]))
+        x = jnp.pad(x, [(0, 0), (0, parts * rows - p.length), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(p.batch, parts, rows, *x.shape[2:]), 1, 0)
+
+    def best(x: dict[str, jax.Array]) -> jax.Array:
+        low, own = x["firsts"][:, :, None, None], x["owns"][:, :, None, None]
+        seen = (number >= low) & (number < low + x["completes"][:, :, None, None])
+        score = jnp.where(seen, scores(part, x | fixed), -jnp.inf)
+        score = jnp.where((number == low + own) & (own >= 0), jnp.inf, score)
+        top, found = lax.top_k(score, p.slots)
+        return jnp.where(top == -jnp.inf, -1, found - low)
+
+    chosen = lax.map(best, {name: cut(x) for name, x in tensors.items()})
+    chosen = jnp.moveaxis(chosen, 0, 1)
+    return chosen.reshape(p.batch, parts * rows, *chosen.shape[3:])[:, : p.length]

@@ -12,7 +12,8 @@ two, so that each of their products is exact, and sums are float32.
 
 Work split: first one program per (tile of tokens, head), for lse alone; then one per (tile of
 tokens, key head), which walks over blocks, and for each tile of them over the heads of the group.
-The best so far are kept sorted in registers: no score is written.
+The best so far are kept sorted in registers: no score is written, unless more are ranked than
+registers hold. Then XLA ranks the scores of some tokens at a time.
 
 Bound: 6 * T * blocks * d FLOPs per head and kernel over the visible half (three products). At T
 32k, 64 heads, D128, blocks of 64: 0.41 TFLOP each: arithmetic.
@@ -163,6 +164,28 @@ def means_lse(
 
 
 @triton.jit
+def group_scores(
+    q, means, base, rest, token, t, real, first, means_base,
+    heads, kv_heads, hk, blocks, slope, sign,
+    D: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    KEYS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[rows, KEYS]`` of the tokens ``token + t`` for the blocks from ``first`` on."""
+    k_high, k_middle, k_low = load_means(
+        means, means_base, first, blocks, kv_heads * (PIECES * D), D, COLUMNS, KEYS, PIECES
+    )
+    score = tl.zeros([t.shape[0], KEYS], tl.float32)
+    for member in tl.range(0, GROUP):
+        head = (token + t) * heads + hk * GROUP + member
+        q_tile = load_group(q, head, real, 0, D, COLUMNS)
+        s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES)
+        row_base = tl.load(base + head, mask=real, other=0.0)
+        row_rest = tl.load(rest + head, mask=real, other=float("inf"))
+        score += weights(s, row_base[:, None], row_rest[:, None], slope)
+    return tl.where(score == score, score, float("inf"))
+
+
+@triton.jit
 def select_best(
     q,
     means,
@@ -204,25 +227,16 @@ def select_best(
         own = tl.load(owns + token + t, mask=real, other=-1)
     top = tl.full([ROWS, KEEP], float("-inf"), tl.float32)
     which = tl.full([ROWS, KEEP], -1, tl.int32)
-    stride = kv_heads * (PIECES * D)
-    means_base = b.to(tl.int64) * blocks * stride + hk * (PIECES * D)
+    means_base = (b.to(tl.int64) * blocks * kv_heads + hk) * (PIECES * D)
     begin = tl.min(low, 0)
     for at in tl.range(0, tl.max(high, 0) - begin, KEYS, num_stages=1):
         first = begin + at
-        k_high, k_middle, k_low = load_means(
-            means, means_base, first, blocks, stride, D, COLUMNS, KEYS, PIECES
-        )
-        score = tl.zeros([ROWS, KEYS], tl.float32)
-        for member in tl.range(0, GROUP):
-            head = (token + t) * heads + hk * GROUP + member
-            q_tile = load_group(q, head, real, 0, D, COLUMNS)
-            s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES)
-            row_base = tl.load(base + head, mask=real, other=0.0)
-            row_rest = tl.load(rest + head, mask=real, other=float("inf"))
-            score += weights(s, row_base[:, None], row_rest[:, None], slope)
+        score = group_scores(
+            q, means, base, rest, token, t, real, first, means_base, heads, kv_heads, hk, blocks,
+            slope, sign, D, COLUMNS, GROUP, KEYS, PIECES,
+        )  # fmt: skip
         c = first + tl.arange(0, KEYS)[None, :]
         seen = (c >= low[:, None]) & (c < high[:, None]) & (c != (low + own)[:, None])
-        score = tl.where(score == score, score, float("inf"))
         score = tl.where(seen, score, float("-inf"))
         top, which = best_of(top, which, score, first, COUNT)
 
@@ -231,3 +245,48 @@ def select_best(
     slot = tl.arange(0, KEEP)[None, :]
     which = tl.where(which < 0, -1, which - low[:, None])
     tl.store(chosen + row[:, None] + 1 + slot, which, mask=real[:, None] & (slot < COUNT))
+
+
+@triton.jit
+def mean_scores(
+    q,
+    means,
+    base,
+    rest,
+    firsts,
+    completes,
+    scores,
+    length,
+    heads,
+    kv_heads,
+    blocks,
+    size,
+    slope,
+    sign,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """scores ``[b, s, hk, blocks]``; some of those that a token does not see are not written."""
+    tiles = (length + ROWS - 1) // ROWS
+    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first
+    hk = tl.program_id(0) // tiles % kv_heads
+    b = tl.program_id(0) // tiles // kv_heads
+    t = tile * ROWS + tl.arange(0, ROWS)
+    real = t < length
+    token = b.to(tl.int64) * length
+    low, high = visible_means(firsts, completes, token, t, real, size, blocks)
+    means_base = (b.to(tl.int64) * blocks * kv_heads + hk) * (PIECES * D)
+    begin = tl.min(low, 0)
+    for at in tl.range(0, tl.max(high, 0) - begin, KEYS, num_stages=1):
+        first = begin + at
+        score = group_scores(
+            q, means, base, rest, token, t, real, first, means_base, heads, kv_heads, hk, blocks,
+            slope, sign, D, COLUMNS, GROUP, KEYS, PIECES,
+        )  # fmt: skip
+        c = first + tl.arange(0, KEYS)[None, :]
+        row = ((token + t) * kv_heads + hk) * blocks
+        tl.store(scores + row[:, None] + c, score, mask=real[:, None] & (c < blocks))
