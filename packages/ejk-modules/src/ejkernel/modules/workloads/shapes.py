@@ -134,6 +134,13 @@ SPARSE = tuple(
     )
     for per_head in (True, False)
 )  # fmt: skip
+SPARSE += tuple(
+    AttentionShape(
+        f"sparse-s16k-causal-{density}", 1, 16384, 16, 16, 128, density=density, per_head=True,
+        device="gpu",
+    )
+    for density in (0.05, 0.1, 0.25, 0.5, 1.0)
+)  # fmt: skip
 
 ATTENTION = CPU_ATTENTION + GPU_SWEEP + MODELS + SHORT + OPTIONS + SPARSE
 
