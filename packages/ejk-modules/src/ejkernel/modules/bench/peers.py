@@ -104,17 +104,21 @@ def _gated(call: Call) -> dict[str, Peer]:
     if shape.kv_heads not in (None, shape.heads):
         return {"recurrence": "written for equal heads"}
 
-    def recurrence(q, k, v, g):
+    def recurrence(q, k, v, g, state=None):
         scale = q.shape[-1] ** -0.5
+        g = g[..., None] if g.ndim == 3 else g
+        size = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+        first = jnp.zeros(size) if state is None else state
 
         def step(state, x):
             q, k, v, g = x
             state = state * jnp.exp(g)[..., None] + k[..., None] * v[..., None, :]
             return state, scale * jnp.einsum("bhd,bhde->bhe", q, state)
 
-        first = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]))
         xs = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (q, k, v, g))
-        return jnp.moveaxis(jax.lax.scan(step, first, xs)[1], 0, 1)
+        last, o = jax.lax.scan(step, first, xs)
+        o = jnp.moveaxis(o, 0, 1)
+        return o if state is None else (o, last)
 
     return {"recurrence": recurrence}
 

@@ -225,7 +225,11 @@ class LatentDecodeShape(Shape):
 
 @dataclass(frozen=True)
 class LinearShape(Shape):
-    """One linear-attention call; ``v_dim`` None = ``head_dim``, ``kv_heads`` None = ``heads``."""
+    """One linear-attention call; ``v_dim`` None = ``head_dim``, ``kv_heads`` None = ``heads``.
+
+    ``per_head``: one gate a head and token, where the operation takes gates. ``state``: from a
+    float32 state and back to one, as decoding does; nothing is differentiated.
+    """
 
     operations = ("gla_attention", "recurrent_attention", "lightning_attention")
     short_names: ClassVar[dict[str, str]] = {**_HEADS, "s": "length", "t": "length"}
@@ -237,6 +241,13 @@ class LinearShape(Shape):
     dtype: str = "bfloat16"
     v_dim: int | None = None
     kv_heads: int | None = None
+    per_head: bool = False
+    state: bool = False
+
+    def serves(self, operation: str) -> bool:
+        """Gates of heads are those of recurrent and gated attention."""
+        gateless = operation == "lightning_attention"
+        return super().serves(operation) and not (self.per_head and gateless and not self.state)
 
     @property
     def value_dim(self) -> int:

@@ -23,22 +23,30 @@ def _arrays(shape: LinearShape, operation: str) -> dict[str, Any]:
         "value": jax.random.normal(keys[2], (b, s, hk, shape.value_dim), shape.dtype),
     }
     if operation != "lightning_attention":
-        decay = -jax.nn.softplus(jax.random.normal(keys[3], (b, s, h, d))) / 16
+        size = (b, s, h) if shape.per_head else (b, s, h, d)
+        decay = -jax.nn.softplus(jax.random.normal(keys[3], size)) / 16
         arrays["g"] = decay.astype(shape.dtype)
+    if shape.state:
+        key = jax.random.fold_in(keys[3], 1)
+        arrays["initial_state"] = jax.random.normal(key, (b, h, d, shape.value_dim), "float32")
     return arrays
 
 
 def build(shape: LinearShape, operation: str) -> dict[str, Any]:
-    """The fields of a Call: the state is updated and read once per token."""
+    """The fields of a Call: the state is updated and read once per token, and where it is given
+    read and written once."""
     lightning = operation == "lightning_attention"
     rows = shape.batch * shape.length * shape.heads
-    gate = 0 if lightning else shape.head_dim
+    gate = 0 if lightning else 1 if shape.per_head else shape.head_dim
+    options = {"layer_idx": LAYER, "num_layers": LAYERS} if lightning else {}
+    states = shape.batch * shape.heads * shape.head_dim * shape.value_dim
     numbers = 2 * shape.head_dim + gate + 2 * shape.value_dim
+    gates = () if lightning else ("g",)
     return {
         "make": functools.partial(_arrays, shape, operation),
-        "options": {"layer_idx": LAYER, "num_layers": LAYERS} if lightning else {},
+        "options": options | ({"return_state": True} if shape.state else {}),
         "flops": 4.0 * rows * shape.head_dim * shape.value_dim,
-        "moved": float(rows * numbers * WIDTH[shape.dtype]),
+        "moved": float(rows * numbers * WIDTH[shape.dtype] + 8 * states * shape.state),
         "dtype": shape.dtype,
-        "gradients": ("query", "key", "value") + (() if lightning else ("g",)),
+        "gradients": () if shape.state else ("query", "key", "value", *gates),
     }

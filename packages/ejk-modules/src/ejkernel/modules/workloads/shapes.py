@@ -239,6 +239,11 @@ LINEAR = (
     LinearShape("gla-b1-64k", 1, 65536, 16, 128),
     LinearShape("gla-b4-4k", 4, 4096, 64, 128),
     LinearShape("gla-1.3b-b8-2k", 8, 2048, 4, 256, v_dim=512, source="GLA 1.3B"),
+    LinearShape("gated-heads-b2-8k", 2, 8192, 16, 128, per_head=True),
+    LinearShape("gated-heads-b1-64k", 1, 65536, 16, 128, per_head=True),
+    LinearShape("gla-b2-8k-float32", 2, 8192, 16, 128, "float32"),
+    LinearShape("linear-decode-b64", 64, 1, 16, 128, per_head=True, state=True),
+    LinearShape("linear-verify-b64", 64, 8, 16, 128, per_head=True, state=True),
     LinearShape("minimax-01-b1-32k", 1, 32768, 64, 128, source="MiniMax-01"),
 )
 
