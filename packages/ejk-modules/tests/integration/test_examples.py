@@ -113,3 +113,16 @@ def test_a_server_keeps_its_cache_in_place(serve):
     memory = serve.step.lower(params, cache, *arrays, size).compile().memory_analysis()
     held = cache[0].nbytes
     assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held
+
+
+def test_hybrid_learns_and_decodes_as_it_was_trained(capsys):
+    """Token by token with the states: the logits of all tokens at once, past the window."""
+    hybrid = load("hybrid")
+    params, history = hybrid.main(steps=30, batch=4, length=48)
+    assert np.mean(history[-5:]) < 0.8 * np.mean(history[:3])
+    assert "The assert statement " in capsys.readouterr().out
+    prompt = jnp.asarray(hybrid.text()[:80].reshape(2, 40))
+    texts, logits, _ = hybrid.generate(params, hybrid.empty(2), prompt, 8, jax.random.key(1))
+    np.testing.assert_array_equal(texts[:, :40], prompt)
+    want = jax.jit(hybrid.forward)(params, texts[:, :-1])
+    np.testing.assert_allclose(logits, want, atol=2e-4)
