@@ -102,9 +102,14 @@ def sums_of_groups(
         pointers = base + row[:, :, None].to(tl.int64) * channels
         seen = inside[:, :, None] & (column < channels)[None, None, :]
         total += tl.load(pointers, mask=seen, other=0.0).to(tl.float32)
-        number += inside.to(tl.float32)
+        if kept is not None:
+            number += inside.to(tl.float32)
     total = tl.sum(total, 1)
-    number = tl.sum(number, 1)
+    if kept is not None:
+        number = tl.sum(number, 1)
+    else:
+        past = end - start - (first + group) * chunk
+        number = tl.maximum(tl.minimum(past, length), 0).to(tl.float32)
     if not PART:
         total = total / tl.maximum(number, 1.0)[:, None]
 
