@@ -121,6 +121,40 @@ def test_packed_without_the_copy_engine():
     check(make(KINDS["per head"], **{**DIMS, "h": 1, "s": 20}, states=3), np.array([0, 3, 3, 19]))
 
 
+@pytest.mark.parametrize(("kind", "reverse"), [("none", True), ("all", False)])
+def test_a_few_tokens(kind, reverse):
+    """One after the other, the state read and written once; gradients as of more tokens."""
+    check(make(KINDS[kind], **{**DIMS, "b": 2, "s": 3}), reverse=reverse)
+
+
+def test_packed_tokens_of_many_sequences():
+    args = make(KINDS["per head and constant"], **{**DIMS, "s": 8}, states=4)
+    o, *_ = check(args, np.array([0, 1, 1, 4, 6], np.int32))
+    np.testing.assert_array_equal(o[:, 6:], 0)
+
+
+def test_one_token_is_one_launch_in_the_memory_of_its_state():
+    args = make(KINDS["per head"], **{**DIMS, "s": 1})
+    run = jax.jit(partial(recurrent_attention, return_state=True))
+    traced = str(run.trace(**args).jaxpr)
+    assert traced.count("StepPlan") == 1
+    assert "WalkPlan" not in traced
+    assert "in_place=True" in traced
+
+
+@pytest.mark.parametrize("shared", [(), ("g_gamma",)])
+def test_vmap_of_one_token(shared):
+    args = make(KINDS["per head and constant"], **{**DIMS, "s": 1})
+    both = {n: x if n in shared else jnp.stack([x, x / 2]) for n, x in args.items()}
+    axes = {n: None if n in shared else 0 for n in args}
+    run = partial(recurrent_attention, return_state=True)
+    o, state = jax.vmap(lambda args: run(**args), in_axes=(axes,))(both)
+    for i in range(2):
+        want = run(**{n: x if n in shared else x[i] for n, x in both.items()})
+        np.testing.assert_allclose(o[i], want[0], rtol=1e-6)
+        np.testing.assert_allclose(state[i], want[1], rtol=1e-6)
+
+
 def test_whole_chunks(long_segments):
     check(make(KINDS["per head"], **WHOLE))
 

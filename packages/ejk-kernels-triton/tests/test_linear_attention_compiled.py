@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,10 @@ from ejkernel.kernels.triton.linear_attention.plans import (
     ChannelPlan,
     GatePlan,
     PreparePlan,
+    ReadPlan,
     ScanPlan,
+    StepPlan,
+    SumsPlan,
     WalkPlan,
 )
 from ejkernel.kernels.triton.linear_attention.problem import Problem
@@ -54,13 +59,17 @@ PASSES = {
 SAMPLE = [
     ("large", "out", "sm_90"),
     ("wide float32", "out", "sm_90"),
+    ("large", "read", "sm_90"),
+    ("large", "steps", "sm_90"),
     ("channels", "prepare", "sm_90"),
     ("channels", "gate", "sm_90"),
 ]
-ALL = [(s, p, c) for s in SHAPES for p in (*PASSES, "scan", "gate") for c in TARGETS]
+OTHERS = ("scan", "gate", "gate sums", "steps")
+ALL = [(s, p, c) for s in SHAPES for p in (*PASSES, *OTHERS) for c in TARGETS]
 # where channels of keys decay, the kernel of the gate's gradient reads states and gives dq and dk
 NEVER = {True: ("dq", "dk"), False: ("states",)}
 ALL = [(s, p, c) for s, p, c in ALL if p not in NEVER[SHAPES[s][8] > 0]]
+ALL += [(s, "read", "sm_90") for s in ("large", "long", "small")]
 ALL += [(s, "prepare", c) for s in SHAPES if SHAPES[s][8] for c in TARGETS]
 
 
@@ -75,24 +84,40 @@ def planned(shape, which, target):
         "k": aval((b, s, hk, dk), jnp.dtype(dtype)),
         "v": aval((b, s, hk, dv), jnp.dtype(dtype)),
         "do": aval((b, s, h, dv), jnp.dtype(dtype)),
-        "gate": aval((b, s, h), jnp.float32),
         "gk": aval((b, s, h, dk), jnp.bfloat16 if parts == 1 else jnp.float32),
         "cu": aval((b, n + 1), jnp.int32),
     }
     ends, decays = WalkPlan(p, t, roles.SUMS).outputs()
+    gate = aval((b, s, h), jnp.float32)
+    if scalar:
+        sums = SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True)
+        known |= dict(zip(roles.GATE_SUMS, sums.outputs(), strict=True))
     if parts:
         prepare = PreparePlan(p, t, False)
         known |= dict(zip(PREPARED, prepare.outputs(), strict=True))
     cu = [known["cu"]] * bool(n)
     if which == "prepare":
         return prepare, [*(known[name] for name in ("q", "k", "gk")), *cu]
+    if which == "gate sums":
+        return SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True), [gate, *cu]
+    if which == "steps":
+        state = aval((b * max(n, 1), h, dk, dv), jnp.float32)
+        names = ("query", "key", "value", "gate", *["cu"] * bool(n), "initial")
+        operands = [*(known[x] for x in ("q", "k", "v")), gate, *cu, state]
+        return StepPlan(p, replace(t, columns=32), names, True, True), operands
+    if which == "read":
+        last = aval((b * max(n, 1), h, dk, dv), jnp.float32)
+        rows = [known[x] for x in ("q", "k", "v", "do", *roles.GATE_SUMS)]
+        plan = ReadPlan(p, t, True, (dtype, dtype))
+        return plan, [*rows, ends, ends, last, *cu]
     if which == "scan":
         return ScanPlan(p, t, False, False), [ends, decays, *cu]
     if which == "gate":
         states = WalkPlan(p, t, roles.STATES).outputs()[0]
         dtypes = (dtype, dtype, "bfloat16" if parts == 1 else "float32")
         plan = GatePlan(p, t) if scalar else ChannelPlan(p, t, False, dtypes)
-        names = ("q", "k", "v", "do", "gate") if scalar else ("q", "k", "do", "v", "gk", "halves k")
+        names = ("q", "k", "v", "do", *roles.GATE_SUMS)
+        names = names if scalar else ("q", "k", "do", "v", "gk", "halves k")
         return plan, [*(known[n] for n in names), states, states, *cu]
     role = PASSES[which]
     return WalkPlan(p, t, role), [known.get(name, ends) for name in role.operands(p).values()]
@@ -107,9 +132,17 @@ def check(shape, which, chip):
     few = 64 if "channels" in shape or "gates" in shape else 16
     if dict(plan.launch(target).options):
         few = 1536  # bound for the sake of near chunks; halvings spill
-    assert used.spills <= (128 if (shape, which) == ("odd", "gate") else few)
+    if shape == "odd" and which == "gate":
+        few = 144
+    if shape == "float32":
+        few = 96  # TF32 operands of transposed products lie in registers
+    if which == "read" or shape == "wide float32":
+        # the state that a segment begins with passes through registers; in the walk of bfloat16
+        # 8 B are spilled
+        few = 320
+    assert used.spills <= few
     assert not used.serialized or which == "gate"  # two products end where one is summed up
-    assert used.products > 0 or which == "scan" or chip == "sm_100"
+    assert used.products > 0 or which in OTHERS or chip == "sm_100"
     assert used.shared <= target.shared_limit
 
 

@@ -90,11 +90,16 @@ def test_against_float64(dims, cu, reverse, dtype, gate, size):
     np.testing.assert_array_equal(o, again[0][0])
 
 
-@pytest.mark.parametrize("strong", [False, True])
-def test_64k_tokens(strong):
-    """Two channels in three hardly decay, where ``strong`` runs of tokens do by -20 each."""
-    args = draw(65536, 1, 1, 32, 32, 1, "bfloat16", 1e-3, "keys")
-    if strong:
+@pytest.mark.parametrize(
+    ("gate", "strong"), [("keys", False), ("keys", True), ("rows", False), ("rows", True)]
+)
+def test_64k_tokens(gate, strong):
+    """Tokens hardly decay, but for ``strong`` runs by -20 each, of one channel in three if any."""
+    args = draw(65536, 1, 1, 32, 32, 1, "bfloat16", 1e-3, gate)
+    if strong and gate == "rows":
+        tokens = jnp.arange(65536)[None, :, None] % 11 < 4
+        args["g"] = jnp.where(tokens, -20.0, args["g"]).astype(jnp.bfloat16)
+    elif strong:
         tokens = jnp.arange(65536)[None, :, None, None] % 11 < 4
         channels = jnp.arange(32) % 3 == 0
         args["g"] = jnp.where(tokens & channels, -20.0, args["g"]).astype(jnp.bfloat16)
@@ -105,6 +110,28 @@ def test_64k_tokens(strong):
     check_close(o, want.o, name="o")
     for name in args:
         check_close(grads[name], want.grads[name], dtype="bfloat16", name=f"d{name}")
+
+
+@pytest.mark.parametrize("cu", [None, [0, 1, 1, 2, 4]])
+def test_a_few_tokens(cu):
+    """Token after token, in the memory of the state that is given away."""
+    args = draw(5, 4, 2, 128, 128, 4 if cu else 1, "bfloat16", 0.3, "rows")
+    cu = None if cu is None else np.asarray(cu, np.int32)
+    if cu is not None:
+        args = {n: x if n == "initial_state" else x[:, :4] for n, x in args.items()}
+    want = oracle.linear_attention(**args, cu_seqlens=cu)
+    given = args.pop("initial_state")
+
+    def run(state, args, cu):
+        return recurrent_attention(**args, initial_state=state, cu_seqlens=cu, return_state=True)
+
+    step = jax.jit(run, donate_argnums=0)
+    o, state = step(given + 0, args, cu)
+    check_close(o, want.o)
+    check_close(state, want.state)
+    shape = ",".join(map(str, given.shape))
+    program = step.lower(given, args, cu).compile().as_text()
+    assert f"f32[{shape}]{{3,2,1,0}} copy(" not in program
 
 
 @pytest.mark.parametrize("dtype", WORKING)

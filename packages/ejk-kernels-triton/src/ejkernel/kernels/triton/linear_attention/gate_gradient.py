@@ -29,7 +29,8 @@ from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, pie
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
+from ejkernel.kernels.triton.linear_attention.roles import GATE_SUMS
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, maps_of, row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
@@ -40,7 +41,9 @@ def gate_gradient(
     key,
     value,
     dout,
-    gate,
+    high_sums,
+    low_sums,
+    gate_totals,
     states,
     dstates,
     cu,
@@ -84,10 +87,11 @@ def gate_gradient(
     base = batch * rows + begin
     row = base + at
     each = tl.arange(0, CHUNK)
-    counts = each < length - at
 
-    g = tl.load(gate + row * heads + head + each * heads, mask=counts, other=0.0)
-    high, low, since, rest, every = chunk_sums(g, REVERSED, REVERSED)
+    high, low, since, rest, every = chunk_sums(
+        high_sums, low_sums, gate_totals, row * heads + head, slot, head, heads, length - at,
+        REVERSED, CHUNK, POINTERS,
+    )  # fmt: skip
     # chunks behind the segment may not even begin in the array
     base = tl.where(at < length, base, base - at)
     q = load_rows(query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
@@ -135,10 +139,11 @@ def gate_gradient(
 
 
 def launch(p: Problem, t: Tiles, target: Target) -> Launch:
-    """Of operands q, k, v, do, gate, states and their gradients before every chunk, (cu)."""
-    names = ("query", "key", "value", "dout", "gate", "states", "dstates")
+    """Of operands q, k, v, do, sums of the gate, states and their gradients before every chunk,
+    (cu)."""
+    names = ("query", "key", "value", "dout", *GATE_SUMS, "states", "dstates")
     pieces = piece_count(p.rows, p.sequences, t.segment)
-    dim, columns = (p.dim, width(p.dim)), (p.value_dim, min(t.columns, width(p.value_dim)))
+    dim, columns = (p.dim, width(p.dim)), (p.value_dim, min(t.columns, 32, width(p.value_dim)))
     maps = maps_of(p, t.chunk, (dim, columns), target)
     heads = (p.heads, p.kv_heads, p.kv_heads, p.heads)
     rows = [
@@ -146,8 +151,8 @@ def launch(p: Problem, t: Tiles, target: Target) -> Launch:
         for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
     ]
     arguments: dict[str, Any] = {
-        **dict(zip(names, (*rows, In(4), In(5), In(6)), strict=True)),
-        "cu": In(7) if p.sequences else None,
+        **dict(zip(names, (*rows, *map(In, range(4, 9))), strict=True)),
+        "cu": In(9) if p.sequences else None,
         "dgate": Out(0),
         "rows": p.rows,
         "heads": p.heads,

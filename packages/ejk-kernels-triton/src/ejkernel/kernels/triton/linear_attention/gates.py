@@ -9,42 +9,111 @@ float32 errs by 2^-27. No exponent is then ever larger than the gates between tw
 vanished decay is never divided by, and nothing overflows.
 
 A gate below -128 is taken as -128, whose power is 0 in float32 as well: 128 rows stay below 2^14.
+
+The sums of a chunk are made once for all walks (``gate_sums``): in a walk every chunk would wait
+for them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.rows import WHOLE
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles
 
 
 @triton.jit
-def prefix_sums(gate, EXCLUSIVE: tl.constexpr):
-    """(multiples, rests, sum of multiples, of rests): a prefix sum is the sum of the first two."""
-    gate = tl.maximum(gate, -128.0)
-    coarse = tl.floor(gate * 1024.0) * 0.0009765625
-    fine = gate - coarse
-    high = tl.cumsum(coarse, 0)
-    low = tl.cumsum(fine, 0)
+def gate_sums(
+    gate,
+    constant,
+    cu,
+    high,
+    low,
+    totals,
+    rows,
+    heads,
+    sequences,
+    pieces,
+    constants,
+    EXCLUSIVE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Prefix sums of multiples and of rests in every chunk, and their totals; of ``gate``
+    ``[batch, rows, heads]`` and ``constant`` ``[1 or batch, heads]``, those given."""
+    across = (heads + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    head = program % across * HEADS + tl.arange(0, HEADS)[None, :]
+    chunk = (program // across).to(tl.int64)
+    slot = chunk // (SEGMENT // CHUNK)
+    batch = slot // pieces
+    piece = (slot % pieces).to(tl.int32)
+    begin = piece * SEGMENT
+    end = rows
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
+        end = tl.minimum(end, begin + SEGMENT)
+        begin = tl.maximum(begin, start)
+        end = tl.where(sequence < sequences, end, begin)
+    at = (chunk % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
+    row = begin + at + tl.arange(0, CHUNK)[:, None]
+    inside = (row < end) & (head < heads)
+    place = (batch * rows + row) * heads + head
+    g = tl.zeros([CHUNK, HEADS], tl.float32)
+    if constant is not None:
+        g += tl.load(constant + batch * constants + head, mask=head < heads, other=0.0)
+    if gate is not None:
+        g += tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    g = tl.where(inside, tl.maximum(g, -128.0), 0.0)
+    coarse = tl.floor(g * 1024.0) * 0.0009765625
+    fine = g - coarse
+    sum_high = tl.cumsum(coarse, 0)
+    sum_low = tl.cumsum(fine, 0)
     if EXCLUSIVE:
-        high -= coarse
-        low -= fine
-    return high, low, tl.sum(coarse, 0), tl.sum(fine, 0)
+        sum_high -= coarse
+        sum_low -= fine
+    tl.store(high + place, sum_high, mask=inside)
+    tl.store(low + place, sum_low, mask=inside)
+    total = totals + chunk * 2 * heads + head
+    tl.store(total, tl.sum(coarse, 0)[None, :], mask=head < heads)
+    tl.store(total + heads, tl.sum(fine, 0)[None, :], mask=head < heads)
 
 
 @triton.jit
-def chunk_sums(gate, REVERSED: tl.constexpr, LATER: tl.constexpr):
-    """(multiples, rests, since the state before, until the state after, all) of every row.
+def chunk_sums(
+    high, low, totals, at, chunk, head, heads, count, LATER: tl.constexpr, CHUNK: tl.constexpr,
+    MAPS: tl.constexpr,
+):  # fmt: skip
+    """(multiples, rests, since the state before, until the state after, all) of every row of the
+    chunk whose sums are ``at`` and on; behind ``count`` rows nothing is added.
 
     Before and after as a walk meets them: from the first row to the last, or with LATER from the
-    last to the first. REVERSED: time runs from the last row to the first.
+    last to the first.
     """
-    high, low, high_all, low_all = prefix_sums(gate, REVERSED)
-    total = high_all + low_all
+    each = tl.arange(0, CHUNK)
+    high += at + each * heads
+    low += at + each * heads
+    high_all = tl.load(totals + chunk * 2 * heads + head)
+    low_all = tl.load(totals + chunk * 2 * heads + heads + head)
+    if MAPS == WHOLE:
+        high = tl.load(high)
+        low = tl.load(low)
+    else:
+        high = tl.where(each < count, tl.load(high, mask=each < count, other=0.0), high_all)
+        low = tl.where(each < count, tl.load(low, mask=each < count, other=0.0), low_all)
     rest = (high_all - high) + (low_all - low)
     since = high + low
     if LATER:
         since, rest = rest, since
-    return high, low, since, rest, total
+    return high, low, since, rest, high_all + low_all
 
 
 @triton.jit
@@ -58,3 +127,30 @@ def pair_decays(high, low, LATER: tl.constexpr, CHUNK: tl.constexpr):
     else:
         between = tl.where(i >= j, between, float("-inf"))
     return tl.exp(between)
+
+
+def launch(p: Problem, t: Tiles, given: tuple[str, ...], shared: bool) -> Launch:
+    """Of the operands ``given`` of gate, constant and cu; ``shared``: one constant for all batch
+    rows."""
+    pieces = piece_count(p.rows, p.sequences, t.segment)
+    block = min(32, power_of_two(p.heads))
+    arguments: dict[str, Any] = {
+        **{n: In(given.index(n)) if n in given else None for n in ("gate", "constant", "cu")},
+        "high": Out(0),
+        "low": Out(1),
+        "totals": Out(2),
+        "rows": p.rows,
+        "heads": p.heads,
+        "sequences": p.sequences,
+        "pieces": pieces,
+        "constants": 0 if shared else p.heads,
+    }
+    constants = {
+        "EXCLUSIVE": p.reverse,
+        "CHUNK": t.chunk,
+        "SEGMENT": t.segment,
+        "HEADS": block,
+        "LANES": lane_count(p.sequences),
+    }
+    grid = (p.batch * pieces * (t.segment // t.chunk) * -(-p.heads // block),)
+    return Launch(gate_sums, arguments, constants, grid, 4, 1)

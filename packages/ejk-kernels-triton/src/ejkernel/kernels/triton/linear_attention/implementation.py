@@ -17,7 +17,11 @@ from ejkernel.kernels.triton.linear_attention.plans import (
     ChannelPlan,
     GatePlan,
     PreparePlan,
+    PullPlan,
+    ReadPlan,
     ScanPlan,
+    StepPlan,
+    SumsPlan,
     WalkPlan,
 )
 from ejkernel.kernels.triton.linear_attention.problem import Problem, problem_of
@@ -52,6 +56,8 @@ class LinearAttention(TritonKernel):
         return choice.fields(chosen)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        if choice.few_tokens(work.problem):
+            return _steps(work, arrays), None
         run = Passes(work, arrays)
         ends = run.walk(roles.SUMS)
         starts, state = run.scan(ends, arrays.get("initial_state"), later=False)
@@ -69,32 +75,17 @@ class LinearAttention(TritonKernel):
         p = work.problem
         do, dstate = cotangents
         run = Passes(work, arrays | {"do": do})
-        gated = any(name in arrays for name in GATES)
+        if saved is None:
+            saved, _ = run.scan(run.walk(roles.SUMS), arrays.get("initial_state"), later=False)
         dstarts, dinitial = run.scan(run.walk(roles.LATER_SUMS), dstate, later=True)
         # gradients of heads that share a key are summed in float32
         own = "float32" if p.heads != p.kv_heads else ""
         dtypes = {n: own or str(arrays[n].dtype) for n in ("key", "value")}
-        keys, values = bool(p.key_parts), bool(p.value_parts)
         found = {"initial_state": dinitial}
-        states: tuple[Any, ...] = ()
-        dstates: tuple[Any, ...] = ()
-        # gradients of arrays that meet through decaying channels come with that of the gate
-        if keys:
-            states = run.walk(roles.STATES, saved)
+        if choice.whole_state(p, work.tiles, work.target):
+            found |= run.whole_gradients(dtypes, saved, outputs[1], dstarts)
         else:
-            dq, *states = run.walk(replace(roles.DQ, out=p.out, states=gated), saved)
-            of_keys = replace(roles.DK, out=dtypes["key"], states=values)
-            dk, *dstates = run.walk(of_keys, dstarts)
-            found |= {"query": dq, "key": run.of_keys(dk)}
-        if not values:
-            dv, *dstates = run.walk(replace(roles.DV, out=dtypes["value"], states=gated), dstarts)
-            found["value"] = run.of_keys(dv)
-        elif keys:
-            dstates = run.walk(roles.LATER_STATES, dstarts)
-        if p.scalar:
-            found |= run.gate_gradient(*states, *dstates)
-        elif gated:
-            found |= run.channel_gradients(arrays, dtypes, *states, *dstates)
+            found |= run.gradients(arrays, dtypes, saved, dstarts)
         return {name: x for name, x in found.items() if name in arrays}
 
 
@@ -103,10 +94,17 @@ class Passes:
 
     def __init__(self, work: Work, arrays: Arrays):
         self.problem, self.tiles = work.problem, work.tiles
+        self.gated = any(name in arrays for name in GATES)
         self.arrays: dict[str, Any] = {name[0]: arrays[name] for name in ("query", "key", "value")}
-        self.arrays |= {"do": arrays.get("do"), **_gates(work.problem, arrays)}
+        self.arrays |= {"do": arrays.get("do"), **_channels(work.problem, arrays)}
         cu = arrays.get("cu_seqlens")
         self.arrays["cu"] = None if cu is None else cu[None]
+        sums: tuple[Any, ...] = (None,) * len(roles.GATE_SUMS)
+        if self.problem.scalar:
+            known = {"gate": arrays.get("g"), "constant": _constant(self.problem, arrays)}
+            known = {n: x for n, x in (known | {"cu": self.arrays["cu"]}).items() if x is not None}
+            sums = call(SumsPlan(self.problem, self.tiles, tuple(known), True), *known.values())
+        self.arrays |= dict(zip(roles.GATE_SUMS, sums, strict=True))
         if self.problem.key_parts:
             self.prepare("q", "k", "gk", of_values=False)
         if self.problem.value_parts and "do" in arrays:
@@ -133,9 +131,60 @@ class Passes:
         plan = ScanPlan(self.problem, self.tiles, later, bool(given))
         return call(plan, *ends, *given, *self.named("cu"))
 
+    def gradients(
+        self, arrays: Arrays, dtypes: Mapping[str, str], starts: Any, dstarts: Any
+    ) -> Arrays:
+        """A walk for each array, and then the gates' from states before every chunk."""
+        p, gated = self.problem, self.gated
+        keys, values = bool(p.key_parts), bool(p.value_parts)
+        found: Arrays = {}
+        states: tuple[Any, ...] = ()
+        dstates: tuple[Any, ...] = ()
+        # gradients of arrays that meet through decaying channels come with that of the gate
+        if keys:
+            states = self.walk(roles.STATES, starts)
+        else:
+            dq, *states = self.walk(replace(roles.DQ, out=p.out, states=gated), starts)
+            of_keys = replace(roles.DK, out=dtypes["key"], states=values)
+            dk, *dstates = self.walk(of_keys, dstarts)
+            found |= {"query": dq, "key": self.of_keys(dk)}
+        if not values:
+            dv, *dstates = self.walk(replace(roles.DV, out=dtypes["value"], states=gated), dstarts)
+            found["value"] = self.of_keys(dv)
+        elif keys:
+            dstates = self.walk(roles.LATER_STATES, dstarts)
+        if p.scalar:
+            found |= self.gate_gradient(*states, *dstates)
+        elif gated:
+            found |= self.channel_gradients(arrays, dtypes, *states, *dstates)
+        return found
+
+    def whole_gradients(
+        self, dtypes: Mapping[str, str], starts: Any, final: Any, dstarts: Any
+    ) -> Arrays:
+        """Two walks, and then the gate's from numbers of rows."""
+        p, gated = self.problem, self.gated
+        role = replace(roles.DQ, out=p.out, partner="q" if gated else "")
+        dq, *reached = self.walk(role, starts)
+        plan = ReadPlan(p, self.tiles, gated, (dtypes["key"], dtypes["value"]))
+        states = [starts, final] if gated else []
+        given = self.named("q", "k", "v", "do", *roles.GATE_SUMS)
+        dk, dv, *of_gate = call(plan, *given, dstarts, *states, *self.named("cu"))
+        found = {"query": dq, "key": self.of_keys(dk), "value": self.of_keys(dv)}
+        if gated:
+            totals = self.named("gate_totals", "cu")
+            (one,) = call(PullPlan(p, self.tiles), *of_gate, *reached, *totals)
+            found |= {"g": one, "g_gamma": jnp.sum(one, (0, 1))}
+        return found
+
     def gate_gradient(self, states: Any, dstates: Any) -> Arrays:
         """That of one number a row and head, whatever it is the sum of."""
-        operands = [*self.named("q", "k", "v", "do", "gate"), states, dstates, *self.named("cu")]
+        operands = [
+            *self.named("q", "k", "v", "do", *roles.GATE_SUMS),
+            states,
+            dstates,
+            *self.named("cu"),
+        ]
         (one,) = call(GatePlan(self.problem, self.tiles), *operands)
         return {"g": one, "g_gamma": jnp.sum(one, (0, 1))}
 
@@ -174,35 +223,57 @@ class Passes:
         return jnp.sum(x.reshape(*x.shape[:2], p.kv_heads, -1, x.shape[3]), 3)
 
 
-def _gates(p: Problem, arrays: Arrays) -> Arrays:
-    """What the walk takes: ``gate`` [batch, rows, heads], ``gk`` and ``gv`` with channels.
+def _steps(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """The forward pass of a few tokens: o, final state."""
+    p = work.problem
+    gates = [arrays[name] for name in ("g", "gk") if name in arrays]
+    channels = [x for x in gates if x.ndim == 4]
+    cu, state = arrays.get("cu_seqlens"), arrays.get("initial_state")
+    known = {
+        "query": arrays["query"],
+        "key": arrays["key"],
+        "value": arrays["value"],
+        "constant": _constant(p, arrays),
+        "gate": next((x for x in gates if x.ndim == 3), None),
+        "key_gate": _sum(channels) if channels else None,
+        "value_gate": arrays.get("gv"),
+        "cu": None if cu is None else cu[None],
+        "initial": state,
+    }
+    operands = {name: x for name, x in known.items() if x is not None}
+    in_place = state is not None and state.dtype == jnp.float32
+    return call(StepPlan(p, work.tiles, tuple(operands), True, in_place), *operands.values())
+
+
+def _constant(p: Problem, arrays: Arrays) -> jax.Array | None:
+    """One log decay a head [1, heads], None = there is none."""
+    found = jnp.asarray(p.slopes, jnp.float32) if p.slopes else arrays.get("g_gamma")
+    return None if found is None else found[None]
+
+
+def _channels(p: Problem, arrays: Arrays) -> Arrays:
+    """Decays per channel of keys and of values.
 
     One number a row or head is added to the channels of keys if those decay, else of values.
     """
-    ahead, channels = [], []
-    if p.slopes:
-        ahead.append(jnp.asarray(p.slopes, jnp.float32)[None, None])
-    if "g_gamma" in arrays:
-        ahead.append(arrays["g_gamma"][None, None])
-    if "g" in arrays:
-        (channels if arrays["g"].ndim == 4 else ahead).append(arrays["g"])
-    channels += [arrays["gk"]] if "gk" in arrays else []
-    found: Arrays = {"gate": None, "gk": None, "gv": arrays.get("gv")}
+    found: Arrays = {"gk": None, "gv": arrays.get("gv")}
     if p.scalar:
-        one = _sum(ahead, wide=True)
-        found["gate"] = jnp.broadcast_to(one, (p.batch, p.rows, p.heads))
-    else:
-        ahead = [x[..., None] for x in ahead]
-        if channels:
-            found["gk"] = _sum([*channels, *ahead])
-        elif "gv" in arrays:
-            found["gv"] = _sum([arrays["gv"], *ahead])
+        return found
+    gates = [arrays[name] for name in ("g", "gk") if name in arrays]
+    channels = [x for x in gates if x.ndim == 4]
+    constant = _constant(p, arrays)
+    ahead = [] if constant is None else [constant[:, None, :, None]]
+    ahead += [x[..., None] for x in gates if x.ndim == 3]
+    if channels:
+        found["gk"] = _sum([*channels, *ahead])
+    elif "gv" in arrays:
+        found["gv"] = _sum([arrays["gv"], *ahead])
     return found
 
 
-def _sum(parts: list[jax.Array], *, wide: bool = False) -> jax.Array:
-    """In float32; a single one as it is, unless ``wide``."""
-    if len(parts) == 1 and not wide:
+def _sum(parts: list[jax.Array]) -> jax.Array:
+    """In float32; a single one as it is."""
+    if len(parts) == 1:
         return parts[0]
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:

@@ -62,6 +62,7 @@ class WalkPlan(LinearPlan):
             "key_decays": _shape("float32", segments, p.heads, p.dim),
             "value_decays": _shape("float32", segments, p.heads, p.value_dim),
             "states": _shape(p.operand, segments * (t.segment // t.chunk), *state),
+            "reached": _shape("float32", p.batch, p.rows, p.heads, -(-columns // t.columns)),
         }
         return tuple(found[name] for name in self.roles.results(p))
 
@@ -69,6 +70,61 @@ class WalkPlan(LinearPlan):
         from ejkernel.kernels.triton.linear_attention import walk
 
         return walk.launch(self.problem, self.tiles, target, self.roles)
+
+
+@dataclass(frozen=True)
+class ConstantPlan(LinearPlan):
+    """Of the operands that ``given`` names, one of which may be "constant", a number a head:
+    ``shared`` by all batch rows."""
+
+    given: tuple[str, ...]
+    shared: bool
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Plan, Sequence[jax.Array]]:
+        folded, merged = super().fold(size, arrays, batched)
+        if "constant" not in self.given:
+            return folded, merged
+        n = self.given.index("constant")
+        if self.shared and not batched[n]:
+            merged[n] = arrays[n]
+            return folded, merged
+        merged[n] = merge_leading(size, arrays[n], batched[n], self.problem.batch)
+        return replace(folded, shared=False), merged
+
+
+@dataclass(frozen=True)
+class SumsPlan(ConstantPlan):
+    """gate, constant, cu -> prefix sums of a log decay a row and head, totals of chunks."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        rows = _shape("float32", p.batch, p.rows, p.heads)
+        chunks = self.segments * (self.tiles.segment // self.tiles.chunk)
+        return rows, rows, _shape("float32", chunks, 2, p.heads)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import gates
+
+        return gates.launch(self.problem, self.tiles, self.given, self.shared)
+
+
+@dataclass(frozen=True)
+class StepPlan(ConstantPlan):
+    """-> o, final state; see ``steps``."""
+
+    in_place: bool
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        state = _shape("float32", p.batch * p.states, p.heads, p.dim, p.value_dim)
+        return _shape(p.out, p.batch, p.rows, p.heads, p.value_dim), state
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import steps
+
+        return steps.launch(self.problem, self.tiles, self.given, self.shared, self.in_place)
 
 
 @dataclass(frozen=True)
@@ -90,8 +146,44 @@ class ScanPlan(LinearPlan):
 
 
 @dataclass(frozen=True)
+class ReadPlan(LinearPlan):
+    """q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu) -> dk and dv of every head,
+    and where it is ``gated`` what PullPlan needs: over, leaving, read, reading."""
+
+    gated: bool
+    dtypes: tuple[str, str]
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        rows = (p.batch, p.rows, p.heads)
+        dims = zip(self.dtypes, (p.dim, p.value_dim), strict=True)
+        found = tuple(_shape(dtype, *rows, n) for dtype, n in dims)
+        of_gate = (_shape("float32", self.segments, p.heads), *[_shape("float32", *rows)] * 3)
+        return (*found, *of_gate) if self.gated else found
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import read_gradients
+
+        return read_gradients.launch(self.problem, self.tiles, target, self.gated)
+
+
+@dataclass(frozen=True)
+class PullPlan(LinearPlan):
+    """over, leaving, read, reading, reached, totals of the gate, (cu) -> its gradient."""
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        p = self.problem
+        return (_shape("float32", p.batch, p.rows, p.heads),)
+
+    def launch(self, target: Target) -> Launch:
+        from ejkernel.kernels.triton.linear_attention import pull
+
+        return pull.launch(self.problem, self.tiles)
+
+
+@dataclass(frozen=True)
 class GatePlan(LinearPlan):
-    """q, k, v, do, gate, states, dstates, (cu) -> the gradient of the gate."""
+    """q, k, v, do, sums of the gate, states, dstates, (cu) -> the gradient of the gate."""
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem

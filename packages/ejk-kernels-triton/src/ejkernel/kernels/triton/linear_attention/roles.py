@@ -14,6 +14,9 @@ ARRAYS = {
     "do": ("value_dim", False),
 }
 
+# of one log decay a row and head (``gates.gate_sums``)
+GATE_SUMS = ("high_sums", "low_sums", "gate_totals")
+
 
 @dataclass(frozen=True)
 class Roles:
@@ -26,6 +29,8 @@ class Roles:
         starts: whether segments start from given states, else from 0.
         ends: whether states after segments are wanted, and their decays.
         states: whether those before every chunk are kept.
+        partner: array of the output's columns whose products with what the state before the chunk
+            gives a row are wanted ("" = none): the share of a gate's gradient.
         out: dtype of the result.
     """
 
@@ -36,6 +41,7 @@ class Roles:
     starts: bool
     ends: bool = False
     states: bool = False
+    partner: str = ""
     out: str = "float32"
 
     @property
@@ -71,13 +77,15 @@ class Roles:
         found = {name: x for name, x in found.items() if x}
         side = "v" if self.swapped else "k"
         if p.scalar:
-            found["gate"] = "gate"
+            found |= {name: name for name in GATE_SUMS}
         if self.prepared(p):
             found |= {name: found[name] + "'" for name in ("query", "key") if name in found}
             found |= {"pairs": f"pairs {side}"} if self.query else {}
             found |= {"totals": f"totals {side}"}
         if self.gates(p)[1]:
             found["value_gate"] = "gk" if self.swapped else "gv"
+        if self.partner:
+            found["partner"] = self.partner
         if p.sequences:
             found["cu"] = "cu"
         return found | ({"starts": "starts"} if self.starts else {})
@@ -88,7 +96,7 @@ class Roles:
         if self.ends:
             wanted += ["decays"] * p.scalar
             wanted += ["key_decays"] * bool(p.key_parts) + ["value_decays"] * bool(p.value_parts)
-        return [*wanted, *["states"] * self.states]
+        return [*wanted, *["states"] * self.states, *["reached"] * bool(self.partner)]
 
 
 SUMS = Roles("", "k", "v", later=False, starts=False, ends=True)

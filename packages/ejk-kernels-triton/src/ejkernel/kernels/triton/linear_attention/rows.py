@@ -15,7 +15,8 @@ from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
 
 RUNS = tl.constexpr(_RUNS)
-POINTERS, WHOLE, RUN = 0, 1, 2
+# how rows are read: by address; in whole chunks, or in runs, through the copy engine
+POINTERS, WHOLE, RUN = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
@@ -34,9 +35,9 @@ def load_rows(
 ):
     """Rows ``at`` and on of the run of ``length`` rows from row ``base``, from ``column`` on; 0
     behind the run and behind ``columns``."""
-    if MAPS == 1:
+    if MAPS == WHOLE:
         tile = source.load([(base + at).to(tl.int32), head * columns + column])
-    elif MAPS == 2:
+    elif MAPS == RUN:
         end = (base + length).to(tl.int32)
         tile = source.load([RUNS, end, at - length + RUNS, head * columns + column])
         tile = tl.reshape(tile, (ROWS, WIDTH))
@@ -50,18 +51,44 @@ def load_rows(
     return tile
 
 
+@triton.jit
+def store_rows(
+    target,
+    x,
+    row,
+    count,
+    head,
+    heads,
+    column,
+    columns,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAPS: tl.constexpr,
+):
+    """Write ``count`` rows from ``row`` on, as far as they have columns."""
+    r = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, WIDTH)[None, :]
+    target += (row * heads + head) * columns + column
+    target += r * (heads * columns) + c
+    x = x.to(target.dtype.element_ty)
+    if MAPS == WHOLE:
+        tl.store(target, x)
+    else:
+        tl.store(target, x, mask=(r < count) & (c < columns - column))
+
+
 def maps_of(p: Problem, chunk: int, sizes: tuple[tuple[int, int], ...], target: Target) -> int:
     """How rows are read. ``sizes``: (columns, of a tile) of every array."""
     whole = all(n % block == 0 and n * BYTES[p.narrowest] % 16 == 0 for n, block in sizes)
     if not (target.hopper and target.tensor_maps and whole and p.batch * p.rows < _RUNS):
-        return POINTERS
-    return RUN if p.sequences or p.rows % chunk else WHOLE
+        return POINTERS.value
+    return (RUN if p.sequences or p.rows % chunk else WHOLE).value
 
 
 def row_operand(
     index: int, p: Problem, chunk: int, heads: int, columns: int, block: int, maps: int
 ) -> In | TensorMap:
     """The operand as ``load_rows`` takes it."""
-    if maps == WHOLE:
+    if maps == WHOLE.value:
         return TensorMap(index, (p.batch * p.rows, heads * columns), (chunk, block))
     return runs_map(index, heads * columns, (chunk, block)) if maps else In(index)

@@ -6,7 +6,7 @@ Work split: some rows of the states of one head and sequence; segments one after
 next one's numbers on their way while one is added.
 
 Bound: one state a segment is read and one written, in float32: memory. 2 x 8192 rows, 16 heads of
-128 x 128, segments of 256: 2 x 67 MB = 0.03 ms on an H200.
+128 x 128, segments of 1024: 2 x 17 MB = 0.008 ms on an H200.
 
 Sources: as ``walk``.
 """

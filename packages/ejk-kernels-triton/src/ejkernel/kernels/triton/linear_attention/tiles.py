@@ -33,22 +33,44 @@ def width(dim: int) -> int:
     return max(16, power_of_two(dim))
 
 
+STEPS = 16  # tokens, at most
+
+
+def few_tokens(p: Problem) -> bool:
+    """Whether tokens are taken one after the other (``steps``). Packed sequences may have them
+    all in one, which then takes its time."""
+    return p.rows <= (2 * p.sequences if p.sequences else STEPS)
+
+
 def choose(p: Problem, target: Target) -> Tiles:
     """The heuristic launches."""
+    wide = max(width(p.dim), width(p.value_dim))
+    if few_tokens(p):
+        # a lone token is all memory: many bytes in flight; more of them wait for each other's sums,
+        # which two warps have soonest
+        warps = 4 if p.rows <= p.states else 2
+        columns = max(16, min(width(p.value_dim), 2048 * warps // width(p.dim)))
+        return Tiles(16, 16, columns, warps, 2)
     # 64 rows fill one asynchronous product of four warps; what a chunk costs within itself grows
     # with it, what the state costs does not
     chunk = min(64, max(16, power_of_two(p.rows // p.states)))
-    # state, scores and output of a program stay in registers: with 64 columns of 128 channels a few
-    # of them would be spilled
-    columns = 32 if p.operand == "bfloat16" and max(width(p.dim), width(p.value_dim)) < 256 else 16
+    parts = max(p.key_parts, p.value_parts)
+    # state, scores and output of a program stay in registers: of 128 channels 64 columns of four
+    # warps; decays per channel take registers besides, wider operands shared memory
+    narrow = p.operand == "bfloat16"
+    columns, warps = 16, 4
+    if not parts and (narrow or wide <= 128):
+        columns, warps = 64, (4 if narrow and wide <= 128 else 8)
+    elif narrow and wide <= 128:
+        columns = 32
     whole = all(width(n) == n for n in (p.dim, p.value_dim))
     if not (target.hopper and target.tensor_maps and whole):
         # operands of the smaller products, or addresses, lie in registers
-        chunk, columns = min(chunk, 32 if max(width(p.dim), width(p.value_dim)) < 256 else 16), 16
+        chunk, columns, warps = min(chunk, 32 if wide <= 128 else 16), 16, 4
     if p.value_parts > 1:
         chunk = min(chunk, 32)  # gates in parts take registers in every halving of a walk
-    t = Tiles(chunk, chunk, columns, 4, 2)
-    if chunk * max(width(p.dim), width(p.value_dim)) * BYTES[p.operand] > 2**15:
+    t = Tiles(chunk, chunk, columns, warps, 2)
+    if chunk * wide * BYTES[p.operand] > 2**15:
         # two stages of q and k exceed the shared memory, registers of four warps the rest
         t = replace(t, num_warps=8, num_stages=1)
     return replace(t, segment=segment_of(p, t, target))
@@ -64,12 +86,25 @@ def channel_options(p: Problem, parts: int, target: Target) -> dict[str, int]:
 
 
 def segment_of(p: Problem, t: Tiles, target: Target) -> int:
-    """Long segments pass fewer states through memory; eight programs a multiprocessor remain."""
+    """Long segments pass fewer states through memory and read fewer of them; one wave of programs,
+    as many as registers hold, remains."""
     programs = p.batch * p.heads * -(-p.rows // t.chunk) * -(-p.value_dim // t.columns)
-    steps = max(1, min(32, programs // (8 * target.cores)))
+    resident = max(1, 8 // t.num_warps)
+    steps = max(1, min(32, programs // (resident * target.cores)))
     steps = 1 << (steps.bit_length() - 1)
     mean = power_of_two(-(-(p.rows // p.states) // t.chunk))
     return t.chunk * min(steps, max(1, mean))
+
+
+def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
+    """Whether one program holds all of a state, so that what was read gets its gradients in one
+    walk: in registers, and in shared memory beside four arrays of rows."""
+    from ejkernel.kernels.triton.linear_attention.rows import maps_of
+
+    sizes = [width(n) for n in (p.dim, p.value_dim)]
+    maps = maps_of(p, t.chunk, ((p.dim, sizes[0]), (p.value_dim, sizes[1])), target)
+    small = max(sizes) <= 128 and sizes[0] * sizes[1] * BYTES[p.operand] <= 32768
+    return bool(maps) and small and t.chunk <= 64 and not (p.key_parts or p.value_parts)
 
 
 def honour(t: Tiles, cfg: Any, p: Problem, target: Target) -> Tiles:
@@ -77,8 +112,10 @@ def honour(t: Tiles, cfg: Any, p: Problem, target: Target) -> Tiles:
     names = {"chunk": "time_tile", "columns": "dv_tile"}
     names |= {"num_warps": "num_warps", "num_stages": "num_stages"}
     given = {n: field(cfg, name) for n, name in names.items()}
-    t = replace(t, **{n: int(x) for n, x in given.items() if x is not None})
-    return replace(t, segment=segment_of(p, t, target))
+    changed = replace(t, **{n: int(x) for n, x in given.items() if x is not None})
+    if changed == t:
+        return t
+    return replace(changed, segment=segment_of(p, changed, target))
 
 
 def fields(t: Tiles) -> dict[str, int]:

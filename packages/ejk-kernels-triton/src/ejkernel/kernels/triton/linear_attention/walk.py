@@ -21,6 +21,7 @@ first over dH_t = d_{t+1} dH_{t+1} + scale q_t^T do_t,
     dk_s = v_s dH_s^T: query v, key do, value q, transposed states
 
 and the decay between two rows does not ask which of them reads. LATER walks from the last row on.
+Where one program holds a whole state, the last two are one walk (``read_gradients``).
 
 Work split: a *segment* of some chunks, one head, some columns of the values. Segments start from
 states that ``scan`` passes between them; before it, this kernel without a query gives what a
@@ -28,10 +29,14 @@ segment adds to a state. So only one state a segment goes through memory, in flo
 sequence fills the card. Segments of packed sequences are the pieces of ``common.sequences``: no
 chunk has rows of two, and no reset goes unnoticed. Two runs give the same bits.
 
+A chunk has five steps that wait for each other (scores, their decays, state to shared memory, two
+products), so that what limits a walk is how many chunks are under way and how often a chunk waits:
+two programs a multiprocessor, sums of gates from outside (``gates.gate_sums``), 64 columns a
+program, which fit its registers and read q and k twice from the cache.
+
 Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 heads of 128, chunks of
-64 in segments of 512: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 34 MB: 0.125 ms,
-where the cache serves all programs of a segment. 32 columns at a time repeat the scores:
-38 + 9 GFLOP = 0.067 ms. Memory; the three gradients move 2.4 times as much.
+64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
+0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms.
 
 Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
 et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
@@ -48,10 +53,17 @@ from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.channels import combine, edges, near
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.roles import Roles
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
+from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
+from ejkernel.kernels.triton.linear_attention.rows import (
+    load_rows,
+    maps_of,
+    row_operand,
+    store_rows,
+)
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
+
+RESULTS = ("out", "ends", "decays", "key_decays", "value_decays", "states", "reached")
 
 
 @triton.jit
@@ -59,10 +71,13 @@ def walk(
     query,
     key,
     value,
-    gate,
+    high_sums,
+    low_sums,
+    gate_totals,
     pairs,
     totals,
     value_gate,
+    partner,
     cu,
     starts,
     out,
@@ -71,11 +86,13 @@ def walk(
     key_decays,
     value_decays,
     states,
+    reached,
     rows,
     heads,
     query_heads,
     key_heads,
     value_heads,
+    partner_heads,
     dim,
     columns,
     sequences,
@@ -99,7 +116,8 @@ def walk(
     PRECISION: tl.constexpr,
 ):
     """``dim`` channels of query and key, ``columns`` of the value. SWAPPED: states are stored as
-    [columns, dim]. ``states``: those before every chunk of the walk, to be kept."""
+    [columns, dim]. ``states``: those before every chunk of the walk, to be kept. ``reached``: of
+    every row and block of columns, what it gets from rows before its chunk times ``partner``."""
     across = (columns + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
     column = program % across * COLUMNS
@@ -157,10 +175,11 @@ def walk(
             value, base, used - begin, at, value_head, value_heads, column, columns, CHUNK,
             COLUMNS, MAPS,
         ).to(OPERAND)  # fmt: skip
-        if gate is not None:
-            counts = each < used - begin - at
-            g = tl.load(gate + row * heads + head + each * heads, mask=counts, other=0.0)
-            high, low, since, rest, every = chunk_sums(g, REVERSED, LATER)
+        if high_sums is not None:
+            high, low, since, rest, every = chunk_sums(
+                high_sums, low_sums, gate_totals, row * heads + head, chunk_slot, head, heads,
+                used - begin - at, LATER, CHUNK, MAPS,
+            )  # fmt: skip
         if value_gate is not None:
             gv = load_rows(
                 value_gate, base, used - begin, at, head, heads, column, columns, CHUNK, COLUMNS,
@@ -175,7 +194,43 @@ def walk(
             q = load_rows(
                 query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
             ).to(OPERAND)  # fmt: skip
-            # scores first: they are small again before the output takes its registers
+            # what comes from before the chunk and what lies in it are products of their own: one
+            # sum of both would lie in registers twice, for eight warps
+            o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
+            if high_sums is not None:
+                o = o * (tl.exp(since) * scale_out)[:, None]
+            else:
+                o = o * scale_out
+            if partner is not None:
+                other = load_rows(
+                    partner, base, used - begin, at, head // (heads // partner_heads),
+                    partner_heads, column, columns, CHUNK, COLUMNS, MAPS,
+                )  # fmt: skip
+                met = reached + ((row * heads + head) + each * heads) * across + column // COLUMNS
+                tl.store(met, tl.sum(o * other.to(tl.float32), 1), mask=each < end - begin - at)
+
+        # the state next: rows in registers are read from shared memory where they are loaded, and
+        # would wait there
+        sent = v
+        if totals is not None:
+            total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
+            every_k = tl.load(total_at, mask=tl.arange(0, DIM) < dim, other=0.0)
+            key_total += every_k
+            state = state * tl.exp(every_k)[:, None]
+        if value_gate is not None:
+            sent = (v.to(tl.float32) * tl.exp(rest_v)).to(OPERAND)
+            every_v = tl.sum(gv, 0)
+            value_total += every_v
+            state = state * tl.exp(every_v)[None, :]
+        if high_sums is not None:
+            sent = (v.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]).to(OPERAND)
+            state = state * tl.exp(every)
+            total += every
+            state = tl.dot(tl.trans(k), sent, state, input_precision=PRECISION)
+        else:
+            state += tl.dot(tl.trans(k), sent, input_precision=PRECISION) * scale_in
+
+        if query is not None:
             if pairs is not None:
                 square = pairs + (chunk_slot * heads + head) * (CHUNK * CHUNK)
                 if TRANSPOSED:
@@ -185,43 +240,21 @@ def walk(
                 weights = weights.to(tl.float32)
             else:
                 weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if gate is not None:
+                if high_sums is not None:
                     weights = weights * pair_decays(high, low, LATER, CHUNK)
                 elif LATER:
                     weights = tl.where(each[:, None] <= each[None, :], weights, 0.0)
                 else:
                     weights = tl.where(each[:, None] >= each[None, :], weights, 0.0)
-            weights = weights * scale_in
-            o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
-            if gate is not None:
-                o = o * tl.exp(since)[:, None]
             if value_gate is not None:
                 o = o * tl.exp(since_v)
-                o += combine(weights, v, gv, REVERSED, VALUE_PARTS, LEVELS, NEAR, PRECISION)
+                within = combine(weights, v, gv, REVERSED, VALUE_PARTS, LEVELS, NEAR, PRECISION)
             else:
-                o = tl.dot(weights.to(OPERAND), v, o, input_precision=PRECISION)
-            o = o * scale_out
-            written = (each < end - begin - at)[:, None] & (c < columns - column)
-            pointers = out + (row * heads + head) * columns + column
-            pointers += each[:, None] * (heads * columns) + c
-            tl.store(pointers, o.to(out.dtype.element_ty), mask=written)
-        if totals is not None:
-            total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
-            every_k = tl.load(total_at, mask=tl.arange(0, DIM) < dim, other=0.0)
-            key_total += every_k
-            state = state * tl.exp(every_k)[:, None]
-        if value_gate is not None:
-            v = (v.to(tl.float32) * tl.exp(rest_v)).to(OPERAND)
-            every_v = tl.sum(gv, 0)
-            value_total += every_v
-            state = state * tl.exp(every_v)[None, :]
-        if gate is not None:
-            v = (v.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]).to(OPERAND)
-            state = state * tl.exp(every)
-            total += every
-            state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
-        else:
-            state += tl.dot(tl.trans(k), v, input_precision=PRECISION) * scale_in
+                within = tl.dot(weights.to(OPERAND), v, input_precision=PRECISION)
+            o += within * (scale_in * scale_out)
+            store_rows(
+                out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
+            )  # fmt: skip
     if ends is not None:
         tl.store(ends + state_at + place, state, mask=held)
         if decays is not None:
@@ -253,11 +286,13 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     maps = maps_of(p, t.chunk, ((dim, width(dim)), (columns, block)), target)
     channels, some = (dim, width(dim)), (columns, block)
     query_heads, key_heads, value_heads = roles.heads(p)
+    partner_heads = p.kv_heads if ARRAYS[roles.partner or "q"][1] else p.heads
     row_arrays = {
         "query": (query_heads, *channels),
         "key": (key_heads, *channels),
         "value": (value_heads, *some),
         "value_gate": (p.heads, *some),
+        "partner": (partner_heads, *some),
     }
 
     def given(name: str) -> Any:
@@ -271,13 +306,14 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         return Out(results.index(name)) if name in results else None
 
     arguments: dict[str, Any] = {
-        **{n: given(n) for n in (*row_arrays, "gate", "pairs", "totals", "cu", "starts")},
-        **{n: made(n) for n in ("out", "ends", "decays", "key_decays", "value_decays", "states")},
+        **{n: given(n) for n in (*row_arrays, *GATE_SUMS, "pairs", "totals", "cu", "starts")},
+        **{n: made(n) for n in RESULTS},
         "rows": p.rows,
         "heads": p.heads,
         "query_heads": query_heads,
         "key_heads": key_heads,
         "value_heads": value_heads,
+        "partner_heads": partner_heads,
         "dim": dim,
         "columns": columns,
         "sequences": p.sequences,

@@ -1,0 +1,133 @@
+"""The gradient of one log decay a row and head, from numbers of rows.
+
+The gate of row r decays every pair of a row s before it in time and a row t from it on:
+
+    dg_r = sum over t >= r, s < r in the chunk of Z[t, s]
+         + sum over t >= r of a_t        a_t = scale exp(since_t) (q_t H) do_t: s before the chunk
+         + sum over s < r of b_s         b_s = exp(since_s) (k_s dH) v_s: t after the chunk
+         + c                             c = exp(all) sum of H . dH: both outside
+
+The first line is a sum over rows from r on of what they read less what is read of them, which
+``read_gradients`` has, as it has b; the walk of queries' gradients has a (``reached``). All pairs
+over a boundary between chunks sum to X = <H, dH>, so that no walk has to keep its states for c:
+
+    c = X after the chunk - sum of b        X before the chunk = c + sum of a
+
+X at the end of a segment comes from the float32 states themselves. What a and b lose to rounding, c
+collects along one segment and no further: steps of 2^-9 (bfloat16; TF32 2^-11) of the largest X in
+it, in sums of random sign. Where a chunk decays to nothing c is 0, whatever was lost before.
+
+Work split: a segment of some heads a program of one warp, from the last chunk in time to the first.
+
+Bound: five numbers a row and head: what it waits for, chunk after chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+
+OPERANDS = ("over", "leaving", "read", "reading", "reached", "totals", "cu")
+
+
+@triton.jit
+def pull(
+    over,
+    leaving,
+    read,
+    reading,
+    reached,
+    totals,
+    cu,
+    dgate,
+    rows,
+    heads,
+    sequences,
+    pieces,
+    REVERSED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """``reached``: a in PARTS summands."""
+    across = (heads + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    head = program % across * HEADS + tl.arange(0, HEADS)
+    slot = (program // across).to(tl.int64)
+    batch = slot // pieces
+    piece = (slot % pieces).to(tl.int32)
+    begin = piece * SEGMENT
+    end = tl.minimum(rows, begin + SEGMENT)
+    used = end
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
+        end = tl.minimum(end, begin + SEGMENT)
+        begin = tl.maximum(begin, start)
+        used = tl.where(sequence < sequences, end, begin)
+    steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
+    mine = head < heads
+    x = tl.load(over + slot * heads + head, mask=mine, other=0.0)
+    each = tl.arange(0, CHUNK)
+    for t in tl.range(0, steps, num_stages=3):
+        if REVERSED:
+            at = t * CHUNK
+        else:
+            at = (steps - 1 - t) * CHUNK
+        row = begin + at + each
+        place = (batch * rows + row)[:, None] * heads + head[None, :]
+        inside = (row < used)[:, None] & mine[None, :]
+        b = tl.load(leaving + place, mask=inside, other=0.0)
+        a = tl.zeros([CHUNK, HEADS], tl.float32)
+        for part in tl.static_range(PARTS):
+            a += tl.load(reached + place * PARTS + part, mask=inside, other=0.0)
+        z = tl.load(reading + place, mask=inside, other=0.0)
+        z -= tl.load(read + place, mask=inside, other=0.0)
+        total = totals + (slot * (SEGMENT // CHUNK) + at // CHUNK) * 2 * heads + head
+        every = tl.load(total, mask=mine, other=0.0)
+        every += tl.load(total + heads, mask=mine, other=0.0)
+        outside = tl.where(tl.exp(every) == 0.0, 0.0, x - tl.sum(b, 0))
+        x = outside + tl.sum(a, 0)
+        # b of the row before in time: none of a gate's own row
+        if REVERSED:
+            near = inside & (row + 1 < used)[:, None] & (each + 1 < CHUNK)[:, None]
+            b = tl.load(leaving + place + heads, mask=near, other=0.0)
+        else:
+            near = inside & (each > 0)[:, None]
+            b = tl.load(leaving + place - heads, mask=near, other=0.0)
+        dg = tl.cumsum(z + a, 0, reverse=not REVERSED) + tl.cumsum(b, 0, reverse=REVERSED)
+        written = (row < end)[:, None] & mine[None, :]
+        tl.store(dgate + place, tl.where(inside, dg + outside[None, :], 0.0), mask=written)
+
+
+def launch(p: Problem, t: Tiles) -> Launch:
+    """Of OPERANDS in their order, cu where there is one."""
+    pieces = piece_count(p.rows, p.sequences, t.segment)
+    block = min(4, power_of_two(p.heads))
+    names = OPERANDS if p.sequences else OPERANDS[:-1]
+    arguments: dict[str, Any] = {
+        **{name: In(names.index(name)) if name in names else None for name in OPERANDS},
+        "dgate": Out(0),
+        "rows": p.rows,
+        "heads": p.heads,
+        "sequences": p.sequences,
+        "pieces": pieces,
+    }
+    constants = {
+        "REVERSED": p.reverse,
+        "CHUNK": t.chunk,
+        "SEGMENT": t.segment,
+        "HEADS": block,
+        "PARTS": -(-p.dim // t.columns),
+        "LANES": lane_count(p.sequences),
+    }
+    grid = (p.batch * pieces * -(-p.heads // block),)
+    return Launch(pull, arguments, constants, grid, 1, 1)

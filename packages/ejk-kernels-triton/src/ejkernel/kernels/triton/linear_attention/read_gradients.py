@@ -1,0 +1,247 @@
+"""Gradients of what was read, keys and values, in one walk.
+
+As ``walk`` from the last chunk of a segment to the first, with the gradient dH of the state after
+it in registers; S and P being the two products of rows with rows, D their decays:
+
+    S = scale k q^T . D        P = v do^T        Z = S . P
+    dv_s = S do + exp(since_s) k_s dH            dk_s = (scale P . D) q + exp(since_s) v_s dH^T
+    dH <- exp(all) dH + scale q^T (exp(rest) do)
+
+What the gradient of one log decay a row and head takes from here (``pull``) is b_s =
+exp(since_s) (k_s dH) v_s, the sums of Z over rows and over columns, of the same float32 numbers and
+without the diagonal, which no gate decays, and <H, dH> at the end of the segment.
+
+Work split: a segment of one head a program; 128 x 128 float32 numbers of dH are 64 registers of
+eight warps.
+
+Bound: q, k, v, do are read, dk, dv written: memory. 2 x 8192 rows, 16 heads of 128, bfloat16:
+403 MB = 0.094 ms on an H200. 10 products of 64 x 64 x 128 a chunk: 43 GFLOP = 0.062 ms.
+
+Sources: as ``walk``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.roles import GATE_SUMS
+from ejkernel.kernels.triton.linear_attention.rows import (
+    load_rows,
+    maps_of,
+    row_operand,
+    store_rows,
+)
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.targets import Target
+
+OF_GATE = ("over", "leaving", "read", "reading")
+
+
+@triton.jit
+def read_gradients(
+    query,
+    key,
+    value,
+    dout,
+    high_sums,
+    low_sums,
+    gate_totals,
+    dstarts,
+    starts,
+    final,
+    cu,
+    dkey,
+    dvalue,
+    over,
+    leaving,
+    read,
+    reading,
+    rows,
+    heads,
+    kv_heads,
+    dim,
+    columns,
+    sequences,
+    pieces,
+    scale,
+    REVERSED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAPS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``over``: X at the end of every segment; ``leaving``: b; ``read`` and ``reading``: sums of Z
+    over the rows that read one, and over those that one reads. None: no gradient of a gate."""
+    program = tl.program_id(0)
+    head = program % heads
+    kv_head = head // (heads // kv_heads)
+    slot = (program // heads).to(tl.int64)
+    batch = slot // pieces
+    piece = (slot % pieces).to(tl.int32)
+    tile = piece * SEGMENT
+    sequence = 0
+    start = 0
+    end = rows
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        sequence, start, end, tile = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
+    if REVERSED:
+        last = tile <= start
+        after = slot - 1
+    else:
+        last = tile + SEGMENT >= end
+        after = slot + 1
+    end = tl.minimum(end, tile + SEGMENT)
+    begin = tl.maximum(tile, start)
+    used = end
+    owner = batch
+    if cu is not None:
+        # rows behind the last sequence read as 0 and write 0
+        used = tl.where(sequence < sequences, end, begin)
+        owner = batch * sequences + sequence
+    steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
+
+    d = tl.arange(0, DIM)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    tall = tl.where(used > begin, dim, 0)
+    place = d * columns + c
+    size = dim * columns
+    dstarts += (slot * heads + head) * size
+    if over is not None:
+        # few elements at a time: addresses take registers as well
+        starts += (after * heads + head) * size
+        final += (owner * heads + head) * size
+        e = tl.arange(0, 1024)
+        known = tl.where(used > begin, size, 0)
+        inner = tl.where(last, 0, known)
+        sums = tl.zeros([1024], tl.float32)
+        for first in tl.range(0, size, 1024):
+            n = first + e
+            h = tl.load(starts + n, mask=n < inner, other=0.0)
+            h += tl.load(final + n, mask=(n >= inner) & (n < known), other=0.0)
+            sums += h * tl.load(dstarts + n, mask=n < known, other=0.0)
+        tl.store(over + slot * heads + head, tl.sum(sums, 0))
+    dstate = tl.load(dstarts + place, mask=(c < columns) & (d < tall), other=0.0)
+    base = batch * rows + begin
+    length = used - begin
+    each = tl.arange(0, CHUNK)
+    i = each[:, None]
+    j = each[None, :]
+    for t in tl.range(0, steps):
+        if REVERSED:
+            at = t * CHUNK
+        else:
+            at = (steps - 1 - t) * CHUNK
+        row = base + at
+        q = load_rows(query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
+        k = load_rows(key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS)
+        k = k.to(OPERAND)
+        v = load_rows(
+            value, base, length, at, kv_head, kv_heads, 0, columns, CHUNK, COLUMNS, MAPS
+        ).to(OPERAND)  # fmt: skip
+        do = load_rows(
+            dout, base, length, at, head, heads, 0, columns, CHUNK, COLUMNS, MAPS
+        ).to(OPERAND)  # fmt: skip
+        if high_sums is not None:
+            high, low, since, rest, every = chunk_sums(
+                high_sums, low_sums, gate_totals, row * heads + head,
+                slot * (SEGMENT // CHUNK) + at // CHUNK, head, heads, length - at, not REVERSED,
+                CHUNK, MAPS,
+            )  # fmt: skip
+            fresh = tl.exp(since)
+        else:
+            fresh = tl.zeros([CHUNK], tl.float32) + 1.0
+        # what needs rows in registers comes first: they are read from shared memory where they
+        # are loaded, and would wait in registers
+        kept = dstate.to(OPERAND)
+        dv = tl.dot(k, kept, input_precision=PRECISION) * fresh[:, None]
+        written = end - begin - at
+        of_row = row * heads + head + each * heads
+        if over is not None:
+            tl.store(leaving + of_row, tl.sum(dv * v.to(tl.float32), 1), mask=each < written)
+        if high_sums is not None:
+            sent = (do.to(tl.float32) * (tl.exp(rest) * scale)[:, None]).to(OPERAND)
+            dstate = dstate * tl.exp(every)
+            dstate = tl.dot(tl.trans(q), sent, dstate, input_precision=PRECISION)
+        else:
+            dstate += tl.dot(tl.trans(q), do, input_precision=PRECISION) * scale
+
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        if high_sums is not None:
+            decays = pair_decays(high, low, not REVERSED, CHUNK)
+        elif REVERSED:
+            decays = tl.where(i >= j, 1.0, 0.0)
+        else:
+            decays = tl.where(i <= j, 1.0, 0.0)
+        s = s * decays
+        if over is not None:
+            z = tl.where(i == j, 0.0, s * p) * scale
+            tl.store(read + of_row, tl.sum(z, 1), mask=each < written)
+            tl.store(reading + of_row, tl.sum(z, 0), mask=each < written)
+        p = p * decays
+
+        # products of their own: one more summand in a product would tie their layouts
+        dv += tl.dot(s.to(OPERAND), do, input_precision=PRECISION) * scale
+        store_rows(dvalue, dv, row, written, head, heads, 0, columns, CHUNK, COLUMNS, MAPS)
+        dk = tl.dot(v, tl.trans(kept), input_precision=PRECISION) * fresh[:, None]
+        dk += tl.dot(p.to(OPERAND), q, input_precision=PRECISION) * scale
+        store_rows(dkey, dk, row, written, head, heads, 0, dim, CHUNK, DIM, MAPS)
+
+
+def launch(p: Problem, t: Tiles, target: Target, gated: bool) -> Launch:
+    """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu)."""
+    dim, columns = (p.dim, width(p.dim)), (p.value_dim, width(p.value_dim))
+    maps = maps_of(p, t.chunk, (dim, columns), target)
+    heads = (p.heads, p.kv_heads, p.kv_heads, p.heads)
+    known = {
+        **dict.fromkeys(GATE_SUMS, p.scalar),
+        "dstarts": True,
+        "starts": gated,
+        "final": gated,
+        "cu": p.sequences > 0,
+    }
+    order = [name for name, given in known.items() if given]
+    rows = [
+        row_operand(i, p, t.chunk, count, *size, maps)
+        for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
+    ]
+    arguments: dict[str, Any] = {
+        **dict(zip(("query", "key", "value", "dout"), rows, strict=True)),
+        **{name: In(4 + order.index(name)) if name in order else None for name in known},
+        "dkey": Out(0),
+        "dvalue": Out(1),
+        **{n: Out(i + 2) if gated else None for i, n in enumerate(OF_GATE)},
+        "rows": p.rows,
+        "heads": p.heads,
+        "kv_heads": p.kv_heads,
+        "dim": p.dim,
+        "columns": p.value_dim,
+        "sequences": p.sequences,
+        "pieces": piece_count(p.rows, p.sequences, t.segment),
+        "scale": float(p.scale),
+    }
+    constants = {
+        "REVERSED": p.reverse,
+        "CHUNK": t.chunk,
+        "SEGMENT": t.segment,
+        "DIM": dim[1],
+        "COLUMNS": columns[1],
+        "LANES": lane_count(p.sequences),
+        "MAPS": maps,
+        "OPERAND": getattr(tl, p.operand),
+        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
+    }
+    grid = (p.batch * arguments["pieces"] * p.heads,)
+    warps = 8 if dim[1] * columns[1] > 64 * 64 else 4
+    return Launch(read_gradients, arguments, constants, grid, warps, t.num_stages)
