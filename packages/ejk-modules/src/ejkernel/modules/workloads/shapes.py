@@ -95,6 +95,9 @@ MODELS = (
         "whisper-large-cross", 16, 448, 20, 20, 64, causal=False, kv_len=1500,
         source="Whisper large, decoder to encoder",
     ),
+    AttentionShape(
+        "nsa-32k", 1, 32768, 64, 4, 128, source="heads as of Native Sparse Attention (2502.11089)"
+    ),
     AttentionShape("long-128k", 1, 131072, 8, 2, 128, source="128k context"),
     AttentionShape("llama3-8b-128k", 1, 131072, 32, 8, 128, source="Llama 3.1 8B, 128k context"),
 )  # fmt: skip

@@ -106,7 +106,7 @@ class NativeSparseAttention(TritonKernel):
         chosen = _chosen(p, inner, arrays, q, k, blocks)
         out = _gated(gates.get("g_slc"), attend(inner, q, k, v, chosen, blocks))
         if "g_cmp" in gates:
-            out = out + _gated(gates["g_cmp"], _compressed(p, q, k, v, blocks))
+            out = out + _gated(gates["g_cmp"], _compressed(p, work.target.cores, q, k, v, blocks))
         if p.sliding_window is not None:
             out = out + _gated(gates.get("g_swa"), _sliding(p, q, k, v, cu))
         return (cleared(held, out)[0].astype(p.query.dtype),), ()
@@ -121,9 +121,13 @@ def _gated(gate: jax.Array | None, o: jax.Array) -> jax.Array:
     return o if gate is None else gate * o
 
 
-def _compressed(p: Any, q: Any, k: Any, v: Any, blocks: Blocks) -> jax.Array:
+def _compressed(p: Any, cores: int, q: Any, k: Any, v: Any, blocks: Blocks) -> jax.Array:
     """Attention over the means of blocks, ``[b, s, h, dv]``."""
     k, v = (block_means(x, blocks).astype(q.dtype) for x in (k, v))
+    if k.shape[0] * k.shape[2] * -(-blocks.count // 64) < 2 * cores:
+        # means are few: the programs of their gradients are as many with a copy for each query head
+        group = q.shape[2] // k.shape[2]
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     return flash_attention.settled(
         query=q, key=k, value=v, mask_info=means_mask(blocks, q.shape[0]),
         softmax_scale=p.softmax_scale,
