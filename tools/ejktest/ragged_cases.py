@@ -162,7 +162,7 @@ CASES = {
     "page 3 window group 5": replace(UNEVEN, ps=3, h=10, hk=2, window=300),
     "window cap sinks": replace(UNEVEN, ps=64, window=1000, cap=20.0, sinks=2),
     "page 1 mqa 64": replace(UNEVEN, ps=1, h=64, hk=1),
-    "float16 mha d64 page 64": replace(UNEVEN, q="float16", kv="float16", h=8, d=64, ps=64),
+    "float16 mha d64 page 128": replace(UNEVEN, q="float16", kv="float16", h=8, d=64, ps=128),
     "d80": replace(UNEVEN, d=80),
     "d256": replace(UNEVEN, h=16, d=256),
     "few long": Mix((96, 40), (20001, 10000)),
@@ -172,4 +172,4 @@ CASES = {
     "e4m3": replace(UNEVEN, kv="float8_e4m3fn"),
     "e5m2 d256 page 64": replace(UNEVEN, kv="float8_e5m2", h=16, d=256, ps=64),
 }
-READ = ("page 16", "float16 mha d64 page 64")  # also without writing: all else is the same
+READ = ("page 16", "float16 mha d64 page 128")  # also without writing: all else is the same

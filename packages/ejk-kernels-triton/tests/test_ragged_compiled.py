@@ -81,9 +81,13 @@ def used(kernel: str, problem: Ragged, target):
     return launch, found
 
 
-@pytest.mark.parametrize(("chip", "page"), [*((chip, 16) for chip in TARGETS), ("sm_90", 64)])
-def test_tiles_of_prefills(chip, page):
-    target, p = TARGETS[chip], problem(page_size=page)
+@pytest.mark.parametrize(
+    ("chip", "page", "dim"),
+    [*((chip, 16, 128) for chip in TARGETS), ("sm_90", 64, 128), ("sm_90", 16, 64)],
+)
+def test_tiles_of_prefills(chip, page, dim):
+    target = TARGETS[chip]
+    p = problem(page_size=page, dim=dim, value_dim=dim, form=(8, 2 * dim))
     launch, found = used("prefill", p, target)
     assert tiles.maps_pages(p.paged, launch.block, target) == (page == 64)
     assert found.spills == 0 and found.products > 0 and not found.serialized

@@ -81,8 +81,10 @@ def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int
         return 64, 32, 8, 2
     if target.hopper and not p.eight_bit:
         # one warp group of 64 rows, three stages: two programs share a multiprocessor, and one
-        # computes while the other looks up its tile, waits for its first keys or stores
-        return 64, 64, 4, 3
+        # computes while the other looks up its tile, waits for its first keys or stores. Of 64
+        # columns as many bytes a step: the assembler makes products of square tiles wait for each
+        # other
+        return (64, 128, 4, 2) if columns == 64 else (64, 64, 4, 3)
     # operands from registers leave room for half the keys
     return (128, 64, 8, 3) if target.hopper else (128, 32, 8, 3)
 
