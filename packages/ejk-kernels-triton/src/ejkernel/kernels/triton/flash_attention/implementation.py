@@ -14,6 +14,7 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import dot_precision
 from ejkernel.kernels.triton.flash_attention import single_row, tiles
+from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
 from ejkernel.kernels.triton.flash_attention.fits import near
 from ejkernel.kernels.triton.flash_attention.lists import (
     element_mask,
@@ -22,7 +23,6 @@ from ejkernel.kernels.triton.flash_attention.lists import (
 )
 from ejkernel.kernels.triton.flash_attention.plans import (
     AttentionPlan,
-    DbiasPlan,
     DkvPlan,
     DqPlan,
     ForwardPlan,

@@ -405,39 +405,3 @@ class DkvPlan(AttentionPlan):
             flash_bwd_dkv, arguments, constants, (blocks * p.batch * p.kv_heads,), t.num_warps,
             t.num_stages, t.options,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DbiasPlan(AttentionPlan):
-    """q, k, v, do, base, delta, bias -> dbias float32, shaped like the bias.
-
-    ``sum_batch`` batch rows and ``sum_heads`` heads share one row of the bias.
-    """
-
-    sum_batch: int = 1
-    sum_heads: int = 1
-
-    def outputs(self):
-        p = self.problem
-        rows, heads = p.batch // self.sum_batch, p.heads // self.sum_heads
-        return (_struct((rows, heads, p.q_len, p.kv_len), FLOAT),)
-
-    def launch(self, target):
-        from ejkernel.kernels.triton.flash_attention.dbias_kernel import flash_bwd_dbias
-
-        p, t = self.problem, self.tiles
-        arguments, constants = self.common(target, maps=False)
-        q_blocks, kv_blocks = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
-        rows = (p.batch // self.sum_batch) * (p.heads // self.sum_heads)
-        arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "base", "delta")}
-        arguments |= {
-            "dbias": Out(0),
-            "q_blocks": q_blocks,
-            "kv_blocks": kv_blocks,
-            "sum_batch": self.sum_batch,
-            "sum_heads": self.sum_heads,
-            "grad_scale": gradient_factor(p),
-        }
-        return Launch(
-            flash_bwd_dbias, arguments, constants, (q_blocks * kv_blocks * rows,), t.num_warps, 1
-        )
