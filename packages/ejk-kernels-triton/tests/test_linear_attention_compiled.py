@@ -85,6 +85,7 @@ def planned(shape, which, target):
         "v": aval((b, s, hk, dv), jnp.dtype(dtype)),
         "do": aval((b, s, h, dv), jnp.dtype(dtype)),
         "gk": aval((b, s, h, dk), jnp.bfloat16 if parts == 1 else jnp.float32),
+        "cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16),
         "cu": aval((b, n + 1), jnp.int32),
     }
     ends, decays = WalkPlan(p, t, roles.SUMS).outputs()
@@ -97,7 +98,7 @@ def planned(shape, which, target):
         known |= dict(zip(PREPARED, prepare.outputs(), strict=True))
     cu = [known["cu"]] * bool(n)
     if which == "prepare":
-        return prepare, [*(known[name] for name in ("q", "k", "gk")), *cu]
+        return prepare, [*(known[name] for name in ("q", "k", "gk", "cuts")), *cu]
     if which == "gate sums":
         return SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True), [gate, *cu]
     if which == "steps":
@@ -117,7 +118,7 @@ def planned(shape, which, target):
         dtypes = (dtype, dtype, "bfloat16" if parts == 1 else "float32")
         plan = GatePlan(p, t) if scalar else ChannelPlan(p, t, False, dtypes)
         names = ("q", "k", "v", "do", *roles.GATE_SUMS)
-        names = names if scalar else ("q", "k", "do", "v", "gk", "halves k")
+        names = names if scalar else ("q", "k", "do", "v", "gk", "halves k", "cuts")
         return plan, [*(known[n] for n in names), states, states, *cu]
     role = PASSES[which]
     return WalkPlan(p, t, role), [known.get(name, ends) for name in role.operands(p).values()]

@@ -59,18 +59,6 @@ def reach(level, LATE: tl.constexpr, REVERSED: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
-def beginning(REVERSED: tl.constexpr, CHUNK: tl.constexpr):
-    """Which rows have a gate since the state before the chunk, bfloat16 0 or 1 ``[gate, row]``."""
-    r = tl.arange(0, CHUNK)[:, None]
-    c = tl.arange(0, CHUNK)[None, :]
-    if REVERSED:
-        found = c <= r
-    else:
-        found = c >= r
-    return tl.where(found, 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit
 def meeting(level, CHUNK: tl.constexpr):
     """Pairs of rows that meet at a cut between halves of 2^level rows."""
     i = tl.arange(0, CHUNK)[:, None]
@@ -103,6 +91,13 @@ def reads(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def load_cut(cuts, WHICH: tl.constexpr, CHUNK: tl.constexpr):
+    """One of ``tiles.cuts``: made by a program, it would take a tenth of its instructions."""
+    r = tl.arange(0, CHUNK)
+    return tl.load(cuts + WHICH * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :])
+
+
+@triton.jit
 def sums(matrix, x, PARTS: tl.constexpr):
     """``matrix`` of 0 and 1 times x, in PARTS of eight bits."""
     total = tl.zeros([matrix.shape[0], x.shape[1]], tl.float32)
@@ -127,12 +122,17 @@ def edges(gate, REVERSED: tl.constexpr, LATER: tl.constexpr, PARTS: tl.constexpr
 
 @triton.jit
 def middle(
-    gate, REVERSED: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr, NEAR: tl.constexpr
+    matrix,
+    gate,
+    REVERSED: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     """(log decay of every row since the middle of the chunk, below 0 after it and above 0 before
-    it; whether none is beyond NEAR)."""
+    it; whether none is beyond NEAR). ``matrix``: which gates lie between."""
     CHUNK: tl.constexpr = gate.shape[0]
-    reached = sums(reach(LEVELS - 1, 2, REVERSED, CHUNK), gate, PARTS)
+    reached = sums(matrix, gate, PARTS)
     # NaN is not near
     near = tl.max(tl.where(tl.abs(reached) <= NEAR, 0, 1)) == 0
     since = tl.where(reads(LEVELS - 1, REVERSED, CHUNK), reached, -reached)
@@ -183,7 +183,8 @@ def combine(
     r = tl.arange(0, CHUNK)
     own = r[:, None] == r[None, :]
     seen = sees(REVERSED, CHUNK)
-    since, close = middle(gate, REVERSED, PARTS, LEVELS, NEAR)
+    matrix = reach(LEVELS - 1, 2, REVERSED, CHUNK)
+    since, close = middle(matrix, gate, REVERSED, PARTS, LEVELS, NEAR)
     if close:
         met = tl.where(seen | own, weights, 0.0).to(v.dtype)
         source = (v.to(tl.float32) * tl.exp(-since)).to(v.dtype)

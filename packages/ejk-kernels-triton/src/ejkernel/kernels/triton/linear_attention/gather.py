@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.linear_attention.channels import (
-    beginning,
-    edges,
+    load_cut,
     meeting,
     reach,
     reads,
@@ -41,6 +40,7 @@ def gather_near(
     dreader,
     dsource,
     dgate,
+    cuts,
     REVERSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -61,7 +61,7 @@ def gather_near(
     # the diagonal, which no gate decays, is in both
     entering = entering.to(tl.float32)
     gathered = reading.to(tl.float32) * read - entering * sent
-    found = sums(beginning(REVERSED, CHUNK), gathered, 3)
+    found = sums(load_cut(cuts, 3, CHUNK), gathered, 3)
     found += (outside + tl.sum(entering * leaving, 0))[None, :]
     put(dgate, offsets, found, written)
 
@@ -80,6 +80,7 @@ def gather_by_halves(
     dreader,
     dsource,
     dgate,
+    cuts,
     REVERSED: tl.constexpr,
     PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -88,11 +89,11 @@ def gather_by_halves(
     """Cut by cut, without a difference."""
     CHUNK: tl.constexpr = a.shape[0]
     r = tl.arange(0, CHUNK)
-    since, rest = edges(gate, REVERSED, REVERSED, PARTS)
-    da = tl.exp(since) * reached
-    db = tl.exp(rest) * leaving
-    found = sums(beginning(REVERSED, CHUNK), a.to(tl.float32) * da, 3) + outside[None, :]
-    found += sums(1.0 - beginning(REVERSED, CHUNK), b.to(tl.float32) * db, 3)
+    da = tl.exp(sums(load_cut(cuts, 1, CHUNK), gate, PARTS)) * reached
+    db = tl.exp(sums(load_cut(cuts, 2, CHUNK), gate, PARTS)) * leaving
+    beginning = load_cut(cuts, 3, CHUNK)
+    found = sums(beginning, a.to(tl.float32) * da, 3) + outside[None, :]
+    found += sums(1.0 - beginning, b.to(tl.float32) * db, 3)
     own = tl.where(r[:, None] == r[None, :], met, 0.0)
     da += tl.dot(own, b.to(met.dtype), input_precision=PRECISION)
     db += tl.dot(own, a.to(met.dtype), input_precision=PRECISION)

@@ -105,6 +105,9 @@ class Passes:
             known = {n: x for n, x in (known | {"cu": self.arrays["cu"]}).items() if x is not None}
             sums = call(SumsPlan(self.problem, self.tiles, tuple(known), True), *known.values())
         self.arrays |= dict(zip(roles.GATE_SUMS, sums, strict=True))
+        if self.problem.key_parts or self.problem.value_parts:
+            found = choice.cuts(work.tiles.chunk, self.problem.reverse)
+            self.arrays["cuts"] = jnp.asarray(found, jnp.bfloat16)
         if self.problem.key_parts:
             self.prepare("q", "k", "gk", of_values=False)
         if self.problem.value_parts and "do" in arrays:
@@ -113,7 +116,7 @@ class Passes:
     def prepare(self, reader: str, source: str, gate: str, *, of_values: bool) -> None:
         """What walks read in the place of two arrays whose channels decay."""
         plan = PreparePlan(self.problem, self.tiles, of_values)
-        results = call(plan, *self.named(reader, source, gate, "cu"))
+        results = call(plan, *self.named(reader, source, gate, "cuts", "cu"))
         names = [f"{name} {gate[1]}" for name in ("pairs", "totals", "halves")]
         names[1:1] = [reader + "'", source + "'"]
         self.arrays |= dict(zip(names, results, strict=True))
@@ -199,14 +202,14 @@ class Passes:
         if p.value_parts:
             other = ("q'", "k'") if p.key_parts else ("q", "k")
             more = ("pairs k", "totals k") if p.key_parts else ()
-            operands = self.named("do", "v", *other, "gv", "halves v", *more)
+            operands = self.named("do", "v", *other, "gv", "halves v", "cuts", *more)
             plan = ChannelPlan(p, self.tiles, True, (dtypes["value"], own["gv"]))
             dv, found["gv"] = call(plan, *operands, *tail)
             found["value"] = self.of_keys(dv)
         if p.key_parts:
             other = ("do'", "v'") if p.value_parts else ("do", "v")
             more = ("pairs v", "totals v") if p.value_parts else ()
-            operands = self.named("q", "k", *other, "gk", "halves k", *more)
+            operands = self.named("q", "k", *other, "gk", "halves k", "cuts", *more)
             plan = ChannelPlan(p, self.tiles, False, (p.out, dtypes["key"], own["gk"]))
             found["query"], dk, found["gk"] = call(plan, *operands, *tail)
             found |= {"key": self.of_keys(dk), "g": found["gk"]}

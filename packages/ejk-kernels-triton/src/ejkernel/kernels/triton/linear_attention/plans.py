@@ -198,8 +198,8 @@ class GatePlan(LinearPlan):
 @dataclass(frozen=True)
 class ChannelPlan(LinearPlan):
     """Of the arrays that meet through decaying channels, the other two, the gate and sums of its
-    halves, (pairs and totals of the other gate), states, dstates, (cu) -> gradients of the array
-    that reads (of keys only), of the one that is read and of the gate, in ``dtypes``."""
+    halves, cuts, (pairs and totals of the other gate), states, dstates, (cu) -> gradients of the
+    array that reads (of keys only), of the one that is read and of the gate, in ``dtypes``."""
 
     of_values: bool
     dtypes: tuple[str, ...]
@@ -217,7 +217,7 @@ class ChannelPlan(LinearPlan):
 
 @dataclass(frozen=True)
 class PreparePlan(LinearPlan):
-    """q, k, gates of keys (or do, v, gates of values), (cu) -> pairs, both decayed,
+    """q, k, gates of keys (or do, v, gates of values), cuts, (cu) -> pairs, both decayed,
     sums of the gates of chunks, and of their halves."""
 
     of_values: bool

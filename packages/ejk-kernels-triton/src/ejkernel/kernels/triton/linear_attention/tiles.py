@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
@@ -77,6 +79,17 @@ def choose(p: Problem, target: Target) -> Tiles:
 
 
 CHANNELS = 32  # that decay, of a program: twice as many spill
+
+
+def cuts(chunk: int, reverse: bool) -> np.ndarray:
+    """Which gates lie between a row and the middle, the state before the chunk, the one after it,
+    0 or 1 ``[row, gate]``; and the second one transposed."""
+    row, gate = np.arange(chunk)[:, None], np.arange(chunk)[None, :]
+    until = gate < row if reverse else gate <= row
+    late = row >= chunk // 2
+    middle = np.where(late, until, ~until) & (late == late.T)
+    since, rest = (~until, until) if reverse else (until, ~until)
+    return np.stack([middle, since, rest, since.T])
 
 
 def channel_options(p: Problem, parts: int, target: Target) -> dict[str, int]:
