@@ -4,14 +4,26 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.native_sparse_attention import native_sparse_attention
 
 POLICIES = jax.checkpoint_policies
 NAMED = POLICIES.save_only_these_names("ejkernel_out", "ejkernel_lse")
 
 
-def launches(policy) -> int:
+def flash(q, x):
+    return flash_attention(q, x, x, causal=True)
+
+
+def three_branches(q, x):
+    gate = x[..., 0]
+    return native_sparse_attention(
+        q, x, x, gate, block_size=8, block_counts=2, sliding_window=3, g_swa=gate
+    )
+
+
+def launches(policy, attend=flash) -> int:
     def layer(x, w):
-        o = flash_attention(x @ w, x, x, causal=True)
+        o = attend(x @ w, x)
         return jnp.sum((o @ w).astype(jnp.float32))
 
     x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)
@@ -23,3 +35,10 @@ def launches(policy) -> int:
 def test_named_residuals_keep_the_forward_kernel_from_running_twice():
     assert launches(NAMED) == launches(POLICIES.everything_saveable) == 3
     assert launches(POLICIES.nothing_saveable) == 4
+
+
+def test_a_sum_of_kernels_keeps_the_residuals_of_each():
+    """The choice of blocks (two launches) and three forward kernels run once."""
+    once = launches(POLICIES.everything_saveable, three_branches)
+    assert launches(NAMED, three_branches) == once
+    assert launches(POLICIES.nothing_saveable, three_branches) == once + 5
