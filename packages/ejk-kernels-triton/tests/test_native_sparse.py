@@ -60,18 +60,19 @@ def compare(ours, theirs, args):
 
 
 def test_selection_and_all_branches():
-    args, window, count, scale = inputs(3), 5, 3, -0.3
+    length, size, window, count, scale = 13, 3, 4, 2, -0.3
+    args = inputs(3, length=length)
 
     def ours(q, k, v, g_cmp, g_slc, g_swa):
         return native_sparse_attention(
-            q, k, v, g_cmp, g_slc, block_counts=count, block_size=SIZE, sliding_window=window,
+            q, k, v, g_cmp, g_slc, block_counts=count, block_size=size, sliding_window=window,
             g_swa=g_swa, softmax_scale=scale,
         )  # fmt: skip
 
     def theirs(q, k, v, *gates):
         return oracle.sequence(
-            q[0], k[0], v[0], [g[0] for g in gates], size=SIZE, count=lambda t, m: count,
-            scale=scale, window=window, length=S,
+            q[0], k[0], v[0], [g[0] for g in gates], size=size, count=lambda t, m: count,
+            scale=scale, window=window, length=length,
         )[None]  # fmt: skip
 
     compare(ours, theirs, args)
