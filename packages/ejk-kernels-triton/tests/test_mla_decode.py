@@ -69,6 +69,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(logits_soft_cap=2.0, num_splits=3, softmax_scale=-0.3),
         dict(cap=2.0, scale=-0.3),
     ),
+    "pages by descriptors, 20 heads": (
+        dict(lens=(37, 0, 100), h=20, rope=16, ps=64, dtype="bfloat16"),
+        dict(softmax_scale=-0.3),
+        dict(scale=-0.3),
+    ),
     "int8": (dict(dtype="bfloat16", cache="int8"), dict(k_scale=0.02), dict(k_scale=0.02)),
     "e4m3, 70 heads": (
         dict(lens=(40,), h=70, dtype="bfloat16", cache="float8_e4m3fn"),
@@ -93,15 +98,17 @@ def test_against_the_formula(name):
     assert not np.asarray(o, np.float32)[lens == 0].any()
 
 
-def test_runs_repeat_whatever_lies_in_unseen_memory():
-    q, c, lens, tables = draw(rows=2, ps=8)
-    base = mla_decode(q, c, lens, tables, latent_dim=32, sliding_window=20)
+@pytest.mark.parametrize("maps", [False, True])
+def test_runs_repeat_whatever_lies_in_unseen_memory(maps):
+    ps, window = (64, None) if maps else (8, 20)
+    q, c, lens, tables = draw(rows=2, ps=ps, rope=16, dtype="float16")
+    base = mla_decode(q, c, lens, tables, latent_dim=32, sliding_window=window)
     seen = np.zeros(c.shape[:2], bool)
     for n, row in zip(lens, tables, strict=True):
-        j = np.arange(max(0, n - 22), n)
-        seen[row[j // 8], j % 8] = True
-    spoiled = np.where(seen[:, :, None], c, np.float32(np.nan))
-    again = mla_decode(q, spoiled, lens, tables, latent_dim=32, sliding_window=20)
+        j = np.arange(0 if maps else max(0, n - 22), n)
+        seen[row[j // ps], j % ps] = True
+    spoiled = np.where(seen[:, :, None], c, np.float16(np.nan))
+    again = mla_decode(q, spoiled, lens, tables, latent_dim=32, sliding_window=window)
     assert np.array_equal(base, again)
 
 

@@ -267,7 +267,7 @@ def attend_block(
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
     CAPPED: tl.constexpr, FUSED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
-    sign=None, apart=None,
+    sign=None, apart=None, k_rest=None,
 ):  # fmt: skip
     """The state after the keys ``j`` at ``places``.
 
@@ -277,18 +277,25 @@ def attend_block(
     behind all keys) sees those up to itself, and ``left`` of them besides itself if that is given.
     ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
     ``power``, ``large``, e: of ``fused_softmax``, if FUSED. v None: the first part of a key is the
-    value, DV columns, read once. ``sign``: of the products' factor, None = the queries carry it.
+    value, DV columns, read once; with ``run`` k is then the descriptor of runs and ``k_rest`` that
+    of the other columns. ``sign``: of the products' factor, None = the queries carry it.
 
     ``apart``: a truth that the compiler does not know to be one. Triton gives all warps to the rows
     of a product that leads to another, and rows that are too few it computes twice; it does not
     look into a branch, so what this one hides is cut along keys. None: not wanted.
     """
     s = tl.zeros([q.shape[0], j.shape[0]], tl.float32)
-    even, odd = _columns(k, places, loaded, run, head, K_HEADS, K_STEP, D, 0, D_MAIN, K_KIND, PTX)
+    if k_rest is None:
+        k_rest = k
+        even, odd = _columns(
+            k, places, loaded, run, head, K_HEADS, K_STEP, D, 0, D_MAIN, K_KIND, PTX
+        )
+    else:
+        even, odd = _value_columns(k, places, loaded, run, 0, K_HEADS, 0, D, 0, D_MAIN, K_KIND, PTX)
     s = _add_scores(s, q, q_odd, even, odd, QK, K_KIND, PRECISION, apart is not None)
     if D_REST > 0:
         more, more_odd = _columns(
-            k, places, loaded, run, head, K_HEADS, K_STEP, D, D_MAIN, D_REST, K_KIND, PTX
+            k_rest, places, loaded, run, head, K_HEADS, K_STEP, D, D_MAIN, D_REST, K_KIND, PTX
         )
         s = _add_scores(
             s, q_more, q_more_odd, more, more_odd, QK, K_KIND, PRECISION, apart is not None

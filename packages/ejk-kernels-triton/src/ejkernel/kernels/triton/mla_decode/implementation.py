@@ -107,7 +107,7 @@ class MLADecode(TritonKernel):
         return tiles.near(problem, target, chosen)
 
     def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return honour(chosen, problem, cfg)
+        return tiles.settled(honour(chosen, problem, cfg), problem, target)
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return chosen.fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.launch import RUNS, power_of_two
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target
@@ -22,8 +22,36 @@ def held_bytes(problem: Problem, tiles: Tiles, target: Target) -> int:
     return tiles.block * problem.token_bytes * steps + queries + 2048
 
 
+def can_map(problem: Problem, block: int, target: Target) -> bool:
+    """Whether steps can be read by TMA: inside one page, both parts of a row one power of two.
+
+    Rows behind the last are cut off by the descriptor, those before a window are not.
+    """
+    p = problem
+    (main, rest), _ = p.parts
+    return (
+        target.hopper
+        and target.tensor_maps
+        and p.left is None
+        and p.key == p.query != "float32"
+        and p.page_size % block == 0
+        and rest > 0
+        and main + rest == p.dim
+        and p.pages * p.page_size < RUNS
+    )
+
+
+def settled(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
+    """``tiles`` as they run, whatever a config made of them."""
+    return replace(tiles, maps=tiles.maps and can_map(problem, tiles.block, target))
+
+
 def choose(problem: Problem, target: Target) -> Tiles:
     """The heuristic launch."""
+    return settled(replace(_chosen(problem, target), maps=True), problem, target)
+
+
+def _chosen(problem: Problem, target: Target) -> Tiles:
     t = _form(problem, target)
     # no step longer than the longest sequence
     t = replace(t, block=max(16, min(t.block, power_of_two(problem.capacity))))
@@ -71,4 +99,4 @@ def near(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
                 )
                 fits = held_bytes(problem, tiles, target) <= target.shared_limit
                 if block >= max(16, size) and fits:
-                    yield tiles
+                    yield settled(tiles, problem, target)

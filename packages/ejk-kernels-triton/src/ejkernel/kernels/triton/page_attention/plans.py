@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, power_of_two
+from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, power_of_two, runs_map
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target
@@ -160,6 +160,16 @@ class SplitPlan(PagedPlan):
             return (*partial, _struct((p.batch + 1,), "int32"))
         return partial
 
+    def keys(self, view: str | None) -> dict[str, Any]:
+        """The keys as the kernel reads them: a pointer, or descriptors of both parts of a row."""
+        p, t = self.problem, self.tiles
+        if not t.maps:
+            return {"k": self.operand("k", view), "k_rest": None}
+        index = [name for name, _ in self.shapes].index("k")
+        (_, rest), _ = p.parts
+        others = TensorMap(index, (p.pages * p.page_size, p.dim), (t.block, rest))
+        return {"k": runs_map(index, p.dim, (t.block, p.value_dim)), "k_rest": others}
+
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
@@ -170,7 +180,7 @@ class SplitPlan(PagedPlan):
         sinks, sinks_padded = sink_arguments(self.shapes)
         arguments = {
             "q": self.operand("q"),
-            "k": self.operand("k", k_view),
+            **self.keys(k_view),
             "v": self.operand("v" if p.form is None else "k", v_view),
             "lens": self.operand("lens"),
             "tables": self.operand("tables"),

@@ -18,7 +18,8 @@ A sequence has one query row at its end, or up to TOKENS of them (``counts``, No
 ``rows`` on, None: TOKENS times its number): then they are rows of one product with their heads, and
 each sees as far as it stands. ``begins``: keys before are seen by none. Keys and values may lie in
 one array, V_FIRST elements apart; v None: the first DV columns of a key are its value, read once
-for both products.
+for both products. ``k_rest``: then k is a descriptor of runs of rows, and this one of the columns
+that are not values; a block lies inside a page.
 
 Bound: reading keys and values once; with a group of 4 heads there are 4 FLOPs a byte. At B64,
 context 8192, 8 kv heads, D128 in bfloat16: 2.15 GB, 0.5 ms at 4.3 TB/s.
@@ -40,7 +41,7 @@ from ejkernel.kernels.triton.common.cached import (
     opened_as_loaded,
     store_rows,
 )
-from ejkernel.kernels.triton.common.pages import block_pages, token_places
+from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 
 
@@ -73,6 +74,7 @@ def _extent(
 def paged_split(
     q,
     k,
+    k_rest,
     v,
     lens,
     tables,
@@ -236,17 +238,21 @@ def paged_split(
         for tile in tl.range(tile0, first_tile + stop - before):
             j = tile * BLOCK + tl.arange(0, BLOCK)
             places = token_places(page, tile * BLOCK, pages, PAGE, BLOCK)
+            here = page
             page = block_pages(table, (tile + 1) * BLOCK, length, PAGE, BLOCK)
             loaded = j < length
             if WINDOW or begins is not None:
                 loaded = loaded & (j >= begin)
+            run = None
+            if k_rest is not None:
+                run = run_between(here, tile * BLOCK, length - 1, pages, PAGE, BLOCK)
             m, l, _, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                 q_main, q_main_odd, q_more, q_more_odd,
                 m, l, None, acc, acc_odd, acc_more, acc_more_odd,
-                slopes, inner, None, None, k, v, places, loaded, None, j, position,
+                slopes, inner, None, None, k, v, places, loaded, run, j, position,
                 left if WINDOW and TOKENS > 1 else None, None, hk,
                 K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-                CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION, sign, apart,
+                CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION, sign, apart, k_rest,
             )  # fmt: skip
 
         m = m * slopes

@@ -24,6 +24,7 @@ class Tiles:
         splits: parts of every sequence; None cuts the cache as a whole into equal shares.
         pages: ``block`` in pages, where a config shall say it.
         most: query rows of one product, at most.
+        maps: whether steps are read by TMA; only where keys hold their values.
         apart: whether scores are cut along keys where the compiler would cut them along rows.
     """
 
@@ -35,6 +36,7 @@ class Tiles:
     pages: int | None = None
     most: int = MAX_ROWS
     apart: bool = False
+    maps: bool = False
 
     @property
     def fields(self) -> dict[str, int]:
