@@ -107,8 +107,8 @@ def test_packed_equals_each_sequence_alone():
     """Counts below the bound take the best blocks; nothing of padding is read."""
     lengths, total = [7, 0, 7], 17
     cu = np.cumsum([0, *lengths]).astype(np.int32)
-    args = inputs(2, gates=1, length=total)
-    counts = RNG.integers(1, 4, (1, total, HK)).astype(np.int32)
+    args = inputs(2, gates=1, length=total, hk=1)
+    counts = RNG.integers(1, 4, (1, total, 1)).astype(np.int32)
 
     @jax.jit
     def pull(args, counts, cu=None):
