@@ -6,7 +6,7 @@ selected branch has kernels of its own. Means, gates and sums are XLA's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,9 @@ class NativeSparseAttention(TritonKernel):
 
     float16, bfloat16 and float32, promoted to one dtype, with head dims that are multiples of 8 up
     to 256; sums are float32. Nothing is summed by atomics: two runs give the same bits. Memory is
-    linear in the length. ``cfg``: kv_tile, num_warps, num_stages of the selected branch, and
-    q_tile, the tokens of a step of its key gradients. Differentiable once.
+    linear in the length. ``cfg``, of the selected branch: kv_tile; num_warps and num_stages of the
+    forward pass and of the gradient of queries; q_tile, the tokens of a step of the gradients of
+    keys and values. Differentiable once.
 
     Source: Native Sparse Attention (arXiv 2502.11089), section 3.
     """
@@ -80,6 +81,9 @@ class NativeSparseAttention(TritonKernel):
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
         return tiles.choose(selected_problem(problem), target)
+
+    def near(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
+        return tiles.near(chosen, selected_problem(problem))
 
     def honour(self, chosen: Any, cfg: Any, problem: Any, target: Target) -> tiles.SparseTiles:
         return tiles.honour(chosen, cfg, selected_problem(problem))

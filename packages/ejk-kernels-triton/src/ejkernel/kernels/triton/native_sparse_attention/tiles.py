@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,22 +110,38 @@ FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile
 
 
 def honour(t: SparseTiles, cfg: Any, p: Problem) -> SparseTiles:
-    """``t`` with what the config says instead, in all passes; ``q_tile``: tokens of a step of the
-    key gradients."""
-    given: Mapping[str, Any] = {n: field(cfg, theirs) for n, theirs in FIELDS.items()}
-    given = {n: int(x) for n, x in given.items() if x is not None}
-    if "keys" in given:
-        given["keys"] = min(power_of_two(given["keys"]), padded(p.size))
-    tokens = field(cfg, "q_tile")
-    dkv = replace(t.dkv, **given)
+    """``t`` with what the config says instead of the forward pass's tiles.
+
+    Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
+    ``q_tile``: tokens of a step of the key gradients.
+    """
+    given = {mine: field(cfg, theirs) for mine, theirs in FIELDS.items()}
+    new = {n: int(x) for n, x in given.items() if x not in (None, getattr(t.fwd, n))}
+    dkv, tokens = t.dkv, field(cfg, "q_tile")
+    if "keys" in new:
+        new["keys"] = min(power_of_two(max(16, new["keys"])), padded(p.size))
+        dkv = replace(dkv, keys=new["keys"])
     if tokens is not None:
         dkv = replace(dkv, tokens=power_of_two(int(tokens)))
-    return SparseTiles(replace(t.fwd, **given), replace(t.dq, **given), dkv)
+    return SparseTiles(replace(t.fwd, **new), replace(t.dq, **new), dkv)
 
 
 def fields(t: SparseTiles) -> dict[str, int]:
-    """The forward pass's as fields of the config."""
-    return {theirs: getattr(t.fwd, mine) for mine, theirs in FIELDS.items()}
+    """As fields of the config."""
+    found = {theirs: getattr(t.fwd, mine) for mine, theirs in FIELDS.items()}
+    return found | {"q_tile": t.dkv.tokens}
+
+
+def near(t: SparseTiles, p: Problem) -> list[SparseTiles]:
+    """Tiles worth timing: another stage, twice the warps, half the keys."""
+    changes = [
+        {"num_stages": t.fwd.num_stages + 1},
+        {"num_warps": 2 * t.fwd.num_warps},
+        {"num_warps": 2 * t.fwd.num_warps, "num_stages": t.fwd.num_stages + 1},
+    ]
+    if t.fwd.keys > 16:
+        changes += [{"kv_tile": t.fwd.keys // 2, "num_stages": t.fwd.num_stages + 2}]
+    return [honour(t, change, p) for change in changes]
 
 
 def piece_length(p: Problem) -> int:
