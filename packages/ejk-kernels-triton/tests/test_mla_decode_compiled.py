@@ -9,7 +9,7 @@ import pytest
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.page_attention.tiles import share_count
+from ejkernel.kernels.triton.page_attention.tiles import honour, share_count
 from ejkernel.kernels.triton.resources import measure, plan_source
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 
@@ -27,6 +27,7 @@ CASES = {
     "page 16": (128, 16, "bfloat16", dict(tokens=2, left=1000, soft_cap=30.0)),
     "int8": (128, 64, "int8", {}),
     "e4m3, 16 heads": (16, 64, "float8_e4m3fn", {}),
+    "three parts": (16, 16, "bfloat16", dict(splits=3)),
 }
 
 
@@ -37,7 +38,7 @@ def planned(name, target):
         b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, shared=True, lse=True,
         **options,
     )  # fmt: skip
-    t = tiles.choose(p, target)
+    t = honour(tiles.choose(p, target), p, None)
     given = {
         "q": ((b, p.tokens * heads, 576), kind),
         "k": ((pages, page, 576), cache),
@@ -46,7 +47,7 @@ def planned(name, target):
         "k_scale": ((1, 1), "float32"),
     }
     shapes = tuple((n, shape) for n, (shape, _) in given.items())
-    plan = SplitPlan(p, t, share_count(p, t, target), shapes)
+    plan = SplitPlan(p, t, b * t.splits if t.splits else share_count(p, t, target), shapes)
     return plan, [jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in given.values()]
 
 
@@ -56,6 +57,7 @@ def planned(name, target):
         ("128 heads", "sm_90"),
         ("page 16", "sm_90"),
         ("e4m3, 16 heads", "sm_90"),
+        ("three parts", "sm_90"),
         ("int8", "sm_80"),
         ("16 heads", "gfx942"),
     ],

@@ -246,7 +246,7 @@ def paged_split(
             run = None
             if k_rest is not None:
                 run = run_between(here, tile * BLOCK, length - 1, pages, PAGE, BLOCK)
-            m, l, _, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
+            m, l, _e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                 q_main, q_main_odd, q_more, q_more_odd,
                 m, l, None, acc, acc_odd, acc_more, acc_more_odd,
                 slopes, inner, None, None, k, v, places, loaded, run, j, position,
