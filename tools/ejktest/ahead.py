@@ -44,6 +44,15 @@ def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
             os.environ["JAX_PLATFORMS"] = before
 
 
+def compile_side_by_side(jobs: Iterable[tuple[Any, ...]]) -> None:
+    """Jobs that compile into the disk cache, ``in_parallel``.
+
+    Nothing in a worker of pytest-xdist: those run side by side already, and each would compile all.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        in_parallel(jobs)
+
+
 def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
     """Compile the Triton kernels of a jitted function into the disk cache."""
     with compile_for(target):

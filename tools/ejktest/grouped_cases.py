@@ -94,9 +94,9 @@ def _lower(sizes_name: str, kind: str, transposed: bool, target: Any) -> None:
 
 def compile_ahead(target: Any) -> None:
     """The Triton kernels of every case, by processes side by side, into the disk cache."""
-    from ejktest.ahead import in_parallel
+    from ejktest.ahead import compile_side_by_side
 
-    in_parallel((_lower, *case, target) for case in CASES)
+    compile_side_by_side((_lower, *case, target) for case in CASES)
 
 
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B

@@ -200,6 +200,6 @@ def _lower(name: str, target: Any) -> None:
 
 def compile_ahead(names: list[str], target: Any) -> None:
     """The Triton kernels of these cases, by processes side by side, into the disk cache."""
-    from ejktest.ahead import in_parallel
+    from ejktest.ahead import compile_side_by_side
 
-    in_parallel((_lower, name, target) for name in names)
+    compile_side_by_side((_lower, name, target) for name in names)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import compat, flash_attention
 from ejkernel.kernels.triton.targets import current_target
-from ejktest.ahead import in_parallel, lower_case
+from ejktest.ahead import compile_side_by_side, lower_case
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def known(gpu, request: pytest.FixtureRequest):
     names = cases.names_in_run(request)
     with ThreadPoolExecutor(4) as pool:
         found = {name: pool.submit(cases.expected, name) for name in names}
-        in_parallel((lower_case, name, current_target()) for name in names)
+        compile_side_by_side((lower_case, name, current_target()) for name in names)
         yield found
 
 
