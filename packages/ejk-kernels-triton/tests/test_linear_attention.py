@@ -155,6 +155,11 @@ def test_vmap_of_one_token(shared):
         np.testing.assert_allclose(state[i], want[1], rtol=1e-6)
 
 
+def test_where_products_are_synchronous():
+    with compile_for(cuda_target(80, 1)):
+        check(make(KINDS["per head"], **RUNS))
+
+
 def test_whole_chunks(long_segments):
     check(make(KINDS["per head"], **WHOLE))
 

@@ -67,6 +67,68 @@ RESULTS = ("out", "ends", "decays", "key_decays", "value_decays", "states", "rea
 
 
 @triton.jit
+def row_weights(
+    q,
+    k,
+    pairs,
+    square,
+    high,
+    low,
+    LATER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What a row of a chunk takes from every other: their product and its decay; ``pairs`` where
+    both come prepared."""
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    if pairs is not None:
+        pairs += square * (CHUNK * CHUNK)
+        if TRANSPOSED:
+            weights = tl.load(pairs + j * CHUNK + i).to(tl.float32)
+        else:
+            weights = tl.load(pairs + i * CHUNK + j).to(tl.float32)
+    else:
+        weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if high is not None:
+            weights = weights * pair_decays(high, low, LATER, CHUNK)
+        elif LATER:
+            weights = tl.where(i <= j, weights, 0.0)
+        else:
+            weights = tl.where(i >= j, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def add_within(
+    o,
+    weights,
+    v,
+    gate,
+    since,
+    scale,
+    ASYNCHRONOUS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    NEAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The output from before a chunk and that from inside it; ``gate``, ``since``: of the values'
+    channels."""
+    if gate is not None:
+        o = o * tl.exp(since)
+        o += combine(weights, v, gate, REVERSED, PARTS, LEVELS, NEAR, PRECISION) * scale
+    elif ASYNCHRONOUS:
+        # a product of its own: one sum of both would lie in registers twice, for eight warps
+        o += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION) * scale
+    else:
+        o = tl.dot((weights * scale).to(v.dtype), v, o, input_precision=PRECISION)
+    return o
+
+
+@triton.jit
 def walk(
     query,
     key,
@@ -110,6 +172,7 @@ def walk(
     LEVELS: tl.constexpr,
     NEAR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
     MAPS: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -180,6 +243,9 @@ def walk(
                 high_sums, low_sums, gate_totals, row * heads + head, chunk_slot, head, heads,
                 used - begin - at, LATER, CHUNK, MAPS,
             )  # fmt: skip
+        else:
+            high = None
+            low = None
         if value_gate is not None:
             gv = load_rows(
                 value_gate, base, used - begin, at, head, heads, column, columns, CHUNK, COLUMNS,
@@ -187,6 +253,9 @@ def walk(
             )  # fmt: skip
             gv = tl.maximum(gv.to(tl.float32), -128.0)
             since_v, rest_v = edges(gv, REVERSED, LATER, VALUE_PARTS)
+        else:
+            gv = None
+            since_v = None
         if states is not None:
             kept = (chunk_slot * heads + head) * dim * columns
             tl.store(states + kept + place, state.to(states.dtype.element_ty), mask=held)
@@ -194,8 +263,11 @@ def walk(
             q = load_rows(
                 query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
             ).to(OPERAND)  # fmt: skip
-            # what comes from before the chunk and what lies in it are products of their own: one
-            # sum of both would lie in registers twice, for eight warps
+            if not ASYNCHRONOUS:  # scores are small again before the output takes registers
+                weights = row_weights(
+                    q, k, pairs, chunk_slot * heads + head, high, low, LATER, TRANSPOSED, CHUNK,
+                    PRECISION,
+                )  # fmt: skip
             o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
             if high_sums is not None:
                 o = o * (tl.exp(since) * scale_out)[:, None]
@@ -209,8 +281,18 @@ def walk(
                 met = reached + ((row * heads + head) + each * heads) * across + column // COLUMNS
                 tl.store(met, tl.sum(o * other.to(tl.float32), 1), mask=each < end - begin - at)
 
-        # the state next: rows in registers are read from shared memory where they are loaded, and
-        # would wait there
+            if not ASYNCHRONOUS:
+                o = add_within(
+                    o, weights, v, gv, since_v, scale_in * scale_out, ASYNCHRONOUS, REVERSED,
+                    VALUE_PARTS, LEVELS, NEAR, PRECISION,
+                )  # fmt: skip
+                store_rows(
+                    out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS,
+                    MAPS,
+                )  # fmt: skip
+
+        # where products are asynchronous the state is next: rows in registers are read from shared
+        # memory where they are loaded, and would wait there
         sent = v
         if totals is not None:
             total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
@@ -231,30 +313,19 @@ def walk(
             state += tl.dot(tl.trans(k), sent, input_precision=PRECISION) * scale_in
 
         if query is not None:
-            if pairs is not None:
-                square = pairs + (chunk_slot * heads + head) * (CHUNK * CHUNK)
-                if TRANSPOSED:
-                    weights = tl.load(square + each[None, :] * CHUNK + each[:, None])
-                else:
-                    weights = tl.load(square + each[:, None] * CHUNK + each[None, :])
-                weights = weights.to(tl.float32)
-            else:
-                weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if high_sums is not None:
-                    weights = weights * pair_decays(high, low, LATER, CHUNK)
-                elif LATER:
-                    weights = tl.where(each[:, None] <= each[None, :], weights, 0.0)
-                else:
-                    weights = tl.where(each[:, None] >= each[None, :], weights, 0.0)
-            if value_gate is not None:
-                o = o * tl.exp(since_v)
-                within = combine(weights, v, gv, REVERSED, VALUE_PARTS, LEVELS, NEAR, PRECISION)
-            else:
-                within = tl.dot(weights.to(OPERAND), v, input_precision=PRECISION)
-            o += within * (scale_in * scale_out)
-            store_rows(
-                out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
-            )  # fmt: skip
+            if ASYNCHRONOUS:
+                weights = row_weights(
+                    q, k, pairs, chunk_slot * heads + head, high, low, LATER, TRANSPOSED, CHUNK,
+                    PRECISION,
+                )  # fmt: skip
+                o = add_within(
+                    o, weights, v, gv, since_v, scale_in * scale_out, ASYNCHRONOUS, REVERSED,
+                    VALUE_PARTS, LEVELS, NEAR, PRECISION,
+                )  # fmt: skip
+                store_rows(
+                    out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS,
+                    MAPS,
+                )  # fmt: skip
     if ends is not None:
         tl.store(ends + state_at + place, state, mask=held)
         if decays is not None:
@@ -333,6 +404,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         "LEVELS": t.chunk.bit_length() - 1,
         "NEAR": near(p),
         "TRANSPOSED": roles.later,
+        "ASYNCHRONOUS": target.hopper,
         "VALUE_PARTS": of_values,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
