@@ -135,6 +135,8 @@ def check(shape, which, chip):
         few = 1536  # bound for the sake of near chunks; halvings spill
     if shape == "odd" and which == "gate":
         few = 144
+    if which == "steps":
+        few = 32  # once, not in a loop
     if shape == "float32":
         few = 96  # TF32 operands of transposed products lie in registers
     if which == "read" or shape == "wide float32":
