@@ -191,10 +191,14 @@ def test_narrow(dtype):
 
 def test_lightning_is_recurrent_with_slopes():
     args = make((), **{**DIMS, "h": 4, "dk": 4, "dv": 4, "s": 20})
-    o, state = lightning_attention(**args, layer_idx=1, num_layers=3, return_state=True, cfg=SMALL)
-    want = oracle.linear_attention(**args, g_gamma=oracle.slopes(4, 1, 3))
+    options = dict(layer_idx=1, num_layers=3, return_state=True, cfg=SMALL)
+    (o, state), back = jax.vjp(lambda args: lightning_attention(**args, **options), args)
+    (grads,) = back((o, jnp.zeros_like(state)))
+    want = oracle.linear_attention(**args, g_gamma=oracle.slopes(4, 1, 3), do=o)
     check_close(o, want.o)
     check_close(state, want.state)
+    for name in args:
+        check_close(grads[name], want.grads[name], name=f"d{name}")
 
 
 def loss(args, cu=None):

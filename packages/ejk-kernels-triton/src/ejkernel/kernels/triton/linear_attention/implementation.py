@@ -156,10 +156,10 @@ class Passes:
             found["value"] = self.of_keys(dv)
         elif keys:
             dstates = self.walk(roles.LATER_STATES, dstarts)
-        if p.scalar:
-            found |= self.gate_gradient(*states, *dstates)
-        elif gated:
+        if keys or values:
             found |= self.channel_gradients(arrays, dtypes, *states, *dstates)
+        elif gated:
+            found |= self.gate_gradient(*states, *dstates)
         return found
 
     def whole_gradients(
