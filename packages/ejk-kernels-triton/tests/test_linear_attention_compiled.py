@@ -132,7 +132,7 @@ def check(shape, which, chip):
     # halvings of columns; sums in float32 from addresses of a padded head dim
     few = 64 if "channels" in shape or "gates" in shape else 16
     if dict(plan.launch(target).options):
-        few = 1536  # bound for the sake of near chunks; halvings spill
+        few = 320  # bound for the sake of near chunks; halvings spill
     if shape == "odd" and which == "gate":
         few = 144
     if which == "steps":

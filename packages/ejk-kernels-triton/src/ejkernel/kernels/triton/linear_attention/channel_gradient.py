@@ -14,7 +14,9 @@ channel by channel. The gate of row r is in the exponents of all pairs around it
 
 *Near* chunks (``channels``) compute just this: one product for da, one for db, one with a matrix of
 0 and 1 for the sums. The first two take the same rounded numbers, so that the difference errs like
-a sum in float32, by 2^-24 of its terms, and no sum runs past a chunk.
+a sum in float32, by 2^-24 of its terms, and no sum runs past a chunk. Against float64 and with
+bfloat16 inputs dg errs by 0.0034 to 0.0036 of its size this way and by 0.0024 to 0.0030 by halving,
+as q and k are rounded once more: sums of 0.05 to 38 from the middle of a chunk make no difference.
 
 Others go by halving. A row of a cut's later half is reached through e_t a_t, one of its earlier
 half through e_s b_s; one product with all pairs of that cut, both ways round, gives the share of da
@@ -26,7 +28,8 @@ Work split: some channels of one chunk of one head a program; P again for each.
 
 Bound: q, k, v, do, the gate and two states a chunk are read, three gradients written: 2 x 8192
 rows, 16 heads of 128, chunks of 64, bfloat16: 336 + 268 + 201 MB = 0.19 ms on an H200. What it
-takes is instructions: 2,800 a warp of 16,384 programs, 0.20 ms if none ever waited.
+takes is instructions: 2,800 a warp of 16,384 programs, 0.20 ms if none ever waited. Measured with
+near chunks: 0.44 ms.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Work split: one chunk of one head a program, some channels in turn.
 
 Bound: q, k and the gates are read, two arrays like q and the pairs are written: memory. 2 x 8192
 rows, 16 heads of 128, chunks of 64, bfloat16: 201 + 134 + 34 MB = 0.086 ms on an H200. What it
-takes is instructions: 4,700 a warp of 4096 programs, 0.08 ms if none ever waited.
+takes is instructions: 4,700 a warp of 4096 programs, 0.08 ms if none ever waited. Measured with
+near chunks: 0.23 ms.
 """
 
 from __future__ import annotations
