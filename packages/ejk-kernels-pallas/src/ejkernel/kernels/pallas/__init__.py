@@ -47,7 +47,8 @@ PACKAGE = KernelPackage(
         Entry(
             "mla_attention",
             "gpu.flash_attention.implementation:mla_attention",
-            priority=-1,
+            priority=110,
+            hooks=HOOKS,
             config_fields=_HOPPER,
         ),
     ),

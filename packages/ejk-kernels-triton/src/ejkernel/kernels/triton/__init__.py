@@ -62,7 +62,6 @@ PACKAGE = KernelPackage(
         Entry(
             "mla_attention",
             "flash_attention.implementation:mla_attention",
-            priority=_UNTRIED,
             config_fields=_FLASH,
         ),
         Entry(
@@ -97,7 +96,6 @@ PACKAGE = KernelPackage(
         Entry(
             "mla_decode",
             "mla_decode.implementation:mla_decode",
-            priority=_UNTRIED,
             config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
         ),
         Entry(

@@ -84,12 +84,9 @@ class FlashAttention(TritonKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []
-        o, lse, *saved = self._attend(work, arrays)
-        return (o, lse), saved
-
-    def _attend(self, work: Work, arrays: Arrays) -> tuple[Any, ...]:
         tensors = {name: x for name, x in arrays.items() if name != "mask"}
-        return _launch(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors)
+        o, lse, *saved = _launch(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors)
+        return (o, lse), saved
 
     def backward(
         self,
@@ -102,7 +99,8 @@ class FlashAttention(TritonKernel):
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
         if t.decode is not None:
-            o, lse, *saved = self._attend(work, arrays)
+            tensors = {name: x for name, x in arrays.items() if name != "mask"}
+            o, lse, *saved = _launch(ForwardPlan, work, t.fwd, mask, tensors)
         q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
