@@ -16,7 +16,7 @@ channel by channel. The gate of row r is in the exponents of all pairs around it
 0 and 1 for the sums. The first two take the same rounded numbers, so that the difference errs like
 a sum in float32, by 2^-24 of its terms, and no sum runs past a chunk. Against float64 and with
 bfloat16 inputs dg errs by 0.0034 to 0.0036 of its size this way and by 0.0024 to 0.0030 by halving,
-as q and k are rounded once more: sums of 0.05 to 38 from the middle of a chunk make no difference.
+as q and k are rounded once more, whether the gates of half a chunk sum up to 1.3 or to 38.
 
 Others go by halving. A row of a cut's later half is reached through e_t a_t, one of its earlier
 half through e_s b_s; one product with all pairs of that cut, both ways round, gives the share of da
