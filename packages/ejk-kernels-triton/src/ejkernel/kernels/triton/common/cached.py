@@ -18,16 +18,12 @@ from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 
 RUNS = tl.constexpr(_RUNS)
-ZERO, ONE = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
-def _load_queries(
-    q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
-    """COLS columns from COLUMN on, STEP apart, of int64 ``rows`` of ``[., D]``; 0 if not inside."""
-    column = COLUMN + tl.arange(0, COLS) * STEP
+def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
+    """Columns COLUMN .. COLUMN + COLS of int64 ``rows`` of ``[., D]``; 0 where not inside."""
+    column = COLUMN + tl.arange(0, COLS)
     mask = inside[:, None] & (column < D)[None, :]
     return tl.load(q + rows[:, None] * D + column[None, :], mask=mask, other=0.0)
 
@@ -92,10 +88,10 @@ def opened(
 
     (q, q_odd, q_more, q_more_odd, slopes, inner) of products times ``factor``.
     """
-    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN, 1)
+    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN)
     q_more = q_main
     if D_REST > 0:
-        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST, 1)
+        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST)
     q_main, q_more, slopes, inner = _prepared(
         q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST, POSITIVE
     )
@@ -109,33 +105,24 @@ def opened(
 @triton.jit
 def opened_as_loaded(
     q, rows, inside, factor, cap_in, cap_out,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    K_KIND: tl.constexpr, CAPPED: tl.constexpr,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """The same with the factor's sign at the end: queries stay as they are loaded.
 
-    An asynchronous product reads such queries from shared memory; any arithmetic, and taking even
-    and odd columns apart, would move them to registers.
+    An asynchronous product reads such queries from shared memory; any arithmetic would move them to
+    registers.
     """
-    STEP: tl.constexpr = 1 if K_KIND == "" else 2
-    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN // STEP, STEP)
-    q_odd = q_main
-    if STEP == 2:
-        q_odd = _load_queries(q, rows, inside, D, 1, D_MAIN // 2, 2)
+    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN)
     q_more = q_main
-    q_more_odd = q_main
     if D_REST > 0:
-        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST // STEP, STEP)
-        q_more_odd = q_more
-        if STEP == 2:
-            q_more_odd = _load_queries(q, rows, inside, D, D_MAIN + 1, D_REST // 2, 2)
+        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST)
     one = tl.full([q_main.shape[0]], 1.0, tl.float32)
     sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
     slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
     inner = slopes * cap_in
     if CAPPED:
         slopes = one * cap_out
-    return q_main, q_odd, q_more, q_more_odd, slopes, inner, sign
+    return q_main, q_main, q_more, q_more, slopes, inner, sign
 
 
 @triton.jit
@@ -337,14 +324,10 @@ def attend_block(
 def store_rows(
     target, rows, acc, acc_more, inside,
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
-    FIRST: tl.constexpr = ZERO, STEP: tl.constexpr = ONE,
 ):  # fmt: skip
-    """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers.
-
-    The first part's columns begin at FIRST and are STEP apart.
-    """
+    """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers."""
     where = target + rows[:, None] * DV
-    column = FIRST + tl.arange(0, DV_MAIN) * STEP
+    column = tl.arange(0, DV_MAIN)
     mask = inside[:, None] & (column < DV)[None, :]
     tl.store(where + column[None, :], acc.to(target.dtype.element_ty), mask=mask)
     if DV_REST > 0:

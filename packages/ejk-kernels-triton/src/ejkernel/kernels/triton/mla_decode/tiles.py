@@ -77,10 +77,8 @@ def _form(problem: Problem, target: Target) -> Tiles:
     if p.group * p.tokens <= 16 or target.platform == "rocm":
         if target.platform == "rocm":
             return Tiles(32, 4, 1, 1, most=16)
-        # 16 queries of 576 columns stay in registers; so do numbers to be converted, which on older
-        # chips leave four warps none (H200, int8: 0.197 ms with four warps, 0.212 with eight)
-        wide = eight_bit and not target.hopper
-        return Tiles(64, 8, 2, 1, most=16) if wide else Tiles(32, 4, 2, 1, most=16)
+        # 16 queries of 576 columns stay in registers
+        return Tiles(32, 4, 2, 1, most=16)
     if not target.hopper or eight_bit:
         # so do 32, shared by eight warps
         return Tiles(32, 8, 2, 1, most=32)

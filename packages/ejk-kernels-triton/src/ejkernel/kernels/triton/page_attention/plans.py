@@ -213,7 +213,7 @@ class SplitPlan(PagedPlan):
             "LANES": min(MAX_LANES, power_of_two(p.batch)),
             "SPLITS": t.splits or 0,
             "SINKS": sinks_padded,
-            "RAW": p.shared and p.number(p.key) == p.query,
+            "RAW": p.shared and p.key == p.query,
             "APART": t.apart,
         }
         grid = (self.shares * p.kv_heads * chunks,)

@@ -107,11 +107,10 @@ class Problem:
         """The dtype of products with a cache of dtype ``cache``.
 
         8-bit caches are exact in float16, where probabilities (at most 1) and queries (scaled
-        per row) are more exact than in bfloat16; they are exact in bfloat16, too, where queries
-        have to stay as they are. What has no common 16-bit dtype uses float32.
+        per row) are more exact than in bfloat16. What has no common 16-bit dtype uses float32.
         """
         if self.query != "float32" and BYTES[cache] == 1:
-            return self.query if self.shared else "float16"
+            return "float16"
         return cache if cache == self.query else "float32"
 
     @property

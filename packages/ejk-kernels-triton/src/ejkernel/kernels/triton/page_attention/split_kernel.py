@@ -215,7 +215,7 @@ def paged_split(
         sign = None
         if RAW:
             q_main, q_main_odd, q_more, q_more_odd, slopes, inner, sign = opened_as_loaded(
-                q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, K_KIND, CAPPED
+                q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, CAPPED
             )
             if POSITIVE and k_scale is None:
                 sign = None
@@ -256,10 +256,7 @@ def paged_split(
             )  # fmt: skip
 
         m = m * slopes
-        # what was read in halves is put together in registers, or, where they are scarce, in memory
-        PARTS: tl.constexpr = 2 if V_KIND != "" and RAW else 1
-        if not RAW:
-            acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST, V_KIND)
+        acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST, V_KIND)
         if o is not None:
             factor = finish(
                 m, l, sink, b * sink_row, heads, inside, sinks, v_scale,
@@ -268,22 +265,13 @@ def paged_split(
             acc = acc * factor[:, None]
             if DV_REST > 0:
                 acc_more = acc_more * factor[:, None]
-            store_rows(
-                o, row + row_of, acc, acc_more, inside, DV, DV_MAIN // PARTS, DV_REST, 0, PARTS
-            )
-            if PARTS == 2:
-                acc_odd = acc_odd * factor[:, None]
-                store_rows(o, row + row_of, acc_odd, None, inside, DV, DV_MAIN // 2, 0, 1, 2)
+            store_rows(o, row + row_of, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
         else:
             slot = share + b if SPLITS == 0 else share
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + row_of
             tl.store(m_out + kept, m, mask=inside)
             tl.store(l_out + kept, l, mask=inside)
-            store_rows(
-                acc_out, kept, acc, acc_more, inside, DV, DV_MAIN // PARTS, DV_REST, 0, PARTS
-            )
-            if PARTS == 2:
-                store_rows(acc_out, kept, acc_odd, None, inside, DV, DV_MAIN // 2, 0, 1, 2)
+            store_rows(acc_out, kept, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
 
         if SPLITS == 0:
             t = stop
