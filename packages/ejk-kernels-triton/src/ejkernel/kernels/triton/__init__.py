@@ -90,7 +90,6 @@ PACKAGE = KernelPackage(
         Entry(
             "native_sparse_attention",
             "native_sparse_attention.implementation:native_sparse_attention",
-            priority=_UNTRIED,
             config_fields=("q_tile", "kv_tile", "num_warps", "num_stages"),
         ),
         Entry(
