@@ -15,7 +15,8 @@ Work split: a segment of one head a program; 128 x 128 float32 numbers of dH are
 eight warps.
 
 Bound: q, k, v, do are read, dk, dv written: memory. 2 x 8192 rows, 16 heads of 128, bfloat16:
-403 MB = 0.094 ms on an H200. 10 products of 64 x 64 x 128 a chunk: 43 GFLOP = 0.062 ms.
+403 MB = 0.094 ms on an H200. 10 products of 64 x 64 x 128 a chunk: 43 GFLOP = 0.062 ms. Measured:
+0.224 ms, or 0.320 ms with what the gate's gradient takes: products that wait for each other.
 
 Sources: as ``walk``.
 """
@@ -244,4 +245,5 @@ def launch(p: Problem, t: Tiles, target: Target, gated: bool) -> Launch:
     }
     grid = (p.batch * arguments["pieces"] * p.heads,)
     warps = 8 if dim[1] * columns[1] > 64 * 64 else 4
-    return Launch(read_gradients, arguments, constants, grid, warps, t.num_stages)
+    stages = min(t.num_stages, 2)  # three do not fit
+    return Launch(read_gradients, arguments, constants, grid, warps, stages)

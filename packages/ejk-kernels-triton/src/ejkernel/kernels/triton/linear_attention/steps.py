@@ -9,7 +9,7 @@ other, the next one's rows on their way. A state in float32 is written where it 
 (``Launch.aliases``): a caller that donates it, or carries it through a loop, has one buffer.
 
 Bound: a state is read and written: memory. 64 sequences, 16 heads of 128 x 128: 134 MB = 0.031 ms
-on an H200.
+on an H200. Measured: 0.036 ms a token, 0.072 ms for eight.
 
 Sources: as ``walk``.
 """

@@ -36,7 +36,8 @@ program, which fit its registers and read q and k twice from the cache.
 
 Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 heads of 128, chunks of
 64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
-0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms.
+0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.04 to
+0.06 ms, o 0.117 ms, dq 0.116 ms, or 0.159 ms with what the gate's gradient takes from it.
 
 Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
 et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
@@ -413,4 +414,6 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     grid = (p.batch * pieces * p.heads * -(-columns // block),)
     # halvings of the columns take registers besides
     warps = max(8, t.num_warps) if of_values and t.chunk >= 64 else t.num_warps
-    return Launch(walk, arguments, constants, grid, warps, t.num_stages)
+    # sums alone are all memory, and leave room for one more chunk on its way
+    stages = t.num_stages + (not roles.query)
+    return Launch(walk, arguments, constants, grid, warps, stages)

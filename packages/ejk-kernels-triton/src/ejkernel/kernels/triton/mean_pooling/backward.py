@@ -16,8 +16,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out
-from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
 
 
 @triton.jit
@@ -96,6 +96,8 @@ def launch(p: Problem, t: Tiles) -> Launch:
     block = max(16, min(64, t.rows))
     one = p.per_sequence == 1 or (not p.sequences and p.chunk % block == 0)
     block = block if one else 16  # a row of its own for every row takes registers
+    # a warp writes 512 B of a row
+    channels = min(max(t.channels, 512 // BYTES[p.dtype]), max(16, power_of_two(p.channels)))
     if p.sequences:
         units = piece_count(p.rows, p.sequences, block)
     else:
@@ -116,8 +118,8 @@ def launch(p: Problem, t: Tiles) -> Launch:
     constants = {
         "ONE": one,
         "BLOCK": block,
-        "CHANNELS": t.channels,
+        "CHANNELS": channels,
         "LANES": lane_count(p.sequences),
     }
-    grid = (p.batch * units * -(-p.channels // t.channels),)
+    grid = (p.batch * units * -(-p.channels // channels),)
     return Launch(spread, arguments, constants, grid, t.num_warps, 1)

@@ -3,14 +3,15 @@
     out[group] = sum of x[row] over the group's rows that count / their number, summed in float32
 
 Work split: a program has some channels of one group, or of several small ones; a step reads 64 rows
-of 512 bytes, which is enough in flight that four programs a multiprocessor keep the memory busy.
+of 256 bytes, or 32 of 512, which is enough in flight that four programs a multiprocessor keep the
+memory busy.
 Where that leaves multiprocessors idle (few groups, or packed sequences of any length), a program
 sums a *part* of a group into float32, and a second launch adds the parts in order: two runs give
 the same bits. Parts of packed sequences are the pieces of ``common.sequences``.
 
 Bound: x is read once, the means are written once: memory. 8 x 8192 rows of 2048 channels in
-bfloat16, chunks of 64: 268 MB + 4 MB = 0.063 ms on an H200 (copies 4.3 TB/s). Parts add their
-float32 sums twice, 2 / part of x.
+bfloat16, chunks of 64: 268 MB + 4 MB = 0.063 ms on an H200 (copies 4.3 TB/s); measured
+0.075 ms, the gradient 0.069 ms. Parts add their float32 sums twice, 2 / part of x.
 """
 
 from __future__ import annotations

@@ -69,11 +69,12 @@ class Tiles:
 
 
 def choose(p: Problem, target: Target) -> Tiles:
-    """The heuristic launch of the means; the gradient has the same rows and channels."""
-    # a warp reads 512 B of a row, 16 B a thread: whole lines, and the widest load there is
-    channels = min(512 // BYTES[p.dtype], max(16, power_of_two(p.channels)))
-    # 32 KB in flight a program where one step does; sums take registers where there are more
+    """The heuristic launch of the means; the gradient has the same rows, and whole warps of
+    channels."""
+    # 16 KB in flight a program, 16 B a thread: with 32 three programs fit a multiprocessor in place
+    # of four, with 8 they come and go too often
     rows = 64 if p.chunk <= 64 else 32
+    channels = min(2**14 // rows // BYTES[p.dtype], max(16, power_of_two(p.channels)))
     if p.channels * BYTES[p.dtype] % 16:
         rows = 16  # no vectors: an address for every element
     t = Tiles(rows, channels, 4)
