@@ -31,7 +31,7 @@ def product(form: str, a: jax.Array, b: jax.Array, precision: Any = None) -> jax
     dtype = result_dtype(a, b)
     return jnp.einsum(
         form, a.astype(dtype), b.astype(dtype),
-        preferred_element_type=jnp.promote_types(dtype, jnp.float32), precision=precision,
+        preferred_element_type=result_dtype(dtype, jnp.float32), precision=precision,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def gradients(
 
 
 def _sum_heads(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, 2, dtype=jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.sum(x, 2, dtype=result_dtype(x.dtype, jnp.float32))
 
 
 class FromLatent:
