@@ -72,19 +72,16 @@ PACKAGE = KernelPackage(
         Entry(
             "ragged_page_attention",
             "ragged_page_attention.implementation:ragged_page_attention",
-            priority=_UNTRIED,
             config_fields=_RAGGED,
         ),
         Entry(
             "ragged_page_attention_v3",
             "ragged_page_attention_v3.implementation:ragged_page_attention_v3",
-            priority=_UNTRIED,
             config_fields=_RAGGED,
         ),
         Entry(
             "ragged_decode_attention",
             "ragged_decode_attention.implementation:ragged_decode_attention",
-            priority=_UNTRIED,
             config_fields=tuple(f"fwd_params.{size}" for size in _SIZES[1:]),
         ),
         Entry(
