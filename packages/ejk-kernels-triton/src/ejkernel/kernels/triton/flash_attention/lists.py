@@ -30,11 +30,11 @@ PROGRAMS = 4096  # programs that are ordered together
 
 @dataclass(frozen=True)
 class ListsPlan:
-    """state int8 ``[rows, heads, blocks, others]`` -> lists, and counts int32.
+    """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists, and counts int32.
 
-    Lists are ``[rows, heads, blocks, others + 3]``, int16 where that does, counts ``[rows, heads,
-    blocks]``. Of the axis that programs share out, then of the one that they walk: ``lengths`` and
-    ``tile``; ``band`` bounds the index on the second less that on the first.
+    Lists are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
+    ``by_key``: of query blocks for each key block; int16 where that does. Counts are
+    ``[rows, heads, blocks]``.
     """
 
     rows: int
@@ -42,37 +42,46 @@ class ListsPlan:
     lengths: tuple[int, int]
     tile: tuple[int, int]
     band: Band
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return tuple(-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+    by_key: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        blocks, others = self.blocks
+        blocks, others = self._blocks()
         lead, shape = (self.rows, self.heads, blocks), jax.ShapeDtypeStruct
         number = jnp.int16 if others < 2**15 else jnp.int32
         return shape((*lead, others + 3), number), shape(lead, jnp.int32)
 
+    def _blocks(self) -> tuple[int, int]:
+        q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
+        return (k, q) if self.by_key else (q, k)
+
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.flash_attention.lists_kernel import block_lists
 
-        blocks, others = self.blocks
+        blocks, others = self._blocks()
+        (length, other), (block, walked) = self.lengths, self.tile
+        steps, lo, hi = (others, 1), self.band.lo, self.band.hi
+        if self.by_key:
+            length, other, block, walked = other, length, walked, block
+            steps = (1, blocks)
+            lo, hi = (None if x is None else -x for x in (hi, lo))
         arguments = {
             "state": In(0),
             "listed": Out(0),
             "counts": Out(1),
             "blocks": blocks,
             "others": others,
-            "length": self.lengths[0],
-            "other_length": self.lengths[1],
-            "lo": self.band.lo or 0,
-            "hi": self.band.hi or 0,
+            "length": length,
+            "other_length": other,
+            "block_stride": steps[0],
+            "other_stride": steps[1],
+            "lo": lo or 0,
+            "hi": hi or 0,
         }
         constants = {
-            "HAS_LO": self.band.lo is not None,
-            "HAS_HI": self.band.hi is not None,
-            "BLOCK": self.tile[0],
-            "OTHER": self.tile[1],
+            "HAS_LO": lo is not None,
+            "HAS_HI": hi is not None,
+            "BLOCK": block,
+            "OTHER": walked,
             "CHUNK": min(CHUNK, power_of_two(others)),
         }
         return Launch(block_lists, arguments, constants, (self.rows * self.heads * blocks,), 1, 1)
@@ -153,12 +162,8 @@ def walk_operands(
         seen, whole = map(jnp.asarray, classify_blocks(mask.conjuncts, *sizes))
         some, every = some & seen, every & whole
     state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
-    lengths, tiles, band = sizes[:2], sizes[2:], rules.band
-    if by_key:
-        state = state.swapaxes(2, 3)
-        lengths, tiles = lengths[::-1], tiles[::-1]
-        band = Band(*(None if x is None else -x for x in (band.hi, band.lo)))
-    listed, counts = call(ListsPlan(*state.shape[:2], lengths, tiles, band), state)
+    plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, by_key)
+    listed, counts = call(plan, state)
     heads, group = (p.kv_heads, p.group) if by_key else (p.heads, 1)
     queue = OrderPlan(*counts.shape[:2], heads, counts.shape[2], group, last_first(rules, by_key))
     (order,) = call(queue, counts)

@@ -23,6 +23,8 @@ def block_lists(
     others,
     length,
     other_length,
+    block_stride,
+    other_stride,
     lo,
     hi,
     HAS_LO: tl.constexpr,
@@ -39,7 +41,7 @@ def block_lists(
     """
     row = tl.program_id(0)
     block = row % blocks
-    states = state + row.to(tl.int64) * others
+    states = state + (row // blocks).to(tl.int64) * blocks * others + block * block_stride
     list_row = listed + row.to(tl.int64) * (others + 3)
     first = block * BLOCK
     last = tl.minimum(first + BLOCK, length) - 1
@@ -50,7 +52,7 @@ def block_lists(
     for phase in tl.static_range(0, 2):
         for n0 in range(0, others, CHUNK):
             n = n0 + tl.arange(0, CHUNK)
-            known = tl.load(states + n, mask=n < others, other=0)
+            known = tl.load(states + n * other_stride, mask=n < others, other=0)
             full = (known == 2) & (n >= full_start) & (n < full_stop)
             if phase == 0:
                 chosen = full
