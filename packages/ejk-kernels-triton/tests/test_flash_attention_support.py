@@ -172,7 +172,7 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
 
 RUN_ON_A_CARD = (  # others wait behind XLA
     *("flash_attention", "scaled_dot_product_attention", "page_attention", "grouped_matmul"),
-    *("mla_attention", "mla_decode", "native_sparse_attention"),
+    *("mla_attention", "mla_decode", "native_sparse_attention", "blocksparse_attention"),
     *("ragged_page_attention", "ragged_page_attention_v3", "ragged_decode_attention"),
 )
 

@@ -51,7 +51,6 @@ PACKAGE = KernelPackage(
         Entry(
             "blocksparse_attention",
             "blocksparse_attention.implementation:blocksparse_attention",
-            priority=_UNTRIED,
             config_fields=_FLASH,
         ),
         Entry(
