@@ -170,13 +170,6 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
                 assert flash_attention.fields(tiles) == config
 
 
-RUN_ON_A_CARD = (  # others wait behind XLA
-    *("flash_attention", "scaled_dot_product_attention", "page_attention", "grouped_matmul"),
-    *("mla_attention", "mla_decode", "native_sparse_attention", "blocksparse_attention"),
-    *("ragged_page_attention", "ragged_page_attention_v3", "ragged_decode_attention"),
-)
-
-
 def test_registered() -> None:
     """Every line of the table resolves; a forced platform is refused where there is no GPU."""
     registry = KernelRegistry()
@@ -184,7 +177,7 @@ def test_registered() -> None:
     for algorithm in registry.list_algorithms():
         (spec,) = registry.list_implementations(algorithm)
         assert (spec.platform.value, spec.backend.value) == ("triton", "gpu")
-        assert spec.priority == (100 if algorithm in RUN_ON_A_CARD else -1), algorithm
+        assert spec.priority == 100, algorithm
     for name in package.PACKAGE.functions:
         assert "cfg" in inspect.signature(getattr(package, name)).parameters
     assert set(package.PACKAGE.functions) <= set(dir(package))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -291,3 +292,23 @@ def test_packed_equals_separate_and_twice_reversed_is_forward(lengths, size, see
     same(back[1][::-1], state)
     for name, x in turned(back[2]).items():
         same(x, grads[name])
+
+
+@pytest.mark.parametrize(
+    ("rows", "gate", "priority"),
+    [
+        (64, "g3", 100),
+        (64, "g4", -1),
+        (64, "gv", -1),
+        (1, "g3", -1),
+    ],
+)
+def test_what_no_gpu_has_compared_waits_behind_xla(rows, gate, priority) -> None:
+    shape = (1, rows, 2, 16)
+    x = np.ones(shape, np.float32)
+    gates = {"g3": {"g": x[..., 0]}, "g4": {"g": x}, "gv": {"gv": x}}[gate]
+    call = recurrent_attention.call
+    a = call.bind(call.prepare((x, x, x), gates), typecheck=False)
+    invocation = SimpleNamespace(arguments=a, facts={})
+    with compile_for(cuda_target(90)):
+        assert recurrent_attention.priority_for(invocation) == priority

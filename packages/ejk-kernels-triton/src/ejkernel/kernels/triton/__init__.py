@@ -6,15 +6,13 @@ importing this package imports neither triton nor jax_triton.
 """
 
 from ejkernel.kernels.triton._version import __version__
-from ejkernel.ops.packages import Entry, KernelPackage
+from ejkernel.ops.packages import HOOKS, Entry, KernelPackage
 
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
 _FLASH = (
     *(f"fwd_params.{size}" for size in _SIZES),
     *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
 )
-# Behind XLA: interpreted and compiled, but no GPU has run them. ``platform="triton"`` does.
-_UNTRIED = -1
 _RAGGED = (
     "num_queries_per_block",
     "num_kv_pages_per_block",
@@ -29,15 +27,10 @@ def _linear(algorithm: str, function: str) -> Entry:
         algorithm,
         f"linear_attention.implementation:{function}",
         function=function,
-        priority=_UNTRIED,
+        hooks=HOOKS,  # some calls wait behind XLA, see ``priority_for``
         config_fields=("time_tile", "dv_tile", "num_warps", "num_stages"),
     )
 
-
-_FLASH = (
-    *(f"fwd_params.{size}" for size in _SIZES),
-    *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
-)
 
 PACKAGE = KernelPackage(
     __name__,
@@ -91,6 +84,7 @@ PACKAGE = KernelPackage(
         Entry(
             "mla_decode",
             "mla_decode.implementation:mla_decode",
+            hooks=HOOKS,  # 8-bit caches wait behind XLA
             config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
         ),
         Entry(
@@ -101,7 +95,6 @@ PACKAGE = KernelPackage(
         Entry(
             "mean_pooling",
             "mean_pooling.implementation:mean_pooling",
-            priority=_UNTRIED,
             config_fields=("token_tile", "channel_tile", "num_warps"),
         ),
         _linear("recurrent", "recurrent_attention"),

@@ -43,6 +43,12 @@ class LinearAttention(TritonKernel):
     def refuse(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
 
+    def priority_for(self, inv: Any) -> int:
+        """Behind XLA where no GPU has compared these kernels with the formula: decays of channels,
+        and the few tokens of a decoding step. They were compiled, interpreted and timed."""
+        p = self.facts(inv)[0]
+        return -1 if p.key_parts or p.value_parts or choice.few_tokens(p) else 100
+
     def choose(self, problem: Problem, target: Target) -> Tiles:
         return choice.choose(problem, target)
 

@@ -414,6 +414,4 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     grid = (p.batch * pieces * p.heads * -(-columns // block),)
     # halvings of the columns take registers besides
     warps = max(8, t.num_warps) if of_values and t.chunk >= 64 else t.num_warps
-    # sums alone are all memory, and leave room for one more chunk on its way
-    stages = t.num_stages + (not roles.query)
-    return Launch(walk, arguments, constants, grid, warps, stages)
+    return Launch(walk, arguments, constants, grid, warps, t.num_stages)
