@@ -118,7 +118,11 @@ def small_arrays(n: int | None = None, seed: int = 0):
 
 
 def close(a, b) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6, rtol=2e-5), a, b)
+    def leaf(x, y):
+        # sums of the same terms in another order: rounded as the largest of them are
+        np.testing.assert_allclose(x, y, atol=2e-6 * max(1.0, np.abs(y).max()), rtol=2e-5)
+
+    jax.tree.map(leaf, a, b)
 
 
 def test_vmap_of_grad_equals_stacking() -> None:
