@@ -45,6 +45,29 @@ def find_piece(cu, sequences, rows, piece, LENGTH: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
+def find_segment(
+    cu, number, pieces, rows, sequences, LENGTH: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """(batch row, first row, row past the last, row past the last in use) of a piece by its number
+    among those of all batch rows; without ``cu`` pieces are LENGTH rows each.
+
+    Rows behind the last sequence are in no use: they read as 0 and write 0.
+    """
+    batch = number // pieces
+    piece = (number % pieces).to(tl.int32)
+    begin = piece * LENGTH
+    end = tl.minimum(rows, begin + LENGTH)
+    used = end
+    if cu is not None:
+        cu += batch * (sequences + 1)
+        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, LENGTH, LANES)
+        end = tl.minimum(end, begin + LENGTH)
+        begin = tl.maximum(begin, start)
+        used = tl.where(sequence < sequences, end, begin)
+    return batch, begin, end, used
+
+
+@triton.jit
 def pieces_of(cu, sequence, sequences, rows, LENGTH: tl.constexpr):
     """(first piece, piece past the last, rows) of a sequence."""
     start = sequence_start(cu, sequence, sequences, rows)

@@ -20,7 +20,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import WHOLE
@@ -53,16 +53,7 @@ def gate_sums(
     head = program % across * HEADS + tl.arange(0, HEADS)[None, :]
     chunk = (program // across).to(tl.int64)
     slot = chunk // (SEGMENT // CHUNK)
-    batch = slot // pieces
-    piece = (slot % pieces).to(tl.int32)
-    begin = piece * SEGMENT
-    end = rows
-    if cu is not None:
-        cu += batch * (sequences + 1)
-        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
-        end = tl.minimum(end, begin + SEGMENT)
-        begin = tl.maximum(begin, start)
-        end = tl.where(sequence < sequences, end, begin)
+    batch, begin, _, end = find_segment(cu, slot, pieces, rows, sequences, SEGMENT, LANES)
     at = (chunk % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
     row = begin + at + tl.arange(0, CHUNK)[:, None]
     inside = (row < end) & (head < heads)

@@ -22,7 +22,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.channels import (
     load_cut,
@@ -79,17 +79,7 @@ def prepare(
     slot = (program // heads).to(tl.int64)
     segment = slot // (SEGMENT // CHUNK)
     at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
-    batch = segment // pieces
-    piece = (segment % pieces).to(tl.int32)
-    begin = piece * SEGMENT
-    end = tl.minimum(rows, begin + SEGMENT)
-    used = end
-    if cu is not None:
-        cu += batch * (sequences + 1)
-        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
-        end = tl.minimum(end, begin + SEGMENT)
-        begin = tl.maximum(begin, start)
-        used = tl.where(sequence < sequences, end, begin)
+    batch, begin, end, used = find_segment(cu, segment, pieces, rows, sequences, SEGMENT, LANES)
     length = used - begin
     base = batch * rows + begin
     row = base + at

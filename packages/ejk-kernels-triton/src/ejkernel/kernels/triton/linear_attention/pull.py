@@ -29,7 +29,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
@@ -63,17 +63,7 @@ def pull(
     program = tl.program_id(0)
     head = program % across * HEADS + tl.arange(0, HEADS)
     slot = (program // across).to(tl.int64)
-    batch = slot // pieces
-    piece = (slot % pieces).to(tl.int32)
-    begin = piece * SEGMENT
-    end = tl.minimum(rows, begin + SEGMENT)
-    used = end
-    if cu is not None:
-        cu += batch * (sequences + 1)
-        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
-        end = tl.minimum(end, begin + SEGMENT)
-        begin = tl.maximum(begin, start)
-        used = tl.where(sequence < sequences, end, begin)
+    batch, begin, end, used = find_segment(cu, slot, pieces, rows, sequences, SEGMENT, LANES)
     steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
     mine = head < heads
     x = tl.load(over + slot * heads + head, mask=mine, other=0.0)

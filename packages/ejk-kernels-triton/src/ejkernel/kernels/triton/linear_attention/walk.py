@@ -49,7 +49,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.channels import combine, edges, near
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
@@ -187,22 +187,7 @@ def walk(
     column = program % across * COLUMNS
     head = program // across % heads
     slot = (program // across // heads).to(tl.int64)
-    batch = slot // pieces
-    begin = (slot % pieces).to(tl.int32) * SEGMENT
-    end = rows
-    used = rows
-    sequence = 0
-    if cu is not None:
-        cu += batch * (sequences + 1)
-        piece = (slot % pieces).to(tl.int32)
-        sequence, start, end, begin = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
-        end = tl.minimum(end, begin + SEGMENT)
-        begin = tl.maximum(begin, start)
-        # rows behind the last sequence read as 0 and write 0
-        used = tl.where(sequence < sequences, end, begin)
-    else:
-        end = tl.minimum(rows, begin + SEGMENT)
-        used = end
+    batch, begin, end, used = find_segment(cu, slot, pieces, rows, sequences, SEGMENT, LANES)
     steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
 
     d = tl.arange(0, DIM)[:, None]
