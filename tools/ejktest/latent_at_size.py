@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.attention_at_size import BF, F32, HALF, relative
-from ejktest.paged_at_size import E4, I8, UNEVEN
+from ejktest.paged_at_size import E4, I8, UNEVEN, shuffled_tables
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,7 @@ def bound(name: str) -> float:
 def draw(name: str) -> tuple[jax.Array, ...]:
     """q, a cache of the pages that are needed and three more, lengths, shuffled tables."""
     s = CASES[name][0]
-    rng = np.random.default_rng(len(name))
-    counts = [-(-n // s.ps) for n in s.lens]
-    pages = sum(counts) + 3
-    order = rng.permutation(pages)
-    tables = np.full((len(s.lens), max(1, *counts)), -1, np.int32)
-    start = 0
-    for row, n in zip(tables, counts, strict=True):
-        row[:n] = order[start : start + n]
-        start += n
-    tables[tables < 0] = rng.choice([-1, 2**30, -(2**31), pages], (tables < 0).sum())
+    tables, pages = shuffled_tables(np.random.default_rng(len(name)), s.lens, s.ps)
 
     @jax.jit
     def make():

@@ -87,19 +87,24 @@ def bound(name: str) -> float:
     return BOUND[jnp.dtype(s.q).name]
 
 
-def draw(name: str) -> tuple[jax.Array, ...]:
-    """q, caches of the pages that are needed and three more, lengths, shuffled tables."""
-    s = CASES[name][0]
-    rng = np.random.default_rng(len(name))
-    counts = [-(-n // s.ps) for n in s.lens]
+def shuffled_tables(rng, lens, page_size: int) -> tuple[np.ndarray, int]:
+    """Pages out of order, numbers that are none behind them; and how many pages: three unused."""
+    counts = [-(-n // page_size) for n in lens]
     pages = sum(counts) + 3
     order = rng.permutation(pages)
-    tables = np.full((len(s.lens), max(1, *counts)), -1, np.int32)
+    tables = np.full((len(lens), max(1, *counts)), -1, np.int32)
     start = 0
     for row, n in zip(tables, counts, strict=True):
         row[:n] = order[start : start + n]
         start += n
     tables[tables < 0] = rng.choice([-1, 2**30, -(2**31), pages], (tables < 0).sum())
+    return tables, pages
+
+
+def draw(name: str) -> tuple[jax.Array, ...]:
+    """q, caches of the pages that are needed and three more, lengths, shuffled tables."""
+    s = CASES[name][0]
+    tables, pages = shuffled_tables(np.random.default_rng(len(name)), s.lens, s.ps)
 
     @jax.jit
     def make():

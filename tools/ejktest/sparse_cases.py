@@ -1,14 +1,18 @@
-"""Calls of native sparse attention for a GPU: what must be right, and what memory checkers run."""
+"""Calls of native sparse attention for a GPU: what must be right, and what memory checkers run; and
+how a call is compared with its definition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ejktest.tolerance import check_close
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,21 @@ def pull(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], d
         return out, *back(do)
 
     return run, draw(case)
+
+
+def pulled(fn, args, weight):
+    """Output, and ``weight`` pulled back to the arguments."""
+    out, pull = jax.vjp(fn, *args)
+    return out, pull(weight.astype(out.dtype))
+
+
+def compare(ours, theirs, args):
+    """A call and its gradients against its definition, which computes in float64."""
+    weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
+    with jax.enable_x64(True):
+        exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
+        reference, exact = pulled(theirs, exact_args, jnp.asarray(weight))
+    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, jnp.float32))
+    check_close(out, reference)
+    for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
+        check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)

@@ -17,6 +17,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types.structure import Unsupported
 from ejkernel.types.token_blocks import block_means, find_blocks
 from ejktest.oracles import sparse as oracle
+from ejktest.sparse_cases import compare
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
@@ -40,23 +41,6 @@ def inputs(group, gates=3, length=S, hk=HK):
     h = hk * group
     arrays = [normal(1, length, h, D), normal(1, length, hk, D), normal(1, length, hk, DV)]
     return arrays + [normal(1, length, h) for _ in range(gates)]
-
-
-def pulled(fn, args, weight):
-    """Output, and ``weight`` pulled back to the arguments."""
-    out, pull = jax.vjp(fn, *args)
-    return out, pull(weight.astype(out.dtype))
-
-
-def compare(ours, theirs, args):
-    weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
-    with jax.enable_x64(True):
-        exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
-        reference, exact = pulled(theirs, exact_args, jnp.asarray(weight))
-    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, jnp.float32))
-    check_close(out, reference)
-    for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
-        check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
 
 
 def test_selection_and_all_branches():

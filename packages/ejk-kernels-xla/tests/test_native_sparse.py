@@ -12,6 +12,7 @@ import pytest
 
 from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
 from ejktest.oracles import sparse as oracle
+from ejktest.sparse_cases import compare
 from ejktest.tolerance import check_close
 
 S, HK, D, DV, SIZE = 21, 2, 8, 12, 4
@@ -26,23 +27,6 @@ def inputs(group, gates=3, length=S):
     h = HK * group
     arrays = [normal(1, length, h, D), normal(1, length, HK, D), normal(1, length, HK, DV)]
     return arrays + [normal(1, length, h) for _ in range(gates)]
-
-
-def pulled(fn, args, weight):
-    """Output, and ``weight`` pulled back to the arguments."""
-    out, pull = jax.vjp(fn, *args)
-    return out, pull(weight.astype(out.dtype))
-
-
-def compare(ours, theirs, args):
-    weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
-    with jax.enable_x64(True):
-        exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
-        reference, exact = pulled(theirs, exact_args, jnp.asarray(weight))
-    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, jnp.float32))
-    check_close(out, reference)
-    for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
-        check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
 
 
 @pytest.mark.parametrize(("group", "count", "window"), [(1, 2, None), (3, 3, 5), (2, 99, 0)])
