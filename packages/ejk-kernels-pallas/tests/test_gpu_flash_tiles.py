@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,8 @@ from jax.sharding import AbstractDevice
 
 from ejkernel.kernels.pallas import PACKAGE, compat
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
-from ejkernel.ops import ConfigError
+from ejkernel.ops import ConfigError, FwdParams, WarpgroupParams
+from ejkernel.ops.config.store import read_table
 from ejkernel.ops.implementation import LazyFunction
 from ejkernel.types import InvalidArgument
 from ejkernel.types.structure import Unsupported
@@ -77,6 +80,56 @@ def test_configs_give_the_tiles_they_come_from(d, dv, causal):
         first = chosen.honouring(flash_attention.heuristic(inv), p, Chip())
     assert first.fwd == tiles.forward_tiles(p, rules, Chip())
     assert first.bwd == backward_tiles(p)
+
+
+UNEVEN = {  # (queries, head dim): what runs there, no powers of two
+    (8192, 64): dict(q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3),
+    (4096, 128): dict(q_blocksize=128, kv_blocksize=160, num_stages=2, warpgroups=2),
+}
+
+
+@pytest.mark.parametrize("n, d", UNEVEN)
+def test_a_config_says_the_tiles_that_run_and_they_stay_when_the_heuristic_changes(n, d):
+    x = struct(1, n, 2, d)
+    inv = bound(flash_attention.call, query=x, key=x, value=x)
+    p = flash_attention.problem(inv.arguments)
+    with on(H200):
+        config = flash_attention.heuristic(inv)
+    assert config["fwd_params"] == UNEVEN[n, d]
+    stored = FwdParams.from_dict(config["fwd_params"])
+    assert stored == WarpgroupParams(**UNEVEN[n, d])
+    for other in (tiles.ForwardTiles(block_kv=64, stages=3), tiles.ForwardTiles(q_held=64)):
+        changed = replace(flash_attention.choose(p, Chip()), fwd=other)
+        runs = changed.honouring({"fwd_params": stored}, p, Chip()).fwd
+        assert (runs.block_q, runs.block_kv) == (stored.q_blocksize, stored.kv_blocksize)
+        assert (runs.consumers, runs.stages) == (stored.warpgroups, stored.num_stages)
+
+
+def test_shipped_tiles_are_said_in_full():
+    _, entries = read_table(Path(tiles.__file__).parents[2] / "tables" / "nvidia_h200.json")
+    for entry in entries.values():
+        said = FwdParams.from_dict(entry.plain["config"]["fwd_params"])
+        assert said.q_blocksize and said.kv_blocksize and said.num_stages, entry.plain["config"]
+
+
+@pytest.mark.parametrize(
+    "d, causal, given, reason",
+    [
+        (128, False, dict(q_blocksize=192, kv_blocksize=128, warpgroups=3), "for heads of 64"),
+        (128, True, dict(q_blocksize=128, kv_blocksize=160, warpgroups=2), "without masks"),
+        (64, False, dict(q_blocksize=128, kv_blocksize=160, warpgroups=2), "heads of 128"),
+        (64, False, dict(q_blocksize=192, kv_blocksize=128, warpgroups=2), "192 x 128 of 3"),
+        (64, False, dict(q_blocksize=192, kv_blocksize=96, warpgroups=3), "192 x 64 of 3"),
+        (64, False, dict(**UNEVEN[8192, 64] | {"num_stages": 1}), "at least 2"),
+        (64, False, dict(**UNEVEN[8192, 64] | {"num_stages": 6}), "shared memory"),
+    ],
+)
+def test_uneven_tiles_run_as_given_or_are_refused(d, causal, given, reason):
+    rules = Rules(Band(None, 0) if causal else Band())
+    p = Problem(1, 1280, 1280, 2, 2, d, d, "bfloat16", 1.0, rules=rules)
+    chosen = flash_attention.choose(p, Chip())
+    with pytest.raises(ConfigError, match=rf"fwd_params: .*{reason}"):
+        chosen.honouring({"fwd_params": WarpgroupParams(**given)}, p, Chip())
 
 
 def test_given_blocks_take_the_form_that_arithmetic_gives_them():

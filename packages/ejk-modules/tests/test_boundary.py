@@ -399,6 +399,9 @@ def test_configs_given_to_a_call():
         modules.flash_attention(**c.arguments, cfg={"fwd_params": {"q_blocksize": 100}})
     with pytest.raises(ValueError, match="contradict"):
         modules.flash_attention(**c.arguments, platform="xla", cfg={"platform": "pallas"})
+    hopper = dict(q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3)
+    with pytest.raises(ConfigError, match=r"cfg: fwd_params: warpgroups=3: .*xla.flash_attention"):
+        modules.flash_attention(**c.arguments, cfg={"fwd_params": hopper})
 
 
 def test_supports_and_forced_platforms():
@@ -434,6 +437,9 @@ def test_explain(capsys):
         assert told.platform == "xla" and told.tier == "heuristics"
         assert isinstance(told.cfg, modules.FlashAttentionConfig) and "xla" in str(told)
         assert str(told) in capsys.readouterr().out
+    hopper = dict(q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3)
+    told = str(modules.explain(FLASH, **c.arguments, cfg={"fwd_params": hopper}))
+    assert "q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3" in told
     told = modules.explain(FLASH, **c.arguments, cfg={"fwd_params": {"q_blocksize": 16}})
     assert told.tier == "override"
 

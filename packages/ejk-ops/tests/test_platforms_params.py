@@ -1,16 +1,26 @@
+import json
 from dataclasses import FrozenInstanceError, dataclass
 
 import numpy as np
 import pytest
 
-from ejkernel.ops import Backend, BwdParams, ConfigError, FwdParams, OpConfig, Platform
+from ejkernel.ops import (
+    Backend,
+    BwdParams,
+    ConfigError,
+    FwdParams,
+    OpConfig,
+    Platform,
+    WarpgroupParams,
+)
+from ejkernel.ops.config.store import decode_config, encode_config
 from ejkernel.ops.params import bytes_field, count_field, params_field, tile_field
 from ejkernel.ops.platforms import parse_backend, parse_platform
 
 
 @dataclass(frozen=True)
 class AttentionConfig(OpConfig):
-    fwd_params: FwdParams | None = params_field(FwdParams)
+    fwd_params: FwdParams | WarpgroupParams | None = params_field(FwdParams)
     bwd_params: BwdParams | None = params_field(BwdParams)
 
 
@@ -102,6 +112,21 @@ def test_illegal_config(fields):
     name = next(iter(fields))
     with pytest.raises(ConfigError, match=f"PagedConfig.{name}="):
         PagedConfig(**fields)
+
+
+UNEVEN = dict(q_blocksize=192, kv_blocksize=160, num_stages=2, warpgroups=3)
+
+
+def test_tiles_of_warpgroups_need_not_be_powers_of_two_and_come_back_as_they_were():
+    cfg = AttentionConfig(fwd_params=UNEVEN)  # ty: ignore
+    tiles = WarpgroupParams(**UNEVEN)
+    assert cfg.fwd_params == tiles and tiles != FwdParams()
+    assert AttentionConfig.from_json(cfg.to_json()) == cfg
+    assert decode_config(json.loads(json.dumps(encode_config(cfg)))) == cfg
+    with pytest.raises(ConfigError, match=r"q_blocksize=100: expected a multiple of 16"):
+        WarpgroupParams(**UNEVEN | {"q_blocksize": 100})
+    with pytest.raises(ConfigError, match=r"warpgroups=None: expected an integer >= 1"):
+        WarpgroupParams(**UNEVEN | {"warpgroups": None})
 
 
 def test_nested_parameters_from_mappings():

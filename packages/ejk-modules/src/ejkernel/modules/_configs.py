@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops import BwdParams, FwdParams, WarpgroupParams
 from ejkernel.ops.params import (
     OpConfig,
     bytes_field,
@@ -23,7 +23,7 @@ from ejkernel.ops.params import (
 
 @dataclass(frozen=True)
 class _ForwardBackwardConfig(OpConfig):
-    fwd_params: FwdParams | None = params_field(FwdParams)
+    fwd_params: FwdParams | WarpgroupParams | None = params_field(FwdParams)
     bwd_params: BwdParams | None = params_field(BwdParams)
 
 

@@ -41,7 +41,7 @@ from ejkernel.ops.execution.tuning import (
 from ejkernel.ops.implementation import Implementation, KernelSpec
 from ejkernel.ops.interpret import interpret_mode
 from ejkernel.ops.kernel_registry import KernelRegistry, kernel_registry
-from ejkernel.ops.params import BwdParams, FwdParams, OpConfig
+from ejkernel.ops.params import BwdParams, FwdParams, OpConfig, WarpgroupParams
 from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.recording import invocations_in_lowered, load_invocations, save_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation
@@ -103,6 +103,7 @@ __all__ = [
     "Trial",
     "Tuner",
     "TuningInterrupted",
+    "WarpgroupParams",
     "__version__",
     "abstractify",
     "allow_in_files",

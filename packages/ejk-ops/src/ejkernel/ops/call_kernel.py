@@ -11,6 +11,8 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.second_order import operation
 
 
@@ -30,6 +32,8 @@ class CallKernel:
     call: ClassVar[Any]
     forward_again: ClassVar[bool] = False
     """Whether JAX can differentiate ``forward`` and ``backward``, at least in forward mode."""
+    takes_warpgroups: ClassVar[bool] = False
+    """Whether ``honour`` reads ``WarpgroupParams``."""
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -128,10 +132,19 @@ class CallKernel:
             raise self.refused(reason)
         outputs = self.without_work(a, problem)
         if outputs is None:
-            tiles = self.honour(self.choose(problem, target), cfg, problem, target)
+            tiles = self.tiles(problem, target, cfg)
             work = Work(self, problem, tiles, target, operation(self.call.name))
             outputs = self.outputs(work, same_axes(self.operands(a, problem)))
         return self.results(a, outputs)
+
+    def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:
+        """The tiles that run: what a config says, else the chosen ones."""
+        groups = None if cfg is None else warpgroups_of(cfg)
+        if groups is not None and not self.takes_warpgroups:
+            raise ConfigError(
+                f"cfg: fwd_params: warpgroups={groups}: {self!r} takes FwdParams without it"
+            )
+        return self.honour(self.choose(problem, target), cfg, problem, target)
 
     def settled(self, *, cfg: Any = None, **given: Any) -> Any:
         """The call of canonical arguments by name; what is left out has its default."""

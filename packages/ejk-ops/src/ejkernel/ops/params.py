@@ -32,16 +32,20 @@ def _integer(value: Any) -> int:
     return operator.index(value)
 
 
-def _checked(legal: str, accept: Callable[[int], bool]) -> Callable[[Any], int | None]:
+def _checked(
+    legal: str, accept: Callable[[int], bool], *, optional: bool = True
+) -> Callable[[Any], int | None]:
+    legal = f"{legal} or None" if optional else legal
+
     def check(value: Any) -> int | None:
-        if value is None:
+        if value is None and optional:
             return None
         try:
             number = _integer(value)
         except TypeError:
-            raise ConfigError(f"expected {legal} or None") from None
+            raise ConfigError(f"expected {legal}") from None
         if not accept(number):
-            raise ConfigError(f"expected {legal} or None")
+            raise ConfigError(f"expected {legal}")
         return number
 
     return check
@@ -51,11 +55,16 @@ _tile = _checked(
     "a power of two from {} to {}".format(*TILE_RANGE),
     lambda n: TILE_RANGE[0] <= n <= TILE_RANGE[1] and n & (n - 1) == 0,
 )
+_rows = _checked(
+    f"a multiple of 16 up to {TILE_RANGE[1]}",
+    lambda n: 0 < n <= TILE_RANGE[1] and n % 16 == 0,
+)
 _warps = _checked("one of " + ", ".join(map(str, WARPS)), lambda n: n in WARPS)
 _stages = _checked(
     "an integer from {} to {}".format(*STAGES), lambda n: STAGES[0] <= n <= STAGES[1]
 )
 _count = _checked("an integer >= 1", lambda n: n >= 1)
+_groups = _checked("an integer >= 1", lambda n: n >= 1, optional=False)
 _nbytes = _checked("a positive number of bytes", lambda n: n > 0)
 
 
@@ -206,7 +215,8 @@ class BwdParams(Params):
 class FwdParams(Params):
     """Tiles of a forward kernel; None = the implementation decides.
 
-    As BwdParams; ``blocksize_heads`` and ``num_key_splits`` are integers >= 1.
+    As BwdParams; ``blocksize_heads`` and ``num_key_splits`` are integers >= 1. A mapping that
+    gives ``warpgroups`` is one of WarpgroupParams.
     """
 
     q_blocksize: int | None = tile_field()
@@ -219,6 +229,36 @@ class FwdParams(Params):
     num_key_splits: int | None = count_field()
     num_warps: int | None = warps_field()
     num_stages: int | None = stages_field()
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> FwdParams:
+        """As of every record; with ``warpgroups``, those of WarpgroupParams."""
+        if cls is FwdParams and isinstance(d, Mapping) and "warpgroups" in d:
+            return WarpgroupParams.from_dict(d)
+        return super().from_dict(d)
+
+
+@dataclass(frozen=True)
+class WarpgroupParams(FwdParams):
+    """The tiles of a forward kernel whose warpgroups share the rows of a tile, as they run.
+
+    Three warpgroups of 64 rows are no power of two, nor need the keys of a step be one: block
+    sizes are multiples of 16 up to 1024. ``warpgroups``, those that compute, must be given. A
+    kernel runs exactly these tiles or raises ConfigError.
+    """
+
+    q_blocksize: int | None = checked_field(_rows)
+    kv_blocksize: int | None = checked_field(_rows)
+    warpgroups: int = field(kw_only=True, metadata={_CHECK: _groups})
+
+
+def warpgroups_of(cfg: Any) -> int | None:
+    """``warpgroups`` of a config's ``fwd_params``, or None."""
+    return _member(_member(cfg, "fwd_params"), "warpgroups")
+
+
+def _member(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ JAX targets. Each is imported on first use; importing this package imports no ke
 from ejkernel.kernels.pallas._version import __version__
 from ejkernel.ops.packages import HOOKS, Entry, KernelPackage
 
-_HOPPER = tuple(
-    f"{half}.{size}"
-    for half in ("fwd_params", "bwd_params")
-    for size in ("q_blocksize", "kv_blocksize", "num_stages")
+_SIZES = ("q_blocksize", "kv_blocksize", "num_stages")
+_HOPPER = (
+    *(f"fwd_params.{size}" for size in (*_SIZES, "warpgroups")),
+    *(f"bwd_params.{size}" for size in _SIZES),
 )
 PACKAGE = KernelPackage(
     __name__,

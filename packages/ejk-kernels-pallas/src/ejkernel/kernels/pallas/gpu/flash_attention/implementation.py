@@ -35,13 +35,16 @@ class FlashAttention(PallasKernel):
     values of 128, or 256. Masks are bands by index and segment ids. The tangent of a soft cap is
     the hardware's, exact to 2^-11. Sums are added in a fixed order, so two runs give the same
     bits. ``cfg``: ``fwd_params`` (q_blocksize, taken as 128; kv_blocksize, a multiple of 64;
-    num_stages) and ``bwd_params`` (num_stages; blocks have one size for each head dim).
+    num_stages; or WarpgroupParams: 192 queries of three warpgroups where heads are 64 wide, 160
+    keys of two where heads are 128 wide and nothing is masked) and ``bwd_params`` (num_stages;
+    blocks have one size for each head dim).
 
     Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608), section 3.
     """
 
     call = calls.FlashAttention
     chip = staticmethod(current_chip)
+    takes_warpgroups = True
 
     def refuse(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:

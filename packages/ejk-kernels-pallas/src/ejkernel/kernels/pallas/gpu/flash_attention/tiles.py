@@ -14,6 +14,8 @@ from ejkernel.types.structure import Rules
 
 REGISTERS = 65536  # of a multiprocessor
 ROWS = 64  # of one warpgroup's product
+# Tiles that are no powers of two: three warpgroups, and 160 keys for pairs of programs
+UNEVEN = ((192, 64), (192, 128), (128, 160))
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class ForwardTiles:
     """How the forward kernel cuts a problem.
 
     Attributes:
-        consumers: warpgroups that compute, 64 query rows each.
+        block_q: query rows of a tile, 64 for each warpgroup that computes.
         block_kv: keys of one step, a multiple of 32.
         stages, q_stages: buffers of k and v, and of q, in shared memory.
         q_held: columns of q that consumers keep in registers, a multiple of 64; the others are
@@ -34,7 +36,7 @@ class ForwardTiles:
             anew; 0 scales at every step.
     """
 
-    consumers: int = 2
+    block_q: int = 128
     block_kv: int = 128
     stages: int = 2
     q_stages: int = 2
@@ -45,8 +47,9 @@ class ForwardTiles:
     slack: int = 8
 
     @property
-    def block_q(self) -> int:
-        return ROWS * self.consumers
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_q // ROWS
 
     @property
     def swizzle(self) -> int:
@@ -83,12 +86,15 @@ class FlashTiles:
     @property
     def fields(self) -> dict[str, Any]:
         """As fields of a config."""
-        blocks = {"q_blocksize": self.fwd.block_q, "kv_blocksize": self.fwd.block_kv}
-        # 192 queries and 160 keys are what no block size stands for: left out, they are chosen
-        # again
-        fwd = {name: n for name, n in blocks.items() if n & (n - 1) == 0}
+        fwd = {
+            "q_blocksize": self.fwd.block_q,
+            "kv_blocksize": self.fwd.block_kv,
+            "num_stages": self.fwd.stages,
+        }
+        if (self.fwd.block_q, self.fwd.block_kv) in UNEVEN:
+            fwd["warpgroups"] = self.fwd.consumers
         return {
-            "fwd_params": {**fwd, "num_stages": self.fwd.stages},
+            "fwd_params": fwd,
             "bwd_params": {
                 "q_blocksize": self.bwd.block_q,
                 "kv_blocksize": self.bwd.block_kv,
@@ -116,7 +122,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     if widest <= 64:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
-        tiles = ForwardTiles(consumers=3)
+        tiles = ForwardTiles(block_q=192)
     elif widest <= 128:
         tiles = _of_128(problem, whole)
     elif problem.value_dim <= 128:
@@ -151,8 +157,13 @@ def _of_128(problem: Problem, whole: bool) -> ForwardTiles:
     # keys past the end are computed too: 160 a step must save more than that. Programs without
     # a partner compute rows past the end
     if whole and padded[160] <= 1.05 * padded[128] and (blocks % 2 == 0 or blocks > 16):
-        return ForwardTiles(block_kv=160, q_stages=1, cluster=2)
+        return _paired(ForwardTiles())
     return _alone(problem, ForwardTiles())
+
+
+def _paired(tiles: ForwardTiles) -> ForwardTiles:
+    """160 keys a step, for two programs that copy k and v for each other."""
+    return replace(tiles, block_kv=160, q_stages=1, q_held=0, cluster=2)
 
 
 def _alone(problem: Problem, tiles: ForwardTiles) -> ForwardTiles:
@@ -180,24 +191,49 @@ def override_forward(
 ) -> ForwardTiles:
     """What a config's ``fwd_params`` say instead: q_blocksize (128), kv_blocksize, num_stages.
 
+    With ``warpgroups`` they are tiles of UNEVEN, which run as they are given.
+
     Raises:
-        ConfigError: the tiles do not fit shared memory.
+        ConfigError: the tiles do not fit shared memory, or their warpgroups not the call.
     """
     block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
     stages = field(params, "num_stages")
-    if block_q is not None:
-        tiles = replace(tiles, consumers=2)  # three are no power of two; one leaves half idle
-    if block_kv is not None and block_kv != tiles.block_kv:
-        if tiles.cluster > 1:  # pairs pay with 160 keys only
-            tiles = _alone(problem, tiles)
-        tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
-    if tiles.block_kv > 192:
-        tiles = replace(tiles, consumers=2)  # a third has no registers for so many logits
+    if field(params, "warpgroups") is not None:
+        tiles = _uneven(tiles, problem, params)
+    else:
+        if block_q is not None:
+            tiles = replace(tiles, block_q=128)  # one warpgroup leaves half idle
+        if block_kv is not None and block_kv != tiles.block_kv:
+            if tiles.cluster > 1:  # pairs pay with 160 keys only
+                tiles = _alone(problem, tiles)
+            tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
+        if tiles.block_kv > 192:
+            tiles = replace(tiles, block_q=128)  # a third has no registers for so many logits
     if stages is not None:
         tiles = replace(tiles, stages=max(stages, 2))
     what = f"kv_blocksize={tiles.block_kv}, num_stages={tiles.stages}"
     _check_fits(f"fwd_params: {what}", tiles.shared(problem), chip)
     return tiles
+
+
+def _uneven(tiles: ForwardTiles, problem: Problem, params: Any) -> ForwardTiles:
+    """The tiles of a config that gives ``warpgroups``, for the calls that have them."""
+    groups = field(params, "warpgroups")
+    block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
+    given = f"fwd_params: q_blocksize={block_q}, kv_blocksize={block_kv}, warpgroups={groups}"
+    if (block_q, block_kv) not in UNEVEN or block_q != ROWS * groups:
+        allowed = ", ".join(f"{q} x {kv} of {q // ROWS}" for q, kv in UNEVEN)
+        raise ConfigError(f"{given}: the Hopper kernel has {allowed}")
+    if field(params, "num_stages") == 1:
+        raise ConfigError(f"{given}, num_stages=1: at least 2")
+    if block_q == 192:
+        if max(problem.dim, problem.value_dim) > 64:
+            raise ConfigError(f"{given}: three warpgroups are for heads of 64")
+        return replace(tiles, block_q=block_q, block_kv=block_kv)
+    whole = problem.rules.band.empty and not problem.rules.arrays
+    if not whole or (problem.dim, problem.value_dim) != (128, 128):
+        raise ConfigError(f"{given}: 160 keys are for heads of 128 without masks")
+    return tiles if tiles.block_kv == block_kv else _paired(tiles)
 
 
 def override_backward(
