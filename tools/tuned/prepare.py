@@ -58,6 +58,7 @@ def lower(inv: Invocation, cfg: Any) -> None:
     """Lower the forward pass, and both passes of what is trained, for CUDA."""
     kernel = inv.kernel
     resolved = kernel.implementation(inv, kernel.config_platform(cfg))
+    runner = kernel.runner(resolved, cfg)
     leaves, treedef = jax.tree.flatten((inv.abstract_args, inv.abstract_kwargs))
     positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     arrays = [leaves[i] for i in positions]
@@ -68,7 +69,7 @@ def lower(inv: Invocation, cfg: Any) -> None:
         for position, array in zip(positions, given, strict=True):
             full[position] = array
         args, kwargs = jax.tree.unflatten(treedef, full)
-        return kernel.call(resolved, args, kwargs, cfg)
+        return runner(*args, **kwargs)
 
     def both(*given: Any) -> Any:
         def of_floats(*values: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import jax
@@ -102,6 +103,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
     # ---- the steps of a call ----------------------------------------------------------------
 
     def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        # only what differs from its default is carried, which keeps the eager path short
+        default = self.spec.boundary.defaults.get
+        kwargs = {name: value for name, value in kwargs.items() if value is not default(name, self)}
         with own_errors():
             arguments = self.spec.prepare(args, kwargs)
         return (), self.spec.boundary.differing(arguments)
@@ -128,11 +132,12 @@ class Operation(RegisteredKernel[Cfg, Any]):
         arguments = self.spec.boundary.by_name(args, kwargs)
         return distribute(self, arguments, mesh, in_specs, out_specs, call)
 
-    def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Any) -> Any:
+    def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         kernel = resolved.fn
         if isinstance(kernel, CallKernel) and kernel.call is self.spec:
-            return kernel.run(kwargs, cfg)  # settled already; a shard's seed fits no signature
-        return super().call(resolved, args, kwargs, cfg)
+            # settled already; a shard's seed fits no signature
+            return partial(kernel.settled, cfg=cfg)
+        return super().runner(resolved, cfg)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:
         arguments = inv.arguments

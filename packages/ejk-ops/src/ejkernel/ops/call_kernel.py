@@ -122,10 +122,11 @@ class CallKernel:
         a = self.call.prepare(args, kwargs)
         # as under jit: 64 bits only where JAX has them
         a = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in a.items()}
-        return self.run(self.call.bind(a, typecheck=env.typecheck()), cfg)
+        return self.settled(cfg=cfg, **self.call.bind(a, typecheck=env.typecheck()))
 
-    def run(self, a: Mapping[str, Any], cfg: Any = None) -> Any:
-        """The call of canonical arguments."""
+    def settled(self, *, cfg: Any = None, **given: Any) -> Any:
+        """The call of canonical arguments by name; what is left out has its default."""
+        a = {**self.call.boundary.defaults, **given}
         problem, target = self.problem(a), self.target()
         reason = self.refuse(problem, target)
         if reason is not None:
@@ -145,10 +146,6 @@ class CallKernel:
                 f"cfg: fwd_params: warpgroups={groups}: {self!r} takes FwdParams without it"
             )
         return self.honour(self.choose(problem, target), cfg, problem, target)
-
-    def settled(self, *, cfg: Any = None, **given: Any) -> Any:
-        """The call of canonical arguments by name; what is left out has its default."""
-        return self.run({**self.call.boundary.defaults, **given}, cfg)
 
     # ---- what the registry asks -------------------------------------------------------------
 

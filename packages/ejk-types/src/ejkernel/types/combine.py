@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,17 @@ from ejkernel.types.fields import (
 )
 from ejkernel.types.intersection import NO_POSITIONS, intersect
 from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.rules import Rule
 from ejkernel.types.segments import cu_seqlens_mask_fields
 
 EVERYTHING = MaskInfo()
 """The mask that hides nothing."""
+
+
+@functools.lru_cache(maxsize=256)
+def mask_of_rule(rule: Rule) -> MaskInfo:
+    """The mask of a rule by index, one object for all calls that have it."""
+    return EVERYTHING if rule.trivial else with_private(EVERYTHING, **rule_fields(rule))
 
 
 def _from_mask_argument(mask: Any, q_len: int, kv_len: int) -> MaskInfo:
@@ -126,7 +134,7 @@ def combine_masks(
             packed = with_private(packed, **NO_POSITIONS)
         result = packed if mask_info is None else intersect(packed, result)
     elif not rule.trivial:
-        own = with_private(EVERYTHING, **rule_fields(rule))
+        own = mask_of_rule(rule)
         if mask_info is None:
             result = own
         else:

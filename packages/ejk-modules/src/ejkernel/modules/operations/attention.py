@@ -7,10 +7,10 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import AttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags
 
@@ -75,8 +75,8 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return call(
-        Attention,
+    return get_default_executor()(
+        Attention.shared(),
         query=query,
         key=key,
         value=value,

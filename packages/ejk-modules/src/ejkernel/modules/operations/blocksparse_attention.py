@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import BlockSparseAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, B, F, Flags, I
 
@@ -77,8 +77,8 @@ def blocksparse_attention(
     Source: Child et al. 2019, "Sparse Transformers" (arXiv 1904.10509); Dao et al. 2022
     (arXiv 2205.14135), section 3.3.
     """
-    return call(
-        BlockSparseAttention,
+    return get_default_executor()(
+        BlockSparseAttention.shared(),
         query=query,
         key=key,
         value=value,

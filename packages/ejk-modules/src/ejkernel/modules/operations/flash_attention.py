@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import FlashAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
@@ -108,8 +108,8 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention" (arXiv 2205.14135), algorithms 1 and 4; Dao 2023
     (arXiv 2307.08691), section 3.1; sinks: Xiao et al. 2023 (arXiv 2309.17453).
     """
-    return call(
-        FlashAttention,
+    return get_default_executor()(
+        FlashAttention.shared(),
         query=query,
         key=key,
         value=value,

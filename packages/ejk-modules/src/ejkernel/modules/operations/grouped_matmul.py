@@ -7,10 +7,10 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import GroupedMatmulConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -62,8 +62,8 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
-    return call(
-        GroupedMatmul,
+    return get_default_executor()(
+        GroupedMatmul.shared(),
         lhs=lhs,
         rhs=rhs,
         group_sizes=group_sizes,

@@ -1,19 +1,19 @@
 """Linear attention whose decay depends on head and layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import LightningAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Resolved
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I
@@ -63,8 +63,8 @@ def lightning_attention(
 
     Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
     """
-    return call(
-        LightningAttention,
+    return get_default_executor()(
+        LightningAttention.shared(),
         query=query,
         key=key,
         value=value,
@@ -114,10 +114,18 @@ class LightningAttention(Operation[LightningAttentionConfig]):
             first = shard.offset("heads")
             a["layer_idx"] = _LayerOfShard.of(a["layer_idx"], shard.sizes["heads"], first)
 
-    def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Any) -> Any:
+    def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
+        usual = super().runner(resolved, cfg)
+
+        def run(**kwargs: Any) -> Any:
+            if isinstance(kwargs["layer_idx"], _LayerOfShard):
+                return self._of_shard(resolved, kwargs, cfg)
+            return usual(**kwargs)
+
+        return run
+
+    def _of_shard(self, resolved: Resolved, kwargs: Arguments, cfg: Any) -> Any:
         layer = kwargs["layer_idx"]
-        if not isinstance(layer, _LayerOfShard):
-            return super().call(resolved, args, kwargs, cfg)
         # the decays of some of the heads are no lightning decays, but gla takes any
         rest = {n: x for n, x in kwargs.items() if n not in ("layer_idx", "num_layers")}
         query = rest["query"]

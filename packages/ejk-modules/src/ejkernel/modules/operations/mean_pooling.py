@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import MeanPoolingConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
@@ -58,8 +58,8 @@ def mean_pooling(
 
     Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
     """
-    return call(
-        MeanPooling,
+    return get_default_executor()(
+        MeanPooling.shared(),
         x=x,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import FlashMLAConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
@@ -79,8 +79,8 @@ def mla_attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
     """
-    return call(
-        FlashMLA,
+    return get_default_executor()(
+        FlashMLA.shared(),
         query=query,
         key_value=key_value,
         w_kc=w_kc,

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import MLADecodeConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -68,8 +68,8 @@ def mla_decode(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.2.
     """
-    return call(
-        MLADecode,
+    return get_default_executor()(
+        MLADecode.shared(),
         query=query,
         latent_cache=latent_cache,
         context_lens=context_lens,

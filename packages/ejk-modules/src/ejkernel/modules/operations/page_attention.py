@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import PageAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -72,8 +72,8 @@ def page_attention(
 
     Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), section 4.1.
     """
-    return call(
-        PageAttention,
+    return get_default_executor()(
+        PageAttention.shared(),
         query=query,
         key_cache=key_cache,
         value_cache=value_cache,

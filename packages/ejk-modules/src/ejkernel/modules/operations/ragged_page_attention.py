@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import RaggedPageAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -66,8 +66,8 @@ def ragged_page_attention(
     Source: Kwon et al. 2023 (arXiv 2309.06180); the packed layout of Ragged Paged Attention,
     arXiv 2604.15464.
     """
-    return call(
-        RaggedPageAttention,
+    return get_default_executor()(
+        RaggedPageAttention.shared(),
         queries=queries,
         kv_pages=kv_pages,
         context_lens=context_lens,

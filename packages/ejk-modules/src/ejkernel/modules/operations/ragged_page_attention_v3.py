@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import RaggedPageAttentionv3Config
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -77,8 +77,8 @@ def ragged_page_attention_v3(
 
     Source: Ragged Paged Attention, arXiv 2604.15464.
     """
-    return call(
-        RaggedPageAttentionv3,
+    return get_default_executor()(
+        RaggedPageAttentionv3.shared(),
         queries=queries,
         keys=keys,
         values=values,

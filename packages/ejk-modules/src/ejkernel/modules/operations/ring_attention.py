@@ -10,10 +10,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules import _ring
-from ejkernel.modules._call import call
 from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._op import Operation, own_errors
 from ejkernel.ops import InvalidArgument, Platform, Support
+from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, I, given
 
@@ -87,8 +87,8 @@ def ring_attention(
     Source: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), algorithm 1; zigzag order:
     Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), and its two-chunk variant.
     """
-    return call(
-        RingAttention,
+    return get_default_executor()(
+        RingAttention.shared(),
         query=query,
         key=key,
         value=value,

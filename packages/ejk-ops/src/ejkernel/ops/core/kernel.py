@@ -235,12 +235,16 @@ class Kernel(Generic[Cfg, Out]):
             f"{target.kind.value} devices (it defines {', '.join(own) or 'no run method'})",
         )
 
-    def call(self, resolved: Resolved, args: tuple, kwargs: Mapping[str, Any], cfg: Cfg) -> Out:
-        """Last step: run it, differentiated by ``custom_vjp`` when that is defined."""
-        with running(self.name):
-            if self.has_custom_vjp:
-                return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
-            return resolved.fn(*args, cfg=cfg, **kwargs)
+    def runner(self, resolved: Resolved, cfg: Cfg) -> Callable[..., Out]:
+        """Last step: what runs bound arguments, differentiated by ``custom_vjp`` if defined."""
+
+        def run(*args: Any, **kwargs: Any) -> Out:
+            with running(self.name):
+                if self.has_custom_vjp:
+                    return call_with_custom_vjp(self, resolved.fn, args, kwargs, cfg)
+                return resolved.fn(*args, cfg=cfg, **kwargs)
+
+        return run
 
     def not_chosen(
         self, inv: Invocation, resolved: Resolved | None, cfg: Any

@@ -198,14 +198,14 @@ class Workbench:
         return self.kernel.implementation(self.inv, wanted or self.kernel.config_platform(cfg))
 
     def _function(self, cfg: Any) -> Callable[..., Any]:
-        resolved = self._resolve(cfg)
+        runner = self.kernel.runner(self._resolve(cfg), cfg)
 
         def run(*arrays: Any) -> Any:
             leaves = list(self.leaves)
             for position, array in zip(self.positions, arrays, strict=True):
                 leaves[position] = array
             args, kwargs = jax.tree_util.tree_unflatten(self.treedef, leaves)
-            return self.kernel.call(resolved, args, kwargs, cfg)
+            return runner(*args, **kwargs)
 
         return run
 

@@ -189,27 +189,27 @@ class Program:
             leaves[position] = array
         args, kwargs = jax.tree_util.tree_unflatten(self.flat.treedef, leaves)
         kernel, route = self.kernel, self.route
-        run: Any = partial(kernel.call, self.resolved, cfg=self.cfg)
+        run: Any = kernel.runner(self.resolved, self.cfg)
         if env.ops_stamp() != "none":
             run = partial(self._stamped, run)
         args, kwargs = kernel.bind(args, kwargs)
         given = not (route.mesh is route.in_specs is route.out_specs is None)
         if given or kernel.distributes(args, kwargs):
             specs = route.mesh, route.in_specs, route.out_specs
-            out = kernel.distribute(args, kwargs, *specs, run)
+            out = kernel.distribute(args, kwargs, *specs, lambda a, named: run(*a, **named))
         else:
-            out = run(args, kwargs)
+            out = run(*args, **kwargs)
         if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
             raise OtherOutputs
         return out
 
-    def _stamped(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stamped(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
         """``run``, under a label that says which call this is."""
         kernel = self.kernel
         info = {**self.info, "key": self.key, "bound": True}
         inv = Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
         with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp(), inv):
-            return run(args, kwargs)
+            return run(*args, **kwargs)
 
 
 def without_arrays(flat: Flat) -> Flat:

@@ -85,7 +85,7 @@ class FlashAttention(TritonKernel):
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []
         tensors = {name: x for name, x in arrays.items() if name != "mask"}
-        o, lse, *saved = _launch(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors)
+        o, lse, *saved = call(*_planned(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors))
         return (o, lse), saved
 
     def backward(
@@ -100,7 +100,7 @@ class FlashAttention(TritonKernel):
         (o, lse), (do, dlse) = outputs, cotangents
         if t.decode is not None:
             tensors = {name: x for name, x in arrays.items() if name != "mask"}
-            o, lse, *saved = _launch(ForwardPlan, work, t.fwd, mask, tensors)
+            o, lse, *saved = call(*_planned(ForwardPlan, work, t.fwd, mask, tensors))
         q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
@@ -111,25 +111,25 @@ class FlashAttention(TritonKernel):
         base, *rest = saved
         tensors = {name: x for name, x in arrays.items() if name not in ("mask", "sink")}
         tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
-        (dq,) = _launch(DqPlan, work, t.dq, mask, tensors)
+        (dq,) = call(*_planned(DqPlan, work, t.dq, mask, tensors))
         found = {"q": dq}
         for parts, part_tiles in passes:
-            grads = _launch(DkvPlan, work, part_tiles, mask, tensors, parts=parts)
+            grads = call(*_planned(DkvPlan, work, part_tiles, mask, tensors, parts=parts))
             found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
         bias = arrays.get("bias")
         if bias is not None:
             shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
             tile = tiles.bias_tiles(t.dq, work.target)
-            (found["bias"],) = _launch(DbiasPlan, work, tile, mask, tensors, **shared)
+            (found["bias"],) = call(*_planned(DbiasPlan, work, tile, mask, tensors, **shared))
         if "sink" in arrays:
             found["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
         return found
 
 
-def _launch(
+def _planned(
     kind: type[AttentionPlan], work: Work, tile: Tiles, mask: Any, tensors: Arrays, **fields: Any
 ) -> tuple[Any, ...]:
-    """The results of one kernel; which blocks it visits follows from the mask."""
+    """The plan of one kernel and its operands; which blocks it visits follows from the mask."""
     p = work.problem
     rules, arrays = split_mask(mask)
     tensors = dict(tensors)
@@ -151,7 +151,7 @@ def _launch(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan
         )
     shapes = tuple((name, tuple(x.shape)) for name, x in tensors.items())
-    return call(kind(p, rules, tile, shapes, **fields), *tensors.values())
+    return kind(p, rules, tile, shapes, **fields), *tensors.values()
 
 
 class ScaledDotProductAttention(FlashAttention):

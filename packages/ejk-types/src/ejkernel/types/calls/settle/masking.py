@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.types.calls.settle.errors import invalid, out_of_range
-from ejkernel.types.combine import combine_masks
+from ejkernel.types.combine import combine_masks, mask_of_rule
+from ejkernel.types.fields import checked_rule
 
 Arguments = dict[str, Any]
 
@@ -73,14 +74,19 @@ def masks(a: Arguments) -> None:
         raise out_of_range("chunk_size", "an integer >= 1", chunk)
     packed_call = a.get("cum_seqlens_q", a.get("cu_seqlens")) is not None
     constraints = {name: a[name] for name in _SETTLED if name in a and not packed_call}
-    a["mask_info"] = combine_masks(
-        a["mask_info"],
-        **constraints,
-        q_len=query.shape[1],
-        kv_len=key.shape[1],
-        batch=query.shape[0],
-        heads=query.shape[2],
-    )
+    if a["mask_info"] is None and constraints.get("attention_mask") is None:
+        numbers = {**_SETTLED, **constraints}
+        del numbers["attention_mask"]
+        a["mask_info"] = mask_of_rule(checked_rule(**numbers))
+    else:
+        a["mask_info"] = combine_masks(
+            a["mask_info"],
+            **constraints,
+            q_len=query.shape[1],
+            kv_len=key.shape[1],
+            batch=query.shape[0],
+            heads=query.shape[2],
+        )
     a.update({name: _SETTLED[name] for name in constraints})
 
 
