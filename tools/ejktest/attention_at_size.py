@@ -211,6 +211,21 @@ SPARSE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "across, odd": (
         (2, 1000, 777, 4, 2, 64, 64, BF), dict(causal=True, pattern=((100, 48), 0.4, (1, 4))),
     ),
+    "across in sixteens": (
+        (2, 1000, 777, 4, 2, 64, 64, BF), dict(causal=True, pattern=((96, 48), 0.4, (2, 4))),
+    ),
+    "64 x 32 window": (
+        (1, 1024, 1024, 4, 4, 128, 128, BF),
+        dict(sliding_window=(300, 200), sinks=True, pattern=((64, 32), 0.3, (1, 4))),
+    ),
+    "segments cap": (
+        (2, 1100, 1100, 8, 2, 128, 128, BF),
+        dict(causal=True, segments=True, cap=9.0, pattern=((128, 64), 0.5, (2, 8))),
+    ),
+    "256 full gqa": (
+        (1, 2048, 1536, 8, 2, 128, 128, BF), dict(pattern=((256, 256), 0.3, (1, 8))),
+    ),
+    "one column": ((1, 4096, 4096, 2, 2, 64, 64, BF), dict(pattern=((4096, 128), 0.1, (1, 2)))),
     "256 d256": (
         (1, 1024, 1024, 4, 2, 256, 256, BF), dict(causal=True, pattern=((256, 256), 0.4, (1, 1))),
     ),
@@ -226,15 +241,15 @@ SPARSE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 BOUND = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 5e-3}
 
 
-def _case(name) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def case(name) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return CASES.get(name) or SPARSE[name]
 
 
 def bound(name) -> float:
     """The largest relative error of an array that is accepted."""
-    if _case(name)[1].get("precision") == "highest":
+    if case(name)[1].get("precision") == "highest":
         return 1e-5
-    return BOUND[jnp.dtype(_case(name)[0][-1]).name]
+    return BOUND[jnp.dtype(case(name)[0][-1]).name]
 
 
 def assert_sound(name, errors, same) -> None:
@@ -252,7 +267,7 @@ def names_in_run(request) -> list[str]:
 
 def inputs(name):
     """(differentiable arrays, other arrays) of a case."""
-    shape, o = _case(name)
+    shape, o = case(name)
     b, q_len, kv_len, h = shape[:4]
     q, k, v, do = draw(len(name), *shape)
     diff, fixed = {"q": q, "k": k, "v": v}, {"do": do}
@@ -293,7 +308,7 @@ def with_gradients(f, options: dict[str, Any] | None = None):
 
 def kernel(name, flash_attention: Callable[..., Any]):
     """This case through an implementation of flash attention, or of the operation it is for."""
-    (_, q_len, kv_len, *_), o = _case(name)
+    (_, q_len, kv_len, *_), o = case(name)
     names = ("causal", "causal_offset", "sliding_window", "precision")
     kwargs = {n: o[n] for n in names if n in o}
 
@@ -316,7 +331,7 @@ def kernel(name, flash_attention: Callable[..., Any]):
 
 def truth(name):
     """This case in float32 on whole matrices."""
-    (b, q_len, kv_len, h, *_), o = _case(name)
+    (b, q_len, kv_len, h, *_), o = case(name)
 
     def theirs(x, fixed):
         i, j = index(q_len, kv_len)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.pallas.gpu.blocksparse_attention import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, mla_attention
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, DTYPES
@@ -21,12 +22,20 @@ pytestmark = pytest.mark.gpu
 
 
 def supported(name: str) -> bool:
-    (*_, d, dv, dtype), o = cases.CASES[name]
+    (*_, d, dv, dtype), o = cases.case(name)
     fits = (d, dv) in DIMS and jnp.dtype(dtype).name in DTYPES
     return fits and not {"bias", "dropout", "dense"} & o.keys()
 
 
 NAMES = [name for name in cases.CASES if supported(name)]
+
+
+def walks(name: str) -> bool:
+    (*_, d, dv, _), o = cases.case(name)
+    return supported(name) and max(d, dv) <= 128 and all(n % 16 == 0 for n in o["pattern"][0])
+
+
+LISTED = [name for name in cases.SPARSE if walks(name)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,6 +60,12 @@ def found(hopper, request: pytest.FixtureRequest):
 def test_against_float32(name: str, found) -> None:
     """o, lse and all gradients; the second run has the same bits."""
     cases.assert_sound(name, *found[name].result())
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_against_float32(name: str) -> None:
+    """o, lse and all gradients; the second run has the same bits."""
+    cases.assert_sound(name, *cases.check(name, blocksparse_attention))
 
 
 @pytest.mark.parametrize("form", latent_at_size.EXPANDED)

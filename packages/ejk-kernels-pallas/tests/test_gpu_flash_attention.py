@@ -7,6 +7,7 @@ the ranges is not read, one inside the full range is not masked.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -25,10 +26,12 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.common.units import unit
+from ejkernel.kernels.pallas.gpu.blocksparse_attention import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.flash_attention import (
     flash_attention,
     forward_softmax,
     implementation,
+    lists,
     scaled_dot_product_attention,
     tiles,
 )
@@ -171,15 +174,39 @@ def _visible(problem, rules, block_q, block_kv, t, transposed):
         seen &= j - i >= rules.band.lo
     if rules.band.hi is not None:
         seen &= j - i <= rules.band.hi
+    if "q_ids" in t:
+        q_ids, kv_ids = t["q_ids"][:, : p.q_len], t["kv_ids"][:, : p.kv_len]
+        seen &= (q_ids[:, :, None] == kv_ids[:, None])[:, None]
+    if "lists" in t:
+        return _in_lists(t, seen, block_q, block_kv, i, j, transposed)
     if "q_ids" not in t:
         return seen
-    q_ids, kv_ids = t["q_ids"][:, : p.q_len], t["kv_ids"][:, : p.kv_len]
-    seen &= (q_ids[:, :, None] == kv_ids[:, None])[:, None]
     own, other = (j // block_kv, i // block_q) if transposed else (i // block_q, j // block_kv)
     ranges = t["ranges"][:, :, jnp.broadcast_to(own, (p.q_len, p.kv_len))]
     start, full_start, full_stop, stop = (ranges[..., c] for c in range(4))
     visited = (other >= start) & (other < stop)
     return visited & (seen | ((other >= full_start) & (other < full_stop)))
+
+
+def _in_lists(t, seen, block_q, block_kv, i, j, transposed):
+    x = t["lists"]
+    if transposed:
+        visits = x[..., 1:]
+        listed = jnp.arange(visits.shape[-1]) < x[..., :1]
+        others, full = visits & (lists.LIMIT - 1), (visits >> lists.MASKED & 1) == 0
+    else:
+        others, place = x[..., 2:], jnp.arange(x.shape[-1] - 2)
+        listed, full = place < x[..., 1:2], place < x[..., :1]
+    at = others[..., None] == jnp.arange(others.shape[-1])
+    visited, whole = (jnp.any(at & y[..., None], -2) for y in (listed, listed & full))
+    if transposed:
+        visited, whole = visited.swapaxes(2, 3), whole.swapaxes(2, 3)
+    if "bits" in t:
+        (row, column), block = ((j, i), block_q) if transposed else ((i, j), block_kv)
+        word = t["bits"][:, :, row // 64, column // block]
+        seen &= (word >> (row % 64 // 16 * 8 + column % block // 16) & 1) != 0
+    visited, whole = (y[:, :, i // block_q, j // block_kv] for y in (visited, whole))
+    return visited & (seen | whole)
 
 
 def _attention(problem, visible, q, k, v, sink=None):
@@ -191,9 +218,9 @@ def _attention(problem, visible, q, k, v, sink=None):
         x = p.soft_cap * jnp.tanh(x / p.soft_cap)
     x = jnp.where(visible, x, -jnp.inf)
     total = jax.nn.logsumexp(x, -1)
-    if sink is not None:
-        total = jnp.logaddexp(total, sink[:, :, None])
     alive = jnp.isfinite(total)
+    if sink is not None:
+        total = jnp.where(alive, jnp.logaddexp(total, sink[:, :, None]), total)
     prob = jnp.where(alive[..., None], jnp.exp(x - jnp.where(alive, total, 0.0)[..., None]), 0.0)
     return jnp.einsum("bhqk,bkhd->bqhd", prob, v), total
 
@@ -235,6 +262,7 @@ def doubles(monkeypatch):
     monkeypatch.setattr(implementation, "Forward", ForwardDouble)
     monkeypatch.setattr(implementation, "backward", backward_double)
     monkeypatch.setattr(flash_attention, "target", Chip)
+    monkeypatch.setattr(blocksparse_attention, "target", Chip)
 
 
 HALF = ("float16",) * 3
@@ -256,6 +284,40 @@ CALLS = [
 def test_operands_describe_the_call(doubles, call):
     x = arrays(call)
     check(call, x, *run(flash_attention, call, x))
+
+
+IDS = np.searchsorted([60, 342, 380], np.arange(400), side="right").astype(np.int32)[None]
+IDS[IDS > 2] = -1
+SPARSE = [
+    (Call("across", **SIZES | {"k": 300}, mask={"causal": True}), (32, 48), (1, 4)),
+    (
+        Call("window", **SIZES | {"d": 128}, mask={"sliding_window": (100, 80)}, sinks=(4, 2)),
+        (16, 128), (2, 1),
+    ),
+    (
+        Call("segments", **SIZES | {"b": 1}, mask={"q_segment_ids": IDS}),
+        (128, 128), (1, 1),
+    ),
+    (Call("plain", **SIZES | {"d": 128}), (256, 64), (1, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, blocks, lead", SPARSE, ids=lambda x: str(getattr(x, "name", "")))
+def test_lists_describe_the_call(doubles, call, blocks, lead):
+    shape = (*lead, -(-call.q // blocks[0]), -(-call.k // blocks[1]))
+    pattern = np.random.default_rng(1).random(shape) < 0.5
+    pattern[..., 0, :] = False
+    sizes = {"q_block_size": blocks[0], "kv_block_size": blocks[1]}
+
+    def sparse(*args, cfg, also=None, q_segment_ids=None, **options):
+        if q_segment_ids is not None:
+            options["mask_info"] = MaskInfo.from_segments(q_segment_ids, q_segment_ids)
+        return blocksparse_attention(*args, block_mask=pattern, **sizes, **options)
+
+    pairs = np.repeat(np.repeat(pattern, blocks[0], 2), blocks[1], 3)[..., : call.q, : call.k]
+    call = dataclasses.replace(call, mask={**call.mask, "also": pairs})
+    x = arrays(call)
+    check(call, x, *run(sparse, call, x))
 
 
 @pytest.mark.promotes

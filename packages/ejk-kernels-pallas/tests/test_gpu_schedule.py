@@ -10,15 +10,18 @@ import pytest
 
 from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
+from ejkernel.kernels.pallas.gpu.flash_attention import lists
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
     band_ranges,
     falling_heads,
+    list_team,
     walk_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
+from ejkernel.types import combine_masks
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 
@@ -172,7 +175,7 @@ def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
         starts = np.unique(rng.integers(0, n, 6))
         row[:, 0] = [max([0, *starts[starts <= i]]) for i in range(n)]
         row[:, 3] = np.arange(n) + 1
-    order = np.asarray(form.order(jnp.asarray(ranges)))
+    order = np.asarray(form.order({"ranges": jnp.asarray(ranges)}))
     assert (order[:, -2:] == -1).all() and (order[:, 0] >= 0).all()
     assert sorted(order[order >= 0]) == list(range(batch * heads * n))
     wide = np.broadcast_to(ranges, (batch, heads, n, 4)).reshape(-1, 4)
@@ -182,3 +185,56 @@ def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
         for x in (order, schedule.assign(batch * heads, np.ones(n), 1, 132))
     )
     assert by_length.max() <= 1.1 * by_length.mean() < by_row.max()
+
+
+def _pattern(kind, n_q, n_kv):
+    if kind == "random":
+        return np.random.default_rng(0).random((1, 2, n_q, n_kv)) < 0.3
+    some = np.zeros((1, 2, n_q, n_kv), bool)
+    some[0, 0, :, n_kv // 2] = True
+    some[0, 1, n_q // 2] = kind == "row"
+    return some
+
+
+@pytest.mark.parametrize("kind", ["random", "row", "column"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cores", [3, 132])
+def test_listed_visits_come_in_turn(kind, causal, cores):
+    """Every visit once, and no program waits for one that cannot run beside it."""
+    block_q, block_kv, n_q, n_kv = 64, 128, 10, 6
+    rules = Rules(Band(hi=0)) if causal else Rules()
+    lengths = (n_q * block_q, n_kv * block_kv)
+    p = Problem(1, *lengths, 2, 2, 128, 128, "bfloat16", 1.0, pattern_blocks=(64, 128), rules=rules)
+    t = BackwardTiles(block_q, block_kv)
+    mask = combine_masks(causal=causal, q_len=lengths[0], kv_len=lengths[1])
+    pattern = _pattern(kind, n_q, n_kv)
+    team = list_team(p, t, cores)
+    found = lists.backward_lists(p, mask, pattern, (block_q, block_kv), team)
+    plan = Plan(p, t, rules.band, False, False, False, False, True, cores, listed=True)
+    assert "bits" not in found
+    i, j = np.arange(n_q)[:, None], np.arange(n_kv)[None]
+    expected = pattern & (j * block_kv < (i + 1) * block_q) if causal else pattern
+    np.testing.assert_array_equal(found["seen"], expected.any(-1))
+    visits = np.asarray(found["lists"])
+    for head in range(2):
+        queue = [plan.place(item)[1] for item in range(head * n_kv, (head + 1) * n_kv)]
+        seen, added = np.zeros((n_q, n_kv), bool), np.zeros(n_q, int)
+        running = {}
+        while queue or running:  # as many programs at once as there are multiprocessors
+            while queue and len(running) < cores:
+                running[int(queue.pop(0))] = 0
+            moved = False
+            for block, at in list(running.items()):
+                count, *row = visits[0, head, block]
+                if at == count:
+                    del running[block]
+                    moved = True
+                    continue
+                q = row[at] & (lists.LIMIT - 1)
+                masked = bool(row[at] >> lists.MASKED & 1)
+                assert masked == (causal and (block + 1) * block_kv > q * block_q + 1)
+                if row[at] >> lists.TURN == added[q]:
+                    seen[q, block], added[q], running[block] = True, added[q] + 1, at + 1
+                    moved = True
+            assert moved, "programs wait for each other"
+        np.testing.assert_array_equal(seen, expected[0, head])

@@ -15,7 +15,7 @@ from ejkernel.kernels.triton.flash_attention import flash_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.structure import HULL, LISTED, Unsupported
 from ejktest.bound import bound
 
 struct = jax.ShapeDtypeStruct
@@ -185,3 +185,14 @@ def test_registered() -> None:
     if jax.default_backend() == "cpu":
         with pytest.raises(KernelNotSupported, match="triton"):
             registry.get("flash_attention", "triton")
+
+
+def test_explain_says_how_a_dense_mask_skips_tiles() -> None:
+    """Lists where the target has them, else ranges; a mask by index has nothing to say."""
+    dense = call(attention_mask=array(2, 1, 64, 64, dtype="bool"))
+    with compile_for(cuda_target(90)):
+        assert flash_attention.remarks(dense) == (LISTED,)
+        assert flash_attention.remarks(call(causal=True)) == ()
+        assert flash_attention.remarks(call(mask_info=MaskInfo.from_segments(IDS))) == (HULL,)
+    with compile_for(cuda_target(80)):
+        assert flash_attention.remarks(dense) == (HULL,)

@@ -142,6 +142,14 @@ def test_priority_may_depend_on_the_call(kernel):
             assert why == f"double/{platform}/gpu has priority {ours}, this {theirs}{which}"
 
 
+def test_explain_says_what_the_chosen_implementation_remarks(kernel):
+    add(kernel, "triton", 60, remarks=lambda inv: [f"{inv.arguments['x'].shape[0]} at once"])
+    add(kernel, "cuda", 50, remarks=lambda inv: ["not chosen, not asked"])
+    with on_h200():
+        found = Executor().explanation(kernel, X)
+    assert found.remarks == ("40 at once",) and "remark          40 at once" in str(found)
+
+
 def test_dispatch_and_configs(kernel):
     executor = Executor()
     np.testing.assert_allclose(executor(kernel, X), 2)

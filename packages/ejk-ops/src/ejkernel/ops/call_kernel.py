@@ -85,6 +85,10 @@ class CallKernel:
         """What a call that is refused raises."""
         return self.call.Unsupported(reason)
 
+    def comments(self, problem: Any, target: Any) -> tuple[str, ...]:
+        """Sentences about how a call is done, from its facts."""
+        return ()
+
     def choose(self, problem: Any, target: Any) -> Any:
         """The tiles of a call, from its facts alone."""
         return None
@@ -178,6 +182,10 @@ class CallKernel:
             fields = self.fields(tiles)
             found += [fields] if fields not in found else []
         return found
+
+    def remarks(self, inv: Any) -> tuple[str, ...]:
+        """What ``explain`` adds about a call that this kernel does."""
+        return self.comments(self.facts(inv)[0], self.target())
 
     def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
         """Valid arguments where random floats and zeros are not."""

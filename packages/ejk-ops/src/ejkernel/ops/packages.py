@@ -12,7 +12,7 @@ from typing import Any
 
 from ejkernel.ops.utils.device import device_kind
 
-HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "priority_for")
+HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "remarks", "priority_for")
 
 
 def add_tables(registry: Any, module: str) -> None:
@@ -41,7 +41,7 @@ class Entry:
     priority: int = 100
     platform: str | None = None
     function: str = ""
-    hooks: tuple[str, ...] | dict[str, str] = field(default=HOOKS[:4], hash=False)
+    hooks: tuple[str, ...] | dict[str, str] = field(default=HOOKS[:-1], hash=False)
     config_fields: tuple[str, ...] | None = None
 
     @property

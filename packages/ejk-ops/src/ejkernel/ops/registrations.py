@@ -47,6 +47,7 @@ class Registrations:
         version: int = 1,
         differentiable: bool = True,
         priority_for: Callable[[Any], int] | None = None,
+        remarks: Callable[[Any], Sequence[str]] | None = None,
         config_fields: Sequence[str] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
@@ -77,6 +78,7 @@ class Registrations:
                 version,
                 differentiable,
                 priority_for,
+                remarks,
                 config_fields,
             )
             self._add(implementation, replace)
@@ -100,6 +102,7 @@ class Registrations:
         version: int = 1,
         differentiable: bool = True,
         priority_for: Callable[[Any], int] | str | None = None,
+        remarks: Callable[[Any], Sequence[str]] | str | None = None,
         config_fields: Sequence[str] | None = None,
         replace: bool = False,
     ) -> None:
@@ -107,8 +110,8 @@ class Registrations:
 
         The module is imported, and the signature compared with the others, when
         ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates``,
-        ``sample_inputs`` and ``priority_for`` may be such strings too, each imported on its first
-        call, so that a package's ``register`` imports nothing:
+        ``sample_inputs``, ``priority_for`` and ``remarks`` may be such strings too, each imported
+        on its first call, so that a package's ``register`` imports nothing:
 
             registry.register_lazy(
                 "flash_attention", "xla", "any",
@@ -131,6 +134,7 @@ class Registrations:
             version,
             differentiable,
             lazily(priority_for),
+            lazily(remarks),
             config_fields,
             on_load=self._check_signature,
         )

@@ -5,11 +5,19 @@ The last block of an axis may be shorter. Tiles need not fit the blocks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.arrays import namespace
 from ejkernel.types.blocks import cdiv
+from ejkernel.types.classify import classify_blocks
+
+if TYPE_CHECKING:
+    from ejkernel.types.mask_info import MaskInfo
+    from ejkernel.types.problem import Problem
 
 Blocks = tuple[int, int]
 
@@ -21,9 +29,10 @@ def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv:
 
 
 def in_tiles(
-    pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int
-) -> tuple[jax.Array, jax.Array]:
+    pattern: Any, blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int
+) -> tuple[Any, Any]:
     """Whether any and whether every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
+    xp = namespace(pattern)
     some = every = pattern
     axes = zip((2, 3), blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
     for axis, block, tile, length in axes:
@@ -32,9 +41,44 @@ def in_tiles(
         # as many for every tile: the last block again where there are fewer
         reach = np.arange((last - first).max(initial=0) + 1)
         met = np.minimum(first[:, None] + reach, last[:, None]).astype(np.int32)
-        some = jnp.take(some, met, axis).any(axis + 1)
-        every = jnp.take(every, met, axis).all(axis + 1)
+        some = xp.take(some, met, axis).any(axis + 1)
+        every = xp.take(every, met, axis).all(axis + 1)
     return some, every
+
+
+def visited_tiles(
+    mask: MaskInfo,
+    pattern: Any,
+    blocks: Blocks | None,
+    q_len: int,
+    kv_len: int,
+    tile_q: int,
+    tile_kv: int,
+) -> tuple[Any, Any]:
+    """Whether any and whether every pair of a tile is visible, under the mask and the pattern.
+
+    bool ``[#b, #h, nq, nk]``; both conservative. ``blocks``: of the pattern, None if there is none.
+    numpy if every array is.
+    """
+    some, every = classify_blocks(mask.conjuncts, q_len, kv_len, tile_q, tile_kv)
+    if blocks is None:
+        return some, every
+    met, full = in_tiles(pattern, blocks, q_len, kv_len, tile_q, tile_kv)
+    return met & some, full & every
+
+
+def rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
+    """Whether every row of a tile sees a key of every tile that is visited beside it.
+
+    Then no row that sees nothing is ever read.
+    """
+    p, band = problem, problem.rules.band
+    if p.pattern_blocks is None or p.rules.arrays or band.lo is not None:
+        return False
+    if not inside_blocks(p.pattern_blocks, p.q_len, p.kv_len, tile_q, tile_kv):
+        return False
+    # the first key of a tile is then at or before the last that its first row sees
+    return band.hi is None or (band.hi % tile_q == 0 == tile_kv % tile_q)
 
 
 def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:

@@ -14,6 +14,15 @@ from ejkernel.types.blocks import matrix_range
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.mask_info import MaskInfo
 
+LISTED = (
+    "tiles that nobody sees are skipped, wherever they are: the mask is made into lists of tiles, "
+    "on the device"
+)
+HULL = (
+    "tiles before the first and after the last that a block of rows sees are skipped, those "
+    "between are computed: the mask is made into ranges of tiles, on the device"
+)
+
 
 class Unsupported(NotImplementedError):
     """A kernel cannot do this call; the message says why."""

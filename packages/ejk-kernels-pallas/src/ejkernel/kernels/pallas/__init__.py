@@ -38,6 +38,13 @@ PACKAGE = KernelPackage(
             ),
         ),
         Entry(
+            "blocksparse_attention",
+            "gpu.blocksparse_attention.implementation:blocksparse_attention",
+            priority=110,
+            hooks=HOOKS,
+            config_fields=_HOPPER,
+        ),
+        Entry(
             "scaled_dot_product_attention",
             "gpu.flash_attention.implementation:scaled_dot_product_attention",
             priority=110,

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     ]
     if answer["unused"]:
         rows.append(("no effect", f"{', '.join(answer['unused'])}: not read here"))
+    rows += [("remark", remark) for remark in answer["remarks"]]
     if answer["error"]:
         rows.append(("error", answer["error"]))
     out.fields(rows)
@@ -86,5 +87,6 @@ def explained(call: Any) -> dict[str, Any]:
         "key": found.key,
         "tiers": [list(pair) for pair in found.tiers],
         "refused": [list(pair) for pair in found.skipped],
+        "remarks": list(found.remarks),
         "error": found.error,
     }

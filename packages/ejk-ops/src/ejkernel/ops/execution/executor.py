@@ -208,6 +208,7 @@ class Executor:
                 choice, error = Choice(choice.cfg, "error", inv.key, choice.answers), str(refusal)
         skipped = kernel.not_chosen(inv, resolved, choice.cfg)
         chosen = None
+        impl = None if resolved is None else resolved.impl
         if resolved is not None:  # a generic run is what the device's own platform runs
             chosen = (resolved.platform or target_device().native_platform).value
         return Explanation(
@@ -222,6 +223,7 @@ class Executor:
             device=device_fingerprint(),
             unused=_unused(resolved, choice.cfg) if choice.tier in ("override", "overlay") else (),
             error=error,
+            remarks=() if impl is None else impl.said_of(inv),
         )
 
     # ---- steps -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Explanation:
         device: fingerprint of the target device.
         unused: fields of a given config that the chosen implementation does not read.
         error: what the call would raise, None when it would run.
+        remarks: what the implementation says about the call.
     """
 
     kernel: str
@@ -36,6 +37,7 @@ class Explanation:
     device: str = ""
     unused: tuple[str, ...] = ()
     error: str | None = None
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -48,6 +50,7 @@ class Explanation:
         ]
         if self.unused:
             rows.append(("no effect", f"{', '.join(self.unused)}: not read here"))
+        rows += [("remark", remark) for remark in self.remarks]
         if self.error:
             rows.append(("error", self.error))
         text = _table(rows)

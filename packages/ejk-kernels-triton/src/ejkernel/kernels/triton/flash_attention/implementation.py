@@ -16,11 +16,7 @@ from ejkernel.kernels.triton.common.products import dot_precision
 from ejkernel.kernels.triton.flash_attention import single_row, tiles
 from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
 from ejkernel.kernels.triton.flash_attention.fits import near
-from ejkernel.kernels.triton.flash_attention.lists import (
-    element_mask,
-    rows_see_tiles,
-    walk_operands,
-)
+from ejkernel.kernels.triton.flash_attention.lists import element_mask, walk_operands
 from ejkernel.kernels.triton.flash_attention.plans import (
     AttentionPlan,
     DkvPlan,
@@ -35,8 +31,9 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, softmax
 from ejkernel.types.hidden import cleared_rows, without_dead_rows
 from ejkernel.types.latent import FromLatent
+from ejkernel.types.pattern import rows_see_tiles
 from ejkernel.types.problem import Problem
-from ejkernel.types.structure import block_ranges, operands, split_mask
+from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_DIM = 256
@@ -68,6 +65,11 @@ class FlashAttention(TritonKernel):
             if not 0 < dim <= MAX_DIM or dim % 8:
                 return f"{argument}: head dim {dim} is not a multiple of 8 from 8 to {MAX_DIM}"
         return None
+
+    def comments(self, problem: Problem, target: Target) -> tuple[str, ...]:
+        if walks_lists(problem, target):
+            return (LISTED,)
+        return (HULL,) if problem.rules.arrays else ()
 
     def choose(self, problem: Problem, target: Target) -> FlashTiles:
         return tiles.choose(problem, target)
@@ -105,7 +107,9 @@ class FlashAttention(TritonKernel):
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
             q, do, dlse = without_dead_rows(mask, p.kv_len, lse, q, do, dlse)
-        elif p.biased or not all(rows_see_tiles(p, tile) for tile in (t.dq, *of_keys)):
+        elif p.biased or not all(
+            rows_see_tiles(p, tile.block_q, tile.block_kv) for tile in (t.dq, *of_keys)
+        ):
             q, do, dlse = cleared_rows(lse, q, do, dlse)
         delta = softmax.row_delta(o, do, dlse)
         base, *rest = saved
@@ -126,6 +130,12 @@ class FlashAttention(TritonKernel):
         return found
 
 
+def walks_lists(problem: Problem, target: Target) -> bool:
+    """Whether tiles are visited by lists."""
+    # beside the pointers of a dense mask a list spills but on Hopper
+    return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
+
+
 def _planned(
     kind: type[AttentionPlan], work: Work, tile: Tiles, mask: Any, tensors: Arrays, **fields: Any
 ) -> tuple[Any, ...]:
@@ -141,8 +151,7 @@ def _planned(
         # made of all tiles, each by its elements
         found, fields["mask_block"] = element_mask(p, pattern, dense)
         tensors |= found
-    elif pattern is not None or (dense is not None and work.target.hopper):
-        # elsewhere a list beside the pointers of a dense mask spills
+    elif walks_lists(p, work.target):
         by_key = kind is DkvPlan
         found, fields["mask_block"] = walk_operands(p, mask, pattern, dense, tile, by_key=by_key)
         tensors |= found

@@ -184,19 +184,6 @@ def element_mask(
     return {"mask": dense * pairs.astype(jnp.int8)}, (1, 1)
 
 
-def rows_see_tiles(problem: Problem, tile: Tiles) -> bool:
-    """Whether every row of a tile sees a key of every tile that is visited beside it.
-
-    Then no row that sees nothing is ever read.
-    """
-    p, band = problem, problem.rules.band
-    sizes = (p.q_len, p.kv_len, tile.block_q, tile.block_kv)
-    if p.rules.arrays or band.lo is not None or not inside_blocks(_blocks(p), *sizes):
-        return False
-    # the first key of a tile is then at or before the last that its first row sees
-    return band.hi is None or (band.hi % tile.block_q == 0 == tile.block_kv % tile.block_q)
-
-
 def _blocks(problem: Problem) -> Blocks:
     assert problem.pattern_blocks is not None
     return problem.pattern_blocks

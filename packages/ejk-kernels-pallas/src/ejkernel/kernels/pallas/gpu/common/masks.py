@@ -108,6 +108,41 @@ def hide_outside(
     return apply(x, *scalars)
 
 
+def hide_unset(x: jax.Array, bits: Any, fill: float = -np.inf) -> jax.Array:
+    """``fill`` where a bit of ``bits`` is not set.
+
+    A byte for each warp's 16 rows, a bit of it for each 16 columns: int32 for 64 rows.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT, _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
+    )
+    def apply(_: Any, x: Any, bits: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        def const(n: int) -> Any:
+            return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+
+        thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+        # 8 times the warp's number
+        first = arith.andi(arith.shrui(thread, const(2)), const(24))
+        mine = arith.shrui(bits.registers.item(), first)
+        hidden = arith.constant(f32, ir.FloatAttr.get(f32, fill))
+        hidden = vector.broadcast(x.registers.flat[0].type, hidden)
+        tests = []
+        for n in range(-(-x.shape[1] // 16)):
+            bit = arith.andi(mine, const(1 << n))
+            tests.append(arith.cmpi(arith.CmpIPredicate.ne, bit, const(0)))
+        out = np.empty_like(x.registers)
+        at: Any
+        for at, pair in np.ndenumerate(x.registers):
+            out[at] = arith.select(tests[at[1] // 2], pair, hidden)
+        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+
+    return apply(x, jnp.int32(bits))
+
+
 def hide_other_segments(
     x: jax.Array, row_ids: Any, column_ids: Any, fill: float = -np.inf
 ) -> jax.Array:

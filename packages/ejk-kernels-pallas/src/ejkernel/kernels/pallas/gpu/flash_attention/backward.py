@@ -80,6 +80,9 @@ def backward(
     ranges: Any = None,
     q_ids: jax.Array | None = None,
     kv_ids: jax.Array | None = None,
+    lists: jax.Array | None = None,
+    seen: jax.Array | None = None,
+    bits: jax.Array | None = None,
     tiles: BackwardTiles | None = None,
     cores: int = 132,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -101,6 +104,8 @@ def backward(
         ranges: query blocks of each key block, as ``block_ranges(..., transposed=True)`` gives
             for these tiles; None: those of the band.
         q_ids, kv_ids: segment ids int32 ``[#batch, length]``; pairs of equal ids are visible.
+        lists, seen, bits: what ``backward_lists`` made of a pattern for these tiles; ``ranges`` has
+            no meaning then.
         tiles: tile sizes; None: ``backward_tiles(problem)``, the only ones for wide heads.
         cores: multiprocessors of the device.
 
@@ -115,7 +120,9 @@ def backward(
         raise ValueError(
             f"tiles: heads wider than 128 take block_q and block_kv {ROWS}, got {tiles}"
         )
-    circular = band.empty and ranges is None and q_ids is None
+    circular = band.empty and ranges is None and q_ids is None and lists is None
+    if lists is not None:
+        ranges = lists
     if ranges is None:
         ranges = band_ranges(band, (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv))
         if q_ids is not None:  # any block may hold other segments
@@ -133,9 +140,14 @@ def backward(
         range_batch=ranges.shape[0] > 1,
         range_head=ranges.shape[1] > 1,
         cores=cores,
+        listed=lists is not None,
+        bits=bits is not None,
+        bits_batch=bits is not None and bits.shape[0] > 1,
     )
     tables, visited = (), None
-    if not circular:
+    if lists is not None:
+        tables, visited = [lists, *([] if bits is None else [bits])], seen
+    elif not circular:
         *tables, visited = walk_tables(ranges, plan.n_q)
         if isinstance(ranges, np.ndarray):
             falling = falling_heads(tables[0], problem.batch * problem.heads, cores)

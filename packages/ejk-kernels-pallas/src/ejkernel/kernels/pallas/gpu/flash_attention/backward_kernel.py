@@ -18,12 +18,14 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     COLUMN,
     hide_other_segments,
     hide_outside,
+    hide_unset,
     read,
     spread,
 )
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, thread_anew
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT, MASKED, TURN
 from ejkernel.types.problem import LOG2E
 
 CONSUMERS = 2
@@ -58,6 +60,16 @@ class _Program:
             lax.fori_loop(0, plan.n_q, round_trip, None)
             return plan.n_q
         row = self._table_row()
+        if plan.listed:
+
+            def one_visit(t: Any, carry: None) -> None:
+                visit = self.ranges[*row, self.block, 1 + t]
+                step(visit & (LIMIT - 1), t, (visit & (1 << MASKED)) != 0)
+                return carry
+
+            length = self.ranges[*row, self.block, 0]
+            lax.fori_loop(0, length, one_visit, None)
+            return length
         start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
         length = lax.max(stop - start, 0)
 
@@ -75,9 +87,11 @@ class _Program:
         plan = self.plan
         return (self.batch if plan.range_batch else 0, self.head if plan.range_head else 0)
 
-    def turn(self, i: Any) -> Any:
-        """How many key blocks add to query block i before this one."""
+    def turn(self, i: Any, n: Any) -> Any:
+        """How many key blocks add to query block i, this program's n-th, before this one."""
         plan = self.plan
+        if plan.listed:
+            return self.ranges[*self._table_row(), self.block, 1 + n] >> TURN
         if not plan.circular:
             row = self._table_row()
             if not plan.falling:
@@ -90,7 +104,7 @@ class _Program:
         return self.team * plan.team + rank
 
 
-def _mask(plan: Plan, program: _Program, ids: Any, row: Any, i: Any) -> Callable:
+def _mask(plan: Plan, program: _Program, ids: Any, bits: Any, row: Any, i: Any) -> Callable:
     """Logits of one warpgroup's tile, -inf where the pair is invisible."""
     first_q = i * plan.tiles.block_q
 
@@ -99,6 +113,10 @@ def _mask(plan: Plan, program: _Program, ids: Any, row: Any, i: Any) -> Callable
         if tail or not plan.band.empty:
             left = plan.problem.kv_len - row if tail else None
             x = hide_outside(x, plan.band, row - first_q, rows_left=left, transposed=True)
+        if bits is not None:
+            b = program.batch if plan.bits_batch else 0
+            h = program.head if plan.range_head else 0
+            x = hide_unset(x, bits[b, h, lax.div(row, ROWS), i])
         if ids:
             b = program.batch if plan.ids_batch else 0
             q_at, kv_at = pl.ds(first_q, plan.tiles.block_q), pl.ds(row, ROWS)
@@ -109,7 +127,7 @@ def _mask(plan: Plan, program: _Program, ids: Any, row: Any, i: Any) -> Callable
 
 
 def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The kernel call: (q, k, v, do, lse, delta, *tables, *ids) -> (dq, dk, dv).
+    """The kernel call: (q, k, v, do, lse, delta, *tables, *bits, *ids) -> (dq, dk, dv).
 
     ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
     sums can start from them: -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two
@@ -137,8 +155,13 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         ranges = visitors = None
         if plan.lse_in_sum:
             large, late, *rest = rest
-        if not plan.circular:
+        if plan.listed:
+            ranges, *rest = rest
+        elif not plan.circular:
             ranges, visitors, *rest = rest
+        bits: Any = None
+        if plan.bits:
+            bits, *rest = rest
         ids = ()
         if plan.ids:
             *ids, rest = rest[0], rest[1], rest[2:]
@@ -174,7 +197,8 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
                 if kv_tail:
                     masked = (j == plan.n_kv - 1) | masked
                 if masked is not False:
-                    x = lax.cond(masked, _mask(plan, program, ids, first_row, i), lambda x: x, x)
+                    hide = _mask(plan, program, ids, bits, first_row, i)
+                    x = lax.cond(masked, hide, lambda x: x, x)
                 return x, tanh
 
             def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
@@ -305,8 +329,8 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
 
         def write() -> None:
             def step(i: Any, n: Any, masked: Any) -> None:
-                del n, masked
-                turn = program.turn(i)
+                del masked
+                turn = program.turn(i, n)
 
                 def part(c: int) -> Any:
                     if by_rows:

@@ -75,6 +75,9 @@ class Plan:
     a visit after the one before it, just when shorter and shorter programs of the heads before
     leave their multiprocessors, and all end together.
 
+    ``listed``: a key block visits the query blocks of its list, as ``circular`` or otherwise; the
+    list has the turns.
+
     A program waits only for programs that were launched before it.
     """
 
@@ -88,6 +91,9 @@ class Plan:
     range_head: bool
     cores: int
     falling: int = 0
+    listed: bool = False
+    bits: bool = False
+    bits_batch: bool = False
 
     @property
     def n_q(self) -> int:
@@ -112,18 +118,31 @@ class Plan:
         """Key blocks that walk round together; all of them must be resident at once."""
         return min(self.n_q, self.n_kv, self.cores)
 
+    @property
+    def upwards(self) -> bool:
+        """Whether programs start with the first key block."""
+        return self.band.hi is None if self.listed else self.circular
+
     def place(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
         rows = self.problem.batch * self.problem.heads
         before = (rows - self.falling) * self.n_kv
         row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
-        block = rising if self.circular else self.n_kv - 1 - rising
+        block = rising if self.upwards else self.n_kv - 1 - rising
         if not self.falling:
             return row, block, False
         late = item >= before
         over = lax.max(item - before, 0)
         row = lax.select(late, rows - self.falling + lax.rem(over, self.falling), row)
         return row, lax.select(late, lax.div(over, self.falling), block), late
+
+
+def list_team(problem: Problem, tiles: BackwardTiles, cores: int) -> int | None:
+    """Key blocks that walk round their lists together; None where a band starts them apart."""
+    if problem.rules.band.hi is not None:
+        return None
+    blocks = (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv)
+    return min(cores, *(-(-length // block) for length, block in blocks))
 
 
 def falling_heads(walked: np.ndarray, rows: int, cores: int) -> int:

@@ -38,6 +38,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, For
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
     ROWS,
+    has_one_id,
     one_id,
     only_ids,
     softmax,
@@ -74,16 +75,18 @@ class Forward(Form):
             rows = pl.ds(tile.block * t.block_q, t.block_q)
             source = r.q.at[tile.batch, rows, tile.head]
             plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_ready.at[slot])
-            load(r.k, r.k_smem, r.k_ready, r.k_free, tile, tile.stop - 1, n)
+            first = self.key_block(r, tile, tile.stop - 1)
+            load(r.k, r.k_smem, r.k_ready, r.k_free, tile, first, n)
 
-            def per_block(x, n):
-                j = tile.stop - 1 - x
-                load(r.k, r.k_smem, r.k_ready, r.k_free, tile, j - 1, n + 1)
+            def per_block(x, carry):
+                n, j = carry
+                following = self.key_block(r, tile, tile.stop - 2 - x)
+                load(r.k, r.k_smem, r.k_ready, r.k_free, tile, following, n + 1)
                 load(r.v, r.v_smem, r.v_ready, r.v_free, tile, j, n)
-                return n + 1
+                return n + 1, following
 
-            n = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, n)
-            load(r.v, r.v_smem, r.v_ready, r.v_free, tile, tile.start, n)
+            n, j = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, (n, first))
+            load(r.v, r.v_smem, r.v_ready, r.v_free, tile, j, n)
             return i + 1, n + 1, ahead
 
         zero = jnp.int32(0)
@@ -167,7 +170,7 @@ class Forward(Form):
             def read_on():
                 return self.ahead(r, i + 2, ahead[2])
 
-            if self.rules.arrays:
+            if self.read:
                 tile2, ahead2 = lax.cond(new, lambda: self.arrived(r, ahead), lambda: tile), None
             else:
                 tile2, ahead2 = lax.cond(
@@ -297,7 +300,7 @@ class Forward(Form):
         inputs = ("q", "k", "v", "order", *self.operands)
         given = dict(zip(self.operands, operands, strict=True))
         ids: list[jax.Array] = []
-        if "q_ids" in self.operands:
+        if has_one_id(self):
             inputs += ("q_one_id", "kv_one_id")
             ids = [only_ids(given["q_ids"], ROWS, -1), only_ids(given["kv_ids"], t.block_kv, -2)]
 
@@ -330,6 +333,6 @@ class Forward(Form):
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
         )
-        order = self.order(given.get("ranges"))
+        order = self.order(given)
         o, lse, base = kernel(*map(whole, (q, k, v)), order, *operands, *ids)
         return o[:, : p.q_len], lse[:, :, : p.q_len], base[:, :, : p.q_len]

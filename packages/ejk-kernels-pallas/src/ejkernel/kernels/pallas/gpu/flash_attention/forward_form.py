@@ -14,6 +14,7 @@ from jax import lax
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Rules
@@ -34,8 +35,10 @@ class Form:
     Attributes:
         problem, rules, tiles: what is computed and how.
         operands: names of the operands after q, k and v: of ``ranges`` int32 [#b, #h, blocks, 4],
-            ``q_ids`` and ``kv_ids`` int32 [#b, padded length], ``sink`` float32 [#b, h].
-        shared: the operands whose batch axis has size 1; "ranges_head" if its head axis has.
+            ``lists`` and ``bits`` (see ``lists``), ``q_ids`` and ``kv_ids`` int32
+            [#b, padded length], ``sink`` float32 [#b, h].
+        shared: the operands whose batch axis has size 1; "ranges_head" if its head axis has, and
+            so on.
         programs: how many programs run: the multiprocessors.
     """
 
@@ -99,34 +102,45 @@ class Form:
         return float(min(c, 80 - c))
 
     @property
+    def listed(self) -> bool:
+        """Whether tiles walk over lists of blocks."""
+        return "lists" in self.operands
+
+    @property
+    def read(self) -> bool:
+        """Whether what a tile visits is read from memory."""
+        return self.listed or self.rules.arrays
+
+    @property
     def masks(self) -> bool:
         """Whether any block may need an element mask."""
         ragged = self.problem.kv_len % self.tiles.block_kv != 0
-        return ragged or self.rules.arrays or not self.rules.band.empty
+        return ragged or self.read or not self.rules.band.empty
 
     # ---- tiles ------------------------------------------------------------------------------
 
-    def order(self, ranges: jax.Array | None = None) -> jax.Array:
+    def order(self, given: dict[str, jax.Array]) -> jax.Array:
         """The tiles of each program, int32 ``[programs, n]``; -1 after the last.
 
-        ``ranges``: the operand, if arrays decide what a tile visits.
+        ``given``: the operands by name.
         """
         p, t, n = self.problem, self.tiles, self.strips
         rows = p.batch * p.heads
-        if ranges is not None:
-            return self._order_by_length(ranges, rows, n)
+        if "lists" in given:
+            return self._order_by_length(given["lists"][..., 1], rows, n)
+        if "ranges" in given:
+            ranges = given["ranges"]
+            return self._order_by_length(ranges[..., 3] - ranges[..., 0], rows, n)
         strip = t.cluster * t.block_q
         costs = schedule.band_costs(p.q_len, p.kv_len, self.rules.band, strip, t.block_kv)
         return jnp.asarray(_read_ahead(schedule.assign(rows, costs, t.head_group, self.grid)))
 
-    def _order_by_length(self, ranges: jax.Array, rows: int, n: int) -> jax.Array:
+    def _order_by_length(self, lengths: jax.Array, rows: int, n: int) -> jax.Array:
         """Places are dealt ahead of time, and the longest tile of a few heads takes the first."""
         group = max(d for d in range(1, max(SORTED // n, 1) + 1) if rows % d == 0)
         places = group * n
         order = _read_ahead(schedule.assign_places(rows // group, places, self.grid))
-        lengths = jnp.broadcast_to(
-            ranges[..., 3] - ranges[..., 0], (self.problem.batch, self.problem.heads, n)
-        )
+        lengths = jnp.broadcast_to(lengths, (self.problem.batch, self.problem.heads, n))
         longest = jnp.argsort(-lengths.reshape(-1, places), axis=-1).astype(jnp.int32)
         tile = order // places * places + longest[order // places, order % places]
         return jnp.where(order < 0, -1, tile)
@@ -141,10 +155,13 @@ class Form:
         if t.cluster > 1:
             block = block * t.cluster + lax.axis_index(MEMBER)
         batch, head = lax.div(row, p.heads), lax.rem(row, p.heads)
+        if self.listed:
+            row = self.row("lists", batch, head)
+            full, count = r.lists[*row, block, 0], r.lists[*row, block, 1]
+            return Tile(batch, head, block, jnp.int32(0), jnp.int32(0), full, count)
         if self.rules.arrays:
-            rb = 0 if "ranges" in self.shared else batch
-            rh = 0 if "ranges_head" in self.shared else head
-            start, full_start, full_stop, stop = (r.ranges[rb, rh, block, c] for c in range(4))
+            row = self.row("ranges", batch, head)
+            start, full_start, full_stop, stop = (r.ranges[*row, block, c] for c in range(4))
             stop = jnp.maximum(stop, 1)
             start = jnp.minimum(start, stop - 1)
         else:
@@ -155,13 +172,23 @@ class Form:
             )
         return Tile(batch, head, block, start, full_start, full_stop, stop)
 
+    def row(self, name: str, batch: Any, head: Any) -> tuple[Any, Any]:
+        """Where an operand ``[#b, #h, ...]`` has what it says of a head."""
+        return (0 if name in self.shared else batch, 0 if f"{name}_head" in self.shared else head)
+
+    def key_block(self, r: Any, tile: Tile, j: Any) -> Any:
+        """The key block at place j of a tile's walk."""
+        if not self.listed:
+            return j
+        return r.lists[*self.row("lists", tile.batch, tile.head), tile.block, COUNTS + j]
+
     def ahead(self, r: Any, i: Any, following: Any = None) -> tuple:
         """What is known of tile i a tile early: (number, blocks, number of the next).
 
         Blocks are read from memory, at the number ``following`` read before, only if arrays
         decide them; else they are computed when the tile comes.
         """
-        if not self.rules.arrays:
+        if not self.read:
             return self.number(r, i), None, None
         number = self.number(r, i) if following is None else following
         return number, self.tile(r, jnp.maximum(number, 0)), self.number(r, i + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import sign
-from ejkernel.kernels.pallas.gpu.common.masks import ROW, hide_other_segments, hide_outside
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    ROW,
+    hide_other_segments,
+    hide_outside,
+    hide_unset,
+)
 from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
@@ -28,9 +34,14 @@ def only_ids(ids: jax.Array, block: int, other: int) -> jax.Array:
     return jnp.where(jnp.all(ids == first[..., None], axis=-1), first, other)
 
 
+def has_one_id(form: Form) -> bool:
+    """Whether steps compare what is known of whole blocks of ids; lists know it already."""
+    return "q_ids" in form.operands and not form.listed
+
+
 def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
     """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2."""
-    if "q_ids" not in form.operands:
+    if not has_one_id(form):
         return ()
     b = 0 if "q_ids" in form.shared else tile.batch
     q_group = tile.block * form.tiles.consumers + lax.axis_index("wg")
@@ -39,6 +50,9 @@ def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
 
 def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float) -> jax.Array:
     """``fill`` where this warpgroup's rows do not see keys of block j."""
+    if form.listed:
+        shown = lambda x: _hide_listed(form, r, x, tile, j, fill)  # noqa: E731
+        return lax.cond(tile.masked(j), shown, lambda x: x, x)
     p, t, band = form.problem, form.tiles, form.rules.band
     first_row = tile.block * t.block_q + lax.axis_index("wg") * ROWS
     first_key = j * t.block_kv
@@ -49,11 +63,6 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
             return x
         return hide_outside(x, band, first_key - first_row, columns_left=end, fill=fill)
 
-    def hide_segments(x):
-        b = 0 if "q_ids" in form.shared else tile.batch
-        rows, keys = pl.ds(first_row, ROWS), pl.ds(first_key, t.block_kv)
-        return hide_other_segments(x, r.q_ids.at[b, rows], r.kv_ids.at[b, keys], fill)
-
     def when(test, change):
         return lax.cond(test, lambda: change(x), lambda: x)
 
@@ -63,7 +72,8 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
             x = hide(x, band, end)
             if "q_ids" not in form.operands:
                 return x
-            return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: hide_segments(x))
+            segments = functools.partial(_hide_segments, form, r, tile, first_row, first_key, fill)
+            return lax.cond(one_id[0] == one_id[1], lambda: x, lambda: segments(x))
 
         return when(tile.masked(j), both)
     # either edge by itself: few blocks meet both
@@ -71,6 +81,26 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
         x = when(j < tile.full_start, lambda x: hide(x, Band(lo=band.lo), None))
     if band.hi is not None or end is not None:
         x = when(j >= tile.full_stop, lambda x: hide(x, Band(hi=band.hi), end))
+    return x
+
+
+def _hide_segments(form: Form, r: Any, tile: Tile, first_row, first_key, fill, x) -> jax.Array:
+    b = 0 if "q_ids" in form.shared else tile.batch
+    rows, keys = pl.ds(first_row, ROWS), pl.ds(first_key, form.tiles.block_kv)
+    return hide_other_segments(x, r.q_ids.at[b, rows], r.kv_ids.at[b, keys], fill)
+
+
+def _hide_listed(form: Form, r: Any, x, tile: Tile, place: Any, fill: float) -> jax.Array:
+    """The mask of a listed block that needs one; the block past the end is hidden whole."""
+    j = form.key_block(r, tile, place)
+    group = tile.block * form.tiles.consumers + lax.axis_index("wg")
+    first_row, first_key = group * ROWS, j * form.tiles.block_kv
+    left = form.problem.kv_len - first_key
+    x = hide_outside(x, form.rules.band, first_key - first_row, columns_left=left, fill=fill)
+    if "bits" in form.operands:
+        x = hide_unset(x, r.bits[*form.row("bits", tile.batch, tile.head), group, j], fill)
+    if "q_ids" in form.operands:
+        x = _hide_segments(form, r, tile, first_row, first_key, fill, x)
     return x
 
 

@@ -14,15 +14,22 @@ from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
-from ejkernel.kernels.pallas.gpu.flash_attention.operands import folding, masks, shared
+from ejkernel.kernels.pallas.gpu.flash_attention.operands import (
+    backward_masks,
+    folding,
+    forward_masks,
+    shared,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls, softmax
-from ejkernel.types.hidden import without_dead_rows
+from ejkernel.types.hidden import cleared_rows, without_dead_rows
 from ejkernel.types.latent import FromLatent
+from ejkernel.types.pattern import rows_see_tiles
 from ejkernel.types.problem import Problem
+from ejkernel.types.structure import HULL, LISTED
 
 DTYPES = ("float16", "bfloat16")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -71,6 +78,11 @@ class FlashAttention(PallasKernel):
         """Behind the kernels for every GPU where those are faster."""
         return preference.priority(self.facts(inv)[0])
 
+    def comments(self, problem: Problem, target: Chip) -> tuple[str, ...]:
+        if problem.pattern_blocks is not None:
+            return (LISTED,)
+        return (HULL,) if problem.rules.arrays else ()
+
     def choose(self, problem: Problem, target: Chip) -> FlashTiles:
         return tiles.choose(problem, target)
 
@@ -93,7 +105,7 @@ class FlashAttention(PallasKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t, cores = work.problem, work.tiles.fwd, work.target.cores
         tensors = {name: arrays[name] for name in ("q", "k", "v")}
-        tensors |= masks(arrays["mask"], p, t, backward=False)
+        tensors |= forward_masks(arrays["mask"], arrays.get("pattern"), p, t)
         if "sink" in arrays:
             tensors["sink"] = arrays["sink"]
 
@@ -115,11 +127,15 @@ class FlashAttention(PallasKernel):
     ) -> Mapping[str, Any]:
         p, t, cores = work.problem, work.tiles.bwd, work.target.cores
         (o, lse), (do, dlse) = outputs, cotangents
-        q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, arrays["q"], do, dlse)
+        q = arrays["q"]
+        if p.pattern_blocks is None:
+            q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
+        elif not rows_see_tiles(p, t.block_q, t.block_kv):
+            q, do, dlse = cleared_rows(lse, q, do, dlse)
         delta = softmax.row_delta(o, do, dlse)
         tensors = {"q": q, "k": arrays["k"], "v": arrays["v"]}
         tensors |= {"do": do, "base": saved, "delta": delta}
-        tensors |= masks(arrays["mask"], p, t, backward=True)
+        tensors |= backward_masks(arrays["mask"], arrays.get("pattern"), p, t, cores)
 
         def run(problem: Problem, tensors: Arrays) -> Any:
             return backward(problem, **tensors, band=p.rules.band, tiles=t, cores=cores)

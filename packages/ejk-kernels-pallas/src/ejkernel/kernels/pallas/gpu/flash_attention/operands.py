@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles, list_team
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import backward_lists, forward_lists
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import block_ranges, operands, split_mask
@@ -18,14 +20,11 @@ HIDDEN = {"q_ids": -1, "kv_ids": -2}  # ids of padding: never equal
 
 def _segment_ids(mask: MaskInfo, p: Problem) -> dict[str, jax.Array]:
     """int32 ids ``[#b, len]`` of which only those of pairs that may see each other are equal."""
+    if "q_ids" not in p.rules.names:
+        return {}
     _, arrays = split_mask(mask)
     ids = operands(mask, arrays, p.q_len, p.kv_len)
     return {name: jnp.where(ids[name] < 0, hidden, ids[name]) for name, hidden in HIDDEN.items()}
-
-
-def _to_blocks(x: jax.Array, block: int, fill: int) -> jax.Array:
-    missing = -x.shape[1] % block
-    return jnp.pad(x, [(0, 0), (0, missing)], constant_values=fill)
 
 
 def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> tuple:
@@ -60,24 +59,46 @@ def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> t
 
 
 def shared(tensors: dict[str, jax.Array]) -> frozenset[str]:
+    """Names of the tensors with one batch row for all; ``NAME_head``: with one head for all."""
     names = {name for name, x in tensors.items() if x.shape[0] == 1}
-    if "ranges" in tensors and tensors["ranges"].shape[1] == 1:
-        names.add("ranges_head")
+    for name in ("ranges", "lists", "bits"):
+        if name in tensors and tensors[name].shape[1] == 1:
+            names.add(f"{name}_head")
     return frozenset(names)
 
 
-def masks(mask: MaskInfo, p: Problem, tiles: Any, *, backward: bool) -> dict[str, jax.Array]:
-    """What a kernel reads of a mask with arrays: ranges of blocks to visit, and segment ids.
+def forward_masks(
+    mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: ForwardTiles
+) -> dict[str, jax.Array]:
+    """What the forward kernel reads of a mask with arrays or a pattern.
 
-    Forward, ids are padded to whole blocks.
+    Ranges or lists of blocks to visit, and segment ids padded to whole blocks, those of keys to
+    the block past the end too where there are lists.
     """
+    blocks = (tiles.block_q, tiles.block_kv)
+    if pattern is not None:
+        found = forward_lists(p, mask, pattern, blocks)
+    elif p.rules.arrays:
+        found = {"ranges": block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=False)}
+    else:
+        return {}
+    more = tiles.block_kv if pattern is not None else 0
+    for (name, x), block in zip(_segment_ids(mask, p).items(), blocks, strict=False):
+        past = more if name == "kv_ids" else 0
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % block + past)], constant_values=HIDDEN[name])
+        found[name] = x
+    return found
+
+
+def backward_masks(
+    mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles, cores: int
+) -> dict[str, jax.Array]:
+    """What the backward kernels read of a mask with arrays or a pattern: as forward, not padded."""
+    blocks = (tiles.block_q, tiles.block_kv)
+    if pattern is not None:
+        team = list_team(p, tiles, cores)
+        return {**backward_lists(p, mask, pattern, blocks, team), **_segment_ids(mask, p)}
     if not p.rules.arrays:
         return {}
-    ranges = block_ranges(
-        mask, p.q_len, p.kv_len, tiles.block_q, tiles.block_kv, transposed=backward
-    )
-    ids = _segment_ids(mask, p)
-    if not backward:
-        blocks = {"q_ids": tiles.block_q, "kv_ids": tiles.block_kv}
-        ids = {name: _to_blocks(x, blocks[name], HIDDEN[name]) for name, x in ids.items()}
-    return {"ranges": ranges, **ids}
+    ranges = block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=True)
+    return {"ranges": ranges, **_segment_ids(mask, p)}

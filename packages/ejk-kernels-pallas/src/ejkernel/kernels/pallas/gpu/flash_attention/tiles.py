@@ -118,7 +118,8 @@ def choose(problem: Problem, chip: Chip) -> FlashTiles:
 def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
     """The tiles that the arithmetic below gives."""
     widest = max(problem.dim, problem.value_dim)
-    whole = rules.band.empty and not rules.arrays
+    pattern = problem.pattern_blocks
+    whole = rules.band.empty and not rules.arrays and pattern is None
     if widest <= 64:
         # o, s and p take 128 registers a thread at 128 keys: three consumers of 160 fit and share
         # k and v
@@ -134,11 +135,16 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         simple = problem.soft_cap is None and not rules.arrays and rules.band.lo is None
         held = simple and (whole or problem.q_len % 128 == problem.kv_len % 64 == 0)
         tiles = ForwardTiles(block_kv=64, q_held=128 if held else 0)
+    if pattern is not None:
+        # tiles that lie in a block, or of the fewest keys that products take
+        tiles = replace(tiles, block_q=128)
+        if pattern[1] % 128 and pattern[1] < problem.kv_len:
+            tiles = replace(tiles, block_kv=64)
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, q_stages=1)
     if tiles.shared(problem) > chip.shared:
         tiles = replace(tiles, block_kv=64)
-    if rules.arrays or rules.band.lo is not None:
+    if rules.arrays or rules.band.lo is not None or pattern is not None:
         # short tiles: o leaves in one piece, so that their ends wait for no copy
         whole_o = replace(tiles, o_columns=problem.value_dim)
         tiles = whole_o if whole_o.shared(problem) <= chip.shared else tiles
@@ -209,6 +215,11 @@ def override_forward(
             tiles = replace(tiles, block_kv=max(block_kv // ROWS, 1) * ROWS)
         if tiles.block_kv > 192:
             tiles = replace(tiles, block_q=128)  # a third has no registers for so many logits
+    if tiles.block_kv > 128 and problem.pattern_blocks is not None:
+        raise ConfigError(
+            f"fwd_params: kv_blocksize={block_kv!r}: a pattern of blocks is walked over in tiles "
+            "of 64 or 128 keys"
+        )
     if stages is not None:
         tiles = replace(tiles, stages=max(stages, 2))
     what = f"kv_blocksize={tiles.block_kv}, num_stages={tiles.stages}"

@@ -1,0 +1,38 @@
+"""Block-sparse attention on Hopper as one kernel object: flash attention over lists of tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel.kernels.pallas.gpu.common.chip import Chip
+from ejkernel.kernels.pallas.gpu.flash_attention import lists
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import is_wide
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import FlashAttention
+from ejkernel.types import calls
+from ejkernel.types.problem import Problem
+
+
+class BlockSparseAttention(FlashAttention):
+    """Attention over the blocks that a pattern allows, on a Hopper GPU; see the operation.
+
+    The kernels are those of flash attention; they walk lists of the tiles that the pattern and the
+    mask leave, made on the device. Dtypes, masks and ``cfg`` as there; head dims 64 and 128; blocks
+    of any multiples of 16 rows and keys, best of 128 or more: a tile that covers several blocks is
+    computed if one of them is seen.
+
+    Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608), section 3.
+    """
+
+    call = calls.BlockSparseAttention
+
+    def refuse(self, problem: Problem, target: Chip) -> str | None:
+        if problem.pattern_blocks is not None and is_wide(problem):
+            return f"query: head dim {problem.dim} is not supported with a pattern, only 64 and 128"
+        return super().refuse(problem, target) or lists.refuse(problem)
+
+    def priority_for(self, inv: Any) -> int:
+        """Behind every other kernel: no GPU has run this one yet."""
+        return -1
+
+
+blocksparse_attention = BlockSparseAttention()
