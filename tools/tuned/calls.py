@@ -123,4 +123,5 @@ def in_order(found: Iterable[TableCall]) -> list[TableCall]:
 
 
 def _serves(known: TableCall, call: TableCall) -> bool:
-    return payload_distance(known.inv.payload, call.inv.payload) < math.inf
+    like = call.inv.kernel.likeness
+    return payload_distance(known.inv.payload, call.inv.payload, like) < math.inf

@@ -23,7 +23,7 @@ from ejkernel.ops import (
     policy_override,
     target_device,
 )
-from ejkernel.ops.config.nearness import payload_distance
+from ejkernel.ops.config.nearness import Likeness, payload_distance
 from ejkernel.ops.config.store import Entry, encode_config, format_file
 from ejkernel.ops.config.tables import covers
 from ejkernel.ops.params import tile_field
@@ -42,6 +42,7 @@ class Rows(RegisteredKernel[Tile, jax.Array]):
 
     algorithm = "rows"
     trained = False
+    likeness = Likeness(indifferent=frozenset({"scale"}), extents=frozenset({"window"}))
 
     def run(self, x, *, window=None, causal=False, scale=None, cfg):
         raise AssertionError("implementations run")
@@ -137,12 +138,14 @@ def test_distances():
         return Invocation(make(), args, kwargs).payload
 
     def distance(ours, theirs):
-        return payload_distance(ours, theirs)
+        return payload_distance(ours, theirs, Rows.likeness)
 
     here = payload(x(64), causal=True)
     assert distance(here, payload(x(50), causal=True)) == 0
     near = distance(here, payload(x(256), causal=True))
     scaled = distance(here, payload(x(64), causal=True, scale=1.0))
+    unsaid = payload_distance(here, payload(x(64), causal=True, scale=1.0))
+    assert unsaid == float("inf")  # only the kernel knows what its words mean
     heads = distance(here, payload(x(64, heads=2), causal=True))
     assert 0 < scaled < near == 2 < heads < float("inf")
     forced = {**here, "platform": "xla"}
@@ -165,10 +168,13 @@ def test_sizes_of_windows_may_differ_and_their_kind_may_not():
     def payload(window):
         return Invocation(make(), (x(64),), {"window": window}).payload
 
-    assert payload_distance(payload(1023), payload((1023, 1023))) == 0
-    assert 0 < payload_distance(payload((1023, 0)), payload((4095, 0))) < 3
+    def distance(ours, theirs):
+        return payload_distance(payload(ours), payload(theirs), Rows.likeness)
+
+    assert distance(1023, (1023, 1023)) == 0
+    assert 0 < distance((1023, 0), (4095, 0)) < 3
     for other in ((None, 0), (127, 0), (1023, 1023), None):
-        assert payload_distance(payload((1023, 0)), payload(other)) == float("inf")
+        assert distance((1023, 0), other) == float("inf")
 
 
 def test_a_broken_table_warns_once_and_is_passed_over(tmp_path):

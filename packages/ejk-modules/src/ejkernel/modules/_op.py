@@ -16,6 +16,7 @@ from ejkernel.modules._help import show_signature
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
+from ejkernel.ops.config.nearness import Likeness
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Resolved
 from ejkernel.ops.core.keys import leaf_names
@@ -63,6 +64,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
         if "spec" not in vars(cls):
             return
         cls.algorithm = cls.spec.algorithm
+        cls.likeness = Likeness(
+            cls.spec.indifferent, cls.spec.extents, frozenset(cls.spec.boundary.pools)
+        )
         cls._instance = None
 
         def run(self: Operation, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:

@@ -10,9 +10,8 @@ head by ``GROUP_FACTOR``. Further away, an entry says less than arithmetic does.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 FACTOR = 4.0
 GROUP_FACTOR = 2.0
@@ -23,12 +22,22 @@ OTHER_PLATFORM = 4.0
 # Details that hardly matter: another sharding of an operand, a scale that is given.
 DETAIL = 1.0
 
-# Arguments that change what is computed and not how: any value serves.
-INDIFFERENT = frozenset({"softmax_scale", "scale", "return_lse"})
-# Static integers that are sizes; all others must be equal.
-SIZES = re.compile("window|chunk")
-# Arrays whose first axis is a pool: how much there is in it says nothing about one call.
-POOLS = re.compile("cache|pages")
+
+class Likeness(NamedTuple):
+    """What a kernel says of its arguments, by name, beyond what their shapes say.
+
+    Attributes:
+        indifferent: change what is computed and not how: any value serves.
+        extents: static integers that say how wide something is; all others must be equal.
+        pools: arrays whose first axis is a pool: how much there is in it says nothing of one call.
+    """
+
+    indifferent: frozenset[str] = frozenset()
+    extents: frozenset[str] = frozenset()
+    pools: frozenset[str] = frozenset()
+
+
+NOTHING_SAID = Likeness()
 
 _ARRAY = {"shape", "dtype", "sharding", "free"}
 _LIMIT = math.log2(FACTOR) + 1e-9
@@ -40,34 +49,37 @@ def subject(payload: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(payload.get(k) for k in ("schema", "kernel", "version", "device"))
 
 
-def outline(payload: Mapping[str, Any]) -> Hashable:
+def outline(payload: Mapping[str, Any], like: Likeness) -> Hashable:
     """What must be equal for one payload to say anything about another."""
     arguments = sorted(payload.get("arguments", {}).items())
     placed = repr((payload.get("mesh"), payload.get("specs")))
-    return (*subject(payload), placed, *[(name, *_fixed(name, x)) for name, x in arguments])
+    return (*subject(payload), placed, *[(name, *_fixed(name, x, like)) for name, x in arguments])
 
 
-def _fixed(name: str, x: Any) -> tuple[Any, ...]:
+def _fixed(name: str, x: Any, like: Likeness) -> tuple[Any, ...]:
     """What of an argument must be equal; what ``_argument`` compares besides is left out."""
     if isinstance(x, Mapping):
         if _is_array(x):
-            free, heads = x["free"], _head_axis(name, x)
+            free, heads = x["free"], _head_axis(x, name in like.pools)
             sizes = [None if i in free or i == heads else n for i, n in enumerate(x["shape"])]
             return x["dtype"], tuple(free), tuple(sizes)
         if _is_node(x):
             return x["node"], len(x["children"])
-    return () if name in INDIFFERENT or SIZES.search(name) else (repr(x),)
+    return () if name in like.indifferent or name in like.extents else (repr(x),)
 
 
-def payload_distance(entry: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+def payload_distance(
+    entry: Mapping[str, Any], call: Mapping[str, Any], like: Likeness = NOTHING_SAID
+) -> float:
     """Distance of the payload of an entry from the payload of a call, in octaves.
 
     0 for one bucket, infinite when the entry says nothing about the call.
     """
-    return distance_of_alike(entry, call) if outline(entry) == outline(call) else math.inf
+    same = outline(entry, like) == outline(call, like)
+    return distance_of_alike(entry, call, like) if same else math.inf
 
 
-def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any], like: Likeness) -> float:
     """As ``payload_distance``, of payloads with one outline."""
     asked, tuned = call.get("platform", "auto"), entry.get("platform", "auto")
     if tuned not in ("auto", asked):  # the best of one platform is not the best of all
@@ -79,7 +91,7 @@ def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any]) -> floa
         b = theirs[name]
         if type(a) is type(b) and a == b and not isinstance(a, Mapping):
             continue
-        distance += _argument(name, a, b, heads)
+        distance += _argument(name, a, b, heads, like)
         if distance == math.inf:
             return math.inf
     if heads and max(heads) - min(heads) > _GROUP_LIMIT:
@@ -87,19 +99,19 @@ def distance_of_alike(entry: Mapping[str, Any], call: Mapping[str, Any]) -> floa
     return distance + (0.0 if tuned == asked else OTHER_PLATFORM)
 
 
-def _argument(name: str, a: Any, b: Any, heads: list[float]) -> float:
+def _argument(name: str, a: Any, b: Any, heads: list[float], like: Likeness) -> float:
     """Distance of one argument; ``heads`` collects by how many octaves numbers of heads differ."""
     if _is_array(a) and _is_array(b):
-        return _array(a, b, heads, pool=bool(POOLS.search(name)), head_axis=_head_axis(name, a))
+        return _array(a, b, heads, pool=name in like.pools)
     if a == b and type(a) is type(b):
         return 0.0
     if _is_array(a) or _is_array(b):
         return math.inf
-    if name in INDIFFERENT:
+    if name in like.indifferent:
         return DETAIL
     if _is_node(a) and _is_node(b):
         return _node(a, b)
-    if SIZES.search(name):
+    if name in like.extents:
         return _size(_pair(a), _pair(b))
     return math.inf
 
@@ -140,23 +152,17 @@ def _node(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
 def _child(a: Any, b: Any) -> float:
     if isinstance(a, list) and isinstance(b, list):
         return _sum(map(_child, a, b)) if len(a) == len(b) else math.inf
-    return _argument("", a, b, [])
+    return _argument("", a, b, [], NOTHING_SAID)
 
 
-def _head_axis(name: str, x: Mapping[str, Any]) -> int | None:
+def _head_axis(x: Mapping[str, Any], pool: bool) -> int | None:
     """The axis of heads in ``[..., heads, dim]``; a cache of rank three is [pages, size, dim]."""
     rank = len(x["shape"])
-    return rank - 2 if rank > (3 if POOLS.search(name) else 1) else None
+    return rank - 2 if rank > (3 if pool else 1) else None
 
 
-def _array(
-    a: Mapping[str, Any],
-    b: Mapping[str, Any],
-    heads: list[float],
-    *,
-    pool: bool,
-    head_axis: int | None,
-) -> float:
+def _array(a: Mapping[str, Any], b: Mapping[str, Any], heads: list[float], *, pool: bool) -> float:
+    head_axis = _head_axis(a, pool)
     ours, theirs = a["shape"], b["shape"]
     if a["dtype"] != b["dtype"] or a["free"] != b["free"] or len(ours) != len(theirs):
         return math.inf  # of arguments the outline says so already, of what is inside masks not

@@ -234,7 +234,8 @@ class ConfigSelectorChain:
         payload = search.inv.info.get("payload")
         if not tables or not payload:
             return ()
-        return nearest_configs(tables, payload, search.kernel.config_cls)
+        kernel = search.kernel
+        return nearest_configs(tables, payload, kernel.config_cls, kernel.likeness)
 
     def _known_card(self, search: _Search) -> bool:
         """Whether a shipped table covers the kernel on this device: then arithmetic is good too."""

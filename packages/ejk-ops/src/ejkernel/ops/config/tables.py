@@ -7,31 +7,48 @@ nearest entry serves a call, if ``config.nearness`` says that it says anything a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config.nearness import distance_of_alike, outline, subject
+from ejkernel.ops.config.nearness import (
+    NOTHING_SAID,
+    Likeness,
+    distance_of_alike,
+    outline,
+    subject,
+)
 from ejkernel.ops.config.store import Entry, read_table
 from ejkernel.ops.errors import warn_once
 
 
 class Table:
-    """The entries of a table that say what they were tuned for, by the outline of that."""
+    """The entries of a table that say what they were tuned for."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self.subjects: set[Hashable] = set()
-        self.entries: dict[Hashable, list[Entry]] = {}
+        self.subjects: dict[Hashable, list[Entry]] = {}
+        self._outlines: dict[Hashable, dict[Hashable, list[Entry]]] = {}
         for entry in entries:
-            if not isinstance(entry.facts, Mapping):
-                continue
-            try:
-                self.entries.setdefault(outline(entry.facts), []).append(entry)
-                self.subjects.add(subject(entry.facts))
-            except (AttributeError, LookupError, TypeError):
-                continue  # facts of another form say nothing about any call
+            if isinstance(entry.facts, Mapping):
+                with contextlib.suppress(TypeError):  # facts of another form say nothing
+                    self.subjects.setdefault(subject(entry.facts), []).append(entry)
+
+    def alike(self, payload: Mapping[str, Any], like: Likeness) -> list[Entry]:
+        """The entries with the outline of ``payload``."""
+        about = subject(payload)
+        if about not in self.subjects:
+            return []
+        known = self._outlines.get((about, like))
+        if known is None:
+            known = {}
+            for entry in self.subjects[about]:
+                with contextlib.suppress(AttributeError, LookupError, TypeError):
+                    known.setdefault(outline(entry.facts, like), []).append(entry)
+            self._outlines[about, like] = known
+        return known.get(outline(payload, like), [])
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,16 +70,16 @@ def _table(path: Path) -> Table:
 
 
 def nearest_configs(
-    paths: Iterable[Path], payload: Mapping[str, Any], cls: type | None
+    paths: Iterable[Path],
+    payload: Mapping[str, Any],
+    cls: type | None,
+    like: Likeness = NOTHING_SAID,
 ) -> Iterator[tuple[Any, float]]:
     """``(config, distance)`` of the entries that serve ``payload``, nearest first."""
-    about = subject(payload)
-    tables = [table for table in map(_table, paths) if about in table.subjects]
-    wanted = outline(payload) if tables else None
     found = []
-    for table in tables:
-        for entry in table.entries.get(wanted, ()):
-            distance = _distance(entry, payload)
+    for table in map(_table, paths):
+        for entry in table.alike(payload, like):
+            distance = _distance(entry, payload, like)
             if distance < math.inf:
                 found.append((distance, len(found), entry))
     for distance, _, entry in sorted(found, key=lambda item: item[:2]):
@@ -71,9 +88,9 @@ def nearest_configs(
             yield cfg, distance
 
 
-def _distance(entry: Entry, payload: Mapping[str, Any]) -> float:
+def _distance(entry: Entry, payload: Mapping[str, Any], like: Likeness) -> float:
     try:
-        return distance_of_alike(entry.facts, payload)
+        return distance_of_alike(entry.facts, payload, like)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return math.inf  # facts of another form say nothing about any call
 

@@ -11,6 +11,7 @@ from typing import Any, Generic
 
 import numpy as np
 
+from ejkernel.ops.config.nearness import NOTHING_SAID
 from ejkernel.ops.core.distribution import distribute_by_specs
 from ejkernel.ops.core.invocation import Invocation, call_invocation
 from ejkernel.ops.core.samples import random_like
@@ -87,6 +88,8 @@ class Kernel(Generic[Cfg, Out]):
 
     trained = True
     """Whether calls are usually differentiated: tuning then ranks by both passes together."""
+    likeness = NOTHING_SAID
+    """Which arguments tiles do not depend on, for the nearest entry of a shipped table."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

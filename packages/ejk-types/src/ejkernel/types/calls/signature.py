@@ -108,6 +108,13 @@ class Boundary:
         return tuple(p.name for p in integers if p.name not in self.seeds)
 
     @cached_property
+    def pools(self) -> tuple[str, ...]:
+        """The arrays of pages, which many sequences share."""
+        return tuple(
+            p.name for p in self.parameters if any(axes.startswith("pages ") for _, axes in p.forms)
+        )
+
+    @cached_property
     def static_names(self) -> frozenset[str]:
         return frozenset(p.name for p in self.parameters if not is_array(p.annotation))
 

@@ -34,6 +34,8 @@ class Call:
         outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
         asks_for_more: the parameter without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
+        indifferent: arguments that change what is computed and not how it is cut into tiles.
+        extents: static integers that say how wide something is.
         boundary: the parameters, read from ``takes``.
         Facts: tuple with a field for every parameter but ``mask_info``.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
@@ -44,6 +46,8 @@ class Call:
     outputs: ClassVar[tuple[str, ...]] = ()
     asks_for_more: ClassVar[str] = ""
     seeds: ClassVar[tuple[str, ...]] = ()
+    indifferent: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
+    extents: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks",
