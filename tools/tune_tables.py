@@ -43,10 +43,11 @@ from ejkernel.ops.config.store import read_table  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation  # noqa: E402
 from ejkernel.ops.execution import search  # noqa: E402
 from ejkernel.ops.execution.timing import busy_kernel_clock, kernel_clock  # noqa: E402
+from ejktest.device import described  # noqa: E402
 from tuned import pipeline, report  # noqa: E402
 from tuned.building import TableBuilder  # noqa: E402
 from tuned.calls import TableCall, calls, hopeless, in_order  # noqa: E402
-from tuned.prepare import described, prepare  # noqa: E402
+from tuned.prepare import prepare  # noqa: E402
 from tuned.shipped import ShippedTable, shipped, shipped_names  # noqa: E402
 
 
@@ -204,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         return show(args)
     checkout.register()
     if args.prepare:
-        with described(args.prepare, args.cores):
+        with described(args.prepare, "gpu", args.cores):
             return prepare_all(args)
     target = target_device()
     kind = "cpu" if target.kind.value == "cpu" else "gpu"

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from ejkernel.types import MaskInfo
+from ejktest.device import on as on
 
 
 def _is_array(x: Any) -> bool:
@@ -36,11 +36,6 @@ def bound(call: Any, **given: Any) -> SimpleNamespace:
 
     jax.eval_shape(probe, arrays)
     return SimpleNamespace(arguments=found, facts={})
-
-
-def on(device):
-    """A context in which calls are for a device that need not be here."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
 
 
 def struct(*shape, dtype=jnp.bfloat16):

@@ -10,9 +10,9 @@ import pytest
 from ejkernel.kernels.xla.grouped_matmul.implementation import GroupedMatmul
 from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
+from ejktest.device import described
 from ejktest.triton_configs import _plans
 from gpu import sweep
-from tuned.prepare import described
 
 TINY = GroupedShape("tiny", 256, 16, 16, 4, "float32", device="cpu")
 WORDS = ["grouped_matmul", "--platform", "xla", "--rounds", "2"]
@@ -58,7 +58,7 @@ def test_wrong_values_and_what_does_not_run_are_told(capsys, monkeypatch):
 def test_any_field_of_a_kernels_tiles():
     """Also those that no config can say, in the pass that is swept alone."""
     call = call_of(AttentionShape("s", 1, 1024, 2, 2, 64), "flash_attention")
-    with described("NVIDIA H200", 132):
+    with described("NVIDIA H200", "gpu", 132):
         subject = sweep.subject_of(call, "triton")
         assert subject.name == "flash_attention/triton/gpu"
         for which, groups in (("fwd", {"fwd"}), ("bwd", {"dq", "dkv"})):

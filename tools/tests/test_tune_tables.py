@@ -17,10 +17,10 @@ from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.core.keys import payload_key
 from ejkernel.ops.execution import timing
 from ejkernel.ops.params import tile_field
+from ejktest.device import described
 from tuned import prepare
 from tuned.calls import TableCall, hopeless, in_order
 from tuned.calls import calls as calls_of
-from tuned.prepare import described
 from tuned.shipped import FOLDERS, ShippedTable, shipped_names
 
 
@@ -181,7 +181,7 @@ def test_the_shipped_tables_can_be_shown(capsys):
 
 @pytest.fixture
 def h200():
-    with described("NVIDIA H200", 132):
+    with described("NVIDIA H200", "gpu", 132):
         yield
 
 

@@ -7,15 +7,13 @@ and no machine, so the folder may be carried to the card.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.ops import Autotuner
 from ejkernel.ops.core.abstract import bind_abstract
@@ -23,14 +21,6 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.platforms import Platform
 from tuned.calls import TableCall
-
-
-@contextlib.contextmanager
-def described(product: str, cores: int | None) -> Generator[None]:
-    """Everything inside is meant for the device of this name, e.g. "NVIDIA H200"."""
-    device = AbstractDevice(product, cores, "gpu")
-    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-        yield
 
 
 def prepare(todo: Iterable[TableCall], tuner: Autotuner, end: float) -> tuple[int, list[str]]:

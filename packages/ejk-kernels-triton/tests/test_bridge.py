@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.triton import bridge, compat, flash_attention, ragged_page_attention_v3
+from ejkernel.kernels.triton import bridge, compat, flash_attention
 from ejkernel.kernels.triton.bridge import call, describe
 from ejkernel.kernels.triton.compiled import (
     Code,
@@ -32,6 +30,7 @@ from ejkernel.kernels.triton.launch import RUNS, In, Launch, Out, TensorMap, run
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, current_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
+from ejktest.launcher import custom_calls, lowered, numbers
 
 HOPPER, AMPERE = cuda_target(90), cuda_target(80)
 
@@ -71,72 +70,9 @@ class Affine:
         return replace(self, rows=self.rows * size), folded
 
 
-def numbers(*shape: int, seed: int = 0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
 def source_of(plan, *shapes):
     avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes or [(plan.rows, plan.n)] * 2]
     return describe(plan.launch(HOPPER), avals, plan.outputs())
-
-
-@dataclass
-class Recorder:
-    """What jaxlib's GPU plugin offers for launching, writing down what it is told."""
-
-    launches: list[Any] = field(default_factory=list)
-    facts: int = 9  # 7 before scratch memory was known
-
-    def TritonKernel(self, *facts):
-        assert len(facts) in (7, self.facts)
-        names = ("name", "num_warps", "num_ctas", "shared", "text", "ttir", "capability")
-        return dict(zip(names, facts, strict=False))
-
-    def TritonKernelCall(self, kernel, x, y, z, parameters):
-        launch = SimpleNamespace(kernel=kernel, grid=(x, y, z), parameters=parameters)
-        self.launches.append(launch)
-        proto = json.dumps([parameters, launch.grid]).encode()
-        return SimpleNamespace(to_proto=lambda name, metadata: proto)
-
-    def create_array_parameter(self, bytes_to_zero, divisibility):
-        return ("array", divisibility)
-
-    def create_scalar_parameter(self, value, kind):
-        assert type(value) is (float if kind == "fp32" else int)
-        return ("scalar", value, kind)
-
-    def create_tma_descriptor_parameter(self, **fields):
-        return ("map", fields["shape"], fields["block_shape"])
-
-
-@pytest.fixture(params=[2, 4], ids=["jax-triton 0.3", "jax-triton 0.4"])
-def launcher(request, monkeypatch, tmp_path):
-    """Either form of jax-triton's custom call, without its plugin."""
-    modern = request.param == 4
-    recorder = Recorder(facts=9 if modern else 7)
-    name = "triton_kernel_call_ffi" if modern else "triton_kernel_call"
-    tools = compat.Toolchain(recorder, name, request.param, modern, "")
-    monkeypatch.setattr(compat, "toolchain", lambda: tools)
-    monkeypatch.setattr(compat, "has_tensor_maps", lambda: modern)
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
-    clear_memory_cache()
-    return SimpleNamespace(name=name, modern=modern, launches=recorder.launches)
-
-
-def lowered(f, *arrays, target=HOPPER) -> str:
-    with compile_for(target):
-        return jax.jit(f).trace(*arrays).lower(lowering_platforms=(target.platform,)).as_text()
-
-
-CALL = re.compile(r"custom_call @(\w+)\(([^)]*)\).*? : \(([^)]*)\) -> (.*)")
-
-
-def custom_calls(text: str):
-    """(target, operand names, operand types) of every custom call."""
-    found = []
-    for name, operands, types, _ in CALL.findall(text):
-        found.append((name, operands.split(", "), types.split(", ")))
-    return found
 
 
 # -- specialisation -----------------------------------------------------------------------------
@@ -411,62 +347,3 @@ def test_rows_of_runs_are_where_they_should_be(itemsize):
         address = sum(i * s for i, s in zip(at, steps, strict=True)) % 2**64
         assert address == ((end - length + row) * columns + 5) * itemsize
         assert (at[2] < RUNS) == (row < length)
-
-
-@triton.jit
-def bump_even(given, out, n, BLOCK: tl.constexpr):
-    i = 2 * tl.arange(0, BLOCK)
-    tl.store(out + i, tl.load(given + i, mask=i < n) + 1.0, mask=i < n)
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """x + 1 at even places, in the memory of x; an operand before it is not read."""
-
-    n: int
-
-    def outputs(self):
-        return (jax.ShapeDtypeStruct((self.n,), jnp.float32),)
-
-    def launch(self, target):
-        arguments = {"given": In(1), "out": Out(0), "n": self.n}
-        return Launch(bump_even, arguments, {"BLOCK": 16}, (1,), aliases={1: 0})
-
-
-def test_a_result_in_the_memory_of_an_operand(launcher):
-    x = numbers(21)
-    text = lowered(lambda unread, x: call(InPlace(21), unread, x)[0], numbers(3), x)
-    assert custom_calls(text)[0][1] == ["%arg1"]
-    alias = "output_operand_alias<output_tuple_indices = [], operand_index = 0,"
-    assert alias in text
-    with compile_for(HOPPER):
-        step = jax.jit(lambda x: call(InPlace(21), x, x)[0], donate_argnums=0)
-        donated = step.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "tf.aliasing_output = 0" in donated and alias in donated
-    with interpret_mode():
-        out = call(InPlace(21), x, x)[0]
-    np.testing.assert_array_equal(out, np.asarray(x) + (np.arange(21) % 2 == 0))
-
-
-def test_a_donated_cache_is_written_in_place(launcher):
-    """The argument's memory is the result's, and no launch but the write has either to change."""
-    if not launcher.modern:
-        pytest.skip("one launcher is enough")
-    t, n, h, d = 9, 3, 2, 16
-    shape = dict(queries=(t, h, d), keys=(t, 1, d), values=(t, 1, d), kv_cache=(7, 4, 2, d))
-    arrays = {name: numbers(*s) for name, s in shape.items()}
-    lens, tables = jnp.zeros(n, jnp.int32), jnp.zeros((n, 5), jnp.int32)
-    rest = (lens, tables, jnp.zeros(n + 1, jnp.int32), jnp.zeros(3, jnp.int32))
-    step = jax.jit(ragged_page_attention_v3, donate_argnums=3)
-    with compile_for(HOPPER):
-        traced = step.trace(*arrays.values(), *rest)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "custom_call @" + launcher.name in line]
-    # schedule, write, decode, prefill, merge
-    assert len(calls) == 5
-    kept = [re.search(r"operand_index = (\d+)", line) for line in calls]
-    assert [match is not None for match in kept] == [False, True, False, False, True]
-    operands = re.search(r"custom_call @\w+\(([^)]*)\)", calls[1])[1].split(", ")
-    donated = re.search(r"(%arg\d+): tensor<7x4x2x16xf32> {[^}]*tf.aliasing_output = 1", text)[1]
-    assert operands[int(kept[1][1])] == donated
-    assert "stablehlo.copy" not in text

@@ -5,7 +5,7 @@ import contextlib
 import jax
 import pytest
 
-from ejkernel.ops import env
+from ejkernel.ops import KernelRegistry, env
 from ejkernel.ops.errors import reset_warnings
 
 
@@ -19,3 +19,8 @@ def clean_slate(request, monkeypatch, tmp_path):
     with contextlib.nullcontext() if on_gpu else jax.default_device("cpu"):
         yield
     reset_warnings()
+
+
+@pytest.fixture
+def registry():
+    return KernelRegistry()

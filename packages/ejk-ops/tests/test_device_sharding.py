@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import (
-    AbstractDevice,
     AbstractMesh,
     AxisType,
     NamedSharding,
@@ -24,11 +23,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.platforms import Platform
 from ejkernel.ops.utils.buckets import bucket, bucket_shape
-
-
-def described(kind, platform, cores=None):
-    device = AbstractDevice(kind, cores, platform)
-    return use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+from ejktest.device import described
 
 
 def test_here():

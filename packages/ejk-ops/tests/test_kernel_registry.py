@@ -1,13 +1,7 @@
-import sys
-import threading
-from importlib.metadata import EntryPoint
-
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.ops import (
     Backend,
-    EjkernelWarning,
     Implementation,
     KernelNotFound,
     KernelNotSupported,
@@ -17,24 +11,15 @@ from ejkernel.ops import (
     interpret_mode,
     kernel_registry,
 )
-
-
-def on(kind, platform, cores=None):
-    """As if the target device were the one described."""
-    device = AbstractDevice(kind, cores, platform)
-    return use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
-
-
-def h200():
-    return on("NVIDIA H200", "gpu", 132)
+from ejktest.device import H200, described, on
 
 
 def mi300():
-    return on("AMD Instinct MI300X", "gpu", 304)
+    return described("AMD Instinct MI300X", "gpu", 304)
 
 
 def v5e():
-    return on("TPU v5 lite", "tpu", 1)
+    return described("TPU v5 lite", "tpu", 1)
 
 
 def add(registry, platform, backend, priority=0, algorithm="op", **options):
@@ -43,11 +28,6 @@ def add(registry, platform, backend, priority=0, algorithm="op", **options):
         return platform
 
     return op
-
-
-@pytest.fixture
-def registry():
-    return KernelRegistry()
 
 
 def test_register_returns_the_function_and_get_finds_it(registry):
@@ -69,7 +49,7 @@ def test_auto_takes_what_the_hardware_can_run(registry):
     mosaic = add(registry, "pallas", "gpu", 50)
     cuda = add(registry, "cuda", "gpu", 120)
     assert registry.get("op") is xla
-    with h200():
+    with on(H200):
         assert registry.get("op") is cuda
         assert registry.get("op", "triton") is triton
         assert registry.get("op", "pallas") is mosaic
@@ -85,7 +65,7 @@ def test_auto_takes_what_the_hardware_can_run(registry):
 def test_ties_go_to_the_native_platform_then_to_the_first(registry):
     add(registry, "cuda", "gpu", 50)
     add(registry, "pallas", "gpu", 50)
-    with h200():
+    with on(H200):
         assert registry.get("op")(0, 0) == "cuda"
         add(registry, "triton", "gpu", 50)
         assert registry.get("op")(0, 0) == "triton"
@@ -97,7 +77,7 @@ def test_backend_filters(registry):
     assert registry.get("op") is special
     assert registry.get("op", backend="cpu") is special
     assert registry.get("op", backend="gpu") is xla
-    with h200():
+    with on(H200):
         assert registry.get("op") is xla
 
 
@@ -123,7 +103,7 @@ def test_auto_with_nobody_supporting_gives_every_reason(registry):
 def test_forced_platform_never_falls_through(registry):
     add(registry, "xla", "any")
     add(registry, "triton", "gpu", 100, supports=lambda inv: "no gradient of a dense bias")
-    with h200(), pytest.raises(KernelNotSupported) as caught:
+    with on(H200), pytest.raises(KernelNotSupported) as caught:
         registry.get("op", "triton", inv=object())
     error = caught.value
     assert (error.algorithm, error.platform, error.argument) == ("op", "triton", "bias")
@@ -152,7 +132,7 @@ def test_interpretation_serves_forced_platforms_only(registry, monkeypatch):
             registry.get("op", "cuda")
     monkeypatch.setenv("EJKERNEL_INTERPRET", "1")
     assert registry.get("op", "pallas") is tpu
-    with h200():
+    with on(H200):
         assert registry.get("op", "pallas") is mosaic
 
 
@@ -169,7 +149,7 @@ def test_a_priority_by_call_counts_among_what_runs_here_only(registry):
     xla = add(registry, "xla", "any", supports=lambda inv: None)
     picky = dict(supports=lambda inv: "not this one", priority_for=lambda inv: 1 / 0)
     add(registry, "cuda", "gpu", 50, **picky)
-    with h200(), interpret_mode():
+    with on(H200), interpret_mode():
         assert registry.get("op", inv="long") is mosaic
         assert registry.get("op", inv="short") is triton
         assert registry.get("op") is mosaic
@@ -183,7 +163,7 @@ def test_unknown_algorithm_and_unregistered_platform(registry):
     add(registry, "xla", "any")
     with pytest.raises(KernelNotFound, match=r"'flesh' is unknown: registered are op;.*pip"):
         registry.get("flesh")
-    with h200():
+    with on(H200):
         with pytest.raises(KernelNotFound, match=r"op/xla/any.*pip install ejk-kernels-triton"):
             registry.get("op", "triton")
     # neither registered nor runnable here: both errors at once
@@ -284,168 +264,6 @@ def test_config_tables(registry, tmp_path):
     registry.add_config_table(str(tmp_path / "a.json"))
     registry.add_config_table(tmp_path / "a.json")
     assert registry.config_tables == (tmp_path / "a.json",)
-
-
-# Lazy registration
-
-MODULE = """
-def op(q, k, bias=None, *, causal=False, cfg=None): return "lazy"
-def other(q, *, cfg=None): return "other"
-def supports(inv): return None if inv == "fine" else "not fine"
-def heuristic(inv): return {"q_tile": 64}
-"""
-
-
-@pytest.fixture
-def lazy_module(tmp_path, monkeypatch):
-    name = f"lazy_kernels_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield name
-    sys.modules.pop(name, None)
-
-
-def test_a_priority_that_cannot_be_imported_makes_choice_pass_on(registry, lazy_module):
-    xla = add(registry, "xla", "any")
-    registry.register_lazy(
-        "op",
-        "xla",
-        "cpu",
-        50,
-        target=f"{lazy_module}:op",
-        priority_for="no_such_module_of_kernels:priority_for",
-    )
-    assert registry.survey("op").usable[0].backend == "cpu"  # of no call: not asked
-    assert lazy_module not in sys.modules
-    with pytest.warns(EjkernelWarning, match="op/xla/cpu is not used.*no_such_module_of_kernels"):
-        assert registry.get("op", inv="call") is xla
-
-
-def test_lazy_registration_imports_on_use(registry, lazy_module):
-    registry.register_lazy(
-        "op",
-        "xla",
-        "any",
-        target=f"{lazy_module}:op",
-        supports=f"{lazy_module}:supports",
-        heuristic=f"{lazy_module}:heuristic",
-        version=2,
-    )
-    (record,) = registry.list_implementations("op")
-    assert registry.survey("op").usable == (record,)
-    assert lazy_module not in sys.modules and not record.loaded
-    assert registry.get("op", inv="fine")(1, 2) == "lazy"
-    assert record.loaded and record.version == 2
-    assert record.heuristic("fine") == {"q_tile": 64}
-    with pytest.raises(KernelNotSupported, match="not fine"):
-        registry.get("op", inv="call")
-
-
-def test_lazy_signature_is_checked_on_first_use(registry, lazy_module):
-    add(registry, "xla", "any")
-    registry.register_lazy("op", "xla", "cpu", 5, target=f"{lazy_module}:other")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="op/xla/cpu differs from op/xla/any"):
-            registry.get("op")
-    assert any("lacks parameter 'k'" in line for line in registry.validate_signatures())
-
-
-def test_a_broken_lazy_module_is_passed_over_with_one_warning(registry, lazy_module):
-    xla = add(registry, "xla", "any")
-    registry.register_lazy("op", "xla", "cpu", 5, target="no_such_module_here:op")
-    registry.register_lazy("op2", "xla", "any", target=f"{lazy_module}:missing")
-    with pytest.warns(EjkernelWarning, match="no_such_module_here") as caught:
-        assert registry.get("op") is xla is registry.get("op")
-    assert len(caught) == 1
-    with pytest.warns(EjkernelWarning), pytest.raises(KernelNotSupported) as failed:
-        registry.get("op2")
-    assert isinstance(failed.value.__cause__, ImportError)
-    assert "missing" in str(failed.value)
-
-
-@pytest.mark.parametrize("target", ["module", "module:", ":f", "a b:f", "m:f:g"])
-def test_lazy_target_must_name_a_function(registry, target):
-    with pytest.raises(ValueError, match=r"expected 'package.module:function'"):
-        registry.register_lazy("op", "xla", "any", target=target)
-
-
-# Discovery
-
-PACKAGE = """
-import sys
-loads = []
-def make(platform, backend, priority):
-    def register(registry):
-        loads.append(platform)
-        @registry.register("op", platform, backend, priority)
-        def op(q, *, cfg=None): return platform
-    return register
-xla, triton, cuda = make("xla", "any", 0), make("triton", "gpu", 100), make("cuda", "gpu", 50)
-def broken(registry):
-    registry.register("half", "triton", "gpu")(lambda q, *, cfg=None: q)
-    raise RuntimeError("no driver")
-"""
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    name = f"kernel_package_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield name
-    sys.modules.pop(name, None)
-
-
-def discovering(package, **functions):
-    points = tuple(
-        EntryPoint(name, f"{package}:{function}", "ejkernel.kernels")
-        for name, function in functions.items()
-    )
-    return KernelRegistry(discover=lambda: points)
-
-
-def test_packages_are_loaded_when_they_may_be_needed(package):
-    registry = discovering(package, triton="triton", cuda="cuda", xla="xla")
-    assert registry.installed() == ("triton", "cuda", "xla") and package not in sys.modules
-    assert registry.get("op")(0) == "xla"
-    assert sys.modules[package].loads == ["xla"]
-    with pytest.raises(KernelNotSupported):
-        registry.get("op", "cuda")
-    with h200():
-        assert registry.get("op")(0) == "triton"
-    assert sorted(sys.modules[package].loads) == ["cuda", "triton", "xla"]
-
-
-def test_every_package_is_loaded_once_also_by_threads(package):
-    registry = discovering(package, xla="xla")
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(registry.get("op"))) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(found) == 8 and len(set(found)) == 1
-    assert sys.modules[package].loads == ["xla"]
-
-
-def test_a_failing_package_warns_for_auto_and_raises_when_forced(package):
-    registry = discovering(package, triton="broken", xla="xla")
-    assert registry.get("op")(0) == "xla"
-    with h200():
-        with pytest.warns(EjkernelWarning, match=r"'triton'.*no driver") as caught:
-            assert registry.get("op")(0) == registry.get("op")(0) == "xla"
-        assert len(caught) == 1
-        with pytest.raises(KernelNotSupported, match="no driver") as failed:
-            registry.get("op", "triton")
-    assert isinstance(failed.value.__cause__, RuntimeError)
-    assert isinstance(registry.failure("triton"), RuntimeError)
-    assert "half" not in registry.list_algorithms()
-
-
-def test_a_missing_entry_point_target_is_a_failure(package):
-    registry = discovering(package, triton="nowhere", xla="xla")
-    with h200(), pytest.warns(EjkernelWarning, match="nowhere"):
-        assert registry.get("op")(0) == "xla"
 
 
 def test_the_shared_registry_is_exported():

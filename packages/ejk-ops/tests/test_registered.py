@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.ops import (
     ConfigCache,
@@ -27,6 +26,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.params import tile_field
 from ejkernel.ops.utils.buckets import bucket_shape
+from ejktest.device import H200, on
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the choice on a CPU")
 
@@ -102,17 +102,12 @@ def add(kernel, platform, priority, **options):
     return double
 
 
-def on_h200():
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    return use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
-
-
 def test_why_the_others_were_not_chosen(kernel):
     add(kernel, "triton", 60)
     add(kernel, "cuda", 60)
 
     def reasons(**given):
-        with on_h200():
+        with on(H200):
             return dict(Executor().explanation(kernel, X, **given).skipped)
 
     def of(other, **given):
@@ -131,7 +126,7 @@ def test_priority_may_depend_on_the_call(kernel):
 
     cuda = add(kernel, "cuda", 80, priority_for=short_last)
     add(kernel, "triton", 60)
-    with on_h200():
+    with on(H200):
         assert kernel.registry.get("double") is cuda  # of no call in particular
         for x, platform, other in ((X, "triton", "cuda"), (jnp.ones(200), "cuda", "triton")):
             found = Executor().explanation(kernel, x)
@@ -145,7 +140,7 @@ def test_priority_may_depend_on_the_call(kernel):
 def test_explain_says_what_the_chosen_implementation_remarks(kernel):
     add(kernel, "triton", 60, remarks=lambda inv: [f"{inv.arguments['x'].shape[0]} at once"])
     add(kernel, "cuda", 50, remarks=lambda inv: ["not chosen, not asked"])
-    with on_h200():
+    with on(H200):
         found = Executor().explanation(kernel, X)
     assert found.remarks == ("40 at once",) and "remark          40 at once" in str(found)
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.ops import (
     ConfigCache,
@@ -28,6 +27,7 @@ from ejkernel.ops.config.store import Entry, encode_config, format_file
 from ejkernel.ops.config.tables import covers
 from ejkernel.ops.params import tile_field
 from ejkernel.ops.utils.buckets import bucket_shape
+from ejktest.device import H200, on
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the choice on a CPU")
 
@@ -114,8 +114,7 @@ def test_the_nearest_bucket_serves_and_nothing_is_tuned(table, monkeypatch):
 
 def test_another_device_another_version(table):
     kernel = make(table.path)
-    h200 = AbstractDevice("NVIDIA H200", 132, "gpu")
-    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=h200)):
+    with on(H200):
         inv = Invocation(kernel, (x(64),))
         assert not covers([table.path], inv.payload)
         assert executor(False).explanation(kernel, x(64)).tier == "heuristics"

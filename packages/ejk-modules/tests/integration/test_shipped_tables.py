@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.modules._table import operation_class
@@ -23,6 +22,7 @@ from ejkernel.ops.config.store import read_table
 from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.core.keys import payload_key
 from ejkernel.types import MaskInfo
+from ejktest.device import H200, on
 from tuned.building import TableBuilder
 
 CONFIG = FlashAttentionConfig("xla", fwd_params={"q_blocksize": 256, "kv_blocksize": 512})
@@ -42,8 +42,7 @@ def call(batch=4, length=4096, heads=32, kv_heads=8, dim=128, dtype="bfloat16", 
 @pytest.fixture
 def h200(tmp_path):
     """``tier, config`` of a call on a described H200 whose table knows Llama 3 8B."""
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+    with on(H200):
         registry = KernelRegistry(discover=discovery.installed)
         registry.load()
         registry._config_tables.clear()  # this test's table alone

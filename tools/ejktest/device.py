@@ -1,0 +1,20 @@
+"""Contexts in which calls are for a device that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+
+
+def on(device: Any) -> Any:
+    """As if ``device``, an AbstractDevice, were the target."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
+
+
+def described(kind: str, platform: str, cores: int | None = None) -> Any:
+    """As if the target were the device of these words."""
+    return on(AbstractDevice(kind, cores, platform))

@@ -1,0 +1,68 @@
+"""Triton's launcher without a GPU: what jax-triton's plugin is told, and the lowered calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target
+
+HOPPER = cuda_target(90)
+
+
+def numbers(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@dataclass
+class Recorder:
+    """What jaxlib's GPU plugin offers for launching, writing down what it is told."""
+
+    launches: list[Any] = field(default_factory=list)
+    facts: int = 9  # 7 before scratch memory was known
+
+    def TritonKernel(self, *facts):
+        assert len(facts) in (7, self.facts)
+        names = ("name", "num_warps", "num_ctas", "shared", "text", "ttir", "capability")
+        return dict(zip(names, facts, strict=False))
+
+    def TritonKernelCall(self, kernel, x, y, z, parameters):
+        launch = SimpleNamespace(kernel=kernel, grid=(x, y, z), parameters=parameters)
+        self.launches.append(launch)
+        proto = json.dumps([parameters, launch.grid]).encode()
+        return SimpleNamespace(to_proto=lambda name, metadata: proto)
+
+    def create_array_parameter(self, bytes_to_zero, divisibility):
+        return ("array", divisibility)
+
+    def create_scalar_parameter(self, value, kind):
+        assert type(value) is (float if kind == "fp32" else int)
+        return ("scalar", value, kind)
+
+    def create_tma_descriptor_parameter(self, **fields):
+        return ("map", fields["shape"], fields["block_shape"])
+
+
+def lowered(f: Callable[..., Any], *arrays: Any, target: Target = HOPPER) -> str:
+    """The text of a function lowered for ``target``."""
+    with compile_for(target):
+        return jax.jit(f).trace(*arrays).lower(lowering_platforms=(target.platform,)).as_text()
+
+
+CALL = re.compile(r"custom_call @(\w+)\(([^)]*)\).*? : \(([^)]*)\) -> (.*)")
+
+
+def custom_calls(text: str) -> list[tuple[str, list[str], list[str]]]:
+    """(target, operand names, operand types) of every custom call."""
+    found = []
+    for name, operands, types, _ in CALL.findall(text):
+        found.append((name, operands.split(", "), types.split(", ")))
+    return found
