@@ -1,6 +1,7 @@
+# ruff: noqa: E501 (source text, one line each)
 """Plants faults in a copy of the sources and shows that the tests catch each one.
 
-    python tools/mutations.py            # all of them, a few minutes
+    python tools/mutations.py            # all of them, ten minutes
     python tools/mutations.py --only sign
 
 A fault that survives is a hole in the tests: the exit status is 1 and the line says SURVIVED.
@@ -21,12 +22,18 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 XLA = "ejk-kernels-xla/src/ejkernel/kernels/xla"
 TYPES = "ejk-types/src/ejkernel/types"
+OPS = "ejk-ops/src/ejkernel/ops"
+TRITON = "ejk-kernels-triton/src/ejkernel/kernels/triton"
+HOPPER = "ejk-kernels-pallas/src/ejkernel/kernels/pallas/gpu"
 XLA_TESTS = "packages/ejk-kernels-xla/tests"
+TYPES_TESTS = "packages/ejk-types/tests"
+OPS_TESTS = "packages/ejk-ops/tests"
+TRITON_TESTS = "packages/ejk-kernels-triton/tests"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Replace ``old``, which must stand exactly once in ``file``, by ``new``; run ``tests``."""
+    """Replace ``old``, which must stand exactly once in ``file``, by ``new``; run ``tests``, files."""
 
     name: str
     file: str
@@ -92,22 +99,151 @@ FAULTS = (
         f"{XLA_TESTS}/test_native_sparse.py",
     ),
     Fault(
-        "compressed blocks seen one token early", f"{XLA}/native_sparse_attention/blocks.py",
+        "compressed blocks seen one token early", f"{TYPES}/token_blocks.py",
         "return (self.block + 1) * self.size\n", "return (self.block + 1) * self.size - 1\n",
         f"{XLA_TESTS}/test_native_sparse.py",
+    ),
+    # ---- masks
+    Fault(
+        "joined masks forget the second ids", f"{TYPES}/intersection.py",
+        "return mask if same else None", "return mask", f"{TYPES_TESTS}/test_combine.py",
+    ),
+    Fault(
+        "two causal rules leave the wider", f"{TYPES}/rules.py",
+        "offset=min(self.offset, other.offset)", "offset=max(self.offset, other.offset)",
+        f"{TYPES_TESTS}/test_combine.py",
+    ),
+    Fault(
+        "chunks do not move with the offset", f"{TYPES}/rules.py",
+        "start = shifted(p, _clamp(self.offset)) // chunk * chunk", "start = p // chunk * chunk",
+        f"{TYPES_TESTS}/test_mask_info.py",
+    ),
+    Fault(
+        "the last block of keys is left out", f"{TYPES}/blocks.py",
+        "xp.maximum(hi // other_block + 1, start)", "xp.maximum(hi // other_block, start)",
+        f"{TYPES_TESTS}/test_summary.py",
+    ),
+    Fault(
+        "a block with hidden pairs counts as full", f"{TYPES}/blocks.py",
+        "full_stop = (full_hi + 1) // other_block", "full_stop = full_hi // other_block + 1",
+        f"{TYPES_TESTS}/test_summary.py",
+    ),
+    Fault(
+        "chunks of packed sequences by index", f"{TYPES}/combine.py",
+        "if same and rule.chunk is None:", "if same:", f"{TYPES_TESTS}/test_combine.py",
+    ),
+    Fault(
+        "padding sees padding", f"{TYPES}/convert.py",
+        "result = both(result, (q == kv) & (q >= 0))", "result = both(result, q == kv)",
+        f"{TYPES_TESTS}/test_convert.py",
+    ),
+    Fault(
+        "one rule's mask serves another", f"{TYPES}/combine.py",
+        "own = mask_of_rule(rule)", "own = mask_of_rule(type(rule)(True))",
+        f"{TYPES_TESTS}/test_combine.py",
+    ),
+    # ---- flash attention on Triton, and what every backend shares
+    Fault(
+        "sums are not scaled anew", f"{TRITON}/common/softmax.py",
+        "return p, m_new, l * alpha + tl.sum(p, 1), alpha",
+        "return p, m_new, l + tl.sum(p, 1), alpha", f"{TRITON_TESTS}/test_flash_attention.py",
+    ),
+    Fault(
+        "the dropout hash of one kernel alone", f"{TRITON}/common/dropout.py",
+        "x = x ^ (x >> 13) ^ s", "x = x ^ (x >> 12) ^ s", f"{TRITON_TESTS}/test_flash_attention.py",
+    ),
+    Fault(
+        "gradients without that of lse", f"{TYPES}/softmax.py",
+        "return delta - dlse", "return delta", f"{TRITON_TESTS}/test_flash_attention.py",
+    ),
+    Fault(
+        "a sink's gradient turned round", f"{TYPES}/softmax.py",
+        "return -jnp.sum(share", "return jnp.sum(share", f"{TRITON_TESTS}/test_flash_attention.py",
+    ),
+    Fault(
+        "Hopper's stored tile is chosen again", f"{HOPPER}/flash_attention/tiles.py",
+        "    return tiles if tiles.block_kv == block_kv else _paired(tiles)", "    return tiles",
+        "packages/ejk-kernels-pallas/tests/test_gpu_flash_tiles.py",
+    ),
+    # ---- where configs come from
+    Fault(
+        "a key without the dtype", f"{OPS}/core/keys.py",
+        '"dtype": str(dtype),', '"dtype": "",', f"{OPS_TESTS}/test_executor.py",
+    ),
+    Fault(
+        "a key without the sharding", f"{OPS}/core/keys.py",
+        '"sharding": sharding_fingerprint(x),', '"sharding": None,',
+        f"{OPS_TESTS}/test_distribution.py {OPS_TESTS}/test_device_sharding.py",
+    ),
+    Fault(
+        "buckets one power too large", f"{OPS}/utils/buckets.py",
+        "1 << (int(n) - 1).bit_length()", "1 << int(n).bit_length()",
+        f"{OPS_TESTS}/test_device_sharding.py",
+    ),
+    Fault(
+        "outer overlays before inner ones", f"{OPS}/config/cache.py",
+        "for cache in _overlays.get():\n        for name", "for cache in _overlays.get()[::-1]:\n        for name",
+        f"{OPS_TESTS}/test_selection.py",
+    ),
+    Fault(
+        "a remembered config that cannot run is used", f"{OPS}/config/selection.py",
+        'if refusal is not None:\n            search.miss("memory"', 'if refusal is False:\n            search.miss("memory"',
+        f"{OPS_TESTS}/test_tables.py",
+    ),
+    Fault(
+        "a stored config for another platform is used", f"{OPS}/config/selection.py",
+        'cfg, answer = (cfg, "hit") if refusal is None', 'cfg, answer = (cfg, "hit") if True',
+        f"{OPS_TESTS}/test_selection.py",
+    ),
+    Fault(
+        "arithmetic is stored", f"{OPS}/config/selection.py",
+        'return search.hit("heuristics", kernel.convert_config(cfg, inv), "hit")',
+        'return self.cache.put(inv.key, cfg) or search.hit("heuristics", cfg, "hit")',
+        f"{OPS_TESTS}/test_selection.py",
+    ),
+    Fault(
+        "what was tuned is lost with the process", f"{OPS}/config/selection.py",
+        "self.persistent.put(key, cfg, facts=facts, measured=measured)", "pass",
+        f"{OPS_TESTS}/test_selection.py",
+    ),
+    Fault(
+        "a known card is tuned unasked", f"{OPS}/config/selection.py",
+        "if not self.policy.asked_for() and self._known_card(search):", "if False:",
+        f"{OPS_TESTS}/test_tables.py",
+    ),
+    Fault(
+        "tiles of another head dim", f"{OPS}/config/nearness.py",
+        "        elif octaves:\n            return math.inf\n", "", f"{OPS_TESTS}/test_tables.py",
+    ),
+    Fault(
+        "the first entry serves, not the nearest", f"{OPS}/config/tables.py",
+        "in sorted(found, key=lambda item: item[:2])", "in found", f"{OPS_TESTS}/test_tables.py",
+    ),
+    Fault(
+        "the best of one platform for all", f"{OPS}/config/nearness.py",
+        'if tuned not in ("auto", asked):', "if False:", f"{OPS_TESTS}/test_tables.py",
+    ),
+    Fault(
+        "warpgroups given to a kernel without", f"{OPS}/call_kernel.py",
+        "if groups is not None and not self.takes_warpgroups:", "if False:",
+        "packages/ejk-modules/tests/test_configs_and_answers.py",
     ),
 )  # fmt: skip
 
 
-def plant(fault: Fault, folder: pathlib.Path) -> None:
-    """A copy of the distribution's sources with the fault in it."""
-    package = fault.file.split("/")[0]
-    shutil.copytree(ROOT / "packages" / package / "src", folder, dirs_exist_ok=True)
-    path = folder / fault.file.split("/src/")[1]
-    text = path.read_text()
+def faulty(fault: Fault) -> str:
+    """The text of the file with the fault in it."""
+    text = (ROOT / "packages" / fault.file).read_text()
     if text.count(fault.old) != 1:
         raise SystemExit(f"{fault.name}: {fault.file} holds {fault.old!r} {text.count(fault.old)}x")
-    path.write_text(text.replace(fault.old, fault.new))
+    return text.replace(fault.old, fault.new)
+
+
+def plant(fault: Fault, folder: pathlib.Path) -> None:
+    """A copy of the distribution's sources with the fault in it."""
+    package, path = fault.file.split("/src/")
+    shutil.copytree(ROOT / "packages" / package / "src", folder, dirs_exist_ok=True)
+    (folder / path).write_text(faulty(fault))
 
 
 def caught(fault: Fault) -> tuple[bool, float, str]:
@@ -118,7 +254,8 @@ def caught(fault: Fault) -> tuple[bool, float, str]:
         # the copy comes first on the path, so its part of the namespace hides the real one
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+             *fault.tests.split()],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
         )  # fmt: skip
     failing = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
