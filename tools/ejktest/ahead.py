@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
@@ -62,3 +63,15 @@ def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
 def lower_case(name: str, target: Target) -> None:
     """The kernels of a case of ``attention_at_size``."""
     lower(kernel(name, flash_attention), target, *jax.eval_shape(lambda: inputs(name)))
+
+
+def _lower_drawn(module: str, operation: str, name: str, target: Target) -> None:
+    cases = importlib.import_module(module)
+    function = getattr(importlib.import_module("ejkernel.kernels.triton"), operation)
+    lower(cases.runner(name, function), target, *jax.eval_shape(lambda: cases.draw(name)))
+
+
+def compile_cases(cases: Any, operation: str, names: Iterable[str], target: Target) -> None:
+    """The Triton kernels of cases of a module that has ``runner`` and ``draw``, side by side."""
+    jobs = ((_lower_drawn, cases.__name__, operation, name, target) for name in names)
+    compile_side_by_side(jobs)

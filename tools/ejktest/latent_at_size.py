@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.attention_at_size import BF, F32, HALF, relative
-from ejktest.paged_at_size import E4, I8, UNEVEN, shuffled_tables
+from ejktest.paged_at_size import E4, I8, UNEVEN, drawn_sinks, in_context, shuffled_tables
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,11 @@ def draw(name: str) -> tuple[jax.Array, ...]:
     return (*make(), jnp.asarray(s.lens, jnp.int32), jnp.asarray(tables))
 
 
-def _sinks(name: str) -> jax.Array | None:
-    s, options = CASES[name]
-    shape = (s.h, options.get("sinks", 0))
-    return jax.random.normal(jax.random.key(3), shape, F32) if shape[1] else None
-
-
 def runner(name: str, mla_decode: Callable[..., Any]):
     """A case through an implementation, as a jitted function of ``draw(name)``."""
     s, options = CASES[name]
+    aux = drawn_sinks(s.h, options)
     options = {n: x for n, x in options.items() if n != "sinks"}
-    aux = _sinks(name)
     return jax.jit(
         lambda *x: mla_decode(*x, latent_dim=s.latent, softmax_aux=aux, return_lse=True, **options)
     )
@@ -90,7 +84,7 @@ def runner(name: str, mla_decode: Callable[..., Any]):
 def truth(name: str):
     """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), _sinks(name)
+    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), drawn_sinks(s.h, o)
     scale = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
     rows = s.rows or 1
 
@@ -132,10 +126,7 @@ def check(name: str, mla_decode: Callable[..., Any]) -> None:
     q, c, lens, tables = draw(name)
     run = runner(name, mla_decode)
     o, lse = run(q, c, lens, tables)
-    seen = np.zeros(c.shape[:2], bool)
-    for n, row in zip(s.lens, np.asarray(tables), strict=True):
-        j = np.arange(n)
-        seen[row[j // s.ps], j % s.ps] = True
+    seen = in_context(s.lens, tables, *c.shape[:2])
     hidden = c if s.kv is I8 else jnp.where(seen[:, :, None], c, jnp.asarray(jnp.nan, c.dtype))
     for again in (c, hidden):
         o_, lse_ = run(q, again, lens, tables)
@@ -148,20 +139,6 @@ def check(name: str, mla_decode: Callable[..., Any]) -> None:
     print(f"{name}: {error:.1e}, lse {off:.1e}")
     assert error <= bound(name)
     assert off <= 5e-3
-
-
-def _lower(name: str, target: Any) -> None:
-    from ejkernel.kernels.triton.mla_decode import mla_decode
-    from ejktest.ahead import lower
-
-    lower(runner(name, mla_decode), target, *jax.eval_shape(lambda: draw(name)))
-
-
-def compile_ahead(names: list[str], target: Any) -> None:
-    """The Triton kernels of these cases, by processes side by side, into the disk cache."""
-    from ejktest.ahead import compile_side_by_side
-
-    compile_side_by_side((_lower, name, target) for name in names)
 
 
 # ---- latent attention, which expands -----------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,23 +119,32 @@ def draw(name: str) -> tuple[jax.Array, ...]:
     return (*make(), jnp.asarray(s.lens, jnp.int32), jnp.asarray(tables))
 
 
-def _sinks(name: str) -> jax.Array | None:
-    s, options = CASES[name]
-    shape = (s.h, options.get("sinks", 0))
+def drawn_sinks(heads: int, options: Mapping[str, Any]) -> jax.Array | None:
+    """The sinks of a case whose options give their number."""
+    shape = (heads, options.get("sinks", 0))
     return jax.random.normal(jax.random.key(3), shape, F32) if shape[1] else None
+
+
+def in_context(lens: Sequence[int], tables: Any, pages: int, page_size: int) -> np.ndarray:
+    """Which tokens of a cache are in a context, bool ``[pages, page_size]``."""
+    seen = np.zeros((pages, page_size), bool)
+    for n, row in zip(lens, np.asarray(tables), strict=True):
+        j = np.arange(n)
+        seen[row[j // page_size], j % page_size] = True
+    return seen
 
 
 def runner(name: str, page_attention: Callable[..., Any]):
     """A case through an implementation, as a jitted function of ``draw(name)``."""
     options = {n: x for n, x in CASES[name][1].items() if n != "sinks"}
-    aux = _sinks(name)
+    aux = drawn_sinks(CASES[name][0].h, CASES[name][1])
     return jax.jit(lambda *x: page_attention(*x, softmax_aux=aux, **options))
 
 
 def truth(name: str):
     """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), _sinks(name)
+    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), drawn_sinks(s.h, o)
 
     def row(k, v, q, n, table):
         table = jnp.clip(table, 0, k.shape[0] - 1)
@@ -172,11 +181,7 @@ def check(name: str, page_attention: Callable[..., Any]) -> None:
     first = run(q, k, v, lens, tables)
     assert jnp.array_equal(first, run(q, k, v, lens, tables))
     if s.kv is not I8:
-        seen = np.zeros(k.shape[:2], bool)
-        for n, row in zip(s.lens, np.asarray(tables), strict=True):
-            j = np.arange(n)
-            seen[row[j // s.ps], j % s.ps] = True
-        hide = jnp.asarray(~seen)[:, :, None, None]
+        hide = jnp.asarray(~in_context(s.lens, tables, *k.shape[:2]))[:, :, None, None]
         k_, v_ = (jnp.where(hide, jnp.asarray(jnp.nan, x.dtype), x) for x in (k, v))
         assert jnp.array_equal(first, run(q, k_, v_, lens, tables))
     error = relative(first, truth(name)(q, k, v, lens, tables))
@@ -194,17 +199,3 @@ def every_code(kind: Any, page_attention: Callable[..., Any]) -> int:
     got, want = np.asarray(got, np.float32).ravel(), codes.astype(np.float32)
     # a number that is not finite spoils the row of 16 only by itself
     return int((~((got == want) | (np.isnan(got) & ~np.isfinite(want)))).sum())
-
-
-def _lower(name: str, target: Any) -> None:
-    from ejkernel.kernels.triton.page_attention import page_attention
-    from ejktest.ahead import lower
-
-    lower(runner(name, page_attention), target, *jax.eval_shape(lambda: draw(name)))
-
-
-def compile_ahead(names: list[str], target: Any) -> None:
-    """The Triton kernels of these cases, by processes side by side, into the disk cache."""
-    from ejktest.ahead import compile_side_by_side
-
-    compile_side_by_side((_lower, name, target) for name in names)

@@ -23,6 +23,8 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejkernel.types.structure import Unsupported
+from ejktest.drawn import check_linear, linear_cotangents
+from ejktest.drawn import linear_arguments as make
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
 
@@ -53,45 +55,19 @@ def interpreted():
         yield
 
 
-def make(kinds, *, b, s, h, hk, dk, dv, states=None, seed=0, size=1.0, dtype=np.float32):
-    """Arguments by name: random q, k, v, the gates of ``kinds`` (log decays <= 0), a state."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    def gate(*shape):
-        return jnp.asarray(-size * np.abs(rng.standard_normal(shape)), dtype)
-
-    args = dict(query=normal(b, s, h, dk), key=normal(b, s, hk, dk), value=normal(b, s, hk, dv))
-    shapes = dict(g4=(b, s, h, dk), g3=(b, s, h), g_gamma=(h,), gk=(b, s, h, dk), gv=(b, s, h, dv))
-    for kind in kinds:
-        args["g" if kind in ("g3", "g4") else kind] = gate(*shapes[kind])
-    args["initial_state"] = normal(states or b, h, dk, dv)
-    return args
-
-
 def check(args, cu_seqlens=None, *, cfg=SMALL, state_dtype=None, **options):
     """Values and all gradients against the oracle; arrays traced."""
-    q, v, table = args["query"], args["value"], args["initial_state"]
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)
-    dstate = jnp.asarray(rng.standard_normal(table.shape), jnp.float32)
 
     @jax.jit
     def pull(args, cu):
         run = partial(recurrent_attention, cu_seqlens=cu, return_state=True, cfg=cfg, **options)
         out, back = jax.vjp(lambda args: run(**args), args)
-        return out, back((do, dstate))[0]
+        return *out, back(linear_cotangents(args))[0]
 
-    (o, state), grads = pull(args, cu_seqlens)
-    want = oracle.linear_attention(**args, cu_seqlens=cu_seqlens, do=do, dstate=dstate, **options)
-    check_close(o, want.o, dtype=q.dtype, name="o")
-    check_close(state, want.state, dtype=state_dtype or q.dtype, name="state")
-    for name, x in args.items():
-        assert grads[name].dtype == x.dtype
-        check_close(grads[name], want.grads[name], dtype=x.dtype, name=f"d{name}")
-    return o, state, grads
+    found = pull(args, cu_seqlens)
+    known = {"state_dtype": state_dtype or args["query"].dtype, "cu_seqlens": cu_seqlens}
+    check_linear(args, found, **known, **options)
+    return found
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_targe
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejkernel.types.structure import Unsupported
+from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle
-from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
 
@@ -32,27 +32,11 @@ def interpreted():
         yield
 
 
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
-
-
 def check(x, cu=None, mask=None, chunk=None, cfg=SMALL):
-    """Means and gradient, cu and mask traced."""
+    def pool(x, cu, mask, chunk):
+        return mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, cfg=cfg)
 
-    @jax.jit
-    def pull(x, cu, mask):
-        out, back = jax.vjp(
-            lambda x: mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, cfg=cfg), x
-        )
-        dout = normal(*out.shape, seed=3, dtype=out.dtype)
-        return out, back(dout)[0], dout
-
-    out, dx, dout = pull(x, cu, mask)
-    want, dwant = oracle.mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, dout=dout)
-    assert out.dtype == dx.dtype == x.dtype
-    check_close(out, want, name="out")
-    check_close(dx, dwant, name="dx")
-    return out
+    return check_pool(pool, x, cu, mask, chunk)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16, 100])

@@ -14,6 +14,7 @@ from ejkernel.kernels.triton.mla_decode import mla_decode
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.structure import Unsupported
+from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -33,17 +34,13 @@ def draw(lens=LENS, h=2, rows=None, latent=32, rope=8, ps=16, dtype="float32", c
     """Arguments; tables point to distinct pages and past the contexts anywhere at all."""
     rng = np.random.default_rng(0)
     kinds = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in (dtype, cache or dtype)}
-    columns = max(1, -(-max(lens) // ps))
-    pages = len(lens) * columns + 2
-    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
-    for row, n in zip(tables, lens, strict=True):
-        row[-(-n // ps) :] = rng.choice([-1, pages, 2**31 - 1, -(2**31)])
+    tables, pages = wild_tables(rng, lens, ps)
     shape = (len(lens), h) if rows is None else (len(lens), rows, h)
     q = rng.standard_normal((*shape, latent + rope)).astype(kinds[dtype])
     c = rng.standard_normal((pages, ps, latent + rope))
     if cache == "int8":
         c = np.clip(np.round(c * 40), -128, 127)
-    return q, c.astype(kinds[cache or dtype]), np.array(lens, np.int32), tables.astype(np.int32)
+    return q, c.astype(kinds[cache or dtype]), np.array(lens, np.int32), tables
 
 
 def expected(q, c, lens, tables, latent, **options):

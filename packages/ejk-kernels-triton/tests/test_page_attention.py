@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejktest.bound import bound
+from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
@@ -37,17 +38,13 @@ def draw(lens=LENS, h=4, hk=2, d=16, dv=16, ps=16, dtype="float32", cache=None, 
     """Arguments; tables point to distinct pages and past the contexts anywhere at all."""
     rng = np.random.default_rng(seed)
     kinds = {n: np.dtype(getattr(ml_dtypes, n, n)) for n in (dtype, cache or dtype)}
-    columns = max(1, -(-max(lens) // ps))
-    pages = len(lens) * columns + 2
-    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
-    for row, n in zip(tables, lens, strict=True):
-        row[-(-n // ps) :] = rng.choice([-1, pages, 2**31 - 1, -(2**31)])
+    tables, pages = wild_tables(rng, lens, ps)
     q = rng.standard_normal((len(lens), h, d)).astype(kinds[dtype])
     k, v = (rng.standard_normal((pages, ps, hk, n)) for n in (d, dv))
     if cache == "int8":
         k, v = (np.clip(np.round(x * 40), -128, 127) for x in (k, v))
     k, v = (x.astype(kinds[cache or dtype]) for x in (k, v))
-    return q, k, v, np.array(lens, np.int32), tables.astype(np.int32)
+    return q, k, v, np.array(lens, np.int32), tables
 
 
 def expected(q, k, v, lens, tables, scale=None, **options):

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import compat, page_attention
 from ejkernel.kernels.triton.targets import current_target
+from ejktest.ahead import compile_cases
 from ejktest.attention_at_size import names_in_run
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +24,7 @@ def gpu(request: pytest.FixtureRequest):
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU")
     compat.toolchain()
-    cases.compile_ahead(names_in_run(request), current_target())
+    compile_cases(cases, "page_attention", names_in_run(request), current_target())
 
 
 @pytest.mark.parametrize("name", cases.CASES)

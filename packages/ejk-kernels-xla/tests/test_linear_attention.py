@@ -16,6 +16,8 @@ from ejkernel.kernels.xla.gla import gla_attention
 from ejkernel.kernels.xla.lightning_attn import lightning_attention
 from ejkernel.kernels.xla.recurrent import recurrent_attention
 from ejkernel.types import InvalidArgument
+from ejktest.drawn import check_linear, linear_cotangents
+from ejktest.drawn import linear_arguments as make
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
 
@@ -41,24 +43,6 @@ KINDS = {
 }
 
 
-def make(kinds, *, b, s, h, hk, dk, dv, states=None, seed=0, size=1.0, dtype=np.float32):
-    """Arguments by name: random q, k, v, the gates of ``kinds`` (log decays <= 0), a state."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    def gate(*shape):
-        return jnp.asarray(-size * np.abs(rng.standard_normal(shape)), dtype)
-
-    args = dict(query=normal(b, s, h, dk), key=normal(b, s, hk, dk), value=normal(b, s, hk, dv))
-    shapes = dict(g4=(b, s, h, dk), g3=(b, s, h), g_gamma=(h,), gk=(b, s, h, dk), gv=(b, s, h, dv))
-    for kind in kinds:
-        args["g" if kind in ("g3", "g4") else kind] = gate(*shapes[kind])
-    args["initial_state"] = normal(states or b, h, dk, dv)
-    return args
-
-
 @partial(jax.jit, static_argnames="options")
 def run_and_pull(args, cu_seqlens, cotangents, options):
     def run(args):
@@ -71,27 +55,17 @@ def run_and_pull(args, cu_seqlens, cotangents, options):
 
 
 def pull(args, cu_seqlens=None, *, tile=4, **options):
-    """Output, state, gradients of every argument, and the cotangents they were pulled through."""
-    rng = np.random.default_rng(1)
-    q, v, table = args["query"], args["value"], args["initial_state"]
-    do = jnp.asarray(rng.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)
-    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    dstate = jnp.asarray(rng.standard_normal(table.shape), wide)
+    """Output, state and gradients of every argument."""
     options["cfg"] = Tile(tile)
-    (o, state), grads = run_and_pull(args, cu_seqlens, (do, dstate), tuple(options.items()))
-    return o, state, grads, (do, dstate)
+    back = linear_cotangents(args)
+    (o, state), grads = run_and_pull(args, cu_seqlens, back, tuple(options.items()))
+    return o, state, grads
 
 
 def check(args, cu_seqlens=None, *, tile=4, **options):
     """Values and all gradients against the oracle."""
-    o, state, grads, (do, dstate) = pull(args, cu_seqlens, tile=tile, **options)
-    want = oracle.linear_attention(**args, cu_seqlens=cu_seqlens, do=do, dstate=dstate, **options)
-    dtype = args["query"].dtype
-    check_close(o, want.o, dtype=dtype, name="o")
-    check_close(state, want.state, name="state")
-    for name, x in args.items():
-        assert grads[name].dtype == x.dtype
-        check_close(grads[name], want.grads[name], dtype=x.dtype, name=f"d{name}")
+    found = pull(args, cu_seqlens, tile=tile, **options)
+    check_linear(args, found, cu_seqlens=cu_seqlens, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +109,8 @@ def test_packed_equals_batched():
 def test_empty_sequences_and_padding():
     args = make(KINDS["all"], **{**DIMS, "b": 1, "s": 40}, states=3)
     cu = jnp.zeros(4, jnp.int32)
-    o, state, grads, (_, dstate) = pull(args, cu)
+    o, state, grads = pull(args, cu)
+    _, dstate = linear_cotangents(args)
     np.testing.assert_array_equal(o, 0)
     np.testing.assert_array_equal(state, args["initial_state"])
     np.testing.assert_array_equal(grads["initial_state"], dstate)
@@ -165,7 +140,7 @@ def test_growth():
 def test_minus_infinity_forgets():
     args = make(("g4",), **{**DIMS, "s": 40})
     cut = args["g"].at[:, 20].set(-jnp.inf)
-    o, _, grads, _ = pull({**args, "g": cut})
+    o, _, grads = pull({**args, "g": cut})
     tail = {n: x[:, 20:] for n, x in args.items() if n != "initial_state"}
     fresh = recurrent_attention(**tail, cfg=TILE)
     np.testing.assert_allclose(o[:, 20:], fresh, rtol=1e-5, atol=1e-5)

@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 
 from ejkernel.kernels.xla.mean_pooling import mean_pooling
 from ejkernel.types import InvalidArgument
+from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle
 from ejktest.tolerance import check_close
 
 # an empty sequence, one of a single row, rows of padding
 CU = np.array([0, 9, 9, 10, 21], np.int32)
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
 @partial(jax.jit, static_argnames=("chunk", "block"))
@@ -30,14 +27,7 @@ def run(x, cu, mask, chunk=None, block=4):
 
 
 def check(x, cu=None, mask=None, chunk=None, block=4):
-    out, back = jax.vjp(lambda x: run(x, cu, mask, chunk, block), x)
-    dout = normal(*out.shape, seed=3, dtype=out.dtype)
-    (dx,) = back(dout)
-    want, dwant = oracle.mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, dout=dout)
-    assert out.dtype == dx.dtype == x.dtype
-    check_close(out, want, name="out")
-    check_close(dx, dwant, name="dx")
-    return out
+    return check_pool(partial(run, block=block), x, cu, mask, chunk)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 6, 100])
