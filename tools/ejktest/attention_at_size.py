@@ -216,7 +216,7 @@ SPARSE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "64 x 32 window": (
         (1, 1024, 1024, 4, 4, 128, 128, BF),
-        dict(sliding_window=(300, 200), sinks=True, pattern=((64, 32), 0.3, (1, 4))),
+        dict(sliding_window=(300, 200), pattern=((64, 32), 0.3, (1, 4))),
     ),
     "segments cap": (
         (2, 1100, 1100, 8, 2, 128, 128, BF),

@@ -127,3 +127,23 @@ def test_rows_without_keys() -> None:
     grads, (o, lse) = jax.grad(run, (0, 1), has_aux=True)(q, jnp.ones((4, 1)))
     assert not o[:, :100].any() and bool((lse[:, :100] == -jnp.inf).all())
     assert not any(bool(g.any()) for g in grads)
+
+
+def test_rows_that_no_list_shows_a_key() -> None:
+    """As above, where a pattern hides whole blocks of rows."""
+    q, k, v = cases.small()
+    pattern = jnp.asarray([[False] * 3, [True] * 3, [False] * 3])
+
+    def run(q, k, v, sinks):
+        o, lse = blocksparse_attention(
+            q, k, v, softmax_aux=sinks, block_mask=pattern, causal=True, return_lse=True
+        )
+        return (o.astype(jnp.float32) ** 2).sum(), (o, lse)
+
+    nan = q.at[:, :128].set(jnp.nan).at[:, 256:].set(jnp.nan)
+    sinks = jnp.ones((4, 1))
+    grads, (o, lse) = jax.grad(run, (0, 1, 2, 3), has_aux=True)(nan, k, v, sinks)
+    dead = np.r_[0:128, 256:300]
+    assert not o[:, dead].any() and bool((lse[:, dead] == -jnp.inf).all())
+    assert not grads[0][:, dead].any()
+    assert all(bool(jnp.isfinite(g).all() & g.any()) for g in grads)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from ejkernel import modules
 from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.ops import ConfigError
@@ -238,7 +239,7 @@ class ForwardDouble:
         return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(s.problem), jnp.inf)
 
 
-def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, cores, **t):
+def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, chip, **t):
     seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, t, True)
 
     def logits(q, k):
@@ -318,6 +319,29 @@ def test_lists_describe_the_call(doubles, call, blocks, lead):
     call = dataclasses.replace(call, mask={**call.mask, "also": pairs})
     x = arrays(call)
     check(call, x, *run(sparse, call, x))
+
+
+@pytest.mark.parametrize("given", ["numpy", "builder", "traced"])
+def test_lists_of_a_known_pattern_are_constants(given):
+    """Then the program makes none."""
+    x, pattern = struct(1, 512, 2, 128), np.tri(4, dtype=bool)
+    built = []
+
+    def builder(q_len, kv_len, heads):
+        built.append((q_len, kv_len, heads))
+        return jnp.tri(4, dtype=bool)
+
+    def loss(q, k, v, traced):
+        known = {"builder": {"mask_builder": builder}, "numpy": {"block_mask": pattern}}
+        found = known.get(given, {"block_mask": traced})
+        o = modules.blocksparse_attention(q, k, v, causal=True, platform="pallas", **found)
+        return o.astype(jnp.float32).sum()
+
+    with on(H200):
+        trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x, struct(4, 4, dtype=bool))
+        text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('"stablehlo.scatter"') == (2 if given == "traced" else 0)
+    assert built == ([(512, 512, 2)] if given == "builder" else [])
 
 
 @pytest.mark.promotes

@@ -371,3 +371,23 @@ def test_explain_prints_what_it_returns(capsys):
     assert capsys.readouterr().out.strip() == str(told)
     silent = Executor().explanation(Scale(), x)
     assert capsys.readouterr().out == "" and silent.key == told.key
+
+
+def test_a_small_mask_in_numpy_is_static_where_other_arrays_are_traced():
+    """Another mask is another program there; eagerly both share one."""
+    seen = []
+
+    class Masked(Kernel[Config, jax.Array]):
+        def run(self, x, mask, *, cfg):
+            seen.append(type(mask) is np.ndarray)
+            return jnp.where(mask, x, 0.0)
+
+    kernel, executor, x = Masked(config_cls=Config), Executor(), jnp.ones(4)
+    masks = [np.arange(4) < n for n in (1, 2)]
+    traced = [jax.jit(lambda x, m=m: executor(kernel, x, m))(x) for m in masks]
+    assert seen == [True, True]
+    eager = [executor(kernel, x, m) for m in masks]
+    assert seen == [True, True, False]
+    for m, *outs in zip(masks, traced, eager, strict=True):
+        for out in outs:
+            np.testing.assert_array_equal(out, m)

@@ -105,6 +105,13 @@ class CallKernel:
         """Tiles as fields of the operation's config, which ``honour`` reads back."""
         return {}
 
+    def known(self, work: Work, arrays: Arrays) -> Arrays:
+        """The arrays, with what both passes need of those whose values are known.
+
+        Such arrays are numpy here and no longer in ``forward``.
+        """
+        return arrays
+
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The outputs, and what else ``backward`` wants kept."""
         raise NotImplementedError
@@ -139,7 +146,8 @@ class CallKernel:
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
             work = Work(self, problem, tiles, target, operation(self.call.name))
-            outputs = self.outputs(work, same_axes(self.operands(a, problem)))
+            arrays = self.known(work, self.operands(a, problem))
+            outputs = self.outputs(work, same_axes(arrays))
         return self.results(a, outputs)
 
     def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:

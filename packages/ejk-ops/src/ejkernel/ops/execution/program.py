@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,9 @@ from ejkernel.ops.utils.serialization import abstractify
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Kernel, Resolved
+
+KNOWN = 2**20
+"""Elements of a numpy array of bools up to which a traced call takes its values for static."""
 
 _CONCRETE, _TRACER, _NUMPY, _CONVERTIBLE, _ABSTRACT, _FLOAT, _VALUE, _OTHER = range(8)
 
@@ -75,8 +78,18 @@ class Flat(NamedTuple):
 _single = jax.sharding.SingleDeviceSharding
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], *, hashable: bool = True) -> Flat:
+def flatten(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    hashable: bool = True,
+    static: Sequence[int] = (),
+) -> Flat:
     """Take a call apart.
+
+    A small mask in numpy is static where another array is traced: a kernel can tell from it what
+    nobody sees, once, and the program holds the answer. An eager call has it among its arrays, as
+    another mask must not mean another program. ``static``: the places of such masks.
 
     Raises:
         Unhashable: a static value that cannot be part of a key (unless ``hashable=False``).
@@ -86,6 +99,8 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], *, hashable: bool = T
     positions: list[int] = []
     statics: list[Any] = []
     signature: list[Any] = []
+    known: list[int] = []
+    traced = False
     for i, leaf in enumerate(leaves):
         cls = type(leaf)
         kind = _kinds.get(cls)
@@ -104,9 +119,15 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], *, hashable: bool = T
         elif kind == _FLOAT:
             statics.append((cls, leaf.hex()))
         elif kind == _NUMPY:
+            if leaf.dtype == np.bool_ and leaf.size <= KNOWN:
+                if i in static:
+                    statics.append((cls, leaf.shape, leaf.tobytes()))
+                    continue
+                known.append(i)
             positions.append(i)
             signature.append((leaf.shape, leaf.dtype))
         elif kind == _TRACER:
+            traced = True
             positions.append(i)
             signature.append(leaf.aval)
         elif kind == _ABSTRACT:
@@ -116,6 +137,8 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], *, hashable: bool = T
             )
         else:
             statics.append(freeze(leaf) if hashable else None)
+    if traced and known:
+        return flatten(args, kwargs, hashable=hashable, static=known)
     return Flat(treedef, leaves, tuple(positions), tuple(statics), tuple(signature))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.types import arrays
 from ejkernel.types.calls.settle.errors import invalid, out_of_range
@@ -210,7 +211,9 @@ def build_bias(a: Arguments) -> None:
 
 
 def build_block_mask(a: Arguments) -> None:
-    """``mask_builder(q_len, kv_len, heads)`` makes the block mask."""
+    """``mask_builder(q_len, kv_len, heads)`` makes the block mask: in a trace, a numpy array where
+    it depends on nothing that is traced.
+    """
     builder = a["mask_builder"]
     if builder is None:
         return
@@ -221,5 +224,10 @@ def build_block_mask(a: Arguments) -> None:
     shapes: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("query", "key")]
     if any(len(shape) != 4 for shape in shapes):
         return  # the type check has more to say
-    a["block_mask"] = builder(shapes[0][1], shapes[1][1], shapes[0][2])
+    with jax.ensure_compile_time_eval():
+        mask = builder(shapes[0][1], shapes[1][1], shapes[0][2])
+    traced = isinstance(a["query"], Tracer)
+    if traced and isinstance(mask, jax.Array) and not isinstance(mask, Tracer):
+        mask = np.asarray(mask)
+    a["block_mask"] = mask
     a["mask_builder"] = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.common.units import LARGE
+from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.common.tma import whole
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import build_dkv
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q, build_dq
@@ -22,6 +23,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     band_ranges,
     falling_heads,
     is_wide,
+    mixed_heads,
     ranges_by_query,
     walk_tables,
 )
@@ -84,7 +86,7 @@ def backward(
     seen: jax.Array | None = None,
     bits: jax.Array | None = None,
     tiles: BackwardTiles | None = None,
-    cores: int = 132,
+    chip: Chip = Chip(),  # noqa: B008
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv of ``o = softmax(scale * q k^T under the mask) v``.
 
@@ -107,7 +109,7 @@ def backward(
         lists, seen, bits: what ``backward_lists`` made of a pattern for these tiles; ``ranges`` has
             no meaning then.
         tiles: tile sizes; None: ``backward_tiles(problem)``, the only ones for wide heads.
-        cores: multiprocessors of the device.
+        chip: the device.
 
     Returns:
         dq, dk, dv like q, k, v.
@@ -139,8 +141,9 @@ def backward(
         ids_batch=q_ids is not None and q_ids.shape[0] > 1,
         range_batch=ranges.shape[0] > 1,
         range_head=ranges.shape[1] > 1,
-        cores=cores,
+        cores=chip.cores,
         listed=lists is not None,
+        mixed=1 if lists is None else mixed_heads(problem, chip.cache),
         bits=bits is not None,
         bits_batch=bits is not None and bits.shape[0] > 1,
     )
@@ -150,7 +153,7 @@ def backward(
     elif not circular:
         *tables, visited = walk_tables(ranges, plan.n_q)
         if isinstance(ranges, np.ndarray):
-            falling = falling_heads(tables[0], problem.batch * problem.heads, cores)
+            falling = falling_heads(tables[0], problem.batch * problem.heads, chip.cores)
             plan = replace(plan, falling=falling)
     rows, keys = plan.n_q * tiles.block_q, plan.n_kv * tiles.block_kv
     start = _row_start(problem, base, rows)

@@ -75,8 +75,9 @@ class Plan:
     a visit after the one before it, just when shorter and shorter programs of the heads before
     leave their multiprocessors, and all end together.
 
-    ``listed``: a key block visits the query blocks of its list, as ``circular`` or otherwise; the
-    list has the turns.
+    ``listed``: a key block visits the query blocks of its list, upwards, and the list has the
+    turns. Where few pairs are seen the key blocks of a head meet in no order: neighbours in the
+    queue are of ``mixed`` heads, so that fewer of a head run at once.
 
     A program waits only for programs that were launched before it.
     """
@@ -94,6 +95,7 @@ class Plan:
     listed: bool = False
     bits: bool = False
     bits_batch: bool = False
+    mixed: int = 1
 
     @property
     def n_q(self) -> int:
@@ -118,17 +120,19 @@ class Plan:
         """Key blocks that walk round together; all of them must be resident at once."""
         return min(self.n_q, self.n_kv, self.cores)
 
-    @property
-    def upwards(self) -> bool:
-        """Whether programs start with the first key block."""
-        return self.band.hi is None if self.listed else self.circular
-
     def place(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
         rows = self.problem.batch * self.problem.heads
+        if self.mixed > 1:
+            group, place = (
+                lax.div(item, self.mixed * self.n_kv),
+                lax.rem(item, self.mixed * self.n_kv),
+            )
+            row = group * self.mixed + lax.rem(place, self.mixed)
+            return row, self.n_kv - 1 - lax.div(place, self.mixed), False
         before = (rows - self.falling) * self.n_kv
         row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
-        block = rising if self.upwards else self.n_kv - 1 - rising
+        block = rising if self.circular else self.n_kv - 1 - rising
         if not self.falling:
             return row, block, False
         late = item >= before
@@ -137,12 +141,13 @@ class Plan:
         return row, lax.select(late, lax.div(over, self.falling), block), late
 
 
-def list_team(problem: Problem, tiles: BackwardTiles, cores: int) -> int | None:
-    """Key blocks that walk round their lists together; None where a band starts them apart."""
-    if problem.rules.band.hi is not None:
-        return None
-    blocks = (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv)
-    return min(cores, *(-(-length // block) for length, block in blocks))
+def mixed_heads(problem: Problem, cache: int) -> int:
+    """Heads whose listed walks run at once: as many as have q, do and dq in the cache."""
+    p = problem
+    bytes_a_head = p.q_len * ((p.dim + p.value_dim) * p.itemsize + p.dim * 4)
+    rows = p.batch * p.heads
+    most = max(2 * cache // bytes_a_head, 1)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
 
 
 def falling_heads(walked: np.ndarray, rows: int, cores: int) -> int:

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
@@ -102,10 +104,22 @@ class FlashAttention(PallasKernel):
     def fields(self, chosen: FlashTiles) -> dict[str, Any]:
         return chosen.fields
 
+    def known(self, work: Work, arrays: Arrays) -> Arrays:
+        pattern, mask = arrays.get("pattern"), arrays["mask"]
+        if not isinstance(pattern, np.ndarray):
+            return arrays
+        p, t = work.problem, work.tiles
+        return arrays | {
+            "forward_lists": forward_masks(mask, pattern, p, t.fwd),
+            "backward_lists": backward_masks(mask, pattern, p, t.bwd),
+        }
+
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t, cores = work.problem, work.tiles.fwd, work.target.cores
         tensors = {name: arrays[name] for name in ("q", "k", "v")}
-        tensors |= forward_masks(arrays["mask"], arrays.get("pattern"), p, t)
+        tensors |= arrays.get("forward_lists") or forward_masks(
+            arrays["mask"], arrays.get("pattern"), p, t
+        )
         if "sink" in arrays:
             tensors["sink"] = arrays["sink"]
 
@@ -125,7 +139,7 @@ class FlashAttention(PallasKernel):
         saved: Any,
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
-        p, t, cores = work.problem, work.tiles.bwd, work.target.cores
+        p, t, chip = work.problem, work.tiles.bwd, work.target
         (o, lse), (do, dlse) = outputs, cotangents
         q = arrays["q"]
         if p.pattern_blocks is None:
@@ -135,10 +149,12 @@ class FlashAttention(PallasKernel):
         delta = softmax.row_delta(o, do, dlse)
         tensors = {"q": q, "k": arrays["k"], "v": arrays["v"]}
         tensors |= {"do": do, "base": saved, "delta": delta}
-        tensors |= backward_masks(arrays["mask"], arrays.get("pattern"), p, t, cores)
+        tensors |= arrays.get("backward_lists") or backward_masks(
+            arrays["mask"], arrays.get("pattern"), p, t
+        )
 
         def run(problem: Problem, tensors: Arrays) -> Any:
-            return backward(problem, **tensors, band=p.rules.band, tiles=t, cores=cores)
+            return backward(problem, **tensors, band=p.rules.band, tiles=t, chip=chip)
 
         grads = dict(zip("qkv", self.alike(folding(p, run, tensors), arrays), strict=True))
         if "sink" in arrays:

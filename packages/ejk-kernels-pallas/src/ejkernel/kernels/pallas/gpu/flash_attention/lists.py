@@ -24,6 +24,7 @@ COUNTS = 2  # numbers before the blocks of a list: how many need no element mask
 GROUP = 16  # rows and keys of a bit
 MASKED, TURN = 15, 16  # bits of a visit: needs an element mask; from here on, its turn
 LIMIT = 2**15  # blocks of an axis that a visit can name
+DOT = 1024  # entries up to which a product counts those before each
 
 
 def refuse(problem: Problem) -> str | None:
@@ -50,19 +51,17 @@ def forward_lists(
     past the end. bits: see ``_bits``, with a column for the block past the end.
     """
     some, every = _tiles(problem, mask, pattern, tile)
-    n = some.shape[-1]
+    xp, n = namespace(some, every), some.shape[-1]
     if problem.kv_len % tile[1]:
         every = every & (np.arange(n) < n - 1)
-    xp = namespace(some, every)
-    number = np.arange(n, dtype=np.int32)
-    # a block's number, and n more for every reason to come later
-    place = number + n * ((~every).astype(np.int32) + (~some).astype(np.int32))
-    place = xp.sort(xp.where(some, place, np.int32(2 * n)), axis=-1)
-    listed = xp.where(place >= 2 * n, np.int32(n), place % n)
-    counts = [some & every, some]
-    full, count = (x.sum(-1, keepdims=True, dtype=np.int32) for x in counts)
-    lists = xp.concatenate([full, xp.maximum(count, 1), listed], axis=-1).astype(np.int32)
-    operands = {"lists": jnp.asarray(lists)}
+    whole, rest = some & every, some & ~every
+    first, count = (x.sum(-1, keepdims=True, dtype=np.int32) for x in (whole, some))
+    place = xp.where(whole, _before(whole), first + _before(rest))
+    empty = xp.broadcast_to(np.int32(n), some.shape)
+    start = xp.concatenate([first, xp.maximum(count, 1), empty], axis=-1)
+    place = xp.where(some, place + COUNTS, np.int32(n + COUNTS))
+    number = xp.broadcast_to(np.arange(n, dtype=np.int32), some.shape)
+    operands = {"lists": _put(start, place, number)}
     if not _inside(problem, tile):
         bits = _bits(problem, pattern, tile[1], by_key=False)
         operands["bits"] = jnp.pad(bits, [(0, 0), (0, 0), (0, 0), (0, 1)])
@@ -70,52 +69,63 @@ def forward_lists(
 
 
 def backward_lists(
-    problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int], team: int | None
+    problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]
 ) -> dict[str, jax.Array]:
     """Operands of a walk over query blocks.
 
     lists int32 ``[#b, #h, key blocks, 1 + query blocks]``: how many visits, then the visits in
-    their order: query block, ``MASKED``, turn. ``team``: see ``visit_times``. seen bool
-    ``[#b, #h, query blocks]``: whether any key block visits. bits: see ``_bits``.
+    rising order of their query blocks: turn (how many later key blocks visit it), ``MASKED``,
+    query block. seen bool ``[#b, #h, query blocks]``: whether any key block visits. bits: see
+    ``_bits``.
     """
     some, every = _tiles(problem, mask, pattern, tile)
-    some, every = map(jnp.asarray, jnp.broadcast_arrays(some, every))
-    n_q, n_kv = some.shape[-2:]
-    time, order = visit_times(n_q, n_kv, team)
-    back = np.argsort(order, axis=-1)
-    lead = some.shape[:-2]
-    at = lambda x: jnp.broadcast_to(x.astype(np.int32), (*lead, n_q, n_kv))  # noqa: E731
-    ones = jnp.take_along_axis(some.astype(np.int32), at(order), axis=-1)
-    turns = jnp.take_along_axis(jnp.cumsum(ones, axis=-1) - ones, at(back), axis=-1)
+    xp = namespace(some, every)
+    some, every = xp.broadcast_arrays(some, every)
+    n_q = some.shape[-2]
+    turns = some.sum(-1, keepdims=True, dtype=np.int32) - _before(some) - some.astype(np.int32)
     visit = np.arange(n_q, dtype=np.int32)[:, None] + ((~every).astype(np.int32) << MASKED)
-    visit = jnp.swapaxes(visit + (turns << TURN), -1, -2)
-    some = jnp.swapaxes(some, -1, -2)
-    time = jnp.where(some, time.T.astype(np.int32), np.int32(n_q))
-    _, visits = lax.sort((time, visit), dimension=time.ndim - 1, num_keys=1)
+    visit = xp.swapaxes(visit + (turns << TURN), -1, -2)
+    seen, some = some.any(-1), xp.swapaxes(some, -1, -2)
+    place = xp.where(some, _before(some) + 1, np.int32(n_q + 1))
     count = some.sum(-1, keepdims=True, dtype=np.int32)
-    operands = {"lists": jnp.concatenate([count, visits], axis=-1), "seen": some.any(-2)}
+    start = xp.concatenate([count, xp.zeros_like(visit)], axis=-1)
+    operands = {"lists": _put(start, place, visit), "seen": jnp.asarray(seen)}
     if not _inside(problem, tile):
         operands["bits"] = _bits(problem, pattern, tile[0], by_key=True)
     return operands
 
 
-def visit_times(n_q: int, n_kv: int, team: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """When a key block meets a query block on its walk, int ``[n_q, n_kv]``, and the key blocks in
-    their turns at each query block, likewise.
+def _before(x: Any) -> Any:
+    """How many are set before each along the last axis, int32."""
+    n = x.shape[-1]
+    if not isinstance(x, jax.Array):
+        return np.cumsum(x, axis=-1, dtype=np.int32) - x
+    if n > DOT:
+        return jnp.cumsum(x, axis=-1, dtype=np.int32) - x
+    # a product takes a tenth of a cumulative sum's time; it is exact
+    earlier = jnp.triu(jnp.ones((n, n), jnp.bfloat16), 1)
+    counts = jnp.einsum(
+        "...i,ij->...j", x.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32
+    )
+    return counts.astype(np.int32)
 
-    ``team``: key blocks, from the first on, that walk round together; they start at different
-    query blocks, so that few meet. None: all walk from the first query block to the last, and
-    later key blocks come first.
-    """
-    i, j = np.arange(n_q)[:, None], np.arange(n_kv)[None]
-    if team is None:
-        time = np.broadcast_to(i, (n_q, n_kv))
-        return time, np.broadcast_to(j[:, ::-1], (n_q, n_kv))
-    time = (i - (j % team) * n_q // team) % n_q
-    return time, np.argsort(j // team * n_q + time, axis=-1, kind="stable")
+
+def _put(start: Any, place: Any, values: Any) -> jax.Array:
+    """``start`` with values at their places along the last axis, but for those past its end."""
+    n = start.shape[-1]
+    if not isinstance(place, jax.Array):
+        out = np.pad(start, [(0, 0)] * (start.ndim - 1) + [(0, 1)])
+        np.put_along_axis(out, place, values, axis=-1)
+        return jnp.asarray(out[..., :n])
+    rows = [x.reshape(-1, x.shape[-1]) for x in (start, place, values)]
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+    return put(*rows).reshape(start.shape)
 
 
 def _tiles(problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]) -> tuple:
+    if isinstance(pattern, jax.Array):
+        # a pattern that is a constant of the program all the same: XLA would take seconds to sort
+        pattern = lax.optimization_barrier(pattern)
     return visited_tiles(
         mask, pattern, problem.pattern_blocks, problem.q_len, problem.kv_len, *tile
     )

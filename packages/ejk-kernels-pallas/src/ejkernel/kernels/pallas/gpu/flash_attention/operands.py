@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles, list_team
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import backward_lists, forward_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types import MaskInfo
@@ -91,13 +91,12 @@ def forward_masks(
 
 
 def backward_masks(
-    mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles, cores: int
+    mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles
 ) -> dict[str, jax.Array]:
     """What the backward kernels read of a mask with arrays or a pattern: as forward, not padded."""
     blocks = (tiles.block_q, tiles.block_kv)
     if pattern is not None:
-        team = list_team(p, tiles, cores)
-        return {**backward_lists(p, mask, pattern, blocks, team), **_segment_ids(mask, p)}
+        return {**backward_lists(p, mask, pattern, blocks), **_segment_ids(mask, p)}
     if not p.rules.arrays:
         return {}
     ranges = block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=True)
