@@ -62,3 +62,23 @@ def test_every_package_warns_of_the_other_project(folder):
     text = " ".join((folder / "README.md").read_text().split())
     assert "The distribution named `ejkernel` is another project" in text
     assert "do not install it beside these" in text
+
+
+def test_the_files_of_an_operation_are_those_that_the_page_lists():
+    """docs/writing-a-kernel.md counts what mean_pooling takes: the sources that name it are there."""
+    text = (ROOT / "docs/writing-a-kernel.md").read_text()
+    rows = re.findall(r"^\| `([\w./-]+)` \|.*\| (\d+) \|$", text, re.MULTILINE)
+    listed = {path: int(lines) for path, lines in rows}
+    for path, lines in listed.items():
+        have = len((ROOT / path).read_text().splitlines())
+        whole = "pooling" in path and "README" not in path
+        assert abs(have - lines) <= 0.15 * lines + 2 if whole else have >= lines, (path, have)
+    packages = ("types", "kernels-xla", "kernels-triton", "modules")
+    naming = {
+        str(path.relative_to(ROOT))
+        for package in packages
+        for path in (ROOT / f"packages/ejk-{package}/src").rglob("*.py")
+        if re.search(r"mean_pooling|MeanPooling", path.read_text())
+        and not {"workloads", "bench"} & set(path.parts)
+    }
+    assert naming <= listed.keys(), sorted(naming - listed.keys())
