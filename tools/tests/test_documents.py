@@ -1,14 +1,18 @@
 """What the documents say about the code, held against the code."""
 
+import json
 import pkgutil
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dev
+import patterns
 import release
 import tables
+from patterns import NOBODY, PART, WHOLE
 
 ROOT = Path(release.__file__).resolve().parent.parent
 
@@ -82,3 +86,35 @@ def test_the_files_of_an_operation_are_those_that_the_page_lists():
         and not {"workloads", "bench"} & set(path.parts)
     }
     assert naming <= listed.keys(), sorted(naming - listed.keys())
+
+
+def test_pictures_are_what_their_script_draws():
+    for name, svg in patterns.pictures().items():
+        drawn = (patterns.FOLDER / name).read_text()
+        assert drawn == svg, f"{name} is out of date: run tools/patterns.py --write"
+
+
+def test_a_picture_shows_the_tiles_that_a_pattern_leaves(monkeypatch):
+    """Three whole tiles of a triangle of two blocks' side, its diagonal masked."""
+    triangle = np.ones((2, 2), bool)
+    monkeypatch.setattr(patterns, "BLOCKS", 2)
+    monkeypatch.setattr(patterns, "patterns", lambda: {"triangle": (triangle, True, 1)})
+    svg = patterns.grids()
+    count = {colour: svg.count(f'fill="{colour}"') - 1 for colour in (WHOLE, PART, NOBODY)}
+    assert count == {WHOLE: 1, PART: 2, NOBODY: 1} and "triangle: 75%" in svg
+
+
+def test_a_picture_of_times_is_of_records_only(monkeypatch, tmp_path):
+    rows = [
+        {"case": f"sparse-s16k-causal-{d}", "mode": m, "contender": "ejkernel", "ms": d * 10}
+        for d in (0.1, 1.0)
+        for m in ("fwd", "fwd+bwd")
+    ]
+    dense = [{**row, "case": "sweep-d128-s16384-causal"} for row in rows[2:]]
+    monkeypatch.setattr(patterns, "RECORDS", tmp_path)
+    assert "sparse_times.svg" not in patterns.pictures()
+    for name, found in (("blocksparse_attention", rows), ("flash_attention", dense)):
+        text = json.dumps({"device": "a card", "date": "a day", "rows": found})
+        (tmp_path / f"{name}.json").write_text(text)
+    assert patterns.recorded("fwd") == ([(0.1, 1.0), (1.0, 10.0)], 10.0)
+    assert patterns.pictures()["sparse_times.svg"].count("<circle") == 4
