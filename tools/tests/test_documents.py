@@ -69,7 +69,7 @@ def test_every_package_warns_of_the_other_project(folder):
 
 
 def test_the_files_of_an_operation_are_those_that_the_page_lists():
-    """docs/writing-a-kernel.md counts what mean_pooling takes: the sources that name it are there."""
+    """What docs/writing-a-kernel.md counts for mean_pooling are all sources that name it."""
     text = (ROOT / "docs/writing-a-kernel.md").read_text()
     rows = re.findall(r"^\| `([\w./-]+)` \|.*\| (\d+) \|$", text, re.MULTILINE)
     listed = {path: int(lines) for path, lines in rows}
