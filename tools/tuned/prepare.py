@@ -18,7 +18,7 @@ import numpy as np
 from ejkernel.ops import Autotuner
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.platforms import Platform
 from tuned.calls import TableCall
 
@@ -49,16 +49,12 @@ def lower(inv: Invocation, cfg: Any) -> None:
     kernel = inv.kernel
     resolved = kernel.implementation(inv, kernel.config_platform(cfg))
     runner = kernel.runner(resolved, cfg)
-    leaves, treedef = jax.tree.flatten((inv.abstract_args, inv.abstract_kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    arrays = [leaves[i] for i in positions]
+    parts = Parts.of((inv.abstract_args, inv.abstract_kwargs))
+    arrays = parts.arrays
     floats = [i for i, x in enumerate(arrays) if _differentiable(x.dtype)]
 
     def run(*given: Any) -> Any:
-        full = list(leaves)
-        for position, array in zip(positions, given, strict=True):
-            full[position] = array
-        args, kwargs = jax.tree.unflatten(treedef, full)
+        args, kwargs = parts.around(given)
         return runner(*args, **kwargs)
 
     def both(*given: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.utils.serialization import abstractify
 
 
@@ -40,23 +40,19 @@ def bind_abstract(inv: Invocation) -> Invocation:
     if not (given or kernel.says("bind", "distributes")):
         return inv.abstract().replace(bound=True)
 
-    leaves, treedef = jax.tree_util.tree_flatten((inv.abstract_args, inv.abstract_kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    parts = Parts.of((inv.abstract_args, inv.abstract_kwargs))
 
     def reach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _Reached(inv.replace(args=abstractify(args), kwargs=abstractify(kwargs), bound=True))
 
     def steps(*arrays: Any) -> Any:
-        concrete = list(leaves)
-        for position, array in zip(positions, arrays, strict=True):
-            concrete[position] = array
-        args, kwargs = kernel.bind(*jax.tree_util.tree_unflatten(treedef, concrete))
+        args, kwargs = kernel.bind(*parts.around(arrays))
         if given or kernel.distributes(args, kwargs):
             return kernel.distribute(args, kwargs, mesh, in_specs, out_specs, reach)
         return reach(args, kwargs)
 
     try:
-        jax.eval_shape(steps, *(leaves[i] for i in positions))
+        jax.eval_shape(steps, *parts.arrays)
     except _Reached as reached:
         return reached.inv
     raise TypeError(f"{kernel.name}.distribute returned without running the call")

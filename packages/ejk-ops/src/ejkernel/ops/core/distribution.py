@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.parts import Parts
 
 
 def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) -> None:
@@ -46,28 +46,25 @@ def distribute_by_specs(
     """``call`` under ``jax.shard_map``; specs follow the array leaves, the rest is replicated."""
     check_mesh_and_specs(name, mesh, in_specs, out_specs)
     names = list(kwargs)  # flattening a dict would sort them
-    leaves, treedef = jax.tree_util.tree_flatten((args, [kwargs[n] for n in names]))
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    parts = Parts.of((args, [kwargs[n] for n in names]))
+    arrays = parts.arrays
     specs = [PartitionSpec() if spec is None else spec for spec in in_specs]
-    if len(specs) > len(positions):
+    if len(specs) > len(arrays):
         raise ValueError(
             f"{name}: in_specs has {len(specs)} entries, but the call has "
-            f"{len(positions)} array arguments"
+            f"{len(arrays)} array arguments"
         )
-    specs += [PartitionSpec()] * (len(positions) - len(specs))
+    specs += [PartitionSpec()] * (len(arrays) - len(specs))
     if out_specs is None:
         out_specs = specs[0] if specs else PartitionSpec()
     elif not isinstance(out_specs, PartitionSpec):
         out_specs = tuple(out_specs)
 
     def shard(*arrays: Any) -> Any:
-        local = list(leaves)
-        for position, array in zip(positions, arrays, strict=True):
-            local[position] = array
-        local_args, values = jax.tree_util.tree_unflatten(treedef, local)
+        local_args, values = parts.around(arrays)
         return call(local_args, dict(zip(names, values, strict=True)))
 
     mapped = jax.shard_map(
         shard, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
     )
-    return mapped(*(leaves[i] for i in positions))
+    return mapped(*arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.parts import Parts
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Kernel
@@ -30,21 +31,6 @@ class _Static:
     @classmethod
     def tree_unflatten(cls, value, _):
         return cls(value)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Which leaves of ``(args, kwargs)`` are arrays, and how to put them back."""
-
-    treedef: Any
-    leaves: tuple[Any, ...]
-    positions: tuple[int, ...]
-
-    def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = list(self.leaves)
-        for position, array in zip(self.positions, arrays, strict=True):
-            leaves[position] = array
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
 
 def _zero(cotangent: Any) -> Any:
@@ -121,15 +107,12 @@ def call_with_custom_vjp(
     cfg: Any,
 ) -> Any:
     """``run(*args, cfg=cfg, **kwargs)``, differentiated by ``kernel.custom_vjp``."""
-    kwargs = dict(kwargs)
-    leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
-    positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
-    static = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-    layout = _Layout(treedef, static, positions)
+    parts = Parts.of((args, dict(kwargs)))
+    layout = parts.without_arrays()
     name = kernel.name
 
     def forward(*arrays: Any) -> Any:
-        a, k = layout.rebuild(arrays)
+        a, k = layout.around(arrays)
         return run(*a, cfg=cfg, **k)
 
     def fwd(*primals: Any) -> Any:
@@ -139,7 +122,7 @@ def call_with_custom_vjp(
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         arrays, perturbed = residuals
-        a, k = layout.rebuild(arrays)
+        a, k = layout.around(arrays)
         cts = tuple(
             _zero(ct)
             for ct in jax.tree_util.tree_leaves(
@@ -165,4 +148,4 @@ def call_with_custom_vjp(
 
     wired = jax.custom_vjp(forward)
     wired.defvjp(fwd, bwd, symbolic_zeros=True)
-    return wired(*(leaves[i] for i in positions))
+    return wired(*parts.arrays)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS
-from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.ops.execution.freeze import Unhashable, freeze
 from ejkernel.ops.utils.serialization import abstractify
@@ -31,33 +31,19 @@ class _Mapped:
         self.options = {k: kwargs[k] for k in EXECUTOR_KEYWORDS if k in kwargs}
         kwargs = {k: v for k, v in kwargs.items() if k not in EXECUTOR_KEYWORDS}
         keyword_axes = jax.tree_util.tree_map(lambda _: 0, kwargs)
-        self.leaves, self.treedef = jax.tree_util.tree_flatten((args, kwargs))
-        leaf_axes = self.treedef.flatten_up_to((axes, keyword_axes))
-        self.positions = [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
-        self.axes = [leaf_axes[i] for i in self.positions]
-        for position, axis in zip(self.positions, self.axes, strict=True):
-            ndim = self.leaves[position].ndim
-            if axis is not None and not -ndim <= axis < ndim:
-                raise ValueError(
-                    f"in_axes asks for axis {axis} of an array of shape "
-                    f"{self.leaves[position].shape}"
-                )
+        self.parts = Parts.of((args, kwargs))
+        self.arrays = self.parts.arrays
+        leaf_axes = self.parts.treedef.flatten_up_to((axes, keyword_axes))
+        self.axes = [leaf_axes[i] for i in self.parts.positions]
+        for array, axis in zip(self.arrays, self.axes, strict=True):
+            if axis is not None and not -array.ndim <= axis < array.ndim:
+                raise ValueError(f"in_axes asks for axis {axis} of an array of shape {array.shape}")
         if all(axis is None for axis in self.axes):
             raise ValueError(f"in_axes={in_axes!r} maps no array argument")
 
-    @property
-    def arrays(self) -> list[Any]:
-        return [self.leaves[i] for i in self.positions]
-
-    def rebuild(self, arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = list(self.leaves)
-        for position, array in zip(self.positions, arrays, strict=True):
-            leaves[position] = array
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
-
     def one(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call of one element, abstract."""
-        return self.rebuild(
+        return self.parts.around(
             [_without_axis(x, axis) for x, axis in zip(self.arrays, self.axes, strict=True)]
         )
 
@@ -143,7 +129,7 @@ def vmap_with_config(
         options = _one_config(run, kernel, call, cfg)
 
         def one(*arrays: Any) -> Any:
-            a, k = call.rebuild(arrays)
+            a, k = call.parts.around(arrays)
             return run(kernel, *a, **options, **k)
 
         return jax.vmap(one, in_axes=tuple(call.axes))(*call.arrays)
@@ -189,9 +175,9 @@ def pmap_with_config(
             return _spread(run, kernel, call, options, axis_name, size)
 
         try:
-            statics = [x for i, x in enumerate(call.leaves) if i not in set(call.positions)]
-            key = (call.treedef, tuple(call.positions), tuple(call.axes), size)
-            key = (*key, freeze(statics), freeze(options))
+            shell = call.parts.without_arrays()
+            key = (shell.treedef, shell.positions, tuple(call.axes), size)
+            key = (*key, freeze(shell.leaves), freeze(options))
             if key not in programs:
                 if len(programs) >= PROGRAMS_LIMIT:
                     programs.clear()
@@ -215,14 +201,14 @@ def _spread(
     """The compiled function that runs element ``i`` on local device ``i``."""
     mesh = Mesh(np.asarray(jax.local_devices()[:size]), (axis_name,))
     axes = tuple(call.axes)
-    shell = _Shell(call)
+    shell = call.parts.without_arrays()
 
     def element(*arrays: Any) -> Any:
         local = [
             x if axis is None else jax.lax.squeeze(x, (0,))
             for x, axis in zip(arrays, axes, strict=True)
         ]
-        a, k = shell.rebuild(local)
+        a, k = shell.around(local)
         out = run(kernel, *a, **options, **k)
         return jax.tree_util.tree_map(lambda x: jnp.asarray(x)[None], out)
 
@@ -239,18 +225,3 @@ def _spread(
         return over_devices(*moved)
 
     return jax.jit(spread)
-
-
-class _Shell:
-    """A call without its arrays, to be kept."""
-
-    def __init__(self, call: _Mapped):
-        self._leaves = [None if is_array(x) else x for x in call.leaves]
-        self._treedef = call.treedef
-        self._positions = call.positions
-
-    def rebuild(self, arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = list(self._leaves)
-        for position, array in zip(self._positions, arrays, strict=True):
-            leaves[position] = array
-        return jax.tree_util.tree_unflatten(self._treedef, leaves)

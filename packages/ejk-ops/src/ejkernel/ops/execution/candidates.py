@@ -18,6 +18,7 @@ import numpy as np
 from ejkernel.ops.compat import settings
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable
 from ejkernel.ops.platforms import parse_platform
@@ -153,10 +154,8 @@ class Workbench:
         self.kernel = inv.kernel
         rng = sample_generator()
         args, kwargs = self.kernel.sample_inputs(inv, rng) if inputs is None else inputs
-        leaves, self.treedef = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
-        self.leaves = [jnp.asarray(x) if is_array(x) else x for x in leaves]
-        self.positions = [i for i, x in enumerate(self.leaves) if is_array(x)]
-        self.arrays = [self.leaves[i] for i in self.positions]
+        self.parts = Parts.of((tuple(args), dict(kwargs)))
+        self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
         self.differentiated = self._differentiated(args)
         self.cotangents: list[Any] = []
         self.backward = bool(self.differentiated) and self._wants_backward(
@@ -201,10 +200,7 @@ class Workbench:
         runner = self.kernel.runner(self._resolve(cfg), cfg)
 
         def run(*arrays: Any) -> Any:
-            leaves = list(self.leaves)
-            for position, array in zip(self.positions, arrays, strict=True):
-                leaves[position] = array
-            args, kwargs = jax.tree_util.tree_unflatten(self.treedef, leaves)
+            args, kwargs = self.parts.around(arrays)
             return runner(*args, **kwargs)
 
         return run

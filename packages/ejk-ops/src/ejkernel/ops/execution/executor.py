@@ -17,6 +17,7 @@ from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation, specs_key
+from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
@@ -26,7 +27,6 @@ from ejkernel.ops.execution.program import (
     Route,
     flatten,
     resolve,
-    without_arrays,
 )
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
@@ -115,7 +115,7 @@ class Executor:
             call_key = (
                 kernel_identity(kernel),
                 kernel.state,
-                flat.treedef,
+                flat.parts.treedef,
                 flat.statics,
                 None if cfg is None else freeze(cfg),
                 platform,
@@ -137,15 +137,15 @@ class Executor:
         if plan is None:
             settled = self._settle(kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs)
             try:
-                plan = self._function(call_key, settled, without_arrays(flat))
+                plan = self._function(call_key, settled, flat.parts.without_arrays())
             except Unhashable:  # the chosen config
-                return self._program(settled, flat)(*flat.arrays)
+                return self._program(settled, flat.parts)(*flat.parts.arrays)
             # Choosing may have stored a config or loaded a package: the state is that of now.
             now = (call_key[0], kernel.state, *call_key[2:])
             if state is not None:
                 self._remember((now, flat.signature, self._state()), plan)
         try:
-            return plan(*flat.arrays)
+            return plan(*flat.parts.arrays)
         except OtherOutputs:
             return self._run_unremembered(
                 kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
@@ -288,13 +288,13 @@ class Executor:
             return Choice(cfg, "override", inv.key)
         return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
 
-    def _program(self, settled: _Settled, flat: Any, compiled: bool = False) -> Program:
+    def _program(self, settled: _Settled, parts: Parts, compiled: bool = False) -> Program:
         # the payload differs between buckets, as the key does, which a stamp carries
         dropped = ("key", "payload") if env.ops_stamp() == "none" else ("key",)
         info = {k: v for k, v in settled.inv.info.items() if k not in dropped}
         return Program(
             settled.inv.kernel,
-            flat,
+            parts,
             settled.choice.cfg,
             settled.resolved,
             settled.route,
@@ -303,17 +303,17 @@ class Executor:
             compiled,
         )
 
-    def _function(self, call_key: tuple, settled: _Settled, flat: Any) -> Callable[..., Any]:
+    def _function(self, call_key: tuple, settled: _Settled, parts: Parts) -> Callable[..., Any]:
         """The compiled function of a call: one per config and implementation, for all shapes."""
         # A stamp carries the key, which differs between buckets.
         stamp = settled.choice.key if env.ops_stamp() != "none" else None
         impl = settled.resolved.impl
-        key = (call_key, freeze(settled.choice.cfg), impl, flat.positions, stamp)
+        key = (call_key, freeze(settled.choice.cfg), impl, parts.positions, stamp)
         function = self._functions.get(key)
         if function is None:
             # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
             # layer of a model is one equation; XLA inlines calls before it optimises.
-            function = jax.jit(self._program(settled, flat, True))
+            function = jax.jit(self._program(settled, parts, True))
             with self._lock:
                 function = self._functions.setdefault(key, function)
                 _trim(self._functions, FUNCTIONS_LIMIT)
@@ -330,7 +330,7 @@ class Executor:
         """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
         settled = self._settle(kernel, args, kwargs, *rest)
         flat = flatten(args, kwargs, hashable=False)
-        return self._program(settled, flat)(*flat.arrays)
+        return self._program(settled, flat.parts)(*flat.parts.arrays)
 
 
 def _trim(cache: dict[Hashable, Any], limit: int) -> None:

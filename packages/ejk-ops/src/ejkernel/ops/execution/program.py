@@ -13,6 +13,7 @@ import numpy as np
 from ejkernel.ops import env
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.core.invocation import Invocation, distribution_info
+from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.execution.freeze import freeze
 from ejkernel.ops.platforms import Platform
 from ejkernel.ops.utils.labels import stamped
@@ -57,22 +58,14 @@ class Flat(NamedTuple):
     """A flattened call.
 
     Attributes:
-        treedef: structure of ``(args, kwargs)``.
-        leaves: all leaves; those at ``positions`` are the arrays.
-        positions: where the arrays are.
+        parts: ``(args, kwargs)``, the arrays and the rest.
         statics: hashable of everything but the arrays.
         signature: hashable of the arrays' shapes, dtypes and shardings.
     """
 
-    treedef: Any
-    leaves: list[Any]
-    positions: tuple[int, ...]
+    parts: Parts
     statics: Hashable
     signature: Hashable
-
-    @property
-    def arrays(self) -> list[Any]:
-        return [self.leaves[i] for i in self.positions]
 
 
 _single = jax.sharding.SingleDeviceSharding
@@ -139,7 +132,7 @@ def flatten(
             statics.append(freeze(leaf) if hashable else None)
     if traced and known:
         return flatten(args, kwargs, hashable=hashable, static=known)
-    return Flat(treedef, leaves, tuple(positions), tuple(statics), tuple(signature))
+    return Flat(Parts(treedef, leaves, tuple(positions)), tuple(statics), tuple(signature))
 
 
 @dataclass(frozen=True)
@@ -185,7 +178,7 @@ class Program:
     """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``.
 
     Attributes:
-        kernel, flat: the call.
+        kernel, parts: the call.
         cfg: its config.
         resolved: what runs, for one shard where there are several.
         route: where it runs.
@@ -194,7 +187,7 @@ class Program:
     """
 
     kernel: Kernel[Any, Any]
-    flat: Flat
+    parts: Parts
     cfg: Any
     resolved: Resolved
     route: Route
@@ -207,10 +200,7 @@ class Program:
         return self.kernel.name
 
     def __call__(self, *arrays: Any) -> Any:
-        leaves = list(self.flat.leaves)
-        for position, array in zip(self.flat.positions, arrays, strict=True):
-            leaves[position] = array
-        args, kwargs = jax.tree_util.tree_unflatten(self.flat.treedef, leaves)
+        args, kwargs = self.parts.around(arrays)
         kernel, route = self.kernel, self.route
         run: Any = kernel.runner(self.resolved, self.cfg)
         if env.ops_stamp() != "none":
@@ -233,14 +223,6 @@ class Program:
         inv = Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
         with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp(), inv):
             return run(*args, **kwargs)
-
-
-def without_arrays(flat: Flat) -> Flat:
-    """A copy that keeps no array alive."""
-    leaves = list(flat.leaves)
-    for position in flat.positions:
-        leaves[position] = None
-    return flat._replace(leaves=leaves)
 
 
 def resolve(kernel: Kernel[Any, Any], inv: Invocation, cfg: Any) -> Resolved:

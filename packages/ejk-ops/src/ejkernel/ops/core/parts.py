@@ -1,0 +1,41 @@
+"""A tree taken apart into its arrays and everything else, to be put together around others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from ejkernel.ops.core.keys import is_array
+
+
+class Parts(NamedTuple):
+    """The leaves of a tree; those at ``positions`` are its arrays."""
+
+    treedef: Any
+    leaves: list[Any]
+    positions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> Parts:
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        return cls(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array(leaf)))
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.leaves[i] for i in self.positions]
+
+    def around(self, arrays: Iterable[Any]) -> Any:
+        """The tree with other arrays in their places."""
+        leaves = list(self.leaves)
+        for position, array in zip(self.positions, arrays, strict=True):
+            leaves[position] = array
+        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+    def without_arrays(self) -> Parts:
+        """A copy that keeps no array alive."""
+        kept: list[Any] = list(self.leaves)
+        for position in self.positions:
+            kept[position] = None
+        return self._replace(leaves=kept)
