@@ -116,17 +116,17 @@ FAULTS = (
     Fault(
         "chunks do not move with the offset", f"{TYPES}/rules.py",
         "start = shifted(p, _clamp(self.offset)) // chunk * chunk", "start = p // chunk * chunk",
-        f"{TYPES_TESTS}/test_mask_info.py",
+        f"{TYPES_TESTS}/test_apply.py",
     ),
     Fault(
         "the last block of keys is left out", f"{TYPES}/blocks.py",
         "xp.maximum(hi // other_block + 1, start)", "xp.maximum(hi // other_block, start)",
-        f"{TYPES_TESTS}/test_summary.py",
+        f"{TYPES_TESTS}/test_prepare.py",
     ),
     Fault(
         "a block with hidden pairs counts as full", f"{TYPES}/blocks.py",
         "full_stop = (full_hi + 1) // other_block", "full_stop = full_hi // other_block + 1",
-        f"{TYPES_TESTS}/test_summary.py",
+        f"{TYPES_TESTS}/test_prepare.py",
     ),
     Fault(
         "chunks of packed sequences by index", f"{TYPES}/combine.py",
@@ -168,12 +168,12 @@ FAULTS = (
     # ---- where configs come from
     Fault(
         "a key without the dtype", f"{OPS}/core/keys.py",
-        '"dtype": str(dtype),', '"dtype": "",', f"{OPS_TESTS}/test_executor.py",
+        '"dtype": str(dtype),', '"dtype": "",', f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
         "a key without the sharding", f"{OPS}/core/keys.py",
         '"sharding": sharding_fingerprint(x),', '"sharding": None,',
-        f"{OPS_TESTS}/test_distribution.py {OPS_TESTS}/test_device_sharding.py",
+        f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
         "buckets one power too large", f"{OPS}/utils/buckets.py",
@@ -193,7 +193,7 @@ FAULTS = (
     Fault(
         "a stored config for another platform is used", f"{OPS}/config/selection.py",
         'cfg, answer = (cfg, "hit") if refusal is None', 'cfg, answer = (cfg, "hit") if True',
-        f"{OPS_TESTS}/test_selection.py",
+        f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "arithmetic is stored", f"{OPS}/config/selection.py",

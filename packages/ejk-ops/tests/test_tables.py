@@ -112,6 +112,17 @@ def test_the_nearest_bucket_serves_and_nothing_is_tuned(table, monkeypatch):
     assert executor().explanation(make(), x(64)).tier == "autotune"  # an unknown card
 
 
+def test_of_two_entries_within_reach_the_nearer_one_serves(tmp_path):
+    entries = {}
+    for rows, tile in ((64, 32), (256, 64)):
+        inv = Invocation(make(), (x(rows),))
+        entries[inv.key] = Entry(encode_config(Tile("xla", tile=tile)), dict(inv.payload))
+    path = tmp_path / "t.json"
+    path.write_text(format_file({"device": target_device().fingerprint}, entries))
+    told = executor(False).explanation(make(path), x(200))
+    assert (told.tier, told.cfg.tile) == ("persistent", 64)
+
+
 def test_another_device_another_version(table):
     kernel = make(table.path)
     with on(H200):
@@ -176,6 +187,19 @@ def test_sizes_of_windows_may_differ_and_their_kind_may_not():
         assert distance((1023, 0), other) == float("inf")
 
 
+@pytest.mark.parametrize(("shape", "near"), [((1, 2, 64, 8), True), ((1, 2, 32, 16), False)])
+def test_arrays_inside_masks_have_the_same_layout(shape, near):
+    """Lengths may differ there, too; what is neither a length nor heads may not."""
+
+    def payload(shape):
+        array = {"shape": list(shape), "dtype": "bool", "sharding": None, "free": [2]}
+        mask = {"node": "Mask", "children": [array], "static": None}
+        return {"arguments": {"mask": mask}}
+
+    found = payload_distance(payload((1, 2, 32, 8)), payload(shape), Rows.likeness)
+    assert (found < float("inf")) == near
+
+
 def test_a_broken_table_warns_once_and_is_passed_over(tmp_path):
     (tmp_path / "t.json").write_text("{")
     kernel = make(tmp_path / "t.json")
@@ -194,6 +218,14 @@ def test_what_memory_holds_is_used_where_it_can_be(table):
     assert dict(told.tiers)["memory"].startswith("not used: ")
     chain.cache.put(call.key, Tile("xla", tile=64))
     assert Executor(chain).explanation(kernel, x(64)).tier == "memory"
+
+
+def test_what_a_file_holds_is_used_where_it_can_be(table, tmp_path):
+    """As of memory: a file written where Triton runs serves no call here."""
+    kernel, own = make(table.path), PersistentCache(tmp_path / "own")
+    own.put(Invocation(kernel, (x(64),)).key, Tile("triton", tile=64))
+    told = Executor(ConfigSelectorChain(ConfigCache(), own)).explanation(kernel, x(64))
+    assert (told.tier, told.cfg) == ("persistent", Tile("xla", tile=32))
 
 
 def test_user_files_come_before_tables(table, tmp_path):

@@ -111,6 +111,15 @@ def test_rank_three_inserts_a_head_axis():
     assert mask.attention_mask.shape == (2, 1, 4, 4)
 
 
+def test_chunks_of_packed_sequences_begin_with_each_sequence():
+    cu = np.array([0, 3, 8])
+    mask = combine_masks(cum_seqlens_q=cu, chunk_size=2, q_len=8, kv_len=8, batch=1)
+    of = np.repeat([0, 1], np.diff(cu))
+    chunk = (np.arange(8) - cu[of]) // 2
+    want = (of[:, None] == of) & (chunk[:, None] == chunk)
+    np.testing.assert_array_equal(dense_of(mask, 8, 8)[0, 0], want)
+
+
 def test_cum_seqlens_beside_a_mask_with_its_own_positions():
     own = MaskInfo(causal=True, q_positions=np.array([[9, 8, 7, 6, 5]]))
     mask = combine_masks(
