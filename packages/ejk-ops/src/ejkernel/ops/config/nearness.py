@@ -38,6 +38,7 @@ class Likeness(NamedTuple):
 
 
 NOTHING_SAID = Likeness()
+SUBJECT = ("schema", "kernel", "version", "device")
 
 _ARRAY = {"shape", "dtype", "sharding", "free"}
 _LIMIT = math.log2(FACTOR) + 1e-9
@@ -46,7 +47,7 @@ _GROUP_LIMIT = math.log2(GROUP_FACTOR) + 1e-9
 
 def subject(payload: Mapping[str, Any]) -> tuple[Any, ...]:
     """What an entry is about: a kernel of this version on this device."""
-    return tuple(payload.get(k) for k in ("schema", "kernel", "version", "device"))
+    return tuple(map(payload.get, SUBJECT))
 
 
 def outline(payload: Mapping[str, Any], like: Likeness) -> Hashable:

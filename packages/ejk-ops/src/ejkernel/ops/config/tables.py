@@ -36,11 +36,8 @@ class Table:
                 with contextlib.suppress(TypeError):  # facts of another form say nothing
                     self.subjects.setdefault(subject(entry.facts), []).append(entry)
 
-    def alike(self, payload: Mapping[str, Any], like: Likeness) -> list[Entry]:
-        """The entries with the outline of ``payload``."""
-        about = subject(payload)
-        if about not in self.subjects:
-            return []
+    def alike(self, about: Hashable, wanted: Hashable, like: Likeness) -> list[Entry]:
+        """The entries about a subject that have an outline."""
         known = self._outlines.get((about, like))
         if known is None:
             known = {}
@@ -48,7 +45,7 @@ class Table:
                 with contextlib.suppress(AttributeError, LookupError, TypeError):
                     known.setdefault(outline(entry.facts, like), []).append(entry)
             self._outlines[about, like] = known
-        return known.get(outline(payload, like), [])
+        return known.get(wanted, [])
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,9 +73,12 @@ def nearest_configs(
     like: Likeness = NOTHING_SAID,
 ) -> Iterator[tuple[Any, float]]:
     """``(config, distance)`` of the entries that serve ``payload``, nearest first."""
+    about = subject(payload)
+    tables = [table for table in map(_table, paths) if about in table.subjects]
+    wanted = outline(payload, like) if tables else None
     found = []
-    for table in map(_table, paths):
-        for entry in table.alike(payload, like):
+    for table in tables:
+        for entry in table.alike(about, wanted, like):
             distance = _distance(entry, payload, like)
             if distance < math.inf:
                 found.append((distance, len(found), entry))

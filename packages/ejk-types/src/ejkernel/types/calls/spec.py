@@ -18,6 +18,7 @@ from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
 
 Arguments = dict[str, Any]
+_NUMBER = {int}
 
 
 class Call:
@@ -149,7 +150,7 @@ class Call:
         override: Mapping[str, str] | None = None
         for p in cls.boundary.array_parameters:
             shape = getattr(a[p.name], "shape", ())
-            if all(type(n) is int for n in shape):
+            if set(map(type, shape)) <= _NUMBER:
                 continue
             override = cls.argument_axes(a) if override is None else override
             for word, size in zip(axes_of(p, a[p.name], override), shape, strict=True):
