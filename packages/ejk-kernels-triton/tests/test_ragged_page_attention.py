@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -101,6 +102,32 @@ def test_against_the_formula(name):
     assert got.dtype == args[0].dtype and got.shape == args[0].shape
     check_close(np.asarray(got), expected(*args, **known), name=name)
     assert not np.asarray(got, np.float32)[args[4][int(args[5])] :].any()
+
+
+@dataclass(frozen=True)
+class Sevens:
+    """A kernel for long sequences whose output is 7 in their rows, and unset in all others."""
+
+    least: int
+    enough: int
+
+    def __call__(self, q, cache, tables, first, last, length, long):
+        row = jnp.arange(q.shape[0])[:, None]
+        mine = jnp.any((row >= first) & (row < last) & long, axis=1)
+        return jnp.where(mine[:, None, None], 7.0, jnp.nan).astype(q.dtype) + 0 * q
+
+
+@pytest.mark.parametrize("least, enough, given", [(10, 28, (2, 4)), (18, 19, ())])
+def test_long_sequences_may_be_another_kernels(least, enough, given):
+    class Kernel(type(ragged_page_attention)):
+        def choose(self, problem, target):
+            return replace(super().choose(problem, target), long=Sevens(least, enough))
+
+    args = draw()
+    want, starts = np.array(expected(*args)), args[4]
+    for i in given:
+        want[starts[i] : starts[i + 1]] = 7.0
+    check_close(np.asarray(Kernel()(*args, cfg=SMALL)), want)
 
 
 def drawn_rows(args, hk=2, dtype="float32", seed=1):

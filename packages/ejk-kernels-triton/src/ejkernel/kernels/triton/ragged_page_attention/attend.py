@@ -46,9 +46,15 @@ def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
         decoded["k_scale"] = arrays["k_scale"]
     parts = launch(plans.decode_plan, work, decoded, *decoded)
     arrays = arrays | dict(zip(("d_acc", "d_m", "d_l", "d_starts"), parts, strict=True))
+    if work.tiles.long is not None:
+        first, (last, length), least = arrays["d_rows"], arrays["work"][:2], arrays["facts"][4]
+        # the rows of sequences past the valid ones end behind all rows
+        long = (last - first >= least) & (last <= work.problem.rows)
+        o = work.tiles.long(arrays["q"], arrays["k"], arrays["tables"], first, last, length, long)
+        arrays = arrays | {"o": o}
     tiles = launch(
         plans.PrefillPlan, work, arrays,
-        "q", "k", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "sink",
+        "q", "k", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "sink", "o",
     )  # fmt: skip
     arrays = arrays | dict(zip(("o", "p_acc", "p_m", "p_l"), tiles, strict=True))
     return launch(

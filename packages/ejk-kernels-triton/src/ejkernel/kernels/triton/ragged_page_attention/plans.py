@@ -97,12 +97,12 @@ class SchedulePlan(RaggedPlan):
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         n = self.problem.sequences
-        return (*[_struct((n,), "int32")] * 4, _struct((5, n), "int32"), _struct((4,), "int32"))
+        return (*[_struct((n,), "int32")] * 4, _struct((5, n), "int32"), _struct((5,), "int32"))
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import ragged_schedule
 
-        p = self.problem.paged
+        p, long = self.problem.paged, self.tiles.long
         arguments = {
             **{name: self(name) for name in ("starts", "lens", "valid")},
             **{name: Out(i) for i, name in enumerate(SCHEDULE)},
@@ -112,6 +112,7 @@ class SchedulePlan(RaggedPlan):
             "left": p.left or 0,
             "fair": self.fair,
             "least": -(-self.tiles.least // self.tiles.block),
+            "enough": long.enough if long else 0,
         }
         constants = {
             "LANES": self.lanes,
@@ -119,6 +120,7 @@ class SchedulePlan(RaggedPlan):
             "BLOCK": self.tiles.block,
             "TOKENS": p.tokens,
             "TILE": self.sizes["TILE"],
+            "LONG": long.least if long else 0,
         }
         return Launch(ragged_schedule, arguments, constants, (1,), 4, 1)
 
@@ -128,7 +130,9 @@ SCHEDULE = ("d_lens", "d_begins", "d_rows", "d_counts", "work", "facts")
 
 @dataclass(frozen=True)
 class PrefillPlan(RaggedPlan):
-    """q, k, tables, d_rows, work, facts, ... -> o ``[T, h, d]``, acc, m, l of parts.
+    """q, k, tables, d_rows, work, facts, ..., o -> o ``[T, h, d]``, acc, m, l of parts.
+
+    An o that is given has the rows of sequences of another kernel.
 
     Rows of decoded sequences are left for the merge.
     """
@@ -158,7 +162,11 @@ class PrefillPlan(RaggedPlan):
 
         p, t = self.problem.paged, self.tiles
         sinks, sinks_padded = sink_arguments(self.shapes)
-        most = most_pieces(self.problem, t, self.fair)
+        programs = most_pieces(self.problem, t, self.fair) * p.kv_heads * self.chunks
+        given = {} if t.long is None else {self("o").index: 0}
+        if given:
+            # most calls leave few pieces
+            programs = min(programs, target.cores * max(1, 8 // t.num_warps))
         arguments = {
             "q": self("q"),
             **self.caches(target),
@@ -169,13 +177,14 @@ class PrefillPlan(RaggedPlan):
             **scale_arguments(self.shapes, "k_scale"),
             **scale_arguments(self.shapes, "v_scale"),
             **sinks,
+            "given": self("o"),
             "o": Out(0),
             "acc_out": Out(1),
             "m_out": Out(2),
             "l_out": Out(3),
             "n": p.batch,
             "rows": self.problem.rows,
-            "most": most,
+            "programs": programs,
             "max_pages": p.max_pages,
             "pages": p.pages,
             "left": p.left or 0,
@@ -183,13 +192,14 @@ class PrefillPlan(RaggedPlan):
         }
         constants = {**self.sizes, **cache_constants(p, target)}
         constants |= {"BLOCK": t.block, "LINES": LINES, "SINKS": sinks_padded}
+        constants["LOOPED"] = bool(given)
         # float16 has not the range for what it carries along, wide heads not the registers
         constants["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
         del constants["DV"], constants["DV_MAIN"], constants["DV_REST"]
-        grid = most * p.kv_heads * self.chunks + -(-self.problem.rows // LINES)
+        grid = programs + -(-self.problem.rows // LINES)
         return Launch(
             ragged_prefill, arguments, constants, (grid,), t.num_warps, t.num_stages,
-            interpreted={"PTX": 0},
+            interpreted={"PTX": 0}, aliases=given,
         )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ each other by sequence, then kv head, then tile, the longest first: those that r
 same keys, which stay in the L2 cache. A tile of one part goes to the output, the parts of others to
 slots for ``merge_kernel``. A program walks its blocks in one loop, which keeps loads in flight to
 the end, and masks those that some of its rows do not see. The last programs of the grid set rows of
-no sequence to 0.
+no sequence to 0. Where another kernel has the long sequences (LOOPED), whose rows ``o`` holds, few
+programs take the pieces that are left in turns.
 
 Bound: 4 * d FLOPs a row and key that it sees. With 32:8 heads, D128 in bfloat16, 8 rows of 2k over
 contexts of 2k to 16k are 2.2 TFLOP; tiles of 128 rows read 17 GB of keys and values from L2.
@@ -80,13 +81,14 @@ def ragged_prefill(
     k_scale,
     v_scale,
     sink,
+    given,
     o,
     acc_out,
     m_out,
     l_out,
     n,
     rows,
-    most,
+    programs,
     max_pages,
     pages,
     left,
@@ -118,6 +120,7 @@ def ragged_prefill(
     LANES: tl.constexpr,
     LINES: tl.constexpr,
     SINKS: tl.constexpr,
+    LOOPED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     FUSED: tl.constexpr,
@@ -133,106 +136,109 @@ def ragged_prefill(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
     pid = tl.program_id(0)
-    if pid >= most * UNITS:
-        _clear(
-            o, pid - most * UNITS, tl.load(facts + 1), tl.load(facts + 2), rows, HEADS * D, LINES
-        )
+    if pid >= programs:
+        _clear(o, pid - programs, tl.load(facts + 1), tl.load(facts + 2), rows, HEADS * D, LINES)
     else:
-        # behind the last piece there is no sequence; the number of pieces would be one more load
-        # to wait for
-        r, before = find(pid // UNITS, work + 2 * n, n, LANES)
-        if r < n:
-            mine = tl.load(work + 2 * n + r) - before
-            parts = tl.load(work + 3 * n + r)
-            first = tl.load(first_rows + r)
-            count = tl.load(work + r) - first
-            length = tl.load(work + n + r)
-            unit = (pid - before * UNITS) // mine
-            piece = (pid - before * UNITS) % mine
-            tile = mine - 1 - piece
-            part = 0
-            if parts > 1:
-                tile = mine // parts - 1 - piece // parts
-                part = piece % parts
-            hk = unit // CHUNKS
+        turns = 0
+        if LOOPED:
+            turns = tl.cdiv(tl.load(facts) * UNITS - pid, programs)
+        for turn in (tl.range if LOOPED else tl.static_range)(0, turns if LOOPED else 1):
+            number = pid + turn * programs
+            # behind the last piece there is no sequence; the number of pieces would be one more
+            # load to wait for
+            r, before = find(number // UNITS, work + 2 * n, n, LANES)
+            if r < n:
+                mine = tl.load(work + 2 * n + r) - before
+                parts = tl.load(work + 3 * n + r)
+                first = tl.load(first_rows + r)
+                count = tl.load(work + r) - first
+                length = tl.load(work + n + r)
+                unit = (number - before * UNITS) // mine
+                piece = (number - before * UNITS) % mine
+                tile = mine - 1 - piece
+                part = 0
+                if parts > 1:
+                    tile = mine // parts - 1 - piece // parts
+                    part = piece % parts
+                hk = unit // CHUNKS
 
-            token, heads, row, inside = tile_rows(
-                tl.arange(0, ROWS), tile, unit % CHUNKS, first, count, hk,
-                HEADS, GROUP, TILE, MEMBERS,
-            )  # fmt: skip
-            position = length - count + token
-            i0 = length - count + tile * TILE
-            i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
-            start, full_start, full_stop, stop = band_blocks(
-                i0, i1, length, -left, 0, WINDOW, True, BLOCK
-            )
-            if parts > 1:
-                blocks = (stop - start).to(tl.int64)
-                stop = start + (blocks * (part + 1) // parts).to(tl.int32)
-                start = start + (blocks * part // parts).to(tl.int32)
-            full_start = tl.minimum(tl.maximum(full_start, start), stop)
-            full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
-
-            # before the queries, whose use waits for them
-            table = tables + r.to(tl.int64) * max_pages
-            last = tl.maximum(i1, 0)
-            low = tl.maximum(i0 - left, 0) if WINDOW else None
-            page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
-
-            factor = scale
-            if k_scale is not None:
-                factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
-            q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
-                q, row, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
-                NORMALISE, CAPPED, POSITIVE and k_scale is None,
-            )  # fmt: skip
-            power, _ = power_of_two(slopes)
-            large = 1073741824.0 / slopes
-
-            m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
-                ROWS, D_MAIN, D_REST, V_KIND
-            )
-            e = tl.zeros([ROWS], tl.float32)
-            for block in tl.range(start, stop):
-                places = None
-                run = None
-                if v is None:
-                    places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
-                else:
-                    run = run_between(page, block * BLOCK, last, pages, PAGE, BLOCK)
-                # a step ahead, as in the split kernel
-                page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
-                j = block * BLOCK + tl.arange(0, BLOCK)
-                partly = (block < full_start) | (block >= full_stop)
-                m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
-                    q_main, q_main_odd, q_more, q_more_odd,
-                    m, l, e, acc, acc_odd, acc_more, acc_more_odd,
-                    slopes, inner, power, large, k, k + V_FIRST if v is None else v, places, None,
-                    run, j, position, left if WINDOW else None, partly, hk,
-                    K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
-                    CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+                token, heads, row, inside = tile_rows(
+                    tl.arange(0, ROWS), tile, unit % CHUNKS, first, count, hk,
+                    HEADS, GROUP, TILE, MEMBERS,
                 )  # fmt: skip
-
-            if FUSED:
-                shrink = tl.exp2(-e)
-                l = l * shrink  # noqa: E741
-                acc = acc * shrink[:, None]
-                if D_REST > 0:
-                    acc_more = acc_more * shrink[:, None]
-            m = m * slopes
-            acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, V_KIND)
-            if parts == 1:
-                share = finish(
-                    m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
+                position = length - count + token
+                i0 = length - count + tile * TILE
+                i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
+                start, full_start, full_stop, stop = band_blocks(
+                    i0, i1, length, -left, 0, WINDOW, True, BLOCK
                 )
-                o_more = acc_more
-                if D_REST > 0:
-                    o_more = acc_more * share[:, None]
-                store_rows(o, row, acc * share[:, None], o_more, inside, D, D_MAIN, D_REST)
-            else:
-                slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
-                member = tl.arange(0, ROWS)
-                kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
-                tl.store(m_out + kept, m)
-                tl.store(l_out + kept, l)
-                store_rows(acc_out, kept, acc, acc_more, member >= 0, D, D_MAIN, D_REST)
+                if parts > 1:
+                    blocks = (stop - start).to(tl.int64)
+                    stop = start + (blocks * (part + 1) // parts).to(tl.int32)
+                    start = start + (blocks * part // parts).to(tl.int32)
+                full_start = tl.minimum(tl.maximum(full_start, start), stop)
+                full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+
+                # before the queries, whose use waits for them
+                table = tables + r.to(tl.int64) * max_pages
+                last = tl.maximum(i1, 0)
+                low = tl.maximum(i0 - left, 0) if WINDOW else None
+                page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
+
+                factor = scale
+                if k_scale is not None:
+                    factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
+                q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
+                    q, row, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
+                    NORMALISE, CAPPED, POSITIVE and k_scale is None,
+                )  # fmt: skip
+                power, _ = power_of_two(slopes)
+                large = 1073741824.0 / slopes
+
+                m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
+                    ROWS, D_MAIN, D_REST, V_KIND
+                )
+                e = tl.zeros([ROWS], tl.float32)
+                for block in tl.range(start, stop):
+                    places = None
+                    run = None
+                    if v is None:
+                        places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
+                    else:
+                        run = run_between(page, block * BLOCK, last, pages, PAGE, BLOCK)
+                    # a step ahead, as in the split kernel
+                    page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
+                    j = block * BLOCK + tl.arange(0, BLOCK)
+                    partly = (block < full_start) | (block >= full_stop)
+                    m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
+                        q_main, q_main_odd, q_more, q_more_odd,
+                        m, l, e, acc, acc_odd, acc_more, acc_more_odd,
+                        slopes, inner, power, large, k, k + V_FIRST if v is None else v, places,
+                        None, run, j, position, left if WINDOW else None, partly, hk,
+                        K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
+                        CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+                    )  # fmt: skip
+
+                if FUSED:
+                    shrink = tl.exp2(-e)
+                    l = l * shrink  # noqa: E741
+                    acc = acc * shrink[:, None]
+                    if D_REST > 0:
+                        acc_more = acc_more * shrink[:, None]
+                m = m * slopes
+                acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, V_KIND)
+                if parts == 1:
+                    share = finish(
+                        m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
+                    )
+                    o_more = acc_more
+                    if D_REST > 0:
+                        o_more = acc_more * share[:, None]
+                    store_rows(o, row, acc * share[:, None], o_more, inside, D, D_MAIN, D_REST)
+                else:
+                    slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
+                    member = tl.arange(0, ROWS)
+                    kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
+                    tl.store(m_out + kept, m)
+                    tl.store(l_out + kept, l)
+                    store_rows(acc_out, kept, acc, acc_more, member >= 0, D, D_MAIN, D_REST)

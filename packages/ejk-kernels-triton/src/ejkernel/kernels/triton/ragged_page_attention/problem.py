@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +14,27 @@ from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.page_attention.tiles import query_rows
 
 MOST_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
+
+
+class Long(Protocol):
+    """A kernel for sequences of at least ``least`` new tokens; hashable.
+
+    It gets them where a call has at least ``enough`` tokens of such sequences, which only the
+    device knows. Its result is given to the kernels here, which write all other rows.
+    """
+
+    @property
+    def least(self) -> int: ...
+
+    @property
+    def enough(self) -> int: ...
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array,
+        first: jax.Array, last: jax.Array, length: jax.Array, long: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """o ``[T, h, d]`` in rows first .. last of the sequences that are ``long [n]``."""
+        ...
 
 
 @dataclass(frozen=True)

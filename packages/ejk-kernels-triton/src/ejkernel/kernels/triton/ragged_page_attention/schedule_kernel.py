@@ -15,7 +15,9 @@ start and behind the last.
 
 ``work [5, n]``: row past the last (more than there are from the last sequence on), context length,
 pieces (tiles times parts) up to and with this sequence, parts, slots up to and with this sequence
-(pieces of sequences cut into parts). ``facts [4]``: pieces, first and last row of any, slots.
+(pieces of sequences cut into parts). ``facts [5]``: pieces, first and last row of any, slots, and
+from how many rows on a sequence is another kernel's: LONG if such sequences have ``enough`` rows in
+all, else more than there are. LONG 0: there is no other kernel.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ def _larger(a, b):
 
 @triton.jit
 def _sequences(
-    i, starts, lens, valid, top, rows, capacity, left, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr,
+    i, starts, lens, valid, top, most, rows, capacity, left, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of sequences ``i``: first row, row past the last, length, tiles, blocks of the last tile."""
+    """Of sequences ``i``: first row, row past the last, length, rows, tiles, blocks of the last.
+
+    Those of more than ``most`` rows have no tiles here.
+    """
     here = i < valid
     first = tl.load(starts + i, mask=here, other=0)
     last = tl.load(starts + i + 1, mask=here, other=0)
@@ -44,7 +49,7 @@ def _sequences(
     length = tl.load(lens + i, mask=here, other=0)
     length = tl.minimum(tl.maximum(length, 0), capacity)
     count = tl.where(here, last - first, 0)
-    tiles = tl.where(count > TOKENS, tl.cdiv(count, TILE), 0)
+    tiles = tl.where((count > TOKENS) & (count <= most), tl.cdiv(count, TILE), 0)
     begin = length * 0
     if WINDOW:
         # of the first row of the last tile
@@ -70,23 +75,39 @@ def ragged_schedule(
     left,
     fair,
     least,
+    enough,
     LANES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     lane = tl.arange(0, LANES)
     valid = tl.minimum(tl.maximum(tl.load(valid), 0), n)
     edge = tl.load(starts)
     edge = tl.where(valid > 0, tl.minimum(tl.maximum(edge, 0), rows), 0)
 
+    most = rows
+    if LONG > 0:
+        found = 0
+        top = edge
+        for base in range(0, n, LANES):
+            first, _, _, count, _, _ = _sequences(
+                base + lane, starts, lens, valid, top, rows, rows, capacity, left, WINDOW, BLOCK,
+                TOKENS, TILE,
+            )  # fmt: skip
+            found += tl.sum(tl.where(count >= LONG, count, 0), 0)
+            top = tl.max(first, 0)
+        most = tl.where(found >= enough, LONG - 1, rows)
+
     total = tl.zeros([], tl.int64)
     top = edge
     for base in range(0, n, LANES):
         first, _, _, _, tiles, longest = _sequences(
-            base + lane, starts, lens, valid, top, rows, capacity, left, WINDOW, BLOCK, TOKENS, TILE
-        )
+            base + lane, starts, lens, valid, top, most, rows, capacity, left, WINDOW, BLOCK,
+            TOKENS, TILE,
+        )  # fmt: skip
         total += tl.sum(tiles.to(tl.int64) * longest, 0)
         top = tl.max(first, 0)
     part = tl.maximum((total + fair - 1) // fair, least).to(tl.int32)
@@ -99,7 +120,7 @@ def ragged_schedule(
         i = base + lane
         inside = i < n
         first, last, length, count, tiles, longest = _sequences(
-            i, starts, lens, valid, top, rows, capacity, left, WINDOW, BLOCK, TOKENS, TILE
+            i, starts, lens, valid, top, most, rows, capacity, left, WINDOW, BLOCK, TOKENS, TILE
         )
         top = tl.max(first, 0)
         end = tl.maximum(end, tl.max(tl.where(i < valid, last, 0), 0))
@@ -126,6 +147,7 @@ def ragged_schedule(
     tl.store(facts + 1, edge)
     tl.store(facts + 2, end)
     tl.store(facts + 3, slots)
+    tl.store(facts + 4, most + 1)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Any
 from ejkernel.kernels.triton.launch import RUNS, power_of_two
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
 from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
+from ejkernel.kernels.triton.ragged_page_attention.problem import Long, Ragged
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
@@ -26,6 +26,7 @@ class Tiles:
         decode: the launch of decoded sequences.
         least: keys of a part, where a tile's keys are cut into parts.
         splits: parts of a decoded sequence on average; None: as many as fill the chip.
+        long: another kernel for sequences of many rows, see ``problem.Long``.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class Tiles:
     decode: paged_tiles.Tiles
     least: int
     splits: int | None = None
+    long: Long | None = None
 
     def members(self, group: int) -> int:
         """Query heads of one kv head in a tile."""
