@@ -143,7 +143,8 @@ class RaggedShape(Shape):
     """A server's step: rows that decode one token and rows that read ``chunk`` tokens of a prompt.
 
     Every row has ``context`` tokens in the cache once the step's own are written; ``uneven``: as
-    many in all, spread as those of a DecodeShape. ``cache_dtype`` None = ``dtype``.
+    many in all, spread as those of a DecodeShape; ``ramp``: rows that read a prompt have 1, 2, ...
+    times their chunk, being at its first, second, ... one. ``cache_dtype`` None = ``dtype``.
     """
 
     operations = ("ragged_page_attention", "ragged_page_attention_v3")
@@ -163,6 +164,7 @@ class RaggedShape(Shape):
     sinks: int = 0
     cache_dtype: str | None = None
     uneven: bool = False
+    ramp: bool = False
 
     @property
     def tokens(self) -> int:

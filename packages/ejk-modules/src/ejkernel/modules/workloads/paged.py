@@ -21,6 +21,9 @@ def contexts(shape: DecodeShape | RaggedShape) -> np.ndarray:
     Those of rows that read a prompt are at least as long as what they read.
     """
     rows = shape.batch if isinstance(shape, DecodeShape) else shape.sequences
+    if isinstance(shape, RaggedShape) and shape.ramp:
+        chunks = 1 + np.arange(shape.prefills)
+        return np.r_[[shape.context] * shape.decodes, shape.chunk * chunks].astype(np.int32)
     if not shape.uneven:
         return np.full(rows, shape.context, np.int32)
     drawn = np.random.default_rng(0).lognormal(0.0, 1.0, rows)

@@ -206,6 +206,12 @@ RAGGED = (
         )
         for page in (16, 64)
     ),
+    *(
+        RaggedShape(
+            f"ramp-8x2k-decode-b56-8k-page{page}", 56, 8, 2048, 8192, 32, 8, 128, page, ramp=True
+        )
+        for page in (16, 64)
+    ),
     RaggedShape("decode-b64-8k-uneven", 64, 0, 1, 8192, 32, 8, 128, 16, uneven=True),
     RaggedShape("decode-b64-8k-int8", 64, 0, 1, 8192, 32, 8, 128, 16, cache_dtype="int8"),
     RaggedShape("decode-b64-8k-e4m3", 64, 0, 1, 8192, 32, 8, 128, 16, cache_dtype="float8_e4m3fn"),
