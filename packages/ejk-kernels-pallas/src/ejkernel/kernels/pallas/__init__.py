@@ -13,6 +13,13 @@ _HOPPER = (
     *(f"fwd_params.{size}" for size in (*_SIZES, "warpgroups")),
     *(f"bwd_params.{size}" for size in _SIZES),
 )
+_RAGGED = (
+    "num_queries_per_block",
+    "num_kv_pages_per_block",
+    "num_splits",
+    "num_warps",
+    "num_stages",
+)
 PACKAGE = KernelPackage(
     __name__,
     "pallas",
@@ -57,6 +64,15 @@ PACKAGE = KernelPackage(
             priority=110,
             hooks=HOOKS,
             config_fields=_HOPPER,
+        ),
+        *(
+            Entry(
+                name,
+                f"gpu.ragged_page_attention.implementation:{name}",
+                priority=-1,  # no card has run them
+                config_fields=_RAGGED,
+            )
+            for name in ("ragged_page_attention", "ragged_page_attention_v3")
         ),
     ),
 )

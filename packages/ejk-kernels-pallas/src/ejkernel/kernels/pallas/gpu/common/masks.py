@@ -25,7 +25,7 @@ vector: Any = _vector
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
@@ -36,6 +36,20 @@ def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 def spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along one axis of a tile, the same along the other."""
     return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def thread_place() -> tuple[Any, Any]:
+    """Row and column of a thread's first element of a tile, from the thread index read anew."""
+    i32 = ir.IntegerType.get_signless(32)
+
+    def const(n: int) -> Any:
+        return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+
+    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    warp = arith.andi(arith.shrui(thread, const(5)), const(3))
+    lane = arith.andi(thread, const(31))
+    row = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
+    return row, arith.shli(arith.andi(lane, const(3)), const(1))
 
 
 def hide_outside(
@@ -63,7 +77,7 @@ def hide_outside(
     sign = -1 if transposed else 1
 
     @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, _SCALAR, _SCALAR),
+        arg_types=(LAYOUT, SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
     )
     def apply(_: Any, x: Any, distance: Any, left: Any) -> Any:
@@ -72,11 +86,7 @@ def hide_outside(
         def const(n: int) -> Any:
             return arith.constant(i32, ir.IntegerAttr.get(i32, n))
 
-        thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
-        warp = arith.andi(arith.shrui(thread, const(5)), const(3))
-        lane = arith.andi(thread, const(31))
-        row = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
-        column = arith.shli(arith.andi(lane, const(3)), const(1))
+        row, column = thread_place()
         key, query = (row, column) if transposed else (column, row)
         base = arith.addi(distance.registers.item(), arith.subi(key, query))
         hidden = arith.constant(f32, ir.FloatAttr.get(f32, fill))
@@ -115,7 +125,7 @@ def hide_unset(x: jax.Array, bits: Any, fill: float = -np.inf) -> jax.Array:
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, _SCALAR),
+        arg_types=(LAYOUT, SCALAR),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
     )
     def apply(_: Any, x: Any, bits: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import llvm as _llvm
 from jaxlib.mlir.dialects import scf as _scf
 from jaxlib.mlir.dialects import vector as _vector
 
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, SCALAR, thread_place
 
 # the compiler's own operations, whose stubs are stricter than they are
 arith: Any = _arith
@@ -109,3 +109,39 @@ def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Arra
         return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
 
     return apply(x, factors, terms)
+
+
+def store_rows(ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last: Any) -> None:
+    """Rows ``first`` .. ``last`` of tile ``x``, in the layout of products, to global memory.
+
+    ``place`` is that of the tile's first element in ``ref [batch, rows, heads, columns]``: (batch,
+    row, head, column). Each thread stores what it has: for ends of tiles, not for whole ones.
+    """
+    scalars = tuple(jnp.int32(n) for n in (*place, first, last))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(SCALAR,) * len(scalars)))
+    def apply(_: Any, ref: Any, x: Any, *scalars: Any) -> None:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        batch, top, head, column, first, last = (s.registers.item() for s in scalars)
+
+        def const(n: int) -> Any:
+            return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+
+        def at(*numbers: Any) -> list[Any]:
+            return [arith.index_cast(index, n) for n in numbers]
+
+        row, pair_column = thread_place()
+        compare = arith.CmpIPredicate
+        for place, pair in np.ndenumerate(x.registers):
+            # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
+            mine = arith.addi(row, const(8 * place[4]))
+            c = arith.addi(arith.addi(column, pair_column), const(8 * place[1]))
+            inside = arith.andi(
+                arith.cmpi(compare.sge, mine, first), arith.cmpi(compare.slt, mine, last)
+            )
+            branch = scf.IfOp(inside)
+            with ir.InsertionPoint(branch.then_block):
+                vector.store(pair, ref, at(batch, arith.addi(top, mine), head, c))
+                scf.yield_([])
+
+    apply(ref, x, *scalars)

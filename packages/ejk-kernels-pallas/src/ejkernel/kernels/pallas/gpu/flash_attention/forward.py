@@ -57,14 +57,11 @@ class Forward(Form):
         t = self.tiles
         plgpu.set_max_registers(t.producer_registers, action="decrease")
 
-        def load(ref, smem, ready, free, tile, j, n):
+        def load(which, smem, ready, free, tile, j, n):
             slot = lax.rem(n, t.stages)
+            place = self.place(r, tile, j)  # read while the buffer is waited for
             pl.when(n >= t.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-            rows = pl.ds(j * t.block_kv, t.block_kv)
-            kv_head = lax.div(tile.head, self.problem.group)
-            source = ref.at[tile.batch, rows, kv_head]
-            axes = MEMBER if t.cluster > 1 else None
-            plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot], collective_axes=axes)
+            self.copy(r, which, tile, place, smem.at[slot], ready.at[slot])
 
         def per_tile(carry):
             i, n, ahead = carry
@@ -72,26 +69,36 @@ class Forward(Form):
             ahead = self.ahead(r, i + 1, ahead[2])
             slot = lax.rem(i, t.q_stages)
             pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
-            rows = pl.ds(tile.block * t.block_q, t.block_q)
+            rows = pl.ds(self.first_row(tile), t.block_q)
             source = r.q.at[tile.batch, rows, tile.head]
             plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_ready.at[slot])
             first = self.key_block(r, tile, tile.stop - 1)
-            load(r.k, r.k_smem, r.k_ready, r.k_free, tile, first, n)
+            load("k", r.k_smem, r.k_ready, r.k_free, tile, first, n)
 
             def per_block(x, carry):
                 n, j = carry
                 following = self.key_block(r, tile, tile.stop - 2 - x)
-                load(r.k, r.k_smem, r.k_ready, r.k_free, tile, following, n + 1)
-                load(r.v, r.v_smem, r.v_ready, r.v_free, tile, j, n)
+                load("k", r.k_smem, r.k_ready, r.k_free, tile, following, n + 1)
+                load("v", r.v_smem, r.v_ready, r.v_free, tile, j, n)
                 return n + 1, following
 
             n, j = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, (n, first))
-            load(r.v, r.v_smem, r.v_ready, r.v_free, tile, j, n)
+            load("v", r.v_smem, r.v_ready, r.v_free, tile, j, n)
             return i + 1, n + 1, ahead
 
         zero = jnp.int32(0)
         carry = (zero, zero, self.ahead(r, zero))
         lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
+
+    def place(self, r: Any, tile: Any, j: Any) -> Any:
+        """Where block j of a tile's keys and values lies."""
+        rows = pl.ds(j * self.tiles.block_kv, self.tiles.block_kv)
+        return tile.batch, rows, lax.div(tile.head, self.problem.group)
+
+    def copy(self, r: Any, which: str, tile: Any, place: Any, smem: Any, ready: Any) -> None:
+        """Starts the copy of a block of "k" or "v", which signals to ``ready``."""
+        axes = MEMBER if self.tiles.cluster > 1 else None
+        plgpu.copy_gmem_to_smem(getattr(r, which).at[place], smem, ready, collective_axes=axes)
 
     # ---- consumers --------------------------------------------------------------------------
 
@@ -119,26 +126,31 @@ class Forward(Form):
         base = jnp.where(empty, jnp.inf, m + (log + above) * (1 / unit(p)))
         share = alpha * common / whole
         rows = pl.ds(wg * ROWS, ROWS)
-        first = tile.block * t.block_q + wg * ROWS
-        out_rows = pl.ds(first, ROWS)
+        out_rows = pl.ds(self.first_row(tile) + wg * ROWS, ROWS)
         for c in range(0, p.value_dim, t.o_columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if c == 0:
+            if c == 0 and self.keeps_lse:
                 r.lse_smem[rows] = lse
                 r.base_smem[rows] = base
             width = min(t.o_columns, p.value_dim - c)
             part = o[:, c : c + width]  # scaled part by part: o itself is still needed
             part = part * lax.broadcast_in_dim(share, part.shape, [0])
-            r.o_smem[rows, pl.ds(0, width)] = part.astype(p.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                r.o_smem.at[rows, pl.ds(0, width)],
-                r.o.at[tile.batch, out_rows, tile.head, pl.ds(c, width)],
-            )
-            if c == 0:
+            self.store(r, tile, part.astype(p.dtype), c)
+            if c == 0 and self.keeps_lse:
                 out = (tile.batch, tile.head, out_rows)
                 plgpu.copy_smem_to_gmem(r.lse_smem.at[rows], r.lse.at[out])
                 plgpu.copy_smem_to_gmem(r.base_smem.at[rows], r.base.at[out])
+
+    def store(self, r: Any, tile: Any, part: jax.Array, column: int) -> None:
+        """Hands this warpgroup's rows of o from ``column`` on to TMA, past staging memory."""
+        wg = lax.axis_index("wg")
+        columns = pl.ds(0, part.shape[1])
+        staged = r.o_smem.at[pl.ds(wg * ROWS, ROWS), columns]
+        staged[...] = part
+        plgpu.commit_smem()
+        rows = pl.ds(self.first_row(tile) + wg * ROWS, ROWS)
+        place = (tile.batch, rows, tile.head, pl.ds(column, part.shape[1]))
+        plgpu.copy_smem_to_gmem(staged, r.o.at[place])
 
     def _consume(self, r: Any) -> None:
         t, p = self.tiles, self.problem
@@ -211,6 +223,7 @@ class Forward(Form):
                     return o * lax.broadcast_in_dim(alpha, o.shape, [0])
 
                 o_acc[...] = lax.cond(new, finish, go_on)
+                self.arrived_values(r, tile2, j2, next_slot)
                 return ahead3, p2.astype(p.dtype), state2
 
             ahead3, *sums = pl.run_scoped(overlapped, plgpu.ACC(shape, F32))
@@ -235,6 +248,7 @@ class Forward(Form):
             ids = one_id(self, r, tile, j)
             p_now, state, _ = softmax(self, r, s, tile, j, ids, start(self))
             plgpu.barrier_wait(r.v_ready.at[0])
+            self.arrived_values(r, tile, j, 0)
             ahead = self.ahead(r, zero + 1)
             p_now = p_now.astype(p.dtype)
             carry = (zero, ahead, tile, j, zero, held, p_now, state)
@@ -253,6 +267,9 @@ class Forward(Form):
                 plgpu.barrier_wait(r.done.at[0])
 
         pl.run_scoped(walk, plgpu.ACC((ROWS, p.value_dim), F32))
+
+    def arrived_values(self, r: Any, tile: Any, j: Any, slot: Any) -> None:
+        """What is to be done with the values of block j before they are used: nothing here."""
 
     # ---- launch -----------------------------------------------------------------------------
 
@@ -278,15 +295,16 @@ class Forward(Form):
             "k_smem": smem(t.stages, t.block_kv, p.dim),
             "v_smem": smem(t.stages, t.block_kv, p.value_dim),
             "o_smem": tiled((t.block_q, t.o_columns), dtype),
-            "lse_smem": plgpu.SMEM((t.block_q,), F32),
-            "base_smem": plgpu.SMEM((t.block_q,), F32),
             "q_ready": plgpu.Barrier(num_barriers=t.q_stages),
-            "k_ready": plgpu.Barrier(num_barriers=t.stages),
-            "v_ready": plgpu.Barrier(num_barriers=t.stages),
+            "k_ready": plgpu.Barrier(num_arrivals=self.copies, num_barriers=t.stages),
+            "v_ready": plgpu.Barrier(num_arrivals=self.copies, num_barriers=t.stages),
             "q_free": free(t.q_stages),
             "k_free": free_everywhere(t.stages),
             "v_free": free_everywhere(t.stages),
         }
+        if self.keeps_lse:
+            sums = plgpu.SMEM((t.block_q,), F32)
+            scratch |= {"lse_smem": sums, "base_smem": sums}
         if t.cluster > 1:
             scratch["done"] = free_everywhere(1)
         return scratch
@@ -297,35 +315,47 @@ class Forward(Form):
         base is +inf in rows that see nothing.
         """
         t, p = self.tiles, self.problem
-        inputs = ("q", "k", "v", "order", *self.operands)
+        names = ("q", "k", "v", "order", *self.operands)
         given = dict(zip(self.operands, operands, strict=True))
         ids: list[jax.Array] = []
         if has_one_id(self):
-            inputs += ("q_one_id", "kv_one_id")
+            names += ("q_one_id", "kv_one_id")
             ids = [only_ids(given["q_ids"], ROWS, -1), only_ids(given["kv_ids"], t.block_kv, -2)]
+        rows = self.strips * t.cluster * t.block_q
+        outputs = {
+            "o": jax.ShapeDtypeStruct(
+                (p.batch, whole_rows(p.q_len), p.heads, p.value_dim), p.dtype
+            ),
+            **dict.fromkeys(("lse", "base"), jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32)),
+        }
+        order = self.order(given)
+        o, lse, base = self.launch(names, outputs)(*map(whole, (q, k, v)), order, *operands, *ids)
+        return o[:, : p.q_len], lse[:, :, : p.q_len], base[:, :, : p.q_len]
+
+    def launch(self, inputs: tuple[str, ...], outputs: dict[str, Any]) -> Any:
+        """The kernel as a function of the arrays named."""
+        t = self.tiles
 
         def body(*refs, **scratch):
-            names = (*inputs, "o", "lse", "base")
-            r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
-            wg = lax.axis_index("wg")
-            pl.when(wg == t.consumers)(lambda: self._produce(r))
-            pl.when(wg < t.consumers)(lambda: self._consume(r))
+            r = SimpleNamespace(**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch)
+            wg, some = lax.axis_index("wg"), self.has_tiles(r)
+            for mine, work in (
+                (wg == t.consumers, self._produce),
+                (wg < t.consumers, self._consume),
+            ):
+                pl.when(mine if some is None else mine & some)(lambda work=work: work(r))
 
-        rows = self.strips * t.cluster * t.block_q
         together: dict[str, Any] = {"cluster": (t.cluster,), "cluster_names": (MEMBER,)}
-        kernel = plgpu.kernel(
+        return plgpu.kernel(
             body,
-            out_type=(
-                jax.ShapeDtypeStruct((p.batch, whole_rows(p.q_len), p.heads, p.value_dim), p.dtype),
-                *(jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32),) * 2,
-            ),
+            out_type=tuple(outputs.values()),
             scratch_types=self._scratch(),
             grid=(self.grid,),
             grid_names=("program",),
             **(together if t.cluster > 1 else {}),
             num_threads=t.consumers + 1,
             thread_name="wg",
-            kernel_name="flash_attention_forward",
+            kernel_name=self.kernel_name,
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 unsafe_no_auto_barriers=True,
@@ -333,6 +363,3 @@ class Forward(Form):
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
         )
-        order = self.order(given)
-        o, lse, base = kernel(*map(whole, (q, k, v)), order, *operands, *ids)
-        return o[:, : p.q_len], lse[:, :, : p.q_len], base[:, :, : p.q_len]

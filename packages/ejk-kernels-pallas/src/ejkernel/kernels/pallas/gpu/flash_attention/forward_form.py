@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,15 @@ class Form:
     shared: frozenset[str]
     programs: int
 
+    kernel_name: ClassVar[str] = "flash_attention_forward"
+    keeps_lse: ClassVar[bool] = True
+
     # ---- sizes ------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> int:
+        """TMA's copies that bring a block of keys."""
+        return 1
 
     @property
     def q_blocks(self) -> int:
@@ -149,7 +157,7 @@ class Form:
         """Number of this program's i-th tile, negative after the last."""
         return r.order[lax.axis_index("program"), i]
 
-    def tile(self, r: Any, number: Any) -> Tile:
+    def tile(self, r: Any, number: Any) -> Any:
         p, t = self.problem, self.tiles
         row, block = lax.div(number, self.strips), lax.rem(number, self.strips)
         if t.cluster > 1:
@@ -181,6 +189,18 @@ class Form:
         if not self.listed:
             return j
         return r.lists[*self.row("lists", tile.batch, tile.head), tile.block, COUNTS + j]
+
+    def first_row(self, tile: Any) -> jax.Array:
+        """Row of q, and of o, with which a tile begins."""
+        return tile.block * self.tiles.block_q
+
+    def position(self, tile: Any) -> jax.Array:
+        """Where among the keys masks count its first row."""
+        return self.first_row(tile)
+
+    def has_tiles(self, r: Any) -> jax.Array | None:
+        """Whether there are any for this program; None: every program has some."""
+        return None
 
     def ahead(self, r: Any, i: Any, following: Any = None) -> tuple:
         """What is known of tile i a tile early: (number, blocks, number of the next).

@@ -54,14 +54,15 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
         shown = lambda x: _hide_listed(form, r, x, tile, j, fill)  # noqa: E731
         return lax.cond(tile.masked(j), shown, lambda x: x, x)
     p, t, band = form.problem, form.tiles, form.rules.band
-    first_row = tile.block * t.block_q + lax.axis_index("wg") * ROWS
+    wg = lax.axis_index("wg") * ROWS
+    first_row, position = form.first_row(tile) + wg, form.position(tile) + wg
     first_key = j * t.block_kv
     end = p.kv_len - first_key if p.kv_len % t.block_kv else None
 
     def hide(x, band, end):
         if end is None and band.empty:
             return x
-        return hide_outside(x, band, first_key - first_row, columns_left=end, fill=fill)
+        return hide_outside(x, band, first_key - position, columns_left=end, fill=fill)
 
     def when(test, change):
         return lax.cond(test, lambda: change(x), lambda: x)

@@ -34,6 +34,8 @@ class ForwardTiles:
         head_group: heads whose tiles are worked on together, where lengths are known.
         slack: powers of two by which a row's maximum may grow before what was summed is scaled
             anew; 0 scales at every step.
+        registers: of a thread that computes, a multiple of 8; 0: as many as leave the least to
+            those that copy.
     """
 
     block_q: int = 128
@@ -45,6 +47,7 @@ class ForwardTiles:
     o_columns: int = 64
     head_group: int = 1
     slack: int = 8
+    registers: int = 0
 
     @property
     def consumers(self) -> int:
@@ -59,7 +62,7 @@ class ForwardTiles:
     @property
     def consumer_registers(self) -> int:
         """Of a thread, a multiple of 8; the producer leaves most of its share."""
-        return 160 if self.consumers == 3 else 240
+        return self.registers or (160 if self.consumers == 3 else 240)
 
     @property
     def producer_registers(self) -> int:

@@ -1,0 +1,202 @@
+"""Ragged attention over pages on Hopper: long sequences by the flash core, the others by Triton.
+
+The kernels for every GPU (``ejkernel.kernels.triton``, found through the registry) plan the call,
+decode, and attend to short sequences; those of many new tokens are given to ``LongRows``, whose
+output they complete. Which sequence is long is decided on the device, call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from ejkernel.kernels.pallas.gpu.common.chip import current_chip
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
+from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops import kernel_registry
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
+from ejkernel.types import calls
+from ejkernel.types.problem import Problem
+from ejkernel.types.structure import Band, Rules
+
+DTYPES = ("float16", "bfloat16")
+DIMS = (64, 128)
+LEAST = 128  # rows of a sequence that fill a tile of every head
+ROUNDS = 2  # tiles a program at which walks of several lengths even out
+
+
+@dataclass(frozen=True)
+class LongRows:
+    """Attention of sequences with at least ``least`` new tokens.
+
+    Attributes:
+        least: tokens from which on a sequence is given to it.
+        enough: tokens of such sequences from which on it pays; with fewer it gets none.
+        scale, soft_cap: of logits.
+        tiles: of the kernel.
+        cores: multiprocessors.
+    """
+
+    least: int
+    enough: int
+    scale: float
+    soft_cap: float | None
+    tiles: ForwardTiles
+    cores: int
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array,
+        first: jax.Array, last: jax.Array, length: jax.Array, long: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """o ``[T, h, d]`` in the rows first .. last of sequences that are ``long [n]``.
+
+        cache ``[pages, page, 2 * kv heads, d]`` or packed without padding. Other rows are whatever
+        the memory held.
+        """
+        rows, heads, dim = q.shape
+        cache = cache.reshape(*cache.shape[:2], -1, dim)
+        page, t = cache.shape[1], self.tiles
+        capacity = -(-page * tables.shape[1] // t.block_kv) * t.block_kv  # whole blocks
+        problem = Problem(
+            1, rows, capacity, heads, cache.shape[2] // 2, dim, dim, q.dtype.name, self.scale,
+            self.soft_cap, rules=Rules(band=Band(hi=0)),
+        )  # fmt: skip
+        most = most_tiles(rows, len(first), self.least, t.block_q)
+        tiles, until = walks(
+            first, last, length, long, most=most, block_q=t.block_q, block_kv=t.block_kv
+        )
+        kernel = PagedForward(problem, problem.rules, t, (), frozenset(), self.cores, page=page)
+        return kernel.attend(q, cache, tables, tiles, until)
+
+
+class Ragged(PallasKernel):
+    """What both ragged operations have in common."""
+
+    chip = staticmethod(current_chip)
+
+    @cached_property
+    def rest(self) -> Any:
+        """The kernel that does the rest of a call.
+
+        Raises:
+            KernelNotFound, KernelNotSupported: it is not installed, or cannot run here.
+        """
+        return kernel_registry.get(self.call.name, "triton")
+
+    def missing(self) -> str | None:
+        reason = super().missing()
+        if reason is None:
+            try:
+                reason = self.rest.missing()
+            except (KernelNotFound, KernelNotSupported) as error:
+                reason = f"decoded and short sequences are Triton's: {error}"
+        return reason
+
+    def target(self) -> Any:
+        return self.rest.target()
+
+    def problem(self, a: Mapping[str, Any]) -> Any:
+        for name in ("softmax_aux", "k_scale", "v_scale", "q_scale"):
+            if a.get(name) is not None:
+                raise self.call.Unsupported(f"{name}: not supported")
+        return self.rest.problem(a)
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        return self.rest.operands(a, problem)
+
+    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        return self.rest.without_work(a, problem)
+
+    def refuse(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem.paged, self.rest.refuse(problem, target)
+        if reason is not None:
+            return reason
+        if p.query not in DTYPES or p.key != p.query:
+            return f"queries: {p.query} on {p.key}, only {' and '.join(DTYPES)} are supported"
+        if p.dim not in DIMS or p.form[1] != 2 * p.dim:
+            return f"queries: head dim {p.dim} is not among {DIMS}, or pages are padded to more"
+        if p.left is not None:
+            return "sliding_window: not supported"
+        if p.page_size < 16 or p.page_size & (p.page_size - 1):
+            return f"{self.rest.cache}: pages of {p.page_size} are no power of two from 16 on"
+        enough = self.long(problem, target).enough
+        if problem.rows % 8 or problem.rows < enough:
+            return f"queries: {problem.rows} rows are no multiple of 8, or fewer than {enough}"
+        return None
+
+    def long(self, problem: Any, target: Any) -> LongRows:
+        p = problem.paged
+        # looking up pages takes registers, which leaves room for 64 columns of q; a cap's
+        # constants take that
+        forward = ForwardTiles(q_held=0 if p.soft_cap else 64, registers=232)
+        enough = -(-ROUNDS * target.cores * LEAST // p.heads)
+        return LongRows(LEAST, enough, p.scale, p.soft_cap, forward, target.cores)
+
+    def choose(self, problem: Any, target: Any) -> Any:
+        long = self.long(problem, target)
+        return replace(self.rest.choose(problem, target), long=long)
+
+    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        return self.rest.near(problem, target, chosen)
+
+    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        return self.rest.honour(chosen, cfg, problem, target)
+
+    def heuristic(self, inv: Any) -> dict[str, Any]:
+        problem = self.facts(inv)[0]
+        return self.choose(problem, self.target()).fields(problem)
+
+    def candidates(self, inv: Any) -> list[dict[str, Any]]:
+        return [self.heuristic(inv)]
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        return self.rest.forward(work, arrays)
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        return self.rest.backward(work, arrays, outputs, saved, cotangents)
+
+
+class RaggedPageAttention(Ragged):
+    """Packed rows of any mix of prefill and decoding over pages, on a Hopper GPU; see the operation
+    of this name.
+
+    Sequences of at least 128 new tokens go through the core of flash attention, where a call has
+    enough of them to fill the chip; all others as in the implementation for every GPU, which must
+    be installed. Queries and caches are of one dtype, float16 or bfloat16, head dims 64 or 128,
+    pages powers of two from 16 on, the packed rows a multiple of 8. No windows, sinks or scales.
+    The tangent of a soft cap is the hardware's, exact to 2^-11. Two runs give the same bits.
+    ``cfg`` is that of the implementation for every GPU.
+
+    Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608); Kwon et al. 2023,
+    "PagedAttention" (arXiv 2309.06180).
+    """
+
+    call = calls.RaggedPageAttention
+
+
+class RaggedPageAttentionv3(Ragged):
+    """As ragged_page_attention, after writing the new keys and values to their pages, on a Hopper
+    GPU; see the operation of this name.
+
+    The cache is written in place, as by the implementation for every GPU.
+    """
+
+    call = calls.RaggedPageAttentionv3
+
+
+ragged_page_attention = RaggedPageAttention()
+ragged_page_attention_v3 = RaggedPageAttentionv3()

@@ -1,0 +1,136 @@
+"""Ragged attention over pages on Hopper, where there is no Hopper GPU.
+
+The kernel is lowered for one; its tiles are compared with those of a loop. With a card, ``-m gpu``:
+mixes at real size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice
+
+from ejkernel.kernels.pallas import compat
+
+if compat.mosaic_gpu_problem() is not None:
+    pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
+
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
+from ejkernel.kernels.pallas.gpu.ragged_page_attention import (
+    ragged_page_attention,
+    ragged_page_attention_v3,
+)
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import LongRows
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
+from ejktest import ragged_cases
+from ejktest.bound import on, struct
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+TILES = ForwardTiles(q_held=64, registers=232)
+
+
+@pytest.mark.parametrize("page, d", [(16, 128), (256, 64)])
+def test_lowers_for_a_hopper_gpu(page, d):
+    n, rows = 5, 1024
+    ints = struct(n, dtype=jnp.int32)
+    arrays = (
+        struct(rows, 8, d), struct(40, page, 4, d), struct(n, 4096 // page, dtype=jnp.int32),
+        ints, ints, ints, struct(n, dtype=jnp.bool_),
+    )  # fmt: skip
+    long = LongRows(128, 0, d**-0.5, None, TILES, 132)
+    with on(H200):
+        traced = jax.jit(lambda *a: long(*a)).trace(*arrays)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("rows", [(1, 300, 128, 0, 129), (7, 5), (1024,)])
+def test_tiles_are_those_of_a_loop(rows):
+    block_q, block_kv, least = 128, 128, 128
+    last = np.cumsum(rows).astype(np.int32)
+    first = last - np.asarray(rows, np.int32)
+    length = np.asarray([n + 100 * i for i, n in enumerate(rows)], np.int32)
+    want = []
+    for i, n in enumerate(rows):
+        if n < least:
+            continue
+        for row in range(first[i] // 8 * 8, last[i], block_q):
+            want.append((i, row, first[i], last[i], length[i]))
+
+    def blocks(tile):
+        _, row, _, last, length = tile
+        return -(-(length - last + row + min(last - row, block_q)) // block_kv)
+
+    want.sort(key=lambda tile: -blocks(tile))
+    most = most_tiles(sum(rows), len(rows), least, block_q)
+    found, until = walks(
+        *map(jnp.asarray, (first, last, length, np.asarray(rows) >= least)),
+        most=most, block_q=block_q, block_kv=block_kv,
+    )  # fmt: skip
+    assert int(until[-1]) == len(want) <= most
+    np.testing.assert_array_equal(found[: len(want)], np.reshape(want, (-1, 5)))
+
+
+# ---- with a card --------------------------------------------------------------------------------
+
+MIX = ragged_cases.Mix(
+    (1, 0, 700, 3, 130, 1, 301, 64, 3), (4096, 5, 3000, 777, 130, 16, 2001, 6000, 3)
+)
+AT_SIZE = {
+    "page 16": MIX,
+    "page 64": replace(MIX, ps=64),
+    "page 256 packed": replace(MIX, ps=256, packed=True),
+    "cap, one key head": replace(MIX, hk=1, cap=20.0),
+    "float16 d64 page 128": replace(MIX, q="float16", kv="float16", d=64, ps=128),
+    "too few rows": replace(MIX, rows=(1, 0, 700, 3, 130, 1, 1, 64, 303)),
+}
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    pytest.importorskip("triton")
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    reason = ragged_page_attention.missing()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def only_seen(m: ragged_cases.Mix, x: dict[str, jax.Array]) -> jax.Array:
+    """The cache with nan wherever there is no token."""
+    seen = np.zeros(x["cache"].shape[:2], bool)
+    for n, table in zip(m.lens, np.asarray(x["tables"]), strict=True):
+        j = np.arange(n)
+        seen[table[j // m.ps], j % m.ps] = True
+    rest = (1,) * (x["cache"].ndim - 2)
+    return jnp.where(seen.reshape(*seen.shape, *rest), x["cache"], jnp.nan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", AT_SIZE)
+def test_against_float32(name, hopper):
+    """Numbers where only tokens are; the second run has the same bits."""
+    m = AT_SIZE[name]
+    x = ragged_cases.draw(m)
+    f, args = ragged_cases.reading(ragged_page_attention, m, x | {"cache": only_seen(m, x)})
+    step = jax.jit(f)
+    out, again = step(*args), step(*args)
+    np.testing.assert_array_equal(out, again)
+    assert ragged_cases.error(m, x, args[1], out) <= ragged_cases.BOUND[m.q]
+
+
+@pytest.mark.gpu
+def test_write_then_attend(hopper):
+    m = AT_SIZE["page 16"]
+    x = ragged_cases.draw(m)
+    f, args = ragged_cases.writing(ragged_page_attention_v3, m, x)
+    step = jax.jit(f, donate_argnums=3)
+    compiled = step.lower(*args).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < x["cache"].nbytes
+    before = x["cache"].unsafe_buffer_pointer()
+    out, cache = compiled(*args)
+    assert cache.unsafe_buffer_pointer() == before
+    assert ragged_cases.error(m, x, cache, out) <= ragged_cases.BOUND[m.q]
