@@ -26,7 +26,8 @@ class CallKernel:
     signature, ``supports``, ``heuristic`` and ``candidates`` for the registry, the override by a
     config, gradients, mesh axes.
 
-    Tiles are frozen dataclasses: what ``choose`` and ``near`` return is what runs.
+    Tiles are frozen dataclasses: what ``choose`` and ``near`` return is what runs. Those that a
+    config can change say how themselves, by ``honouring(cfg, problem, target)`` and ``fields``.
     """
 
     call: ClassVar[Any]
@@ -98,12 +99,13 @@ class CallKernel:
         return ()
 
     def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        """The chosen tiles with what a config says instead."""
-        return chosen
+        """The chosen tiles with what a config says instead, by their ``honouring``."""
+        honouring = getattr(chosen, "honouring", None)
+        return chosen if honouring is None else honouring(cfg, problem, target)
 
     def fields(self, chosen: Any) -> dict[str, Any]:
-        """Tiles as fields of the operation's config, which ``honour`` reads back."""
-        return {}
+        """Tiles as fields of the operation's config, which ``honour`` reads back: their own."""
+        return dict(getattr(chosen, "fields", {}))
 
     def known(self, work: Work, arrays: Arrays) -> Arrays:
         """The arrays, with what both passes need of those whose values are known.

@@ -30,8 +30,7 @@ class XlaKernel(CallKernel):
     ``work.problem`` holds them all, with shapes in place of arrays; ``arrays`` the arrays that
     were given. The outputs are those of the operation, also of calls without work. JAX
     differentiates ``forward``, which then names its residuals itself, unless a kernel says that it
-    is ``differentiable`` by a ``backward`` of its own. Tiles, where there are any, have
-    ``honouring(cfg)`` and ``fields``.
+    is ``differentiable`` by a ``backward`` of its own.
     """
 
     differentiable: ClassVar[bool] = False
@@ -46,12 +45,6 @@ class XlaKernel(CallKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.call.given(a)
-
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        return None if chosen is None else chosen.honouring(cfg)
-
-    def fields(self, chosen: Any) -> dict[str, Any]:
-        return {} if chosen is None else dict(chosen.fields)
 
     def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None

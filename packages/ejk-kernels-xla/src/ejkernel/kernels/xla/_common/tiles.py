@@ -13,7 +13,7 @@ from ejkernel.types.attention import field
 class Steps:
     """Base of tiles whose fields are fields of the config; None follows from the shapes."""
 
-    def honouring(self, cfg: Any) -> Self:
+    def honouring(self, cfg: Any, problem: Any, target: Any) -> Self:
         """These, with what a config says instead."""
         given = {f.name: field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
         given = {name: int(size) for name, size in given.items() if size is not None}
@@ -34,7 +34,8 @@ class Blocks:
     q: int
     kv: int
 
-    def honouring(self, params: Any) -> Blocks:
+    def given(self, params: Any) -> Blocks:
+        """These, with what a config's parameters say instead."""
         return Blocks(
             int(field(params, "q_blocksize", self.q)), int(field(params, "kv_blocksize", self.kv))
         )
@@ -47,9 +48,9 @@ class Passes:
     fwd: Blocks
     bwd: Blocks
 
-    def honouring(self, cfg: Any) -> Passes:
+    def honouring(self, cfg: Any, problem: Any, target: Any) -> Passes:
         fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
-        return Passes(self.fwd.honouring(fwd), self.bwd.honouring(bwd))
+        return Passes(self.fwd.given(fwd), self.bwd.given(bwd))
 
     @property
     def fields(self) -> Mapping[str, Any]:

@@ -98,12 +98,6 @@ class FlashAttention(PallasKernel):
             with contextlib.suppress(ConfigError):  # it does not fit
                 yield chosen.honouring({"fwd_params": given}, problem, target)
 
-    def honour(self, chosen: FlashTiles, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
-        return chosen.honouring(cfg, problem, target)
-
-    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
-        return chosen.fields
-
     def known(self, work: Work, arrays: Arrays) -> Arrays:
         pattern, mask = arrays.get("pattern"), arrays["mask"]
         if not isinstance(pattern, np.ndarray):

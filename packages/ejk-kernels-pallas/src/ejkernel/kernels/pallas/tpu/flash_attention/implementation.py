@@ -74,12 +74,6 @@ class FlashAttention(PallasKernel):
             for tile in tiles.neighbours(getattr(chosen, part)):
                 yield replace(chosen, **{part: tile})
 
-    def honour(self, chosen: FlashTiles, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
-        return chosen.honouring(cfg)
-
-    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
-        return chosen.fields
-
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, mask = work.problem, arrays["mask"]
         k, v = cleared(seen_keys(mask.conjuncts, p.q_len, p.kv_len), arrays["k"], arrays["v"])
