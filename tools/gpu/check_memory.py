@@ -33,6 +33,7 @@ import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402  # ty: ignore
+import triton.language as tl  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
 from ejkernel.kernels.triton import bridge  # noqa: E402
@@ -189,17 +190,21 @@ def launch_alone(*arrays, plan, short=False):
     results = [to_torch(np.zeros(o.shape, o.dtype), False) for o in outs]
     for operand, result in launch.aliases.items():
         results[result] = given[operand]
-    arguments = {}
-    for name, value in launch.arguments.items():
+
+    def argument(value, path, constant):
+        if constant and value is not None:
+            return tl.constexpr(value)
         if isinstance(value, (bridge.In, bridge.Out)):
             x = (given if isinstance(value, bridge.In) else results)[value.index]
-            value = x if value.view is None else x.view(getattr(torch, value.view))
-        elif isinstance(value, bridge.TensorMap):
+            return x if value.view is None else x.view(getattr(torch, value.view))
+        if isinstance(value, bridge.TensorMap):
             from triton.tools.tensor_descriptor import TensorDescriptor
 
             x = (results if value.result else given)[value.index]
-            value = TensorDescriptor(x, list(value.shape), list(value.strides), list(value.block))
-        arguments[name] = value
+            return TensorDescriptor(x, list(value.shape), list(value.strides), list(value.block))
+        return value
+
+    arguments = {name: bridge.rebuilt(x, argument) for name, x in launch.arguments.items()}
     launch.kernel[launch.grid](
         **arguments, **launch.constants, num_warps=launch.num_warps,
         num_stages=launch.num_stages, **launch.options,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from ejkernel.kernels.triton.compiled import (
     compile_kernel,
     stages,
 )
-from ejkernel.kernels.triton.launch import RUNS, In, Launch, Out, TensorMap, runs_map
+from ejkernel.kernels.triton.launch import RUNS, In, Launch, Out, TensorMap, leaves, runs_map
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, current_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
@@ -105,6 +105,82 @@ def test_types_and_alignment() -> None:
 def test_refused_launches(changes, message) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         source_of(Affine(1, 32, changes=tuple(changes.items())))
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+    more: Any = None
+
+
+class Scaled(NamedTuple):
+    pairs: tuple[Pair, ...]
+    n: int
+    factors: Any
+    BLOCK: int
+
+
+@triton.jit
+def grouped(given, out, UNIT: tl.constexpr):
+    i = tl.program_id(0) * given.BLOCK + tl.arange(0, given.BLOCK)
+    seen = i < given.n
+    total = tl.zeros([given.BLOCK], tl.float32)
+    for n in tl.static_range(len(given.pairs)):
+        total += given.factors[n] * tl.load(given.pairs[n].x + i, mask=seen)
+        if given.pairs[n].more is not None:
+            total += tl.load(given.pairs[n].y + i, mask=seen)
+    tl.store(out.array + i, total * UNIT.SIZE, mask=seen)
+
+
+class Result(NamedTuple):
+    array: Any
+
+
+class Unit(NamedTuple):
+    SIZE: float
+
+
+class Grouped(Affine):
+    """(2 * x + 3 * x + y) * 0.5 by a kernel that takes groups."""
+
+    def launch(self, target):
+        pairs = (Pair(In(0), In(1)), Pair(In(0), In(1), more=5))
+        given = Scaled(pairs, self.rows * self.n, (2.0, 3.0), BLOCK=64)
+        arguments = {"given": given, "out": Result(Out(0)), **dict(self.changes)}
+        return Launch(grouped, arguments, {"UNIT": Unit(0.5)}, (-(-self.rows * self.n // 64),))
+
+
+def test_groups_are_types_and_places_of_their_fields(launcher) -> None:
+    source = source_of(Grouped(1, 33))
+    pair = ("*fp32", "*fp32")
+    given = (((*pair, "constexpr"), (*pair, "i32")), "i32", ("fp32", "fp32"), "constexpr")
+    assert source.signature == (
+        ("given", given), ("out", ("*fp32",)), ("UNIT", ("constexpr",)),
+    )  # fmt: skip
+    constants = {("given", 0, 0, 2): None, ("given", 3): 64, ("UNIT", 0): 0.5}
+    assert dict(source.constants) == constants
+    pointers = [("given", 0, n, m) for n in (0, 1) for m in (0, 1)]
+    assert source.aligned == (*pointers, ("out", 0))
+    assert source_of(Grouped(1, 32)).aligned == (*pointers, ("given", 1), ("out", 0))
+    with pytest.raises(TypeError, match="parameter given given True"):
+        source_of(Grouped(1, 32, changes=(("given", Pair(In(0), True)),)))
+
+    lowered(lambda x, y: call(Grouped(1, 33), x, y)[0], numbers(1, 33), numbers(1, 33))
+    array = ("array", 16)
+    scalars = [("scalar", *x) for x in ((5, "i32"), (33, "i32"), (2.0, "fp32"), (3.0, "fp32"))]
+    assert launcher.launches[0].parameters == [*[array] * 4, *scalars, array]
+    # the code takes them in the same order
+    text = stages(source, HOPPER, "ttir")[0]["ttir"]
+    kinds = re.search(r"tt.func public @\w+\((.*)\) attributes", text)[1]
+    types = re.findall(r"%[\w.]+: (!tt.ptr<f32>|\w+)", kinds)
+    assert types == ["!tt.ptr<f32>"] * 4 + ["i32", "i32", "f32", "f32", "!tt.ptr<f32>"]
+
+
+def test_groups_in_the_interpreter() -> None:
+    x, y = numbers(1, 70), numbers(1, 70)
+    with interpret_mode():
+        (made,) = call(Grouped(1, 70), x, y)
+    np.testing.assert_allclose(made, (5 * np.asarray(x) + y) * 0.5, rtol=1e-6)
 
 
 def test_code_is_kept_per_divisibility(tmp_path, monkeypatch) -> None:
@@ -209,7 +285,8 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
         return describe(launch, avals, outs)
 
     def no_code(source, target):
-        maps = [n for n, kind in source.signature if kind.startswith("tensordesc")]
+        kinds = leaves(tuple(kind for _, kind in source.signature))
+        maps = [kind for kind in kinds if kind.startswith("tensordesc")]
         facts = {"elem_type": 10, "swizzle": 3, "block_size": [64, 64]}
         return Code(source.kernel.__name__, "", 8, 0, 0, 1, (facts,) * len(maps))
 
@@ -230,7 +307,7 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
     kernels = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"}
     expected = []
     for (launch, avals, outs), made in zip(described, launcher.launches, strict=True):
-        values = [launch.arguments.get(name) for name in launch.kernel.arg_names]
+        values = list(leaves(tuple(map(launch.arguments.get, launch.kernel.arg_names))))
         read = [avals[v.index] for v in values if isinstance(v, (In, TensorMap))]
         expected.append(
             [f"tensor<{''.join(f'{n}x' for n in a.shape)}{letters[a.dtype.name]}>" for a in read]

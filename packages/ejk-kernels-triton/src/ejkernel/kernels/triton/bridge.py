@@ -28,9 +28,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.compiled import Code, Source, compile_kernel
+from ejkernel.kernels.triton.compiled import CONSTANT, Code, Place, Source, compile_kernel
 from ejkernel.kernels.triton.interpret import run_plan
-from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, input_order
+from ejkernel.kernels.triton.launch import (
+    In,
+    Launch,
+    Out,
+    Plan,
+    TensorMap,
+    input_order,
+    leaves,
+    rebuilt,
+)
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.ops.interpret import interpreting
 
@@ -121,33 +130,35 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             f"{kernel.__name__}: arguments differ from the kernel's parameters in "
             f"{sorted(unknown ^ set(names))}"
         )
-    signature: dict[str, str] = {}
-    constants = dict(launch.constants)
-    aligned = []
-    for name in names:
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value = launch.arguments[name]
-        if value is None:
-            signature[name], constants[name] = "constexpr", None
-        elif isinstance(value, (In, Out)):
+    signature: dict[str, Any] = {}
+    constants: dict[Place, Any] = {}
+    aligned: list[Place] = []
+
+    def kind(name: str, value: Any, path: tuple[int, ...], constant: bool) -> str:
+        place = (name, *path) if path else name
+        if constant or value is None:
+            constants[place] = value
+            return CONSTANT
+        if isinstance(value, (In, Out)):
             aval = (avals if isinstance(value, In) else outs)[value.index]
-            signature[name] = "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
-            aligned.append(name)
-        elif isinstance(value, TensorMap):
+            aligned.append(place)
+            return "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
+        if isinstance(value, TensorMap):
             aval = (outs if value.result else avals)[value.index]
             element = TRITON_TYPES[np.dtype(aval.dtype).name]
-            block = ",".join(str(b) for b in value.block)
-            signature[name] = f"tensordesc<{element}[{block}]>"
-        elif isinstance(value, int) and not isinstance(value, bool):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            return f"tensordesc<{element}[{','.join(str(b) for b in value.block)}]>"
+        if isinstance(value, int) and not isinstance(value, bool):
             if value % 16 == 0:
-                aligned.append(name)
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            raise TypeError(f"{kernel.__name__}: parameter {name} given {value!r}")
+                aligned.append(place)
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        if isinstance(value, float):
+            return "fp32"
+        raise TypeError(f"{kernel.__name__}: parameter {name} given {value!r}")
+
+    for name in names:
+        constant = name in launch.constants
+        value = (launch.constants if constant else launch.arguments)[name]
+        signature[name] = rebuilt(value, functools.partial(kind, name), constant=constant)
     options = {
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
@@ -163,20 +174,20 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
 
 
 def _parameters(native, launch: Launch, source: Source, code: Code) -> list:
-    signature = dict(source.signature)
     parameters, maps = [], iter(code.tensor_maps)
-    for name, kind in signature.items():
-        value = launch.arguments.get(name)
-        if kind == "constexpr":
-            continue
-        if isinstance(value, (In, Out)):
-            parameters.append(native.create_array_parameter(0, 16))
-        elif isinstance(value, TensorMap):
-            parameters.extend(_tensor_map(native, value, next(maps)))
-        elif kind == "fp32":
-            parameters.append(native.create_scalar_parameter(float(value), "fp32"))
-        else:
-            parameters.append(native.create_scalar_parameter(int(value), kind))
+    given = {**launch.arguments, **launch.constants}
+    for name, kinds in source.signature:
+        for value, kind in zip(leaves(given[name]), leaves(kinds), strict=True):
+            if kind == CONSTANT:
+                continue
+            if isinstance(value, (In, Out)):
+                parameters.append(native.create_array_parameter(0, 16))
+            elif isinstance(value, TensorMap):
+                parameters.extend(_tensor_map(native, value, next(maps)))
+            elif kind == "fp32":
+                parameters.append(native.create_scalar_parameter(float(value), "fp32"))
+            else:
+                parameters.append(native.create_scalar_parameter(int(value), kind))
     return parameters
 
 

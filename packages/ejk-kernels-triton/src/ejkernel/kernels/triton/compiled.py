@@ -22,6 +22,8 @@ from ejkernel.ops import env
 from ejkernel.ops.utils.files import parse_json, read_text
 
 SCHEMA = 1
+CONSTANT = "constexpr"  # Triton's type of what is compiled in
+Place = str | tuple[str | int, ...]  # a parameter, or (parameter, field, field of it...)
 
 # Triton's frontend and its interpreter keep state in Python modules: one of them at a time. The
 # passes after the frontend, four fifths of the work, run side by side.
@@ -38,16 +40,17 @@ class Source:
 
     Attributes:
         kernel: a ``triton.jit`` (or Gluon) function.
-        signature: parameter name to Triton type (``"*bf16"``, ``"i32"``, ``"constexpr"``).
-        constants: values of the ``constexpr`` parameters.
-        aligned: names of pointers and integers that are multiples of 16.
+        signature: parameter name to Triton type (``"*bf16"``, ``"i32"``, ``CONSTANT``), or to the
+            group of its fields' types.
+        constants: place to value of what is ``CONSTANT``.
+        aligned: places of pointers and integers that are multiples of 16.
         options: compiler options (``num_warps``, ``num_stages``, ``maxnreg``).
     """
 
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[str, ...]
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[Place, Any], ...]
+    aligned: tuple[Place, ...]
     options: tuple[tuple[str, Any], ...]
 
     def ast(self):
@@ -55,9 +58,15 @@ class Source:
         from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
         names = list(self.kernel.arg_names)
-        attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in self.aligned}
+
+        def path(place: Place) -> tuple[int, ...]:
+            name, *fields = (place,) if isinstance(place, str) else place
+            return (names.index(name), *fields)
+
+        constants = {path(place): value for place, value in self.constants}
+        attrs = {path(place): [["tt.divisibility", 16]] for place in self.aligned}
         make = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
-        return make(self.kernel, dict(self.signature), dict(self.constants), attrs)
+        return make(self.kernel, dict(self.signature), constants, attrs)
 
 
 @dataclass(frozen=True)

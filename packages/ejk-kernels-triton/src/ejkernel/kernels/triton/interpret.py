@@ -24,7 +24,15 @@ import ml_dtypes
 import numpy as np
 
 from ejkernel.kernels.triton.compiled import TRITON_LOCK
-from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, input_order
+from ejkernel.kernels.triton.launch import (
+    In,
+    Launch,
+    Out,
+    Plan,
+    TensorMap,
+    input_order,
+    rebuilt,
+)
 from ejkernel.kernels.triton.targets import current_target
 
 _EXTENDED = {
@@ -261,6 +269,7 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
         IndexError: the kernel reads or writes outside the arrays.
     """
     import triton.experimental.gluon  # noqa: F401  (must not be imported under the twins)
+    import triton.language as tl
     from triton.runtime.errors import InterpreterError
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -269,7 +278,9 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
     for operand, result in launch.aliases.items():  # one memory
         inputs = [outputs[result] if i == operand else x for i, x in enumerate(inputs)]
 
-    def argument(value: Any) -> Any:
+    def argument(value: Any, path: tuple[int, ...], constant: bool) -> Any:
+        if constant and value is not None:
+            return tl.constexpr(value)
         if isinstance(value, (In, Out)):
             array = (inputs if isinstance(value, In) else outputs)[value.index]
             return _Tensor(array.view(value.view) if value.view else array)
@@ -283,7 +294,7 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
     with TRITON_LOCK, _interpreted_library():
         _prepare()
         _ranges[:] = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in (*inputs, *outputs)]
-        arguments = {name: argument(value) for name, value in launch.arguments.items()}
+        arguments = {name: rebuilt(value, argument) for name, value in launch.arguments.items()}
         constants = {**launch.constants, **launch.interpreted}
         grid = (*launch.grid, 1, 1)[:3]
         try:

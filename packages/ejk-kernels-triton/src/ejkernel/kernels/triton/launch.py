@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,10 +77,12 @@ class Launch:
     """One launch: the kernel, its arguments by parameter name, its grid and its one config.
 
     ``arguments`` values: ``In``, ``Out``, ``TensorMap``, int (passed as i32 or i64), float
-    (passed as float32), or None (the parameter becomes a constant None). ``interpreted``:
-    constants that take another value in the interpreter, which runs no assembly. ``aliases``:
-    operand to the result that lies in its memory: elements that the kernel does not write stay as
-    they were. A program that still needs the operand afterwards gets a copy of it made.
+    (passed as float32), None (a constant of the compiled kernel), or a group of them: a tuple or a
+    NamedTuple, whose fields in capitals are constants too. All of a group among ``constants`` is
+    constant. ``interpreted``: constants that take another value in the interpreter, which runs no
+    assembly. ``aliases``: operand to the result that lies in its memory: elements that the kernel
+    does not write stay as they were. A program that still needs the operand afterwards gets a copy
+    of it made.
     """
 
     kernel: Any
@@ -116,6 +118,35 @@ class Plan(Protocol):
         ...
 
 
+def rebuilt(
+    value: Any,
+    leaf: Callable[[Any, tuple[int, ...], bool], Any],
+    path: tuple[int, ...] = (),
+    constant: bool = False,
+) -> Any:
+    """An argument with ``leaf(value, path, constant)`` in the place of each value of its groups.
+
+    ``path``: fields by number, from the outermost group inwards.
+    """
+    if not isinstance(value, tuple):
+        return leaf(value, path, constant)
+    names = getattr(value, "_fields", ("",) * len(value))
+    new = [
+        rebuilt(x, leaf, (*path, n), constant or name.isupper())
+        for n, (name, x) in enumerate(zip(names, value, strict=True))
+    ]
+    return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The values of an argument, those of its groups in order."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
 def is_result(value: Any) -> bool:
     """Whether an argument of a launch is written."""
     return isinstance(value, Out) or (isinstance(value, TensorMap) and value.result)
@@ -134,7 +165,8 @@ def input_order(launch: Launch, results: int) -> list[int]:
     arrays = [
         value
         for name in launch.kernel.arg_names
-        if isinstance(value := launch.arguments.get(name), (In, Out, TensorMap))
+        for value in leaves(launch.arguments.get(name))
+        if isinstance(value, (In, Out, TensorMap))
     ]
     inputs = [value.index for value in arrays if not is_result(value)]
     outputs = [value.index for value in arrays[len(inputs) :] if is_result(value)]
