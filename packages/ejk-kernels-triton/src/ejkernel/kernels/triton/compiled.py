@@ -23,7 +23,7 @@ from ejkernel.ops.utils.files import parse_json, read_text
 
 SCHEMA = 1
 CONSTANT = "constexpr"  # Triton's type of what is compiled in
-Place = str | tuple[str | int, ...]  # a parameter, or (parameter, field, field of it...)
+Place = str | tuple[Any, ...]  # a parameter, or (parameter, number of a field, of its field...)
 
 # Triton's frontend and its interpreter keep state in Python modules: one of them at a time. The
 # passes after the frontend, four fifths of the work, run side by side.

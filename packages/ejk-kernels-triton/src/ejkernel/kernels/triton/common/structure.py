@@ -1,9 +1,9 @@
 """Which keys a row sees, as arithmetic on block numbers and on elements.
 
-A *band* is the pair (lo, hi): row i sees key j only if lo <= j - i <= hi. Causal masks and
-sliding windows, with any offsets and in any number, are one band. Blocks are half-open ranges
-[start, stop); those in [full_start, full_stop) are visible to every row of the query block and
-need no element mask.
+A *band* is the pair (lo, hi): row i sees key j only if lo <= j - i <= hi; None bounds nothing.
+Causal masks and sliding windows, with any offsets and in any number, are one band. Blocks are
+half-open ranges [start, stop); those in [full_start, full_stop) are visible to every row of the
+query block and need no element mask.
 """
 
 from __future__ import annotations
@@ -13,25 +13,16 @@ import triton.language as tl
 
 
 @triton.jit
-def band_blocks(
-    first,
-    last,
-    length,
-    lo,
-    hi,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def band_blocks(first, last, length, lo, hi, BLOCK: tl.constexpr):
     """Ranges of blocks (size BLOCK, over an axis of ``length``) seen from rows first..last."""
     start = 0
     full_start = 0
     stop = tl.cdiv(length, BLOCK)
     full_stop = length // BLOCK
-    if HAS_LO:
+    if lo is not None:
         start = tl.maximum(first + lo, 0) // BLOCK
         full_start = tl.cdiv(tl.maximum(last + lo, 0), BLOCK)
-    if HAS_HI:
+    if hi is not None:
         stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + hi + 1, 0), BLOCK))
         full_stop = tl.minimum(full_stop, tl.maximum(first + hi + 1, 0) // BLOCK)
     start = tl.minimum(start, stop)
@@ -105,52 +96,37 @@ def _both(a, b):
 
 
 @triton.jit
-def visible(
-    i,
-    j,
-    kv_len,
-    lo,
-    hi,
-    chunk,
-    chunk_offset,
-    q_ids,
-    kv_ids,
-    q_positions,
-    kv_positions,
-    position_lo,
-    position_hi,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    POSITION_LO: tl.constexpr,
-    POSITION_HI: tl.constexpr,
-    KEYS_INSIDE: tl.constexpr,
-):
-    """Element mask, None where there is nothing to mask.
+def visible(i, j, kv_len, rules, q_id, kv_id, q_position, kv_position, KEYS_INSIDE: tl.constexpr):
+    """Element mask by ``Rules`` without their mask, None where there is nothing to mask.
 
-    i and j are index tiles that broadcast against each other; ``*_ids`` and ``*_positions`` are
-    values already loaded (shaped as i and j) or None; ``chunk`` None means no chunk rule. Keys
-    past the last are unseen unless KEYS_INSIDE; rows past the last are of no account.
+    i and j are index tiles that broadcast against each other; ids and positions are values already
+    loaded (shaped as i and j) or None. Keys past the last are unseen unless KEYS_INSIDE; rows past
+    the last are of no account.
     """
     seen = None
     if not KEYS_INSIDE:
         seen = _both(seen, j < kv_len)
-    if HAS_LO:
-        seen = _both(seen, j - i >= lo)
-    if HAS_HI:
-        seen = _both(seen, j - i <= hi)
-    if q_ids is not None:
-        seen = _both(seen, (q_ids == kv_ids) & (q_ids >= 0))
-    if q_positions is not None:
-        if POSITION_LO:
-            seen = _both(seen, kv_positions - q_positions >= position_lo)
-        if POSITION_HI:
-            seen = _both(seen, kv_positions - q_positions <= position_hi)
-        if chunk is not None:
-            same = _floor_div(q_positions + chunk_offset, chunk) == _floor_div(kv_positions, chunk)
-            seen = _both(seen, same)
-    elif chunk is not None:
-        seen = _both(seen, _floor_div(i + chunk_offset, chunk) == _floor_div(j, chunk))
+    if rules.lo is not None:
+        seen = _both(seen, j - i >= rules.lo)
+    if rules.hi is not None:
+        seen = _both(seen, j - i <= rules.hi)
+    if q_id is not None:
+        seen = _both(seen, (q_id == kv_id) & (q_id >= 0))
+    if q_position is not None:
+        if rules.position_lo is not None:
+            seen = _both(seen, kv_position - q_position >= rules.position_lo)
+        if rules.position_hi is not None:
+            seen = _both(seen, kv_position - q_position <= rules.position_hi)
+        if rules.chunk is not None:
+            seen = _both(seen, _same_chunk(q_position, kv_position, rules))
+    elif rules.chunk is not None:
+        seen = _both(seen, _same_chunk(i, j, rules))
     return seen
+
+
+@triton.jit
+def _same_chunk(i, j, rules):
+    return _floor_div(i + rules.chunk_offset, rules.chunk) == _floor_div(j, rules.chunk)
 
 
 @triton.jit

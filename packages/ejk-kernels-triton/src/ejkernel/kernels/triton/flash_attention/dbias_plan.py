@@ -22,6 +22,10 @@ class DbiasPlan(AttentionPlan):
     sum_batch: int = 1
     sum_heads: int = 1
 
+    @property
+    def gradient(self) -> float:
+        return gradient_factor(self.problem)
+
     def outputs(self):
         p = self.problem
         rows, heads = p.batch // self.sum_batch, p.heads // self.sum_heads
@@ -31,17 +35,18 @@ class DbiasPlan(AttentionPlan):
         from ejkernel.kernels.triton.flash_attention.dbias_kernel import flash_bwd_dbias
 
         p, t = self.problem, self.tiles
-        arguments, constants = self.common(target, maps=False)
+        arguments, constants = self.common(maps=False)
         q_blocks, kv_blocks = -(-p.q_len // t.block_q), -(-p.kv_len // t.block_kv)
         rows = (p.batch // self.sum_batch) * (p.heads // self.sum_heads)
-        arguments |= {name: self.operand(name) for name in ("q", "k", "v", "do", "base", "delta")}
+        arguments |= {name: self.heads(name, t.block_q) for name in ("q", "do")}
+        arguments |= {name: self.heads(name, t.block_kv) for name in ("k", "v")}
+        arguments |= {name: self.operand(name) for name in ("base", "delta")}
         arguments |= {
             "dbias": Out(0),
             "q_blocks": q_blocks,
             "kv_blocks": kv_blocks,
             "sum_batch": self.sum_batch,
             "sum_heads": self.sum_heads,
-            "grad_scale": gradient_factor(p),
         }
         return Launch(
             flash_bwd_dbias, arguments, constants, (q_blocks * kv_blocks * rows,), t.num_warps, 1

@@ -21,17 +21,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
-from ejkernel.kernels.triton.common.structure import (
-    band_blocks,
-    first_visit,
-    given_blocks,
-    in_order,
-    phase_block,
-    phase_steps,
+from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
+from ejkernel.kernels.triton.common.tiles import (
+    Place,
+    add_products,
+    load_tile,
+    load_tiles,
+    products,
+    store_tiles,
+    zero_tiles,
 )
-from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
     cap_slope,
+    key_blocks,
     load_bias,
     load_rows,
     mask_unseen,
@@ -45,209 +47,91 @@ from ejkernel.kernels.triton.flash_attention.scores import (
 def flash_bwd_dq(
     q,
     k,
-    k_rest,
     v,
-    v_rest,
     do,
     base,
     delta,
-    q_ids,
-    kv_ids,
-    q_positions,
-    kv_positions,
-    mask,
+    sizes,
+    logits,
+    walk,
+    rules,
     bias,
-    words,
-    ranges,
-    listed,
-    order,
+    dropout,
     dq,
-    q_len,
-    kv_len,
-    heads,
-    kv_heads,
-    q_blocks,
-    batch,
-    lo,
-    hi,
-    position_lo,
-    position_hi,
-    chunk,
-    chunk_offset,
-    scale,
-    slope,
-    grad_scale,
-    cap_in,
-    keep_threshold,
-    ids_stride,
-    positions_stride,
-    ranges_batch,
-    ranges_head,
-    mask_batch,
-    mask_head,
-    bias_batch,
-    bias_head,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_MAIN: tl.constexpr,
-    D_REST: tl.constexpr,
-    DV_MAIN: tl.constexpr,
-    DV_REST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    TMA: tl.constexpr,
-    BIAS_TMA: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    POSITION_LO: tl.constexpr,
-    POSITION_HI: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
-    HAS_FULL: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    SCALED: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr,
-    ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    if order is not None:
-        pid = in_order(order, pid, q_blocks * heads, ranges_batch)
-    block, b, h = program_of(pid, q_blocks, batch, heads, ORDER)
-    if LONGEST_FIRST:
-        block = q_blocks - 1 - block
+    q_len, kv_len, heads, kv_heads = sizes.q_len, sizes.kv_len, sizes.heads, sizes.kv_heads
+    BLOCK_Q: tl.constexpr = q.ROWS
+    BLOCK_KV: tl.constexpr = k.ROWS
+    block, b, h = program_of(walk, heads)
     hk = h // (heads // kv_heads)
     first = block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
-    q_token = b.to(tl.int64) * q_len
-    kv_token = b.to(tl.int64) * kv_len
+    queries = Place(b.to(tl.int64) * q_len, q_len, h, heads)
+    keys = Place(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
 
-    row = b * ranges_batch + h * ranges_head + block
-    if listed is not None:
-        visit, following, full_stop, stop = first_visit(listed, row, kv_len, BLOCK_KV)
-        start, full_start = 0, 0
-    elif ranges is not None:
-        start, full_start, full_stop, stop = given_blocks(ranges, row)
-    else:
-        last = tl.minimum(first + BLOCK_Q, q_len) - 1
-        start, full_start, full_stop, stop = band_blocks(
-            first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_KV
-        )
+    row = b * walk.batch_step + h * walk.head_step + block
+    start, full_start, full_stop, stop, visit, following = key_blocks(
+        walk, row, first, sizes, rules, BLOCK_Q, BLOCK_KV
+    )
 
-    CHECK_D: tl.constexpr = D_MAIN + D_REST != D
-    CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
-    q_main = load_tile(
-        q, q_token, first, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN, False, True,
-        D_MAIN > D,
-    )  # fmt: skip
-    do_main = load_tile(
-        do, q_token, first, q_len, h * DV, heads * DV, DV, BLOCK_Q, DV_MAIN, False, True,
-        DV_MAIN > DV,
-    )  # fmt: skip
-    acc = tl.zeros([BLOCK_Q, D_MAIN], tl.float32)
-    if D_REST > 0:
-        q_more = load_tile(
-            q, q_token, first, q_len, h * D + D_MAIN, heads * D, D - D_MAIN, BLOCK_Q, D_REST,
-            False, True, CHECK_D,
-        )  # fmt: skip
-        acc_more = tl.zeros([BLOCK_Q, D_REST], tl.float32)
-    if DV_REST > 0:
-        do_more = load_tile(
-            do, q_token, first, q_len, h * DV + DV_MAIN, heads * DV, DV - DV_MAIN, BLOCK_Q,
-            DV_REST, False, True, CHECK_DV,
-        )  # fmt: skip
+    q_tiles = load_tiles(q, queries, first, True)
+    do_tiles = load_tiles(do, queries, first, True)
+    acc = zero_tiles(q, BLOCK_Q)
     rows = (b * heads + h).to(tl.int64) * q_len
     row_base = load_rows(base + rows, i, q_len, float("inf"), False)[:, None]
     row_delta = load_rows(delta + rows, i, q_len, 0.0, False)[:, None]
-    if DROPOUT:
-        row_r, row_s = load_row_words(words, rows, i, q_len)
+    if dropout is not None:
+        row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
         column = tl.arange(0, BLOCK_KV)
 
-    for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
+    for phase in tl.static_range(0 if walk.FULL else 1, 2 if walk.PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
-        steps = phase_steps(start, full_start, full_stop, stop, phase, HAS_FULL)
+        steps = phase_steps(start, full_start, full_stop, stop, phase, walk.FULL)
         for t in tl.range(0, steps):
-            if listed is not None:
+            if walk.listed is not None:
                 kv_block = following
                 visit += 1
                 following = tl.load(visit).to(tl.int32)
             else:
-                kv_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
+                kv_block = phase_block(t, start, full_start, full_stop, phase, walk.FULL)
             j0 = kv_block * BLOCK_KV
             j = j0 + tl.arange(0, BLOCK_KV)
 
-            k_main = load_tile(
-                k, kv_token, j0, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, TMA,
-                (phase == 1) and not EVEN_KV, D_MAIN > D,
-            )  # fmt: skip
-            if (phase == 1) and TMA and not EVEN_KV:
-                # a descriptor reads on into the next sequence, and 0 * inf is not 0
-                k_main = tl.where((j < kv_len)[:, None], k_main, 0.0)
+            k_tiles = (load_tile(k, 0, keys, j0, (phase == 1) and not EVEN_KV),)
             more = load_bias(
-                bias, i, j, first, j0, b, h, q_len, kv_len, bias_batch, bias_head,
-                BIAS_TMA, False, True, (phase == 0) or EVEN_KV,
-            )  # fmt: skip
-            if DROPOUT:
+                bias, i, j, first, j0, b, h, sizes, False, True, (phase == 0) or EVEN_KV
+            )
+            if dropout is not None:
                 # while products run
-                row_from = words_from(row_r, j0, keep_threshold)
+                row_from = words_from(row_r, j0, dropout.threshold)
                 mixed = mixed_words(row_from[:, None], row_s[:, None], column[None, :])
-            s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
-            if D_REST > 0:
-                k_more = load_tile(
-                    k_rest, kv_token, j0, kv_len, hk * D + D_MAIN, kv_heads * D, D - D_MAIN,
-                    BLOCK_KV, D_REST, TMA, (phase == 1) and not EVEN_KV, CHECK_D,
-                )  # fmt: skip
-                if (phase == 1) and TMA and not EVEN_KV:
-                    k_more = tl.where((j < kv_len)[:, None], k_more, 0.0)
-                s = tl.dot(q_more, tl.trans(k_more), s, input_precision=PRECISION)
+            s, k_tiles = products(
+                q_tiles, k_tiles, k, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
+            )
 
-            v_main = load_tile(
-                v, kv_token, j0, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, TMA,
-                (phase == 1) and not EVEN_KV, DV_MAIN > DV,
-            )  # fmt: skip
-            if (phase == 1) and TMA and not EVEN_KV:
-                v_main = tl.where((j < kv_len)[:, None], v_main, 0.0)
-            dp = tl.dot(do_main, tl.trans(v_main), input_precision=PRECISION)
-            if DV_REST > 0:
-                v_more = load_tile(
-                    v_rest, kv_token, j0, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
-                    BLOCK_KV, DV_REST, TMA, (phase == 1) and not EVEN_KV, CHECK_DV,
-                )  # fmt: skip
-                if (phase == 1) and TMA and not EVEN_KV:
-                    v_more = tl.where((j < kv_len)[:, None], v_more, 0.0)
-                dp = tl.dot(do_more, tl.trans(v_more), dp, input_precision=PRECISION)
+            v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
+            dp, v_tiles = products(
+                do_tiles, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
+            )
 
-            s = tile_logits(s, more, scale, cap_in, CAPPED, SCALED)
-            if CAPPED:
+            s = tile_logits(s, more, logits)
+            if logits.cap is not None:
                 steep = cap_slope(s)
             if phase == 1:
-                s = mask_unseen(
-                    s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
-                    q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
-                    position_lo, position_hi, mask, mask_batch, mask_head, MASK_Q, MASK_KV,
-                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
-                )  # fmt: skip
-            p = probabilities(s, row_base, slope, FUSED)
-            if CAPPED:
+                s = mask_unseen(s, i[:, None], j[None, :], b, h, sizes, rules, EVEN_KV)
+            p = probabilities(s, row_base, logits)
+            if logits.cap is not None:
                 p = p * steep
-            if DROPOUT:
-                # less the factor keep_scale, which dq gets in the end
-                keep = kept(mixed, keep_threshold)
+            if dropout is not None:
+                # less the factor of what is kept, which dq gets in the end
+                keep = kept(mixed, dropout.threshold)
                 ds = tl.where(keep, p, 0.0) * dp - p * row_delta
             else:
                 ds = p * (dp - row_delta)
-            ds = ds.to(k_main.dtype)
-            acc = tl.dot(ds, k_main, acc, input_precision=PRECISION)
-            if D_REST > 0:
-                acc_more = tl.dot(ds, k_more, acc_more, input_precision=PRECISION)
+            ds = ds.to(k_tiles[0].dtype)
+            acc = add_products(acc, ds, k_tiles, k, keys, j0, False, PRECISION)
 
-    store_tile(dq, acc * grad_scale, q_token, first, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN)
-    if D_REST > 0:
-        store_tile(
-            dq, acc_more * grad_scale, q_token, first, q_len, h * D + D_MAIN, heads * D,
-            D - D_MAIN, BLOCK_Q, D_REST,
-        )  # fmt: skip
+    acc = [part * logits.gradient for part in acc]
+    store_tiles(dq, acc, q, queries, first)

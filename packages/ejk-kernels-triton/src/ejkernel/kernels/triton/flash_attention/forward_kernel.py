@@ -24,16 +24,18 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.dropout import kept, load_row_words, mixed_words, words_from
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E, fused_softmax, online_softmax
-from ejkernel.kernels.triton.common.structure import (
-    band_blocks,
-    first_visit,
-    given_blocks,
-    in_order,
-    phase_block,
-    phase_steps,
+from ejkernel.kernels.triton.common.structure import phase_block, phase_steps
+from ejkernel.kernels.triton.common.tiles import (
+    Place,
+    add_products,
+    load_tile,
+    load_tiles,
+    products,
+    store_tiles,
+    zero_tiles,
 )
-from ejkernel.kernels.triton.common.tiles import load_tile, store_tile
 from ejkernel.kernels.triton.flash_attention.scores import (
+    key_blocks,
     load_bias,
     mask_unseen,
     program_of,
@@ -47,225 +49,116 @@ LARGE = tl.constexpr(2.0**16)  # from here on what is rounded away moves probabi
 def flash_fwd(
     q,
     k,
-    k_rest,
     v,
-    v_rest,
-    sink,
-    q_ids,
-    kv_ids,
-    q_positions,
-    kv_positions,
-    mask,
+    sizes,
+    softmax,
+    logits,
+    walk,
+    rules,
     bias,
-    words,
-    ranges,
-    listed,
-    order,
+    dropout,
+    sinks,
     o,
     lse,
     base,
     rest,
-    q_len,
-    kv_len,
-    heads,
-    kv_heads,
-    q_blocks,
-    batch,
-    lo,
-    hi,
-    position_lo,
-    position_hi,
-    chunk,
-    chunk_offset,
-    scale,
-    slope,
-    power,
-    large,
-    unit,
-    shift,
-    peak,
-    cap_in,
-    keep_threshold,
-    keep_scale,
-    ids_stride,
-    positions_stride,
-    sink_batch,
-    ranges_batch,
-    ranges_head,
-    mask_batch,
-    mask_head,
-    bias_batch,
-    bias_head,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_MAIN: tl.constexpr,
-    D_REST: tl.constexpr,
-    DV_MAIN: tl.constexpr,
-    DV_REST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    TMA: tl.constexpr,
-    BIAS_TMA: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    POSITION_LO: tl.constexpr,
-    POSITION_HI: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
-    HAS_FULL: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr,
     EVEN_KV: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    FIXED: tl.constexpr,
-    MULTIPLY_ADD: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    SCALED: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr,
-    ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    if order is not None:
-        pid = in_order(order, pid, q_blocks * heads, ranges_batch)
-    block, b, h = program_of(pid, q_blocks, batch, heads, ORDER)
-    if LONGEST_FIRST:
-        block = q_blocks - 1 - block
+    q_len, kv_len, heads, kv_heads = sizes.q_len, sizes.kv_len, sizes.heads, sizes.kv_heads
+    BLOCK_Q: tl.constexpr = q.ROWS
+    BLOCK_KV: tl.constexpr = k.ROWS
+    FIXED: tl.constexpr = softmax.FIXED
+    MULTIPLY_ADD: tl.constexpr = softmax.MULTIPLY_ADD
+    block, b, h = program_of(walk, heads)
     hk = h // (heads // kv_heads)
     first = block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
-    q_token = b.to(tl.int64) * q_len
-    kv_token = b.to(tl.int64) * kv_len
+    queries = Place(b.to(tl.int64) * q_len, q_len, h, heads)
+    keys = Place(b.to(tl.int64) * kv_len, kv_len, hk, kv_heads)
 
-    row = b * ranges_batch + h * ranges_head + block
-    if listed is not None:
-        visit, following, full_stop, stop = first_visit(listed, row, kv_len, BLOCK_KV)
-        start, full_start = 0, 0
-    elif ranges is not None:
-        start, full_start, full_stop, stop = given_blocks(ranges, row)
-    else:
-        last = tl.minimum(first + BLOCK_Q, q_len) - 1
-        start, full_start, full_stop, stop = band_blocks(
-            first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_KV
-        )
+    row = b * walk.batch_step + h * walk.head_step + block
+    start, full_start, full_stop, stop, visit, following = key_blocks(
+        walk, row, first, sizes, rules, BLOCK_Q, BLOCK_KV
+    )
 
-    CHECK_D: tl.constexpr = D_MAIN + D_REST != D
-    CHECK_DV: tl.constexpr = DV_MAIN + DV_REST != DV
-    q_main = load_tile(
-        q, q_token, first, q_len, h * D, heads * D, D, BLOCK_Q, D_MAIN, False, True,
-        D_MAIN > D,
-    )  # fmt: skip
-    if D_REST > 0:
-        q_more = load_tile(
-            q, q_token, first, q_len, h * D + D_MAIN, heads * D, D - D_MAIN, BLOCK_Q, D_REST,
-            False, True, CHECK_D,
-        )  # fmt: skip
+    q_tiles = load_tiles(q, queries, first, True)
 
     rows = (b * heads + h).to(tl.int64) * q_len
-    if DROPOUT:
-        row_r, row_s = load_row_words(words, rows, i, q_len)
+    if dropout is not None:
+        row_r, row_s = load_row_words(dropout.words, rows, i, q_len)
         column = tl.arange(0, BLOCK_KV)
         # a zero the compiler does not know: a select of constants moves behind the conversion
         # of p, element by element instead of by pairs
-        zero = keep_scale * 0.0
+        zero = dropout.scale * 0.0
 
     m = tl.full([BLOCK_Q], 0.0 if FIXED else float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
     e = tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, DV_MAIN], tl.float32)
-    if DV_REST > 0:
-        acc_more = tl.zeros([BLOCK_Q, DV_REST], tl.float32)
+    acc = zero_tiles(v, BLOCK_Q)
 
-    for phase in tl.static_range(0 if HAS_FULL else 1, 2 if HAS_PARTIAL else 1):
+    for phase in tl.static_range(0 if walk.FULL else 1, 2 if walk.PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
-        steps = phase_steps(start, full_start, full_stop, stop, phase, HAS_FULL)
+        steps = phase_steps(start, full_start, full_stop, stop, phase, walk.FULL)
         for t in tl.range(0, steps):
-            if listed is not None:
+            if walk.listed is not None:
                 kv_block = following
                 visit += 1
                 following = tl.load(visit).to(tl.int32)
             else:
-                kv_block = phase_block(t, start, full_start, full_stop, phase, HAS_FULL)
+                kv_block = phase_block(t, start, full_start, full_stop, phase, walk.FULL)
             j0 = kv_block * BLOCK_KV
             j = j0 + tl.arange(0, BLOCK_KV)
 
-            k_main = load_tile(
-                k, kv_token, j0, kv_len, hk * D, kv_heads * D, D, BLOCK_KV, D_MAIN, TMA,
-                (phase == 1) and not EVEN_KV,
-                D_MAIN > D,
-            )  # fmt: skip
+            # keys past the last are masked; a descriptor need not look
+            k_tiles = (load_tile(k, 0, keys, j0, (phase == 1) and not EVEN_KV and not k.TMA),)
             more = load_bias(
-                bias, i, j, first, j0, b, h, q_len, kv_len, bias_batch, bias_head,
-                BIAS_TMA, False, True, (phase == 0) or EVEN_KV,
-            )  # fmt: skip
-            if DROPOUT:
+                bias, i, j, first, j0, b, h, sizes, False, True, (phase == 0) or EVEN_KV
+            )
+            if dropout is not None:
                 # while products run
-                row_from = words_from(row_r, j0, keep_threshold)
+                row_from = words_from(row_r, j0, dropout.threshold)
                 mixed = mixed_words(row_from[:, None], row_s[:, None], column[None, :])
-            s = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
-            if D_REST > 0:
-                k_more = load_tile(
-                    k_rest, kv_token, j0, kv_len, hk * D + D_MAIN, kv_heads * D, D - D_MAIN,
-                    BLOCK_KV, D_REST, TMA, (phase == 1) and not EVEN_KV, CHECK_D,
-                )  # fmt: skip
-                s = tl.dot(q_more, tl.trans(k_more), s, input_precision=PRECISION)
+            s, k_tiles = products(
+                q_tiles, k_tiles, k, keys, j0, (phase == 1) and not EVEN_KV and not k.TMA, PRECISION
+            )
 
-            v_main = load_tile(
-                v, kv_token, j0, kv_len, hk * DV, kv_heads * DV, DV, BLOCK_KV, DV_MAIN, TMA,
-                (phase == 1) and not EVEN_KV,
-                DV_MAIN > DV,
-            )  # fmt: skip
-            if (phase == 1) and TMA and not EVEN_KV:
-                # a descriptor reads on into the next sequence, and 0 * inf is not 0
-                v_main = tl.where((j < kv_len)[:, None], v_main, 0.0)
-            s = tile_logits(s, more, scale, cap_in, CAPPED, SCALED)
+            v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
+            s = tile_logits(s, more, logits)
             if phase == 1:
-                s = mask_unseen(
-                    s, i[:, None], j[None, :], b, h, q_len, kv_len, lo, hi, chunk, chunk_offset,
-                    q_ids, kv_ids, ids_stride, q_positions, kv_positions, positions_stride,
-                    position_lo, position_hi, mask, mask_batch, mask_head, MASK_Q, MASK_KV,
-                    HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, EVEN_KV,
-                )  # fmt: skip
+                s = mask_unseen(s, i[:, None], j[None, :], b, h, sizes, rules, EVEN_KV)
 
             if FIXED:
-                p = tl.exp2(s * slope - peak)
+                p = tl.exp2(s * logits.slope - softmax.peak)
                 l += tl.sum(p, 1)  # noqa: E741
             else:
                 if MULTIPLY_ADD:
                     p, m, l, e, alpha = fused_softmax(  # noqa: E741
-                        s, m, l, e, slope, power, large, (phase == 1) or bias is not None
-                    )
+                        s, m, l, e, logits.slope, softmax.power, softmax.large,
+                        (phase == 1) or bias is not None,
+                    )  # fmt: skip
                 else:
                     p, m, l, alpha = online_softmax(  # noqa: E741
-                        s, m, l, slope, False, (phase == 1) or bias is not None
+                        s, m, l, logits.slope, False, (phase == 1) or bias is not None
                     )
-                acc = acc * alpha[:, None]
-                if DV_REST > 0:
-                    acc_more = acc_more * alpha[:, None]
-            if DROPOUT:
-                keep = kept(mixed, keep_threshold)
+                acc = [part * alpha[:, None] for part in acc]
+            if dropout is not None:
+                keep = kept(mixed, dropout.threshold)
                 p = tl.where(keep, p, zero)
-
-            p = p.to(v_main.dtype)
-            acc = tl.dot(p, v_main, acc, input_precision=PRECISION)
-            if DV_REST > 0:
-                v_more = load_tile(
-                    v_rest, kv_token, j0, kv_len, hk * DV + DV_MAIN, kv_heads * DV, DV - DV_MAIN,
-                    BLOCK_KV, DV_REST, TMA,
-                    (phase == 1) and not EVEN_KV, CHECK_DV,
-                )  # fmt: skip
-                if (phase == 1) and TMA and not EVEN_KV:
-                    v_more = tl.where((j < kv_len)[:, None], v_more, 0.0)
-                acc_more = tl.dot(p, v_more, acc_more, input_precision=PRECISION)
+            p = p.to(v_tiles[0].dtype)
+            acc = add_products(
+                acc, p, v_tiles, v, keys, j0, (phase == 1) and not EVEN_KV, PRECISION
+            )
 
     alive = l > 0.0
-    top = tl.where(alive, m, 0.0) * unit + shift  # the largest logit, as the caller counts them
+    # the largest logit, as the caller counts them
+    top = tl.where(alive, m, 0.0) * softmax.unit + softmax.shift
     # what fused_softmax carried along
     shrink = tl.exp2(-e) if MULTIPLY_ADD and not FIXED else 1.0
     low = tl.where(alive, l, 1.0) * shrink
-    if sink is not None:
+    if sinks is not None:
         # one more logit per row, never in the output; a row without keys stays empty
-        extra = tl.load(sink + b * sink_batch + h)
+        extra = tl.load(sinks.array + b * sinks.batch + h)
         whole = tl.maximum(top, extra)
         above = (whole - top) * LOG2E
         share = tl.exp2(-above)
@@ -278,8 +171,8 @@ def flash_fwd(
         factor = shrink / low
         low = tl.log2(low)
         less = low
-    if DROPOUT:
-        factor = factor * keep_scale
+    if dropout is not None:
+        factor = factor * dropout.scale
     factor = tl.where(alive, factor, 0.0)
     tl.store(lse + rows + i, tl.where(alive, top + low * LN2, float("-inf")), mask=i < q_len)
     # lse for the backward kernels: as m, in whose units the largest logit is exact. Beside a large
@@ -290,15 +183,9 @@ def flash_fwd(
         tl.store(rest + rows + i, tl.where(apart, less, 0.0), mask=i < q_len)
         less = tl.where(apart, 0.0, less)
     if FIXED:
-        less += peak
-    row_base = (m * slope + less) if FUSED else (m + less / slope)
+        less += softmax.peak
+    row_base = (m * logits.slope + less) if logits.FUSED else (m + less / logits.slope)
     row_base = tl.where(alive, row_base, float("inf"))
     tl.store(base + rows + i, row_base, mask=i < q_len)
-    store_tile(
-        o, acc * factor[:, None], q_token, first, q_len, h * DV, heads * DV, DV, BLOCK_Q, DV_MAIN
-    )
-    if DV_REST > 0:
-        store_tile(
-            o, acc_more * factor[:, None], q_token, first, q_len, h * DV + DV_MAIN, heads * DV,
-            DV - DV_MAIN, BLOCK_Q, DV_REST,
-        )  # fmt: skip
+    acc = [part * factor[:, None] for part in acc]
+    store_tiles(o, acc, v, queries, first)

@@ -74,12 +74,10 @@ class ListsPlan:
             "other_length": other,
             "block_stride": steps[0],
             "other_stride": steps[1],
-            "lo": lo or 0,
-            "hi": hi or 0,
+            "lo": lo,
+            "hi": hi,
         }
         constants = {
-            "HAS_LO": lo is not None,
-            "HAS_HI": hi is not None,
             "BLOCK": block,
             "OTHER": walked,
             "CHUNK": min(CHUNK, power_of_two(others)),

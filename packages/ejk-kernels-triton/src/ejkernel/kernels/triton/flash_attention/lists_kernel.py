@@ -27,8 +27,6 @@ def block_lists(
     other_stride,
     lo,
     hi,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
     BLOCK: tl.constexpr,
     OTHER: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -45,9 +43,7 @@ def block_lists(
     list_row = listed + row.to(tl.int64) * (others + 3)
     first = block * BLOCK
     last = tl.minimum(first + BLOCK, length) - 1
-    start, full_start, full_stop, stop = band_blocks(
-        first, last, other_length, lo, hi, HAS_LO, HAS_HI, OTHER
-    )
+    start, full_start, full_stop, stop = band_blocks(first, last, other_length, lo, hi, OTHER)
     count = 0
     for phase in tl.static_range(0, 2):
         for n0 in range(0, others, CHUNK):

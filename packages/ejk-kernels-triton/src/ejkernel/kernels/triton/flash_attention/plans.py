@@ -16,6 +16,20 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import merge_leading
 from ejkernel.kernels.triton.common.dims import split_dim
+from ejkernel.kernels.triton.flash_attention import groups
+from ejkernel.kernels.triton.flash_attention.groups import (
+    Bias,
+    Dropout,
+    Elements,
+    Heads,
+    Logits,
+    Pairs,
+    Sinks,
+    Sizes,
+    Softmax,
+    Walk,
+    parts_of,
+)
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap
@@ -63,43 +77,28 @@ class AttentionPlan:
 
         return compat.has_tensor_maps() and can_use_tensor_maps(self.problem, target)
 
-    def columns(self) -> dict[str, int]:
-        p = self.problem
-        d_main, d_rest = split_dim(p.dim)
-        dv_main, dv_rest = split_dim(p.value_dim)
-        return {
-            "D": p.dim,
-            "DV": p.value_dim,
-            "D_MAIN": d_main,
-            "D_REST": d_rest,
-            "DV_MAIN": dv_main,
-            "DV_REST": dv_rest,
-        }
+    def heads(self, name: str, block: int, maps: bool = False) -> Heads:
+        """An operand read by tiles of ``block`` rows; ``maps``: by TMA."""
+        operand, shape = self.operand(name), self.shape(name)
+        assert operand is not None and shape is not None
+        batch, length, heads, dim = shape
+        parts, view = parts_of(dim), (batch * length, heads * dim)
+        arrays = tuple(
+            TensorMap(operand.index, view, (block, part.WIDTH)) if maps else operand
+            for part in parts
+        )
+        return Heads(arrays, dim, parts, block, maps)
 
-    def walked(self, name: str, parts: tuple[str, str], block: int, maps: bool) -> dict[str, Any]:
-        """Arguments for a tensor read tile by tile: its main columns and the rest."""
-        operand = self.operand(name)
-        assert operand is not None
-        batch, length, heads, dim = self.shape(name) or (0, 0, 0, 0)
-        main, rest = split_dim(dim)
-        out: dict[str, Any] = {}
-        for parameter, width in zip(parts, (main, rest), strict=True):
-            if width == 0:
-                out[parameter] = None
-            elif maps:
-                view = (batch * length, heads * dim)
-                out[parameter] = TensorMap(operand.index, view, (block, width))
-            else:
-                out[parameter] = operand
-        return out
-
-    def biases(self, maps: bool) -> In | TensorMap | None:
+    def bias(self, maps: bool) -> Bias | None:
         """The bias, by TMA where its rows are whole 16 bytes."""
-        p, bias = self.problem, self.operand("bias")
-        if bias is None or not maps or p.kv_len % 8:
-            return bias
-        rows = math.prod((self.shape("bias") or ())[:3])
-        return TensorMap(bias.index, (rows, p.kv_len), (self.tiles.block_q, self.tiles.block_kv))
+        p, t, shape, values = self.problem, self.tiles, self.shape("bias"), self.operand("bias")
+        if values is None or shape is None:
+            return None
+        batch, head = strides(shape, p.q_len)
+        if not maps or p.kv_len % 8:
+            return Bias(batch, values, head, TMA=False)
+        view, tile = (math.prod(shape[:3]), p.kv_len), (t.block_q, t.block_kv)
+        return Bias(batch, TensorMap(values.index, view, tile), head, TMA=True)
 
     @property
     def slope(self) -> float:
@@ -117,119 +116,92 @@ class AttentionPlan:
         """Whether the last blocks come first; where an order is given it says so itself."""
         return "order" not in self.names and last_first(self.rules, type(self) is DkvPlan)
 
-    def order(self) -> int:
+    def neighbours(self) -> int:
         """Which programs are neighbours (see ``program_of``): those that share a bias."""
         bias = self.shape("bias")
         if bias is None or "order" in self.names:
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
 
-    def common(self, target: Target, maps: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def walk(self, target: Target, blocks: int, even: bool) -> Walk:
+        """Of programs with ``blocks`` a head; ``even``: tiles end with the walked axis."""
+        lists = self.shape("listed") or self.shape("ranges") or (1, 1, 1, 4)
+        operands = (self.operand(name) for name in ("order", "listed", "ranges"))
+        # two loops beside the pointers of a mask spill where products take registers
+        full = "mask" not in self.names or target.hopper
+        return Walk(
+            blocks, self.problem.batch, *operands, *strides(lists, lists[2]), full,
+            self.partial(even), self.longest_first, self.neighbours(),
+        )  # fmt: skip
+
+    def pairs(self, name: str) -> Pairs | None:
+        q, shape = self.operand(f"q_{name}"), self.shape(f"q_{name}")
+        if shape is None:
+            return None
+        return Pairs(q, self.operand(f"kv_{name}"), 0 if shape[0] == 1 else 1)
+
+    def seen(self) -> groups.Rules:
+        """What a row sees."""
+        rules, mask = self.rules, self.shape("mask")
+        ids, positions = self.pairs("ids"), self.pairs("positions")
+        band, chunk = rules.band, rules.chunk or (None, None)
+        placed = Band() if positions is None else rules.position_band
+        elements = None
+        if mask is not None:
+            steps = strides(mask, math.prod(mask[2:]))
+            elements = Elements(self.operand("mask"), *steps, *self.mask_block)
+        return groups.Rules(
+            band.lo, band.hi, placed.lo, placed.hi, *chunk, ids, positions, elements
+        )
+
+    @property
+    def gradient(self) -> float | None:
+        """What a backward kernel's sums are multiplied by."""
+        return self.problem.scale * gradient_factor(self.problem)
+
+    def logits(self) -> Logits:
+        """Logits in base 2 are slope * s + shift, s being the products.
+
+        That takes a positive slope: a scale that is not becomes a sign of the products.
+        """
+        p, cap, scale = self.problem, self.problem.soft_cap, None
+        if p.biased:
+            scale = float(p.scale)
+        elif p.scale <= 0.0 and cap is None:
+            scale = -1.0 if p.scale < 0.0 else 0.0
+        inside = float(2 / cap * LOG2E * (1.0 if p.biased else p.scale)) if cap else None
+        return Logits(
+            scale, self.slope, self.gradient, inside, FUSED=cap is not None and cap < 2.0**16
+        )
+
+    def common(self, maps: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments and constants every kernel here takes; ``maps``: TMA is used."""
-        p, rules = self.problem, self.rules
-        biased = p.biased
-        cap = p.soft_cap
-        # logits in base 2 are slope * s + shift, s being the products; that takes a positive
-        # slope: a scale that is not becomes a sign of the products
-        scaled = p.scale <= 0.0 and not biased and cap is None
-        scale = p.scale if biased else -1.0 if p.scale < 0.0 else 0.0
-        band, positions = rules.band, rules.position_band
-        placed = "q_positions" in self.names
-
-        def leading(name: str, step: int) -> int:
-            shape = self.shape(name)
-            return 0 if shape is None or shape[0] == 1 else step
-
-        def strides(name: str) -> tuple[int, int]:
-            shape = self.shape(name)
-            if shape is None:
-                return 0, 0
-            tile = math.prod(shape[2:])
-            return (
-                0 if shape[0] == 1 else shape[1] * tile,
-                0 if shape[1] == 1 else tile,
-            )
-
-        mask = strides("mask")
-        bias = self.shape("bias") or (1, 1)
-        ranges = self.shape("listed") or self.shape("ranges") or (1, 1, 1, 4)
-        chunk = rules.chunk
-        arguments: dict[str, Any] = {
-            name: self.operand(name)
-            for name in (
-                "q_ids", "kv_ids", "q_positions", "kv_positions", "mask", "words", "ranges",
-                "listed", "order",
-            )
-        }  # fmt: skip
-        arguments |= {
-            "bias": self.biases(maps),
-            "q_len": p.q_len,
-            "kv_len": p.kv_len,
-            "heads": p.heads,
-            "kv_heads": p.kv_heads,
-            "lo": band.lo or 0,
-            "hi": band.hi or 0,
-            "position_lo": positions.lo or 0,
-            "position_hi": positions.hi or 0,
-            "chunk": chunk[0] if chunk else None,
-            "chunk_offset": chunk[1] if chunk else None,
-            "scale": float(scale),
-            "slope": self.slope,
-            "cap_in": float(2 / cap * LOG2E * (1.0 if biased else p.scale)) if cap else 0.0,
-            "keep_threshold": p.keep_threshold,
-            "ids_stride": leading("q_ids", 1),
-            "positions_stride": leading("q_positions", 1),
-            "ranges_batch": 0 if ranges[0] == 1 else ranges[1] * ranges[2],
-            "ranges_head": 0 if ranges[1] == 1 else ranges[2],
-            "mask_batch": mask[0],
-            "mask_head": mask[1],
-            "bias_batch": 0 if bias[0] == 1 else bias[1] * p.q_len,
-            "bias_head": 0 if bias[1] == 1 else p.q_len,
+        p, words = self.problem, self.operand("words")
+        arguments = {
+            "sizes": Sizes(p.q_len, p.kv_len, p.heads, p.kv_heads),
+            "rules": self.seen(),
+            "bias": self.bias(maps),
+            "dropout": None if words is None else Dropout(words, p.keep_threshold, p.keep_scale),
+            "logits": self.logits(),
         }
-        constants = {
-            **self.columns(),
-            "BLOCK_Q": self.tiles.block_q,
-            "BLOCK_KV": self.tiles.block_kv,
-            "BIAS_TMA": isinstance(arguments["bias"], TensorMap),
-            "HAS_LO": band.lo is not None,
-            "HAS_HI": band.hi is not None,
-            "POSITION_LO": placed and positions.lo is not None,
-            "POSITION_HI": placed and positions.hi is not None,
-            "MASK_Q": self.mask_block[0],
-            "MASK_KV": self.mask_block[1],
-            # two loops beside the pointers of a mask spill where products take registers
-            "HAS_FULL": "mask" not in self.names or target.hopper,
-            "CAPPED": cap is not None,
-            "FUSED": cap is not None and cap < 2.0**16,
-            "DROPOUT": p.keep_threshold > 0,
-            "SCALED": scaled,
-            "PRECISION": p.precision,
-        }
-        return arguments, constants
+        return arguments, {"PRECISION": p.precision}
 
-    def over_queries(self, kernel: Any, target: Target, arguments: Any, constants: Any) -> Launch:
+    def over_queries(self, kernel: Any, target: Target, arguments: dict[str, Any]) -> Launch:
         """A launch of one program per query block, which walks over keys."""
         p, t = self.problem, self.tiles
         maps = self.uses_tensor_maps(target)
         blocks = -(-p.q_len // t.block_q)
         even = p.kv_len % t.block_kv == 0
-        shared, same = self.common(target, maps)
+        shared, same = self.common(maps)
         shared |= {
-            "q": self.operand("q"),
-            **self.walked("k", ("k", "k_rest"), t.block_kv, maps),
-            **self.walked("v", ("v", "v_rest"), t.block_kv, maps),
-            "q_blocks": blocks,
-            "batch": p.batch,
+            "q": self.heads("q", t.block_q),
+            "k": self.heads("k", t.block_kv, maps),
+            "v": self.heads("v", t.block_kv, maps),
+            "walk": self.walk(target, blocks, even),
         }
-        same |= {
-            "TMA": maps,
-            "EVEN_KV": even,
-            "HAS_PARTIAL": self.partial(even),
-            "LONGEST_FIRST": self.longest_first,
-            "ORDER": self.order(),
-        }
+        same["EVEN_KV"] = even
         return Launch(
-            kernel, shared | arguments, same | constants, (blocks * p.batch * p.heads,),
+            kernel, shared | arguments, same, (blocks * p.batch * p.heads,),
             t.num_warps, t.num_stages, t.options,
         )  # fmt: skip
 
@@ -272,6 +244,11 @@ def last_first(rules: Rules, by_key: bool) -> bool:
     return band.hi is None and band.lo is not None if by_key else band.hi is not None
 
 
+def strides(shape: tuple[int, ...], rows: int) -> tuple[int, int]:
+    """From one batch row and from one head to the next, of ``[#b, #h, rows]``; 0 where shared."""
+    return 0 if shape[0] == 1 else shape[1] * rows, 0 if shape[1] == 1 else rows
+
+
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -283,6 +260,8 @@ class ForwardPlan(AttentionPlan):
     That is base ``[b, h, q]``, lse in the units of s (in base 2 with a soft cap), +inf for rows
     that see nothing, and with a bias the rest, in base 2, of what base does not hold.
     """
+
+    gradient = None
 
     def outputs(self):
         p = self.problem
@@ -301,24 +280,25 @@ class ForwardPlan(AttentionPlan):
         # where exp2 of any logit less it lies between 2^-104 and 2^44: not in float16, whose
         # numbers are fewer; 2^17 keys then still sum values up to 2^66
         fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
+        softmax = Softmax(
+            power=None if fixed else 2.0 ** math.floor(math.log2(max(logit_unit(p), TINY))),
+            large=None if fixed else min(2.0**30 / self.slope, MAX),
+            unit=logit_unit(p),
+            shift=(logit_shift(p) + (peak if fixed else 0.0)) / LOG2E,
+            peak=peak if fixed else None,
+            FIXED=fixed,
+            # see ``fused_softmax``; elsewhere masked forms would spill
+            MULTIPLY_ADD=target.hopper and p.dtype != "float16",
+        )
         arguments = {
-            "sink": self.operand("sink"),
-            "sink_batch": 0 if sink is None or sink[0] == 1 else p.heads,
-            "power": 2.0 ** math.floor(math.log2(max(logit_unit(p), TINY))),
-            "large": min(2.0**30 / self.slope, MAX),
-            "unit": logit_unit(p),
-            "shift": (logit_shift(p) + (peak if fixed else 0.0)) / LOG2E,
-            "peak": peak,
-            "keep_scale": p.keep_scale,
+            "softmax": softmax,
+            "sinks": sink and Sinks(self.operand("sink"), 0 if sink[0] == 1 else p.heads),
             "o": Out(0),
             "lse": Out(1),
             "base": Out(2),
             "rest": Out(3) if p.biased else None,
         }
-        # see ``fused_softmax``; elsewhere masked forms would spill
-        multiply_add = target.hopper and p.dtype != "float16"
-        constants = {"FIXED": fixed, "MULTIPLY_ADD": multiply_add}
-        return self.over_queries(flash_fwd, target, arguments, constants)
+        return self.over_queries(flash_fwd, target, arguments)
 
 
 @dataclass(frozen=True)
@@ -332,10 +312,9 @@ class DqPlan(AttentionPlan):
     def launch(self, target):
         from ejkernel.kernels.triton.flash_attention.dq_kernel import flash_bwd_dq
 
-        p = self.problem
-        arguments: dict[str, Any] = {n: self.operand(n) for n in ("do", "base", "delta")}
-        arguments |= {"dq": Out(0), "grad_scale": p.scale * gradient_factor(p)}
-        return self.over_queries(flash_bwd_dq, target, arguments, {})
+        arguments: dict[str, Any] = {n: self.operand(n) for n in ("base", "delta")}
+        arguments |= {"do": self.heads("do", self.tiles.block_q), "dq": Out(0)}
+        return self.over_queries(flash_bwd_dq, target, arguments)
 
 
 @dataclass(frozen=True)
@@ -375,31 +354,24 @@ class DkvPlan(AttentionPlan):
 
         p, t = self.problem, self.tiles
         maps = self.uses_tensor_maps(target)
-        arguments, constants = self.common(target, maps)
-        blocks = -(-p.kv_len // t.block_kv)
+        arguments, constants = self.common(maps)
+        blocks, even = -(-p.kv_len // t.block_kv), p.q_len % t.block_q == 0
         arguments |= {
-            **self.walked("q", ("q", "q_rest"), t.block_q, maps),
-            "k": self.operand("k"),
-            "v": self.operand("v") if "dk" in self.parts else None,
-            **self.walked("do", ("do", "do_rest"), t.block_q, maps),
+            "q": self.heads("q", t.block_q, maps),
+            "k": self.heads("k", t.block_kv),
+            "v": self.heads("v", t.block_kv) if "dk" in self.parts else None,
+            "do": self.heads("do", t.block_q, maps),
             "base": self.operand("base"),
             "delta": self.operand("delta") if "dk" in self.parts else None,
+            "walk": self.walk(target, blocks, even),
             **dict.fromkeys(("dk", "dv")),
             **{part: Out(n) for n, part in enumerate(self.parts)},
-            "kv_blocks": blocks,
-            "batch": p.batch,
-            "keep_scale": p.keep_scale,
-            "grad_scale": p.scale * gradient_factor(p),
         }
         constants |= {
-            "TMA": maps,
             "GROUP": p.group,
-            "EVEN_Q": p.q_len % t.block_q == 0,
+            "EVEN_Q": even,
             "EVEN_KV": p.kv_len % t.block_kv == 0,
-            "HAS_PARTIAL": self.partial(p.q_len % t.block_q == 0),
             "DP_LATE": self.dp_late(target),
-            "LONGEST_FIRST": self.longest_first,
-            "ORDER": self.order(),
         }
         return Launch(
             flash_bwd_dkv, arguments, constants, (blocks * p.batch * p.kv_heads,), t.num_warps,

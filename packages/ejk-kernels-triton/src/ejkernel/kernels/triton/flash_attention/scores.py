@@ -9,30 +9,62 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.softmax import capped_weight
-from ejkernel.kernels.triton.common.structure import visible
+from ejkernel.kernels.triton.common.structure import (
+    band_blocks,
+    first_visit,
+    given_blocks,
+    in_order,
+    visible,
+)
 
 
 @triton.jit
-def program_of(pid, blocks, batch, heads, ORDER: tl.constexpr):
-    """(block, batch row, head) of a program.
+def program_of(walk, heads):
+    """(block, batch row, head) of this program, see ``Walk``.
 
     Blocks of one head follow each other, so that its keys stay in the L2 cache; where rows or
     heads share a bias, the programs that read the same part of it do.
     """
-    if ORDER == 1:
-        b = pid % batch
-        block = (pid // batch) % blocks
-        h = pid // (batch * blocks)
-    elif ORDER == 2:
+    pid = tl.program_id(0)
+    if walk.order is not None:
+        pid = in_order(walk.order, pid, walk.blocks * heads, walk.batch_step)
+    if walk.NEIGHBOURS == 1:
+        b = pid % walk.batch
+        block = (pid // walk.batch) % walk.blocks
+        h = pid // (walk.batch * walk.blocks)
+    elif walk.NEIGHBOURS == 2:
         h = pid % heads
-        block = (pid // heads) % blocks
-        b = pid // (heads * blocks)
+        block = (pid // heads) % walk.blocks
+        b = pid // (heads * walk.blocks)
     else:
-        block = pid % blocks
-        bh = pid // blocks
+        block = pid % walk.blocks
+        bh = pid // walk.blocks
         b = bh // heads
         h = bh % heads
+    if walk.LAST_FIRST:
+        block = walk.blocks - 1 - block
     return block, b, h
+
+
+@triton.jit
+def key_blocks(walk, row, first, sizes, rules, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Which blocks of keys the rows from ``first`` on visit: by a list, ranges or the band.
+
+    (start, full_start, full_stop, stop) as ``band_blocks``, then of a list where its blocks start
+    and the first of them. ``row``: of the list or the ranges.
+    """
+    if walk.listed is not None:
+        visit, block, full_stop, stop = first_visit(walk.listed, row, sizes.kv_len, BLOCK_KV)
+        return 0, 0, full_stop, stop, visit, block
+    elif walk.ranges is not None:
+        start, full_start, full_stop, stop = given_blocks(walk.ranges, row)
+        return start, full_start, full_stop, stop, None, None
+    else:
+        last = tl.minimum(first + BLOCK_Q, sizes.q_len) - 1
+        start, full_start, full_stop, stop = band_blocks(
+            first, last, sizes.kv_len, rules.lo, rules.hi, BLOCK_KV
+        )
+        return start, full_start, full_stop, stop, None, None
 
 
 @triton.jit
@@ -44,64 +76,53 @@ def load_bias(
     j0,
     b,
     h,
-    q_len,
-    kv_len,
-    bias_batch,
-    bias_head,
-    TMA: tl.constexpr,
+    sizes,
     TRANSPOSED: tl.constexpr,
     ROWS_INSIDE: tl.constexpr,
     KEYS_INSIDE: tl.constexpr,
 ):
     """A tile of the bias, None without one; i0 and j0 are the first of ``i`` and ``j``.
 
-    ``bias_batch`` and ``bias_head`` count rows. KEYS_INSIDE: every j is a key; what is not reads
-    as 0. So do rows past the last unless ROWS_INSIDE, which is also for kernels whose rows do not
-    meet: those of another head, or the last again, are not stored.
+    KEYS_INSIDE: every j is a key; what is not reads as 0. So do rows past the last unless
+    ROWS_INSIDE, which is also for kernels whose rows do not meet: those of another head, or the
+    last again, are not stored.
     """
     if bias is None:
         more = None
-    elif TMA:
-        more = bias.load([b * bias_batch + h * bias_head + i0, j0])
+    elif bias.TMA:
+        more = bias.array.load([b * bias.batch + h * bias.head + i0, j0])
         if not ROWS_INSIDE:
-            more = tl.where((i < q_len)[:, None], more, 0.0)
+            more = tl.where((i < sizes.q_len)[:, None], more, 0.0)
     else:
         # rows are reached in 64 bits once each; columns count within a row
-        row = b * bias_batch + h * bias_head + tl.minimum(i, q_len - 1)
-        at = bias + row.to(tl.int64)[:, None] * kv_len
+        row = b * bias.batch + h * bias.head + tl.minimum(i, sizes.q_len - 1)
+        at = bias.array + row.to(tl.int64)[:, None] * sizes.kv_len
         j = j[None, :]
         if KEYS_INSIDE:
             more = tl.load(at + j)
         else:
-            more = tl.load(at + j, mask=j < kv_len, other=0.0)
+            more = tl.load(at + j, mask=j < sizes.kv_len, other=0.0)
     if TRANSPOSED and bias is not None:
         more = tl.trans(more)
     return more
 
 
 @triton.jit
-def tile_logits(
-    s,
-    more,
-    scale,
-    cap_in,
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+def tile_logits(s, more, logits):
     """Products to logits x in base 2, up to what a softmax adds: x = slope * s + shift.
 
     ``slope`` and ``shift`` are numbers of the call. A bias ``more`` is added to products times
     ``scale``: in its own units, where a finite one stays finite. Without one ``scale`` is a sign,
-    only when SCALED: such a product is exact. With a soft cap s is ``capped_weight`` of what
-    ``cap_in`` multiplies.
+    or None: such a product is exact. With a soft cap s is ``capped_weight`` of what ``cap``
+    multiplies.
     """
     if more is not None:
         # not a sum, which would become the start of the product and wait for the bias
-        s = tl.fma(s, scale, more.to(tl.float32))
-    elif SCALED:
-        s = s * scale
-    if CAPPED:
-        s = capped_weight(s * cap_in)
+        s = tl.fma(s, logits.scale, more.to(tl.float32))
+    elif logits.scale is not None:
+        s = s * logits.scale
+    if logits.cap is not None:
+        s = capped_weight(s * logits.cap)
     return s
 
 
@@ -112,61 +133,16 @@ def cap_slope(w):
 
 
 @triton.jit
-def mask_unseen(
-    s,
-    i,
-    j,
-    b,
-    h,
-    q_len,
-    kv_len,
-    lo,
-    hi,
-    chunk,
-    chunk_offset,
-    q_ids,
-    kv_ids,
-    ids_stride,
-    q_positions,
-    kv_positions,
-    positions_stride,
-    position_lo,
-    position_hi,
-    mask,
-    mask_batch,
-    mask_head,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    POSITION_LO: tl.constexpr,
-    POSITION_HI: tl.constexpr,
-    KEYS_INSIDE: tl.constexpr,
-):
-    """``s`` with -inf where a row does not see a key, by every rule of the call.
-
-    An element of ``mask`` speaks for MASK_Q rows and MASK_KV keys.
-    """
-    q_id = None
-    kv_id = None
-    if q_ids is not None:
-        q_id = tl.load(q_ids + b * ids_stride * q_len + i, mask=i < q_len, other=-1)
-        kv_id = tl.load(kv_ids + b * ids_stride * kv_len + j, mask=j < kv_len, other=-2)
-    q_position = None
-    kv_position = None
-    if q_positions is not None:
-        q_row = q_positions + b * positions_stride * q_len
-        q_position = tl.load(q_row + i, mask=i < q_len, other=0)
-        kv_row = kv_positions + b * positions_stride * kv_len
-        kv_position = tl.load(kv_row + j, mask=j < kv_len, other=0)
-    seen = visible(
-        i, j, kv_len, lo, hi, chunk, chunk_offset, q_id, kv_id, q_position, kv_position,
-        position_lo, position_hi, HAS_LO, HAS_HI, POSITION_LO, POSITION_HI, KEYS_INSIDE,
-    )  # fmt: skip
+def mask_unseen(s, i, j, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
+    """``s`` with -inf where a row does not see a key, by every rule of the call."""
+    q_id, kv_id = load_pairs(rules.segments, i, j, b, sizes, -1, -2)
+    q_position, kv_position = load_pairs(rules.positions, i, j, b, sizes, 0, 0)
+    seen = visible(i, j, sizes.kv_len, rules, q_id, kv_id, q_position, kv_position, KEYS_INSIDE)
+    mask = rules.mask
     if mask is not None:
-        corner = mask + b.to(tl.int64) * mask_batch + h.to(tl.int64) * mask_head
-        inside = (i < q_len) & (j < kv_len)
-        at = (i // MASK_Q).to(tl.int64) * tl.cdiv(kv_len, MASK_KV) + j // MASK_KV
+        corner = mask.array + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
+        inside = (i < sizes.q_len) & (j < sizes.kv_len)
+        at = (i // mask.ROWS).to(tl.int64) * tl.cdiv(sizes.kv_len, mask.KEYS) + j // mask.KEYS
         dense = tl.load(corner + at, mask=inside, other=0) != 0
         if seen is None:
             seen = dense
@@ -178,17 +154,29 @@ def mask_unseen(
 
 
 @triton.jit
-def probabilities(s, row_base, slope, FUSED: tl.constexpr):
+def load_pairs(pairs, i, j, b, sizes, NO_ROW: tl.constexpr, NO_KEY: tl.constexpr):
+    """Values of the queries ``i`` and the keys ``j``, None without ``pairs``."""
+    if pairs is None:
+        return None, None
+    else:
+        q_row = pairs.q + b * pairs.stride * sizes.q_len
+        kv_row = pairs.kv + b * pairs.stride * sizes.kv_len
+        q = tl.load(q_row + i, mask=i < sizes.q_len, other=NO_ROW)
+        return q, tl.load(kv_row + j, mask=j < sizes.kv_len, other=NO_KEY)
+
+
+@triton.jit
+def probabilities(s, row_base, logits):
     """exp2 of logits less lse, which the forward kernel gives in the units of s.
 
     Their difference is scaled, not they: so the largest logit gives the same in both kernels,
     however large it is. FUSED: logits are bounded by a soft cap, and one instruction does both;
     then lse is in base 2.
     """
-    if FUSED:
-        p = tl.exp2(s * slope - row_base)
+    if logits.FUSED:
+        p = tl.exp2(s * logits.slope - row_base)
     else:
-        p = tl.exp2((s - row_base) * slope)
+        p = tl.exp2((s - row_base) * logits.slope)
     return p
 
 

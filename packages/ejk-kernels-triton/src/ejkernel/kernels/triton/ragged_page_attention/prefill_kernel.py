@@ -170,7 +170,7 @@ def ragged_prefill(
                 i0 = length - count + tile * TILE
                 i1 = length - count + tl.minimum(tile * TILE + TILE, count) - 1
                 start, full_start, full_stop, stop = band_blocks(
-                    i0, i1, length, -left, 0, WINDOW, True, BLOCK
+                    i0, i1, length, -left if WINDOW else None, 0, BLOCK
                 )
                 if parts > 1:
                     blocks = (stop - start).to(tl.int64)
