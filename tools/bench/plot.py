@@ -10,6 +10,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from ejkernel.modules.bench.record import rates_text
+
 COLOURS = ("#2563eb", "#d97706", "#7c3aed", "#0e9384", "#dd2590", "#667085")
 TITLES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 INK, DIM, RULE = "#1b2330", "#667085", "#e4e7ec"
@@ -33,10 +35,6 @@ def figure(result: dict, *, drop: Sequence[str] = ()):
         ax.set_xlim(0, high * 1.03)
     axes[0].set_yticks(range(len(cases)), cases, fontsize=8, color=INK)
     axes[0].set_ylim(len(cases) - 0.4, -0.6)
-    limits = result.get("limits", {})
-    rates = [f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.get("flops", {}).items()]
-    if "bytes_per_s" in limits:
-        rates.append(f"copy {limits['bytes_per_s'] / 1e9:.4g} GB/s")
     fig.text(
         0.01, 1 - 0.06 / fig.get_figheight(),
         f"{result['op']}: percent of the bound measured in the same run",
@@ -44,7 +42,7 @@ def figure(result: dict, *, drop: Sequence[str] = ()):
     )  # fmt: skip
     fig.text(
         0.01, 1 - 0.27 / fig.get_figheight(),
-        f"{result['device']}, {result['date']}; {'; '.join(rates)}",
+        f"{result['device']}, {result['date']}; {rates_text(result.get('limits', {}))}",
         ha="left", va="top", fontsize=7.5, color=DIM,
     )  # fmt: skip
     handles, names = axes[0].get_legend_handles_labels()

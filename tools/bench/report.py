@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 
 from ejkernel.modules.bench.limits import Limits
-from ejkernel.modules.bench.record import environment
+from ejkernel.modules.bench.record import environment, rates_text
 from ejkernel.modules.bench.runner import Row
 
 
@@ -16,9 +16,8 @@ def _number(value, digits=3) -> str:
 
 
 def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
-    rates = ", ".join(f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.flops.items())
     lines = [
-        f"Device {env['device']}, {env['date']}; {rates}; copy {limits.bytes_per_s / 1e9:.4g} GB/s",
+        f"Device {env['device']}, {env['date']}; {rates_text(limits.asdict())}",
         "",
         "| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -56,6 +56,14 @@ _SHORT = {
 }
 
 
+def rates_text(limits: Mapping[str, Any]) -> str:
+    """Measured limits, a record's or ``Limits.asdict()``, as a line."""
+    rates = [f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.get("flops", {}).items()]
+    if "bytes_per_s" in limits:
+        rates.append(f"copy {limits['bytes_per_s'] / 1e9:.4g} GB/s")
+    return "; ".join(rates)
+
+
 def config_text(cfg: Any) -> str:
     """A config in one line, e.g. "triton fwd(q=128 kv=64 warps=8)"."""
     plain = config_fields(cfg)

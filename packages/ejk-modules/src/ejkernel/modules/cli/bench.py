@@ -98,8 +98,9 @@ def keep_peers(cases: list[Any], patterns: str) -> None:
 
 
 def _show(rows: list[Any], limits: Any, out: Output) -> None:
-    rates = ", ".join(f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.flops.items())
-    out.text(f"limits measured now: {rates}; copy {limits.bytes_per_s / 1e9:.4g} GB/s")
+    from ejkernel.modules.bench.record import rates_text
+
+    out.text(f"limits measured now: {rates_text(limits.asdict())}")
     lines, notes = [], []
     for r in rows:
         if r.ms is None:

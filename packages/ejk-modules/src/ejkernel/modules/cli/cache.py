@@ -86,7 +86,7 @@ def _report_others(files: list[Any], out: Output) -> None:
 
 
 def _show(args: argparse.Namespace, out: Output) -> int:
-    from ejkernel.modules.bench.record import config_fields, config_text
+    from ejkernel.modules.bench.record import config_fields
     from ejkernel.modules.cli import stored
     from ejkernel.modules.workloads.find import UnknownName
 
@@ -120,14 +120,8 @@ def _show(args: argparse.Namespace, out: Output) -> int:
     )
     rows = []
     for c in found:
-        measured = c.entry.measured if isinstance(c.entry.measured, dict) else {}
-        rows.append(
-            (
-                c.kernel, c.device, stored.shapes_text(c.entry.facts),
-                config_text(c.entry.plain["config"]), measured.get("ms"),
-                measured.get("heuristic_ms"), c.digits[:8],
-            )
-        )  # fmt: skip
+        times = c.measured.get("ms"), c.measured.get("heuristic_ms")
+        rows.append((*c.said, *times, c.digits[:8]))
     if rows:
         columns = ("kernel", "device", "arrays", "config", "ms", "heuristic ms", "key")
         out.table(columns, rows, right=(4, 5))

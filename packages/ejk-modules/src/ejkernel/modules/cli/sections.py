@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ejkernel.modules.bench.record import config_text
+from ejkernel.modules.bench.record import config_text, rates_text
 from ejkernel.modules.cli import page, svg
 from ejkernel.modules.cli.output import counted
 
@@ -140,10 +140,6 @@ def _bound_plot(record: Record, rows: Sequence[dict[str, Any]]) -> str:
             ours = next((_time(r["ms"]) for r in _ours(here)), "")
             lanes.append(svg.Lane(tuple(map(_dot, here)), ours))
         lines.append((case, lanes))
-    limits = record.get("limits", {})
-    rates = [f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.get("flops", {}).items()]
-    if "bytes_per_s" in limits:
-        rates.append(f"copy {limits['bytes_per_s'] / 1e9:.4g} GB/s")
     head = f"{record.get('op', '')} on {record.get('device', '?')}, {record.get('date', '')}"
     missing = [r for r in record["rows"] if r.get("ms") is None]
     left_out = ""
@@ -157,7 +153,7 @@ def _bound_plot(record: Record, rows: Sequence[dict[str, Any]]) -> str:
         )
     return (
         f"<h3>{page.escape(head)}</h3>"
-        f'<p class="why">{page.escape("; ".join(rates))}</p>'
+        f'<p class="why">{page.escape(rates_text(record.get("limits", {})))}</p>'
         + page.legend(colours)
         + page.wide(svg.dots(panels, lines, colours))
         + left_out
@@ -290,13 +286,7 @@ def cached() -> str:
         return ""
     rows = []
     for c in found:
-        measured = c.entry.measured if isinstance(c.entry.measured, dict) else {}
-        rows.append(
-            (
-                c.kernel, c.device, stored.shapes_text(c.entry.facts),
-                config_text(c.entry.plain["config"]), measured.get("ms"), measured.get("date"),
-            )
-        )  # fmt: skip
+        rows.append((*c.said, c.measured.get("ms"), c.measured.get("date")))
     columns = ("kernel", "device", "arrays", "config", "ms", "tuned on")
     body = page.table(columns, rows, numbers=(4,), code=(2, 3))
     if len(rows) > 16:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ejkernel.modules.bench.record import config_text
 from ejkernel.ops.config.store import CorruptFile, Entry, OtherSchema, read_table
 
 KEY = re.compile(r"(?P<kernel>.+)\.v(?P<version>\d+)@(?P<device>.+)#(?P<digits>[0-9a-f]{32})")
@@ -40,6 +41,17 @@ class StoredConfig:
     @property
     def digits(self) -> str:
         return self.key.rpartition("#")[2]
+
+    @property
+    def measured(self) -> Mapping[str, Any]:
+        """What was measured, as far as the file says it."""
+        return self.entry.measured if isinstance(self.entry.measured, dict) else {}
+
+    @property
+    def said(self) -> tuple[str, str, str, str]:
+        """Kernel, device, arrays and config, as tables show them."""
+        config = config_text(self.entry.plain["config"])
+        return self.kernel, self.device, shapes_text(self.entry.facts), config
 
 
 def root() -> Path:

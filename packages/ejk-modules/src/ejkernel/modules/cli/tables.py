@@ -14,11 +14,7 @@ from ejkernel.modules.cli import stored
 
 def provenance(chosen: list[stored.StoredConfig]) -> dict[str, Any]:
     """Device, date, versions, and the largest spread of the timings."""
-    spreads = [
-        c.entry.measured["spread"]
-        for c in chosen
-        if isinstance(c.entry.measured, dict) and number(c.entry.measured.get("spread"))
-    ]
+    spreads = [c.measured["spread"] for c in chosen if number(c.measured.get("spread"))]
     return {
         "devices": sorted({c.device for c in chosen}),
         "date": datetime.date.today().isoformat(),
