@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton
+import triton.language as tl
 
+from ejkernel.kernels.triton.bridge import describe, merge_leading
+from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target
 
 HOPPER = cuda_target(90)
@@ -66,3 +70,45 @@ def custom_calls(text: str) -> list[tuple[str, list[str], list[str]]]:
     for name, operands, types, _ in CALL.findall(text):
         found.append((name, operands.split(", "), types.split(", ")))
     return found
+
+
+# ---- the smallest plan -------------------------------------------------------------------------
+
+
+@triton.jit
+def affine(x, y, out, n, a, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seen = i < n
+    tl.store(out + i, a * tl.load(x + i, mask=seen) + tl.load(y + i, mask=seen), mask=seen)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """a * x + y over ``[rows, n]``; y may be ``[1, n]``. ``order``: operands given as (y, x)."""
+
+    rows: int
+    n: int
+    a: float = 2.0
+    reversed: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def outputs(self):
+        return (jax.ShapeDtypeStruct((self.rows, self.n), jnp.float32),)
+
+    def launch(self, target):
+        total = self.rows * self.n
+        x, y = (1, 0) if self.reversed else (0, 1)
+        arguments = {"x": In(x), "y": In(y), "out": Out(0), "n": total, "a": self.a}
+        arguments |= dict(self.changes)
+        return Launch(affine, arguments, {"BLOCK": 512}, (-(-total // 512),))
+
+    def fold(self, size, arrays, batched):
+        folded = [
+            merge_leading(size, a, m, self.rows) for a, m in zip(arrays, batched, strict=True)
+        ]
+        return replace(self, rows=self.rows * size), folded
+
+
+def source_of(plan, *shapes):
+    avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes or [(plan.rows, plan.n)] * 2]
+    return describe(plan.launch(HOPPER), avals, plan.outputs())

@@ -77,12 +77,6 @@ class FlashAttention(TritonKernel):
     def near(self, problem: Problem, target: Target, chosen: FlashTiles) -> Iterable[FlashTiles]:
         return near(problem, target, chosen)
 
-    def honour(self, chosen: FlashTiles, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
-        return chosen.honouring(cfg)
-
-    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
-        return chosen.fields
-
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []

@@ -57,7 +57,7 @@ class FlashTiles:
         rows = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": rows | bwd}
 
-    def honouring(self, cfg: Any) -> FlashTiles:
+    def honouring(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
         """These tiles with what a config says instead: blocks of queries are the usual kernel's."""
         fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
