@@ -156,7 +156,14 @@ def test_a_lowered_program_leads_back_to_its_calls(executor, mode, monkeypatch):
     keys = [executor.explanation(Op(), X, MASK, **STATIC).key]
     keys += [executor.explanation(k, X).key for k in (Op(), Sibling())]
     assert sorted(i.key for i in found) == sorted(keys)
-    compiled = invocations_in_lowered(lowered.compile())  # some calls are merged there
+    # a program kept on disk has the labels of whoever compiled it first, unless they are in its key
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        compiled = invocations_in_lowered(lowered.compile())  # some calls are merged there
+    finally:
+        jax.config.update(option, before)
     assert {i.key for i in compiled} <= set(keys) and compiled
     results = autotune_recorded(found, executor=executor, num_warmup=0, num_iters=1)
     assert len(results) == 3 and executor.explanation(Op(), X).tier == "memory"
