@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from ejkernel import modules
 from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.ops import ConfigError
@@ -192,9 +191,9 @@ def _visible(problem, rules, block_q, block_kv, t, transposed):
 def _in_lists(t, seen, block_q, block_kv, i, j, transposed):
     x = t["lists"]
     if transposed:
-        visits = x[..., 1:]
-        listed = jnp.arange(visits.shape[-1]) < x[..., :1]
-        others, full = visits & (lists.LIMIT - 1), (visits >> lists.MASKED & 1) == 0
+        others, place = x[..., 1:], jnp.arange(x.shape[-1] - 1)
+        listed, full = place < x[..., :1], others < lists.LIMIT
+        others = others & (lists.LIMIT - 1)
     else:
         others, place = x[..., 2:], jnp.arange(x.shape[-1] - 2)
         listed, full = place < x[..., 1:2], place < x[..., :1]
@@ -239,8 +238,19 @@ class ForwardDouble:
         return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(s.problem), jnp.inf)
 
 
-def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, chip, **t):
-    seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, t, True)
+def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, cores, **t):
+    ids = {name: x for name, x in t.items() if name in ("q_ids", "kv_ids")}
+    walks = {
+        by: ids | {name.removeprefix(by): x for name, x in t.items() if name.startswith(by)}
+        for by in ("by_key_", "by_query_")
+    }
+    if "lists" in walks["by_key_"]:
+        seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, walks["by_key_"], True)
+        of_rows = _visible(problem, Rules(band), 128, 64, walks["by_query_"], False)
+        seen, of_rows = jnp.broadcast_arrays(seen, of_rows)
+        jax.debug.callback(np.testing.assert_array_equal, seen, of_rows)
+    else:
+        seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, t, True)
 
     def logits(q, k):
         x = jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, problem.group, 2)) * problem.scale
@@ -319,29 +329,6 @@ def test_lists_describe_the_call(doubles, call, blocks, lead):
     call = dataclasses.replace(call, mask={**call.mask, "also": pairs})
     x = arrays(call)
     check(call, x, *run(sparse, call, x))
-
-
-@pytest.mark.parametrize("given", ["numpy", "builder", "traced"])
-def test_lists_of_a_known_pattern_are_constants(given):
-    """Then the program makes none."""
-    x, pattern = struct(1, 512, 2, 128), np.tri(4, dtype=bool)
-    built = []
-
-    def builder(q_len, kv_len, heads):
-        built.append((q_len, kv_len, heads))
-        return jnp.tri(4, dtype=bool)
-
-    def loss(q, k, v, traced):
-        known = {"builder": {"mask_builder": builder}, "numpy": {"block_mask": pattern}}
-        found = known.get(given, {"block_mask": traced})
-        o = modules.blocksparse_attention(q, k, v, causal=True, platform="pallas", **found)
-        return o.astype(jnp.float32).sum()
-
-    with on(H200):
-        trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x, struct(4, 4, dtype=bool))
-        text = trace.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count('"stablehlo.scatter"') == (2 if given == "traced" else 0)
-    assert built == ([(512, 512, 2)] if given == "builder" else [])
 
 
 @pytest.mark.promotes

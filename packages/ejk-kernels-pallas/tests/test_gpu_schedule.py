@@ -16,12 +16,11 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     Plan,
     band_ranges,
     falling_heads,
-    mixed_heads,
     walk_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
-from ejkernel.types import MaskInfo, combine_masks
+from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 
@@ -185,68 +184,6 @@ def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
         for x in (order, schedule.assign(batch * heads, np.ones(n), 1, 132))
     )
     assert by_length.max() <= 1.1 * by_length.mean() < by_row.max()
-
-
-def _pattern(kind, n_q, n_kv):
-    if kind == "random":
-        return np.random.default_rng(0).random((1, 2, n_q, n_kv)) < 0.3
-    some = np.zeros((1, 2, n_q, n_kv), bool)
-    some[0, 0, :, n_kv // 2] = True
-    some[0, 1, n_q // 2] = kind == "row"
-    return some
-
-
-@pytest.mark.parametrize("kind", ["random", "row", "column"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("cores, mixed, known", [(1, 1, True), (3, 2, False), (132, 1, False)])
-def test_listed_visits_come_in_turn(kind, causal, cores, mixed, known):
-    """Every visit once, and no program waits for one that cannot run beside it."""
-    block_q, block_kv, n_q, n_kv = 64, 128, 10, 6
-    rules = Rules(Band(hi=0)) if causal else Rules()
-    lengths = (n_q * block_q, n_kv * block_kv)
-    p = Problem(1, *lengths, 2, 2, 128, 128, "bfloat16", 1.0, pattern_blocks=(64, 128), rules=rules)
-    t = BackwardTiles(block_q, block_kv)
-    mask = combine_masks(causal=causal, q_len=lengths[0], kv_len=lengths[1])
-    pattern = _pattern(kind, n_q, n_kv)
-    given = pattern if known else jnp.asarray(pattern)
-    found = lists.backward_lists(p, mask, given, (block_q, block_kv))
-    facts = {"circular": False, "ids": False, "ids_batch": False, "range_batch": False}
-    facts |= {"range_head": True, "cores": cores, "listed": True, "mixed": mixed}
-    plan = Plan(p, t, rules.band, **facts)
-    assert "bits" not in found
-    i, j = np.arange(n_q)[:, None], np.arange(n_kv)[None]
-    expected = pattern & (j * block_kv < (i + 1) * block_q) if causal else pattern
-    np.testing.assert_array_equal(found["seen"], expected.any(-1))
-    visits = np.asarray(found["lists"])
-    queue = [tuple(map(int, plan.place(item)[:2])) for item in range(2 * n_kv)]
-    assert sorted(queue) == [(h, block) for h in range(2) for block in range(n_kv)]
-    seen, added = np.zeros((2, n_q, n_kv), bool), np.zeros((2, n_q), int)
-    running: dict[tuple[int, int], int] = {}
-    while queue or running:  # as many programs at once as there are multiprocessors
-        while queue and len(running) < cores:
-            running[queue.pop(0)] = 0
-        moved = False
-        for (head, block), at in list(running.items()):
-            count, *row = visits[0, head, block]
-            if at == count:
-                del running[head, block]
-                moved = True
-                continue
-            q = row[at] & (lists.LIMIT - 1)
-            masked = bool(row[at] >> lists.MASKED & 1)
-            assert masked == (causal and (block + 1) * block_kv > q * block_q + 1)
-            if row[at] >> lists.TURN == added[head, q]:
-                seen[head, q, block], moved = True, True
-                added[head, q] += 1
-                running[head, block] += 1
-        assert moved, "programs wait for each other"
-    np.testing.assert_array_equal(seen, expected[0])
-
-
-def test_mixed_heads_fit_the_cache():
-    """They divide the rows of heads, and one is always taken."""
-    p = Problem(1, 16384, 16384, 12, 12, 128, 128, "bfloat16", 1.0)
-    assert [mixed_heads(p, cache * 2**20) for cache in (1, 25, 37, 1000)] == [1, 3, 4, 12]
 
 
 @pytest.mark.parametrize("most", [1, 1024])

@@ -14,7 +14,8 @@ from ejktest.attention_cases import Call, arrays, check, run
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import blocksparse_attention, flash_attention
-from ejkernel.kernels.triton.flash_attention.lists import walk_operands
+from ejkernel.kernels.triton.flash_attention.known_lists import known_walk
+from ejkernel.kernels.triton.flash_attention.lists import mask_beside_walk, walk_operands
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
@@ -101,6 +102,30 @@ def test_against_oracle(call: Call, blocks: tuple[int, int], lead: tuple[int, ..
 
 
 @pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("rule", [{"causal": True}, {"sliding_window": (30, 9)}])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 4)])
+def test_lists_of_a_known_pattern_are_those_of_the_device(lead, rule, by_key) -> None:
+    q_len, kv_len, blocks, tile = 90, 75, (16, 16), Tiles(16, 8)
+    chosen = random_blocks(6, 5, *lead)
+    chosen[..., 1] = chosen[..., 3, :] = True  # long programs
+    mask = combine_masks(q_len=q_len, kv_len=kv_len, **rule)
+    p = Problem(
+        2, q_len, kv_len, 4, 2, 16, 16, "float32", 1.0,
+        pattern_blocks=blocks, rules=split_mask(mask)[0],
+    )  # fmt: skip
+    known = known_walk(p, mask, chosen, tile, by_key=by_key)
+    assert known is not None
+    found = walk_operands(p, mask, chosen, tile, by_key=by_key)
+    assert {n: (x.shape, x.dtype) for n, x in found.items()} == {
+        n: (x.shape, x.dtype) for n, x in known.items()
+    }
+    np.testing.assert_array_equal(found["order"], known["order"])
+    counts = known["listed"][..., 1]
+    written = np.arange(known["listed"].shape[-1]) < counts[..., None] + 2
+    np.testing.assert_array_equal(np.where(written, found["listed"], 0), known["listed"])
+
+
+@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("tile", [(16, 16), (32, 8)])
 def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: bool) -> None:
     """Those without element mask first; nothing is visited that the pattern or the band hides."""
@@ -110,10 +135,9 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: b
     p = Problem(
         1, n, n, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=blocks, rules=split_mask(mask)[0]
     )
-    found, covers = walk_operands(p, mask, jnp.asarray(chosen), None, Tiles(*tile), by_key=by_key)
-    assert ("mask" in found) == (tile != (16, 16)) and covers == (
-        blocks if "mask" in found else (1, 1)
-    )
+    found = walk_operands(p, mask, jnp.asarray(chosen), Tiles(*tile), by_key=by_key)
+    masked, covers = mask_beside_walk(p, jnp.asarray(chosen), None, Tiles(*tile))
+    assert ("mask" in masked) == (tile != (16, 16)) and covers == (blocks if masked else (1, 1))
     some = every = True
     for seen in (np.kron(chosen, np.ones(blocks, bool)), np.tri(n, dtype=bool)[None, None]):
         cut = (n // tile[0], tile[0], n // tile[1], tile[1])

@@ -77,8 +77,9 @@ def rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
         return False
     if not inside_blocks(p.pattern_blocks, p.q_len, p.kv_len, tile_q, tile_kv):
         return False
-    # the first key of a tile is then at or before the last that its first row sees
-    return band.hi is None or (band.hi % tile_q == 0 == tile_kv % tile_q)
+    # the first key of a block is then at or before the last that the tile's first row sees
+    block = p.pattern_blocks[1]
+    return band.hi is None or (band.hi % tile_q == 0 and (block % tile_q == 0 or block >= p.kv_len))
 
 
 def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:

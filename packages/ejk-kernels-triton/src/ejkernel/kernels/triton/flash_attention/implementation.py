@@ -10,13 +10,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import dot_precision
 from ejkernel.kernels.triton.flash_attention import single_row, tiles
 from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
 from ejkernel.kernels.triton.flash_attention.fits import near
-from ejkernel.kernels.triton.flash_attention.lists import element_mask, walk_operands
+from ejkernel.kernels.triton.flash_attention.known_lists import known_walks, walk_name
+from ejkernel.kernels.triton.flash_attention.lists import (
+    element_mask,
+    mask_beside_walk,
+    walk_operands,
+)
 from ejkernel.kernels.triton.flash_attention.plans import (
     AttentionPlan,
     DkvPlan,
@@ -76,6 +83,14 @@ class FlashAttention(TritonKernel):
 
     def near(self, problem: Problem, target: Target, chosen: FlashTiles) -> Iterable[FlashTiles]:
         return near(problem, target, chosen)
+
+    def known(self, work: Work, arrays: Arrays) -> Arrays:
+        p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
+        if not isinstance(pattern, np.ndarray) or t.decode is not None:
+            return arrays
+        of_keys = (tile for _, tile in tiles.key_passes(p, t.dkv, work.target))
+        walks = ((t.fwd, False), (t.dq, False), *((tile, True) for tile in of_keys))
+        return arrays | {"walks": known_walks(p, arrays["mask"], pattern, walks)}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
@@ -141,14 +156,18 @@ def _planned(
         tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
     pattern, dense = tensors.pop("pattern", None), tensors.get("mask")
+    known = tensors.pop("walks", {})
     if kind is DbiasPlan:
         # made of all tiles, each by its elements
         found, fields["mask_block"] = element_mask(p, pattern, dense)
         tensors |= found
     elif walks_lists(p, work.target):
         by_key = kind is DkvPlan
-        found, fields["mask_block"] = walk_operands(p, mask, pattern, dense, tile, by_key=by_key)
-        tensors |= found
+        walk = known.get(walk_name(tile, by_key)) or walk_operands(
+            p, mask, pattern, tile, by_key=by_key
+        )
+        found, fields["mask_block"] = mask_beside_walk(p, pattern, dense, tile)
+        tensors |= walk | found
     elif rules.arrays:
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan

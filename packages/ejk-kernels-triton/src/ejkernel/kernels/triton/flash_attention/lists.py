@@ -139,23 +139,16 @@ def walk_operands(
     problem: Problem,
     mask: MaskInfo,
     pattern: jax.Array | None,
-    dense: jax.Array | None,
     tile: Tiles,
     *,
     by_key: bool,
-) -> tuple[dict[str, jax.Array], Blocks]:
-    """The operands of a walk over the tiles that anybody sees, and what a mask element covers.
-
-    ``dense``: the mask of pairs of the call, int8, if it has one. ``by_key``: of a walk over query
-    blocks.
-    """
+) -> dict[str, jax.Array]:
+    """The operands of a walk over the tiles that anybody sees. ``by_key``: over query blocks."""
     p, rules = problem, problem.rules
     sizes = (p.q_len, p.kv_len, tile.block_q, tile.block_kv)
     some = every = jnp.ones((), bool)
-    inside = True
     if pattern is not None:
-        some, every = in_tiles(pattern, _blocks(p), *sizes)
-        inside = inside_blocks(_blocks(p), *sizes)
+        some, every = in_tiles(jnp.asarray(pattern), _blocks(p), *sizes)
     if rules.arrays:
         seen, whole = map(jnp.asarray, classify_blocks(mask.conjuncts, *sizes))
         some, every = some & seen, every & whole
@@ -165,8 +158,16 @@ def walk_operands(
     heads, group = (p.kv_heads, p.group) if by_key else (p.heads, 1)
     queue = OrderPlan(*counts.shape[:2], heads, counts.shape[2], group, last_first(rules, by_key))
     (order,) = call(queue, counts)
-    elements, covers = element_mask(p, None if inside else pattern, dense)
-    return {"listed": listed, "order": order, **elements}, covers
+    return {"listed": listed, "order": order}
+
+
+def mask_beside_walk(
+    problem: Problem, pattern: jax.Array | None, dense: jax.Array | None, tile: Tiles
+) -> tuple[dict[str, jax.Array], Blocks]:
+    """What tiles of a walk read element by element, as ``element_mask``."""
+    sizes = (problem.q_len, problem.kv_len, tile.block_q, tile.block_kv)
+    inside = pattern is None or inside_blocks(_blocks(problem), *sizes)
+    return element_mask(problem, None if inside else pattern, dense)
 
 
 def element_mask(

@@ -11,7 +11,6 @@ import numpy as np
 
 from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.common.units import LARGE
-from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.common.tma import whole
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import build_dkv
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q, build_dq
@@ -23,7 +22,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     band_ranges,
     falling_heads,
     is_wide,
-    mixed_heads,
     ranges_by_query,
     walk_tables,
 )
@@ -69,6 +67,28 @@ def _wide(problem, band, ranges, ids, q, k, v, do, base, delta):
     return dq[:, : problem.q_len], dk[:, : problem.kv_len], dv[:, : problem.kv_len]
 
 
+def _listed_dq(problem, band, walk, ids, arrays, base, delta):
+    """dq over lists; ``walk``: lists and, if there are, bits."""
+    lists, *bits = walk
+    plan = WidePlan(
+        problem=problem,
+        band=band,
+        ids=bool(ids),
+        ids_batch=bool(ids) and ids[0].shape[0] > 1,
+        range_batch=lists.shape[0] > 1,
+        range_head=lists.shape[1] > 1,
+        listed=True,
+        bits=bool(bits),
+        bits_batch=bool(bits) and bits[0].shape[0] > 1,
+    )
+    rows = -(-problem.q_len // BLOCK_Q) * BLOCK_Q
+    keys = -(-problem.kv_len // ROWS) * ROWS
+    if ids:
+        ids = (_padded(ids[0], rows, -1), _padded(ids[1], keys, -2))
+    terms = _row_start(problem, base, rows), _padded(-delta, rows, 0.0)
+    return build_dq(plan)(*arrays, *terms, *walk, *ids)[:, : problem.q_len]
+
+
 def backward(
     problem: Problem,
     q: jax.Array,
@@ -82,11 +102,12 @@ def backward(
     ranges: Any = None,
     q_ids: jax.Array | None = None,
     kv_ids: jax.Array | None = None,
-    lists: jax.Array | None = None,
-    seen: jax.Array | None = None,
-    bits: jax.Array | None = None,
+    by_key_lists: jax.Array | None = None,
+    by_key_bits: jax.Array | None = None,
+    by_query_lists: jax.Array | None = None,
+    by_query_bits: jax.Array | None = None,
     tiles: BackwardTiles | None = None,
-    chip: Chip = Chip(),  # noqa: B008
+    cores: int = 132,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv of ``o = softmax(scale * q k^T under the mask) v``.
 
@@ -106,10 +127,11 @@ def backward(
         ranges: query blocks of each key block, as ``block_ranges(..., transposed=True)`` gives
             for these tiles; None: those of the band.
         q_ids, kv_ids: segment ids int32 ``[#batch, length]``; pairs of equal ids are visible.
-        lists, seen, bits: what ``backward_lists`` made of a pattern for these tiles; ``ranges`` has
-            no meaning then.
+        by_key_lists, by_key_bits: what ``backward_lists`` made of a pattern for these tiles;
+            ``ranges`` has no meaning then.
+        by_query_lists, by_query_bits: what ``forward_lists`` made of it for the tiles of dq.
         tiles: tile sizes; None: ``backward_tiles(problem)``, the only ones for wide heads.
-        chip: the device.
+        cores: multiprocessors of the device.
 
     Returns:
         dq, dk, dv like q, k, v.
@@ -122,9 +144,10 @@ def backward(
         raise ValueError(
             f"tiles: heads wider than 128 take block_q and block_kv {ROWS}, got {tiles}"
         )
-    circular = band.empty and ranges is None and q_ids is None and lists is None
-    if lists is not None:
-        ranges = lists
+    listed = by_key_lists is not None
+    circular = band.empty and ranges is None and q_ids is None and not listed
+    if listed:
+        ranges = by_key_lists
     if ranges is None:
         ranges = band_ranges(band, (problem.q_len, tiles.block_q), (problem.kv_len, tiles.block_kv))
         if q_ids is not None:  # any block may hold other segments
@@ -141,19 +164,18 @@ def backward(
         ids_batch=q_ids is not None and q_ids.shape[0] > 1,
         range_batch=ranges.shape[0] > 1,
         range_head=ranges.shape[1] > 1,
-        cores=chip.cores,
-        listed=lists is not None,
-        mixed=1 if lists is None else mixed_heads(problem, chip.cache),
-        bits=bits is not None,
-        bits_batch=bits is not None and bits.shape[0] > 1,
+        cores=cores,
+        listed=listed,
+        bits=by_key_bits is not None,
+        bits_batch=by_key_bits is not None and by_key_bits.shape[0] > 1,
     )
     tables, visited = (), None
-    if lists is not None:
-        tables, visited = [lists, *([] if bits is None else [bits])], seen
+    if listed:
+        tables = [x for x in (by_key_lists, by_key_bits) if x is not None]
     elif not circular:
         *tables, visited = walk_tables(ranges, plan.n_q)
         if isinstance(ranges, np.ndarray):
-            falling = falling_heads(tables[0], problem.batch * problem.heads, chip.cores)
+            falling = falling_heads(tables[0], problem.batch * problem.heads, cores)
             plan = replace(plan, falling=falling)
     rows, keys = plan.n_q * tiles.block_q, plan.n_kv * tiles.block_kv
     start = _row_start(problem, base, rows)
@@ -164,15 +186,16 @@ def backward(
         large = jnp.any(large, axis=-1)
         late = [large.astype(jnp.int32), start]
         start = jnp.where(large[..., None], 0.0, start)
-    operands = [
-        *map(whole, (q, k, v, do)),
-        start,
-        _padded(-delta, rows, 0.0),
-        *late,
-        *map(jnp.asarray, tables),
-    ]
+    arrays = list(map(whole, (q, k, v, do)))
+    operands = [*arrays, start, _padded(-delta, rows, 0.0), *late, *map(jnp.asarray, tables)]
+    ids = ()
     if q_ids is not None and kv_ids is not None:
+        ids = (q_ids, kv_ids)
         operands += [_padded(q_ids, rows, -1), _padded(kv_ids, keys, -2)]
+    if listed:
+        dk, dv = (x[:, : problem.kv_len].astype(k.dtype) for x in build(plan)(*operands))
+        walk = [x for x in (by_query_lists, by_query_bits) if x is not None]
+        return _listed_dq(problem, band, walk, ids, arrays, base, delta), dk, dv
     dq, dk, dv = build(plan)(*operands)
     dq = dq[:, : problem.q_len]
     if visited is not None:

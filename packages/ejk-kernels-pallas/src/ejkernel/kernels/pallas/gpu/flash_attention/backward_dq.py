@@ -1,4 +1,4 @@
-"""dq of wide heads: one program owns 128 query rows and walks the key blocks that they see.
+"""dq of wide heads and of lists: a program owns 128 query rows and walks the key blocks they see.
 
 Either consumer warpgroup owns 64 rows: s = q k^T and dp = do v^T, then ds in registers, the left
 operand of dq += ds k. The last product of a step runs beside the first of the next.
@@ -23,6 +23,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     LAYOUT,
     hide_other_segments,
     hide_outside,
+    hide_unset,
     read,
     spread,
 )
@@ -38,6 +39,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     base2,
     launch,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 
 BLOCK_Q = CONSUMERS * ROWS
 SHAPE = (ROWS, ROWS)  # queries by keys
@@ -70,6 +72,18 @@ class _Program:
     def walk(self, step: Callable[..., None]) -> None:
         """``step(key block, steps before, whether a mask is needed)``."""
         row = self.plan.table_row(self.batch, self.head)
+        if self.plan.listed:
+            whole, count, first = (self.ranges[*row, self.block, c] for c in range(COUNTS + 1))
+
+            def one(n: Any, carry: None) -> None:
+                j = self.ranges[*row, self.block, COUNTS + n]
+                masked = n >= whole
+                step(j, n, (masked | (j == self.last)) if self.plan.kv_tail else masked)
+                return carry
+
+            # rows that see nothing have the block past the end alone
+            lax.fori_loop(0, lax.select(first > self.last, 0, count), one, None)
+            return
         start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
 
         def upwards(j: Any, carry: None) -> None:
@@ -81,12 +95,16 @@ class _Program:
 
         lax.fori_loop(start, lax.max(start, stop), upwards, None)
 
-    def hide(self, x: jax.Array, ids: Any, first_q: Any, j: Any) -> jax.Array:
+    def hide(self, x: jax.Array, ids: Any, bits: Any, first_q: Any, j: Any) -> jax.Array:
         """-inf where a pair of these rows and key block j is invisible."""
         plan, first_key = self.plan, j * ROWS
         if plan.kv_tail or not plan.band.empty:
             left = plan.problem.kv_len - first_key if plan.kv_tail else None
             x = hide_outside(x, plan.band, first_key - first_q, columns_left=left)
+        if bits is not None:
+            h = self.head if plan.range_head else 0
+            b = self.batch if plan.bits_batch else 0
+            x = hide_unset(x, bits[b, h, lax.div(first_q, ROWS), j])
         if ids:
             b = self.batch if plan.ids_batch else 0
             kv_ids = ids[1].at[b, pl.ds(first_key, ROWS)]
@@ -95,7 +113,7 @@ class _Program:
 
 
 def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
-    """The kernel call: (q, k, v, do, -lse in base 2, -delta, ranges, *ids) -> dq.
+    """The kernel call: (q, k, v, do, -lse in base 2, -delta, ranges, *bits, *ids) -> dq.
 
     As for ``build_dkv``, but the row vectors and ids of queries cover whole blocks of 128, and
     ``ranges`` int32 ``[#b, #h, query blocks, 4]`` are key blocks of 64.
@@ -116,7 +134,8 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
         def probabilities(s: jax.Array, j: Any, masked: Any) -> jax.Array:
             x, slope = base2(problem, s, spread(lse, SHAPE, 0))
             if plan.masks:
-                x = lax.cond(masked, lambda x: program.hide(x, r.ids, first_q, j), lambda x: x, x)
+                hide = lambda x: program.hide(x, r.ids, r.bits, first_q, j)  # noqa: E731
+                x = lax.cond(masked, hide, lambda x: x, x)
             p = jnp.exp2(x)
             return p if slope is None else p * slope
 
@@ -186,8 +205,11 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
         program.walk(step)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        q, k, v, do, lse, delta, ranges, *ids, dq = refs
-        r = SimpleNamespace(q=q, k=k, v=v, do=do, lse=lse, delta=delta, ids=ids, dq=dq, **scratch)
+        q, k, v, do, lse, delta, ranges, *more, dq = refs
+        bits, ids = (more[0], more[1:]) if plan.bits else (None, more)
+        r = SimpleNamespace(
+            q=q, k=k, v=v, do=do, lse=lse, delta=delta, bits=bits, ids=ids, dq=dq, **scratch
+        )
         wg = lax.axis_index("wg")
         program = _Program(plan, ranges)
 

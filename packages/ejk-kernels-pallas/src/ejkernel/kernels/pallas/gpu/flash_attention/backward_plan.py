@@ -34,7 +34,7 @@ class BackwardTiles:
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         kv = self.block_kv * (d + dv) * size
         q = self.stages * self.block_q * ((d + dv) * size + 2 * 4)  # and of lse and delta
-        ds = 2 * self.block_kv * self.block_q * size
+        ds = 0 if problem.pattern_blocks else 2 * self.block_kv * self.block_q * size
         dq = self.block_q * d * 4
         return kv + q + ds + dq + BARRIERS
 
@@ -53,7 +53,9 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
     """
     if is_wide(problem):
         return BackwardTiles(block_q=64, block_kv=64)
-    return BackwardTiles(block_q=128 if max(problem.dim, problem.value_dim) <= 64 else 64)
+    block_q = 128 if max(problem.dim, problem.value_dim) <= 64 else 64
+    # over lists the memory of dq's parts holds more tiles in flight
+    return BackwardTiles(block_q, stages=4 if problem.pattern_blocks else 2)
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,8 @@ class Plan:
     a visit after the one before it, just when shorter and shorter programs of the heads before
     leave their multiprocessors, and all end together.
 
-    ``listed``: a key block visits the query blocks of its list, upwards, and the list has the
-    turns. Where few pairs are seen the key blocks of a head meet in no order: neighbours in the
-    queue are of ``mixed`` heads, so that fewer of a head run at once.
+    ``listed``: a key block visits the query blocks of its list, upwards, and dq is a kernel of its
+    own.
 
     A program waits only for programs that were launched before it.
     """
@@ -95,7 +96,6 @@ class Plan:
     listed: bool = False
     bits: bool = False
     bits_batch: bool = False
-    mixed: int = 1
 
     @property
     def n_q(self) -> int:
@@ -123,13 +123,6 @@ class Plan:
     def place(self, item: Any) -> tuple[Any, Any, Any]:
         """Row of (batch, head), key block and whether query blocks fall, of a program."""
         rows = self.problem.batch * self.problem.heads
-        if self.mixed > 1:
-            group, place = (
-                lax.div(item, self.mixed * self.n_kv),
-                lax.rem(item, self.mixed * self.n_kv),
-            )
-            row = group * self.mixed + lax.rem(place, self.mixed)
-            return row, self.n_kv - 1 - lax.div(place, self.mixed), False
         before = (rows - self.falling) * self.n_kv
         row, rising = lax.div(item, self.n_kv), lax.rem(item, self.n_kv)
         block = rising if self.circular else self.n_kv - 1 - rising
@@ -139,15 +132,6 @@ class Plan:
         over = lax.max(item - before, 0)
         row = lax.select(late, rows - self.falling + lax.rem(over, self.falling), row)
         return row, lax.select(late, lax.div(over, self.falling), block), late
-
-
-def mixed_heads(problem: Problem, cache: int) -> int:
-    """Heads whose listed walks run at once: as many as have q, do and dq in the cache."""
-    p = problem
-    bytes_a_head = p.q_len * ((p.dim + p.value_dim) * p.itemsize + p.dim * 4)
-    rows = p.batch * p.heads
-    most = max(2 * cache // bytes_a_head, 1)
-    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
 
 
 def falling_heads(walked: np.ndarray, rows: int, cores: int) -> int:

@@ -29,7 +29,10 @@ STAGES = 2
 
 @dataclass(frozen=True)
 class WidePlan:
-    """Everything static about one call; ranges and ids say which operands have a batch axis."""
+    """Everything static about one call; ranges and ids say which operands have a batch axis.
+
+    ``listed``: the ranges are lists of key blocks, as the forward kernel's; only dq walks so.
+    """
 
     problem: Problem
     band: Band
@@ -37,6 +40,9 @@ class WidePlan:
     ids_batch: bool
     range_batch: bool
     range_head: bool
+    listed: bool = False
+    bits: bool = False
+    bits_batch: bool = False
 
     @property
     def kv_tail(self) -> bool:
@@ -44,7 +50,7 @@ class WidePlan:
 
     @property
     def masks(self) -> bool:
-        return self.ids or self.kv_tail or not self.band.empty
+        return self.ids or self.kv_tail or self.bits or not self.band.empty
 
     def table_row(self, batch: Any, head: Any) -> tuple[Any, Any]:
         return (batch if self.range_batch else 0, head if self.range_head else 0)

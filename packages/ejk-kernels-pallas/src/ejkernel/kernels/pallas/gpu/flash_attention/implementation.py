@@ -18,6 +18,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.operands import (
     backward_masks,
+    backward_walks,
     folding,
     forward_masks,
     shared,
@@ -133,12 +134,12 @@ class FlashAttention(PallasKernel):
         saved: Any,
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
-        p, t, chip = work.problem, work.tiles.bwd, work.target
+        p, t, cores = work.problem, work.tiles.bwd, work.target.cores
         (o, lse), (do, dlse) = outputs, cotangents
         q = arrays["q"]
         if p.pattern_blocks is None:
             q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
-        elif not rows_see_tiles(p, t.block_q, t.block_kv):
+        elif not all(rows_see_tiles(p, *tile) for tile in backward_walks(t)):
             q, do, dlse = cleared_rows(lse, q, do, dlse)
         delta = softmax.row_delta(o, do, dlse)
         tensors = {"q": q, "k": arrays["k"], "v": arrays["v"]}
@@ -148,7 +149,7 @@ class FlashAttention(PallasKernel):
         )
 
         def run(problem: Problem, tensors: Arrays) -> Any:
-            return backward(problem, **tensors, band=p.rules.band, tiles=t, chip=chip)
+            return backward(problem, **tensors, band=p.rules.band, tiles=t, cores=cores)
 
         grads = dict(zip("qkv", self.alike(folding(p, run, tensors), arrays), strict=True))
         if "sink" in arrays:

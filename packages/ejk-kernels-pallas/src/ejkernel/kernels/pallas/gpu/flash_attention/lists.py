@@ -22,8 +22,7 @@ from ejkernel.types.problem import Problem
 
 COUNTS = 2  # numbers before the blocks of a list: how many need no element mask, how many there are
 GROUP = 16  # rows and keys of a bit
-MASKED, TURN = 15, 16  # bits of a visit: needs an element mask; from here on, its turn
-LIMIT = 2**15  # blocks of an axis that a visit can name
+LIMIT = 2**15  # blocks of an axis that a visit can name; added where it needs an element mask
 DOT = 1024  # entries up to which a product counts those before each
 
 
@@ -74,22 +73,16 @@ def backward_lists(
     """Operands of a walk over query blocks.
 
     lists int32 ``[#b, #h, key blocks, 1 + query blocks]``: how many visits, then the visits in
-    rising order of their query blocks: turn (how many later key blocks visit it), ``MASKED``,
-    query block. seen bool ``[#b, #h, query blocks]``: whether any key block visits. bits: see
-    ``_bits``.
+    rising order, the query block and LIMIT more if it needs an element mask. bits: see ``_bits``.
     """
-    some, every = _tiles(problem, mask, pattern, tile)
-    xp = namespace(some, every)
-    some, every = xp.broadcast_arrays(some, every)
-    n_q = some.shape[-2]
-    turns = some.sum(-1, keepdims=True, dtype=np.int32) - _before(some) - some.astype(np.int32)
-    visit = np.arange(n_q, dtype=np.int32)[:, None] + ((~every).astype(np.int32) << MASKED)
-    visit = xp.swapaxes(visit + (turns << TURN), -1, -2)
-    seen, some = some.any(-1), xp.swapaxes(some, -1, -2)
-    place = xp.where(some, _before(some) + 1, np.int32(n_q + 1))
+    some, every = (x.swapaxes(-1, -2) for x in _tiles(problem, mask, pattern, tile))
+    xp, n = namespace(some, every), some.shape[-1]
+    visit = np.arange(n, dtype=np.int32) + LIMIT * (~every).astype(np.int32)
+    visit = xp.broadcast_to(visit, some.shape)
+    place = xp.where(some, _before(some) + 1, np.int32(n + 1))
     count = some.sum(-1, keepdims=True, dtype=np.int32)
     start = xp.concatenate([count, xp.zeros_like(visit)], axis=-1)
-    operands = {"lists": _put(start, place, visit), "seen": jnp.asarray(seen)}
+    operands = {"lists": _put(start, place, visit)}
     if not _inside(problem, tile):
         operands["bits"] = _bits(problem, pattern, tile[0], by_key=True)
     return operands

@@ -8,7 +8,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import ROWS
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import backward_lists, forward_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types import MaskInfo
@@ -90,13 +92,27 @@ def forward_masks(
     return found
 
 
+def backward_walks(tiles: BackwardTiles) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and keys of a tile of the walks over lists, of dk and dv and of dq."""
+    return (tiles.block_q, tiles.block_kv), (BLOCK_Q, ROWS)
+
+
 def backward_masks(
     mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles
 ) -> dict[str, jax.Array]:
-    """What the backward kernels read of a mask with arrays or a pattern: as forward, not padded."""
+    """What the backward kernels read of a mask with arrays or a pattern: as forward, not padded.
+
+    A pattern has two walks: ``by_key_``, of dk and dv, and ``by_query_``, of dq.
+    """
     blocks = (tiles.block_q, tiles.block_kv)
     if pattern is not None:
-        return {**backward_lists(p, mask, pattern, blocks), **_segment_ids(mask, p)}
+        of_keys, of_queries = backward_walks(tiles)
+        walks = {
+            "by_key": backward_lists(p, mask, pattern, of_keys),
+            "by_query": forward_lists(p, mask, pattern, of_queries),
+        }
+        found = {f"{by}_{name}": x for by, walk in walks.items() for name, x in walk.items()}
+        return {**found, **_segment_ids(mask, p)}
     if not p.rules.arrays:
         return {}
     ranges = block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=True)
