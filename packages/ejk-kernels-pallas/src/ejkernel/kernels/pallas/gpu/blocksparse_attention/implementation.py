@@ -6,7 +6,6 @@ from typing import Any
 
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import is_wide
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import FlashAttention
 from ejkernel.types import calls
 from ejkernel.types.problem import Problem
@@ -16,8 +15,8 @@ class BlockSparseAttention(FlashAttention):
     """Attention over the blocks that a pattern allows, on a Hopper GPU; see the operation.
 
     The kernels are those of flash attention; they walk lists of the tiles that the pattern and the
-    mask leave, made on the device. Dtypes, masks and ``cfg`` as there; head dims 64 and 128; blocks
-    of any multiples of 16 rows and keys, best of 128 or more: a tile that covers several blocks is
+    mask leave, made on the device. Dtypes, head dims, masks and ``cfg`` as there; blocks of any
+    multiples of 16 rows and keys, best of 128 or more: a tile that covers several blocks is
     computed if one of them is seen.
 
     Source: Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608), section 3.
@@ -26,8 +25,6 @@ class BlockSparseAttention(FlashAttention):
     call = calls.BlockSparseAttention
 
     def refuse(self, problem: Problem, target: Chip) -> str | None:
-        if problem.pattern_blocks is not None and is_wide(problem):
-            return f"query: head dim {problem.dim} is not supported with a pattern, only 64 and 128"
         return super().refuse(problem, target) or lists.refuse(problem)
 
     def priority_for(self, inv: Any) -> int:

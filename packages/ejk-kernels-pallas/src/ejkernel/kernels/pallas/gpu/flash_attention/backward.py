@@ -41,52 +41,43 @@ def _row_start(problem: Problem, base: jax.Array, rows: int) -> jax.Array:
     return _padded(-base * factor, rows, -np.inf * factor)
 
 
-def _wide(problem, band, ranges, ids, q, k, v, do, base, delta):
-    """dq, dk, dv by the two kernels for wide heads; ``ranges`` are query blocks of key blocks."""
-    n_q = -(-problem.q_len // ROWS)
-    plan = WidePlan(
+def _wide(problem, band, walk, ids, arrays, base, delta):
+    """dk and dv by the kernel for wide heads.
+
+    ``walk``: ranges of query blocks of key blocks, or their lists and, if there are, bits.
+    """
+    plan = _wide_plan(problem, band, walk, ids)
+    return build_dkv(plan)(*_wide_operands(problem, walk, ids, arrays, base, delta))
+
+
+def _dq(problem, band, walk, ids, arrays, base, delta):
+    """dq by a kernel of its own; ``walk``: as ``_wide``, of key blocks of 128 queries."""
+    plan = _wide_plan(problem, band, walk, ids)
+    dq = build_dq(plan)(*_wide_operands(problem, walk, ids, arrays, base, delta))
+    return dq[:, : problem.q_len]
+
+
+def _wide_plan(problem, band, walk, ids) -> WidePlan:
+    table, *bits = walk
+    return WidePlan(
         problem=problem,
         band=band,
         ids=bool(ids),
         ids_batch=bool(ids) and ids[0].shape[0] > 1,
-        range_batch=ranges.shape[0] > 1,
-        range_head=ranges.shape[1] > 1,
-    )
-    rows = -(-problem.q_len // BLOCK_Q) * BLOCK_Q
-    keys = -(-problem.kv_len // ROWS) * ROWS
-    operands = [
-        *map(whole, (q, k, v, do)),
-        _row_start(problem, base, rows),
-        _padded(-delta, rows, 0.0),
-    ]
-    if ids:
-        ids = (_padded(ids[0], rows, -1), _padded(ids[1], keys, -2))
-    dk, dv = build_dkv(plan)(*operands, jnp.asarray(ranges), *ids)
-    by_query = jnp.asarray(ranges_by_query(ranges, n_q, BLOCK_Q // ROWS))
-    dq = build_dq(plan)(*operands, by_query, *ids)
-    return dq[:, : problem.q_len], dk[:, : problem.kv_len], dv[:, : problem.kv_len]
-
-
-def _listed_dq(problem, band, walk, ids, arrays, base, delta):
-    """dq over lists; ``walk``: lists and, if there are, bits."""
-    lists, *bits = walk
-    plan = WidePlan(
-        problem=problem,
-        band=band,
-        ids=bool(ids),
-        ids_batch=bool(ids) and ids[0].shape[0] > 1,
-        range_batch=lists.shape[0] > 1,
-        range_head=lists.shape[1] > 1,
-        listed=True,
+        range_batch=table.shape[0] > 1,
+        range_head=table.shape[1] > 1,
+        listed=problem.pattern_blocks is not None,
         bits=bool(bits),
         bits_batch=bool(bits) and bits[0].shape[0] > 1,
     )
+
+
+def _wide_operands(problem, walk, ids, arrays, base, delta) -> list[jax.Array]:
     rows = -(-problem.q_len // BLOCK_Q) * BLOCK_Q
     keys = -(-problem.kv_len // ROWS) * ROWS
-    if ids:
-        ids = (_padded(ids[0], rows, -1), _padded(ids[1], keys, -2))
+    padded = [_padded(x, n, fill) for x, n, fill in zip(ids, (rows, keys), (-1, -2), strict=False)]
     terms = _row_start(problem, base, rows), _padded(-delta, rows, 0.0)
-    return build_dq(plan)(*arrays, *terms, *walk, *ids)[:, : problem.q_len]
+    return [*arrays, *terms, *map(jnp.asarray, walk), *padded]
 
 
 def backward(
@@ -146,6 +137,12 @@ def backward(
         )
     listed = by_key_lists is not None
     circular = band.empty and ranges is None and q_ids is None and not listed
+    ids = () if q_ids is None or kv_ids is None else (q_ids, kv_ids)
+    arrays = list(map(whole, (q, k, v, do)))
+    of_keys, of_queries = (
+        [x for x in walk if x is not None]
+        for walk in ((by_key_lists, by_key_bits), (by_query_lists, by_query_bits))
+    )
     if listed:
         ranges = by_key_lists
     if ranges is None:
@@ -153,8 +150,12 @@ def backward(
         if q_ids is not None:  # any block may hold other segments
             ranges[..., 1:3] = 0
     if is_wide(problem):
-        ids = () if q_ids is None or kv_ids is None else (q_ids, kv_ids)
-        return _wide(problem, band, ranges, ids, q, k, v, do, base, delta)
+        if not listed:
+            n_q = -(-problem.q_len // ROWS)
+            of_keys, of_queries = [ranges], [ranges_by_query(ranges, n_q, BLOCK_Q // ROWS)]
+        dk, dv = _wide(problem, band, of_keys, ids, arrays, base, delta)
+        dq = _dq(problem, band, of_queries, ids, arrays, base, delta)
+        return dq, dk[:, : problem.kv_len], dv[:, : problem.kv_len]
     plan = Plan(
         problem=problem,
         tiles=tiles,
@@ -171,7 +172,7 @@ def backward(
     )
     tables, visited = (), None
     if listed:
-        tables = [x for x in (by_key_lists, by_key_bits) if x is not None]
+        tables = of_keys
     elif not circular:
         *tables, visited = walk_tables(ranges, plan.n_q)
         if isinstance(ranges, np.ndarray):
@@ -186,16 +187,12 @@ def backward(
         large = jnp.any(large, axis=-1)
         late = [large.astype(jnp.int32), start]
         start = jnp.where(large[..., None], 0.0, start)
-    arrays = list(map(whole, (q, k, v, do)))
     operands = [*arrays, start, _padded(-delta, rows, 0.0), *late, *map(jnp.asarray, tables)]
-    ids = ()
-    if q_ids is not None and kv_ids is not None:
-        ids = (q_ids, kv_ids)
+    if ids:
         operands += [_padded(q_ids, rows, -1), _padded(kv_ids, keys, -2)]
     if listed:
         dk, dv = (x[:, : problem.kv_len].astype(k.dtype) for x in build(plan)(*operands))
-        walk = [x for x in (by_query_lists, by_query_bits) if x is not None]
-        return _listed_dq(problem, band, walk, ids, arrays, base, delta), dk, dv
+        return _dq(problem, band, of_queries, ids, arrays, base, delta), dk, dv
     dq, dk, dv = build(plan)(*operands)
     dq = dq[:, : problem.q_len]
     if visited is not None:

@@ -25,6 +25,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     LAYOUT,
     hide_other_segments,
     hide_outside,
+    hide_unset,
     read,
     spread,
 )
@@ -40,6 +41,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     base2,
     launch,
 )
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
 
 SHAPE = (ROWS, ROWS)  # keys by queries
 
@@ -66,6 +68,19 @@ class _Program:
         def one_head(g: Any, count: Any) -> Any:
             h = self.kv_head * plan.problem.group + g
             row = plan.table_row(self.batch, h)
+            if plan.listed:
+
+                def one(n: Any, carry: None) -> None:
+                    visit = self.ranges[*row, self.block, 1 + n]
+                    masked = visit >= LIMIT
+                    if plan.kv_tail:
+                        masked = masked | (self.block == self.last)
+                    step(h, visit & (LIMIT - 1), count + n, masked)
+                    return carry
+
+                length = self.ranges[*row, self.block, 0]
+                lax.fori_loop(0, length, one, None)
+                return count + length
             start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
 
             def upwards(i: Any, carry: None) -> None:
@@ -83,13 +98,17 @@ class _Program:
             return one_head(0, jnp.int32(0))
         return lax.fori_loop(0, plan.problem.group, one_head, jnp.int32(0))
 
-    def hide(self, x: jax.Array, ids: Any, i: Any) -> jax.Array:
+    def hide(self, x: jax.Array, ids: Any, bits: Any, h: Any, i: Any) -> jax.Array:
         """-inf where a pair of this key block and query block i is invisible."""
         plan, first_q = self.plan, i * ROWS
         if plan.kv_tail or not plan.band.empty:
             left = plan.problem.kv_len - self.first_key if plan.kv_tail else None
             distance = self.first_key - first_q
             x = hide_outside(x, plan.band, distance, rows_left=left, transposed=True)
+        if bits is not None:
+            h = h if plan.range_head else 0
+            b = self.batch if plan.bits_batch else 0
+            x = hide_unset(x, bits[b, h, self.block, i])
         if ids:
             b = self.batch if plan.ids_batch else 0
             q_ids = ids[0].at[b, pl.ds(first_q, ROWS)]
@@ -98,7 +117,7 @@ class _Program:
 
 
 def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The kernel call: (q, k, v, do, -lse in base 2, -delta, ranges, *ids) -> (dk, dv).
+    """The kernel call: (q, k, v, do, -lse in base 2, -delta, ranges, *bits, *ids) -> (dk, dv).
 
     Row vectors are float32 ``[batch, heads, whole query blocks]``, -inf in place of -lse where a
     row sees nothing; ``ranges`` int32 ``[#b, #h, key blocks, 4]`` query blocks; ids are padded to
@@ -130,7 +149,8 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
                 less = spread(read(r.lse_s.at[slot], COLUMN), SHAPE, 1)
                 x, slope = base2(problem, s, less)
                 if plan.masks:
-                    x = lax.cond(masked, lambda x: program.hide(x, r.ids, i), lambda x: x, x)
+                    hide = lambda x: program.hide(x, r.ids, r.bits, h, i)  # noqa: E731
+                    x = lax.cond(masked, hide, lambda x: x, x)
                 p = jnp.exp2(x)
                 plgpu.barrier_arrive(r.q_empty.at[slot])
                 passed = p if slope is None else p * slope
@@ -219,9 +239,10 @@ def build_dkv(plan: WidePlan) -> Callable[..., tuple[jax.Array, jax.Array]]:
         program.walk(step)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        q, k, v, do, lse, delta, ranges, *ids, dk, dv = refs
+        q, k, v, do, lse, delta, ranges, *more, dk, dv = refs
+        bits, ids = (more[0], more[1:]) if plan.bits else (None, more)
         r = SimpleNamespace(
-            q=q, k=k, v=v, do=do, lse=lse, delta=delta, ids=ids, dk=dk, dv=dv, **scratch
+            q=q, k=k, v=v, do=do, lse=lse, delta=delta, bits=bits, ids=ids, dk=dk, dv=dv, **scratch
         )
         wg = lax.axis_index("wg")
         program = _Program(plan, ranges)

@@ -31,7 +31,8 @@ STAGES = 2
 class WidePlan:
     """Everything static about one call; ranges and ids say which operands have a batch axis.
 
-    ``listed``: the ranges are lists of key blocks, as the forward kernel's; only dq walks so.
+    ``listed``: the ranges are lists of blocks, for dk and dv as ``backward_lists`` makes them, for
+    dq as ``forward_lists``.
     """
 
     problem: Problem

@@ -136,6 +136,7 @@ def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:
         # o alone takes 128 registers: half as many keys a step. Half of q fits beside them where
         # neither masks nor a cap's constants need the rest
         simple = problem.soft_cap is None and not rules.arrays and rules.band.lo is None
+        simple = simple and pattern is None
         held = simple and (whole or problem.q_len % 128 == problem.kv_len % 64 == 0)
         tiles = ForwardTiles(block_kv=64, q_held=128 if held else 0)
     if pattern is not None:
