@@ -29,12 +29,12 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
 )
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import is_wide
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
-    STAGES,
     WidePlan,
     base2,
     launch,
@@ -47,10 +47,15 @@ ROW = LAYOUT.reduce(1)
 MEMORY = 232448 - 2048  # of a block, less barriers
 
 
-def v_stages(problem: Any) -> int:
-    """Blocks of v in flight: two where they fit."""
+NARROW_STAGES = 3
+
+
+def in_flight(problem: Any) -> tuple[int, int]:
+    """Blocks of k and of v in flight; of v one where two do not fit."""
+    if not is_wide(problem):
+        return NARROW_STAGES, NARROW_STAGES
     rows = BLOCK_Q * (problem.dim + problem.value_dim) + ROWS * (2 * problem.dim)
-    return 2 if 2 * (rows + 2 * ROWS * problem.value_dim) <= MEMORY else 1
+    return 2, 2 if 2 * (rows + 2 * ROWS * problem.value_dim) <= MEMORY else 1
 
 
 class _Program:
@@ -121,7 +126,7 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
     problem = plan.problem
     dtype = jnp.dtype(problem.dtype)
     dim, value_dim = problem.dim, problem.value_dim
-    v_count = v_stages(problem)
+    k_count, v_count = in_flight(problem)
 
     def consume(r: Any, program: _Program, wg: Any) -> None:
         rows = pl.ds(wg * ROWS, ROWS)
@@ -141,7 +146,7 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
 
         def accumulate(dq_acc: Any) -> jax.Array:
             def step(j: Any, n: Any, masked: Any) -> None:
-                slot, v_slot = lax.rem(n, STAGES), lax.rem(n, v_count)
+                slot, v_slot = lax.rem(n, k_count), lax.rem(n, v_count)
                 thread = thread_anew()
                 mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
                 some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
@@ -157,7 +162,7 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
 
                         @pl.when(n > 0)  # the dq of the step before is done with its block
                         def _() -> None:
-                            plgpu.barrier_arrive(r.k_empty.at[lax.rem(n + 1, STAGES)])
+                            plgpu.barrier_arrive(r.k_empty.at[lax.rem(n + k_count - 1, k_count)])
 
                         p = probabilities(s, j, masked)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
@@ -191,7 +196,7 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
             del masked
             at = (b, pl.ds(j * ROWS, ROWS), kv_head)
             for tile, tile_s, full, empty, count in (
-                (r.k, r.k_s, r.k_full, r.k_empty, STAGES),
+                (r.k, r.k_s, r.k_full, r.k_empty, k_count),
                 (r.v, r.v_s, r.v_full, r.v_empty, v_count),
             ):
                 slot = lax.rem(n, count)
@@ -227,12 +232,12 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
     scratch = {
         "q_s": tiled((BLOCK_Q, dim), dtype),
         "do_s": tiled((BLOCK_Q, value_dim), dtype),
-        "k_s": tiled((STAGES, ROWS, dim), dtype),
+        "k_s": tiled((k_count, ROWS, dim), dtype),
         "v_s": tiled((v_count, ROWS, value_dim), dtype),
         "q_full": barrier(num_arrivals=2),  # q and do
-        "k_full": barrier(num_barriers=STAGES),
+        "k_full": barrier(num_barriers=k_count),
         "v_full": barrier(num_barriers=v_count),
-        "k_empty": barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+        "k_empty": barrier(num_arrivals=CONSUMERS, num_barriers=k_count),
         "v_empty": barrier(num_arrivals=CONSUMERS, num_barriers=v_count),
     }
     rows = whole_rows(problem.q_len)
