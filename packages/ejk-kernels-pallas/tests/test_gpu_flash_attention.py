@@ -229,7 +229,7 @@ class ForwardDouble:
     def __init__(self, problem, rules, tiles, names, shared, programs):
         self.s = SimpleNamespace(problem=problem, rules=rules, tiles=tiles, names=names)
 
-    def __call__(self, q, k, v, *rest):
+    def __call__(self, q, k, v, *rest, order=None):
         s = self.s
         t = dict(zip(s.names, rest, strict=True))
         assert q.shape[0] == k.shape[0] == s.problem.batch

@@ -18,7 +18,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     falling_heads,
     walk_tables,
 )
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form, known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
@@ -198,3 +198,17 @@ def test_lists_of_known_and_of_traced_patterns_agree(monkeypatch, most):
         assert known.keys() == traced.keys()
         for name, x in known.items():
             np.testing.assert_array_equal(x, traced[name])
+
+
+@pytest.mark.parametrize("rows, heads", [(1, 1), (1, 16), (3, 4)])
+def test_tiles_of_known_lengths_are_dealt_once_and_evenly(rows, heads):
+    p = Problem(3, 16384, 16384, 16, 16, 128, 128, "bfloat16", 1.0, pattern_blocks=(128, 128))
+    p = replace(p, batch=rows, heads=heads)
+    lengths = np.random.default_rng(0).binomial(128, 0.1, (1, heads, 128)) + 1
+    (order,) = known_order(lengths, p, 132)
+    tiles = order[order >= 0]
+    assert sorted(tiles) == list(range(rows * heads * 128)) and (order[:, -2:] == -1).all()
+    costs = np.tile(lengths.reshape(-1), rows) + schedule.TILE_COST
+    loads = np.where(order >= 0, costs[order], 0).sum(axis=1)
+    if rows * heads > 8:
+        assert loads.max() <= 1.05 * loads.mean()

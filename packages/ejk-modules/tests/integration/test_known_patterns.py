@@ -35,6 +35,7 @@ def test_a_program_for_hopper_makes_no_list(given):
         trace = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x, struct(4, 4, dtype=bool))
         text = trace.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count('"stablehlo.scatter"') == (3 if given == "traced" else 0)
+    assert text.count('"stablehlo.sort"') == (1 if given == "traced" else 0)
     assert built == ([(512, 512, 2)] if given == "builder" else [])
 
 

@@ -89,13 +89,28 @@ def _assigned(rows: int, costs: tuple[float, ...], group: int, programs: int) ->
         waves = padded.reshape(width, programs)
         waves[1::2] = waves[1::2, ::-1]  # back and forth: costs that rise and fall even out
         return np.pad(waves.T, [(0, 0), (0, 1)], constant_values=-1).astype(np.int32)
+    return _played(numbers, np.tile(costs, rows), programs)
+
+
+def _played(numbers: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
+    """The tiles of each program, if the one that is free first takes the next."""
     taken: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, p) for p in range(programs)]
-    for number in numbers:
+    for number in numbers.tolist():
         time, p = heapq.heappop(free)
-        taken[p].append(int(number))
-        heapq.heappush(free, (time + costs[number % len(costs)] + TILE_COST, p))
+        taken[p].append(number)
+        heapq.heappush(free, (time + float(costs[number]) + TILE_COST, p))
     return _padded(taken)
+
+
+def assign_lengths(costs: np.ndarray, group: int, programs: int) -> np.ndarray:
+    """As ``assign``, where each row of tiles has costs of its own, ``[rows, blocks]``."""
+    rows, blocks = costs.shape
+    flat = costs.reshape(-1)
+    numbers = np.arange(rows * blocks)
+    # the longest of a few rows first
+    order = np.lexsort((-flat, numbers // (group * blocks)))
+    return _played(numbers[order], flat, programs)
 
 
 def assign(rows: int, costs: np.ndarray, group: int, programs: int) -> np.ndarray:

@@ -309,10 +309,17 @@ class Forward(Form):
             scratch["done"] = free_everywhere(1)
         return scratch
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array):
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *operands: jax.Array,
+        order: jax.Array | None = None,
+    ):
         """(o [b, q, h, dv], lse float32 [b, h, q], base likewise: lse as ``units`` counts).
 
-        base is +inf in rows that see nothing.
+        base is +inf in rows that see nothing. ``order``: what ``known_order`` made.
         """
         t, p = self.tiles, self.problem
         names = ("q", "k", "v", "order", *self.operands)
@@ -328,7 +335,7 @@ class Forward(Form):
             ),
             **dict.fromkeys(("lse", "base"), jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32)),
         }
-        order = self.order(given)
+        order = self.order(given if order is None else {"order": order})
         o, lse, base = self.launch(names, outputs)(*map(whole, (q, k, v)), order, *operands, *ids)
         return o[:, : p.q_len], lse[:, :, : p.q_len], base[:, :, : p.q_len]
 

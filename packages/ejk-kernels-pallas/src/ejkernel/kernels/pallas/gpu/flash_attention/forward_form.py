@@ -28,6 +28,21 @@ def _read_ahead(order: np.ndarray) -> np.ndarray:
     return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
 
 
+def sorted_rows(rows: int, blocks: int) -> int:
+    """Rows of (batch, head) whose tiles are ordered together."""
+    return max(d for d in range(1, max(SORTED // blocks, 1) + 1) if rows % d == 0)
+
+
+def known_order(lengths: np.ndarray, problem: Problem, programs: int) -> np.ndarray:
+    """``Form.order`` of tiles whose lengths ``[#b, #h, blocks]`` are known, with an axis before."""
+    blocks = lengths.shape[2]
+    whole = np.broadcast_to(lengths, (problem.batch, problem.heads, blocks)).reshape(-1, blocks)
+    rows = len(whole)
+    grid = min(programs, rows * blocks)
+    group = sorted_rows(rows, blocks)
+    return _read_ahead(schedule.assign_lengths(whole, group, grid))[None]
+
+
 @dataclass(frozen=True)
 class Form:
     """One compiled form of the kernel.
@@ -134,6 +149,8 @@ class Form:
         """
         p, t, n = self.problem, self.tiles, self.strips
         rows = p.batch * p.heads
+        if "order" in given:
+            return given["order"][0]
         if "lists" in given:
             return self._order_by_length(given["lists"][..., 1], rows, n)
         if "ranges" in given:
@@ -145,7 +162,7 @@ class Form:
 
     def _order_by_length(self, lengths: jax.Array, rows: int, n: int) -> jax.Array:
         """Places are dealt ahead of time, and the longest tile of a few heads takes the first."""
-        group = max(d for d in range(1, max(SORTED // n, 1) + 1) if rows % d == 0)
+        group = sorted_rows(rows, n)
         places = group * n
         order = _read_ahead(schedule.assign_places(rows // group, places, self.grid))
         lengths = jnp.broadcast_to(lengths, (self.problem.batch, self.problem.heads, n))

@@ -16,6 +16,7 @@ from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.operands import (
     backward_masks,
     backward_walks,
@@ -104,8 +105,12 @@ class FlashAttention(PallasKernel):
         if not isinstance(pattern, np.ndarray):
             return arrays
         p, t = work.problem, work.tiles
+        forward = forward_masks(mask, pattern, p, t.fwd)
+        lists = forward["lists"]
+        if isinstance(lists, np.ndarray):
+            forward["order"] = known_order(lists[..., 1], p, work.target.cores)
         return arrays | {
-            "forward_lists": forward_masks(mask, pattern, p, t.fwd),
+            "forward_lists": forward,
             "backward_lists": backward_masks(mask, pattern, p, t.bwd),
         }
 
@@ -119,9 +124,13 @@ class FlashAttention(PallasKernel):
             tensors["sink"] = arrays["sink"]
 
         def run(problem: Problem, tensors: Arrays) -> Any:
+            tensors = dict(tensors)
+            order = tensors.pop("order", None)
             names = tuple(name for name in tensors if name not in ("q", "k", "v"))
             kernel = Forward(problem, p.rules, t, names, shared(tensors), cores)
-            return kernel(*tensors.values())
+            if order is None or problem.batch != p.batch:
+                return kernel(*tensors.values())
+            return kernel(*tensors.values(), order=order)
 
         o, lse, base = self.alike(folding(p, run, tensors), arrays)
         return (o, lse), base

@@ -42,7 +42,7 @@ def refuse(problem: Problem) -> str | None:
 
 def forward_lists(
     problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Operands of a walk over key blocks.
 
     lists int32 ``[#b, #h, query blocks, COUNTS + key blocks]``: blocks that need no element mask,
@@ -63,13 +63,13 @@ def forward_lists(
     operands = {"lists": _put(start, place, number)}
     if not _inside(problem, tile):
         bits = _bits(problem, pattern, tile[1], by_key=False)
-        operands["bits"] = jnp.pad(bits, [(0, 0), (0, 0), (0, 0), (0, 1)])
+        operands["bits"] = namespace(bits).pad(bits, [(0, 0), (0, 0), (0, 0), (0, 1)])
     return operands
 
 
 def backward_lists(
     problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Operands of a walk over query blocks.
 
     lists int32 ``[#b, #h, key blocks, 1 + query blocks]``: how many visits, then the visits in
@@ -103,13 +103,13 @@ def _before(x: Any) -> Any:
     return counts.astype(np.int32)
 
 
-def _put(start: Any, place: Any, values: Any) -> jax.Array:
+def _put(start: Any, place: Any, values: Any) -> Any:
     """``start`` with values at their places along the last axis, but for those past its end."""
     n = start.shape[-1]
     if not isinstance(place, jax.Array):
         out = np.pad(start, [(0, 0)] * (start.ndim - 1) + [(0, 1)])
         np.put_along_axis(out, place, values, axis=-1)
-        return jnp.asarray(out[..., :n])
+        return out[..., :n]
     rows = [x.reshape(-1, x.shape[-1]) for x in (start, place, values)]
     put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
     return put(*rows).reshape(start.shape)
@@ -129,21 +129,21 @@ def _inside(problem: Problem, tile: tuple[int, int]) -> bool:
     return inside_blocks(problem.pattern_blocks, problem.q_len, problem.kv_len, *tile)
 
 
-def _bits(problem: Problem, pattern: Any, columns: int, *, by_key: bool) -> jax.Array:
+def _bits(problem: Problem, pattern: Any, columns: int, *, by_key: bool) -> Any:
     """What 64 rows have of the pattern in a tile of up to 128 columns, int32 ``[.., rows, tiles]``.
 
     A byte for 16 rows, a bit of it for 16 columns. Rows are queries; ``by_key``: keys.
     """
     assert problem.pattern_blocks is not None
-    x = jnp.asarray(pattern)
+    xp, x = namespace(pattern), pattern
     axes = zip((2, 3), problem.pattern_blocks, (problem.q_len, problem.kv_len), strict=True)
     for axis, block, length in axes:
-        x = jnp.take(x, (np.arange(0, length, GROUP) // block).astype(np.int32), axis)
+        x = xp.take(x, (np.arange(0, length, GROUP) // block).astype(np.int32), axis)
     if by_key:
-        x = jnp.swapaxes(x, 2, 3)
+        x = xp.swapaxes(x, 2, 3)
     wide = columns // GROUP
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 4), (0, -x.shape[3] % wide)])
+    x = xp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 4), (0, -x.shape[3] % wide)])
     x = x.reshape(*x.shape[:2], x.shape[2] // 4, 4, cdiv(x.shape[3], wide), wide)
     place = 8 * np.arange(4)[:, None, None] + np.arange(wide)
-    word = jnp.sum(x.astype(np.uint32) << place.astype(np.uint32), axis=(3, 5), dtype=np.uint32)
-    return lax.bitcast_convert_type(word, np.int32)
+    word = (x.astype(np.uint32) << place.astype(np.uint32)).sum((3, 5), dtype=np.uint32)
+    return lax.bitcast_convert_type(word, np.int32) if xp is jnp else word.view(np.int32)
