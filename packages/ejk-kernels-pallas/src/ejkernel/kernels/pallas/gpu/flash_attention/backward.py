@@ -189,7 +189,7 @@ def backward(
         start = jnp.where(large[..., None], 0.0, start)
     operands = [*arrays, start, _padded(-delta, rows, 0.0), *late, *map(jnp.asarray, tables)]
     if ids:
-        operands += [_padded(q_ids, rows, -1), _padded(kv_ids, keys, -2)]
+        operands += [_padded(ids[0], rows, -1), _padded(ids[1], keys, -2)]
     if listed:
         dk, dv = (x[:, : problem.kv_len].astype(k.dtype) for x in build(plan)(*operands))
         return _dq(problem, band, of_queries, ids, arrays, base, delta), dk, dv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def shared(tensors: dict[str, jax.Array]) -> frozenset[str]:
 
 def forward_masks(
     mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: ForwardTiles
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """What the forward kernel reads of a mask with arrays or a pattern.
 
     Ranges or lists of blocks to visit, and segment ids padded to whole blocks, those of keys to
@@ -99,7 +100,7 @@ def backward_walks(tiles: BackwardTiles) -> tuple[tuple[int, int], tuple[int, in
 
 def backward_masks(
     mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """What the backward kernels read of a mask with arrays or a pattern: as forward, not padded.
 
     A pattern has two walks: ``by_key_``, of dk and dv, and ``by_query_``, of dq.
