@@ -164,7 +164,7 @@ def test_long_rows_come_first(heads: int, by_key: bool) -> None:
         1, 16 * n, 16 * n, h, hk, 16, 16, "float32", 1.0,
         pattern_blocks=(16, 16), rules=split_mask(mask)[0],
     )  # fmt: skip
-    found, _ = walk_operands(p, mask, jnp.asarray(chosen), None, Tiles(16, 16), by_key=by_key)
+    found = walk_operands(p, mask, jnp.asarray(chosen), Tiles(16, 16), by_key=by_key)
     work = np.broadcast_to(found["listed"][0, ..., 1], (heads if heads > 1 else h, n))
     if by_key:
         work = work.reshape(hk, -1, n).sum(1) if heads > 1 else work[:hk]
