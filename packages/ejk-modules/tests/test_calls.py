@@ -32,7 +32,11 @@ def test_a_public_function_hands_on_every_argument(name, monkeypatch):
     operation = operation_class(name)
     module = inspect.getmodule(operation.function)
     handed = {}
-    monkeypatch.setattr(module, "call", lambda op, **arguments: handed.update({op: arguments}))
+
+    def executor(kernel, **arguments):
+        handed[type(kernel)] = arguments
+
+    monkeypatch.setattr(module, "get_default_executor", lambda: executor)
     given = {p: object() for p in inspect.signature(operation.function).parameters}
     operation.function(**given)
     assert handed == {operation: given}
