@@ -34,6 +34,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "16 heads": (Shape(h=16), {}),
     "page 16, rows": (Shape(ps=16, rows=2, h=64), dict(sliding_window=1000, logits_soft_cap=20.0)),
     "page 3, 40 heads": (Shape(UNEVEN[4:], ps=3, h=40), dict(softmax_scale=-0.05)),
+    "float16, rows": (Shape(ps=16, rows=3, q=HALF, kv=HALF), dict(softmax_scale=-0.05)),
     "long single": (Shape((100001,)), {}),
     "no context": (Shape((0, 0, 0), h=16), {}),
     "many": (Shape(tuple(i % 97 for i in range(1500)), h=8, latent=64, rope=16, ps=16), {}),

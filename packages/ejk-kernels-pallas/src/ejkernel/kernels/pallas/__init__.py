@@ -74,6 +74,13 @@ PACKAGE = KernelPackage(
             )
             for name in ("ragged_page_attention", "ragged_page_attention_v3")
         ),
+        Entry(
+            "mla_decode",
+            "gpu.mla_decode.implementation:mla_decode",
+            priority=110,
+            hooks=HOOKS,
+            config_fields=(),
+        ),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ class Tiles:
         most: query rows of one product, at most.
         maps: whether steps are read by TMA; only where keys hold their values.
         apart: whether scores are cut along keys where the compiler would cut them along rows.
+        whole: what does a step in place of the launches: ``whole(problem, q, k, lens, tables)``,
+            a hashable callable of another backend that returns what they return.
     """
 
     block: int = 64
@@ -37,6 +40,7 @@ class Tiles:
     most: int = MAX_ROWS
     apart: bool = False
     maps: bool = False
+    whole: Callable[..., Any] | None = None
 
     @property
     def fields(self) -> dict[str, int]:

@@ -7,21 +7,15 @@ output they complete. Which sequence is long is decided on the device, call by c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
 
-from ejkernel.kernels.pallas.gpu.common.chip import current_chip
+from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
-from ejkernel.kernels.pallas.kernel import PallasKernel
-from ejkernel.ops import kernel_registry
-from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
 from ejkernel.types import calls
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
@@ -76,43 +70,10 @@ class LongRows:
         return kernel.attend(q, cache, tables, tiles, until)
 
 
-class Ragged(PallasKernel):
+class Ragged(BesideTriton):
     """What both ragged operations have in common."""
 
-    chip = staticmethod(current_chip)
-
-    @cached_property
-    def rest(self) -> Any:
-        """The kernel that does the rest of a call.
-
-        Raises:
-            KernelNotFound, KernelNotSupported: it is not installed, or cannot run here.
-        """
-        return kernel_registry.get(self.call.name, "triton")
-
-    def missing(self) -> str | None:
-        reason = super().missing()
-        if reason is None:
-            try:
-                reason = self.rest.missing()
-            except (KernelNotFound, KernelNotSupported) as error:
-                reason = f"decoded and short sequences are Triton's: {error}"
-        return reason
-
-    def target(self) -> Any:
-        return self.rest.target()
-
-    def problem(self, a: Mapping[str, Any]) -> Any:
-        for name in ("softmax_aux", "k_scale", "v_scale", "q_scale"):
-            if a.get(name) is not None:
-                raise self.call.Unsupported(f"{name}: not supported")
-        return self.rest.problem(a)
-
-    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        return self.rest.operands(a, problem)
-
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        return self.rest.without_work(a, problem)
+    unsupported = ("softmax_aux", "k_scale", "v_scale", "q_scale")
 
     def refuse(self, problem: Any, target: Any) -> str | None:
         p, reason = problem.paged, self.rest.refuse(problem, target)
@@ -143,31 +104,12 @@ class Ragged(PallasKernel):
         long = self.long(problem, target)
         return replace(self.rest.choose(problem, target), long=long)
 
-    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
-        return self.rest.near(problem, target, chosen)
-
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        return self.rest.honour(chosen, cfg, problem, target)
-
     def heuristic(self, inv: Any) -> dict[str, Any]:
         problem = self.facts(inv)[0]
         return self.choose(problem, self.target()).fields(problem)
 
     def candidates(self, inv: Any) -> list[dict[str, Any]]:
         return [self.heuristic(inv)]
-
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        return self.rest.forward(work, arrays)
-
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
-        return self.rest.backward(work, arrays, outputs, saved, cotangents)
 
 
 class RaggedPageAttention(Ragged):

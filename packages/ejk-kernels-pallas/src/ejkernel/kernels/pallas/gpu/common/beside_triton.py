@@ -1,0 +1,80 @@
+"""Kernels of Hopper that do the large part of a call, beside the kernels for every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from ejkernel.kernels.pallas.gpu.common.chip import current_chip
+from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops import kernel_registry
+from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.errors import KernelNotFound, KernelNotSupported
+
+
+class BesideTriton(PallasKernel):
+    """A kernel that leaves everything but its own part to the one of ``ejkernel.kernels.triton``.
+
+    That one is found through the registry, since this package does not depend on it. It says what
+    a call is and does it; its tiles, as ``choose`` returns them here, name what takes part of it
+    over.
+
+    Attributes:
+        unsupported: arguments whose being given refuses a call.
+    """
+
+    chip = staticmethod(current_chip)
+    unsupported: ClassVar[tuple[str, ...]] = ()
+
+    @cached_property
+    def rest(self) -> Any:
+        """The kernel that does the rest of a call.
+
+        Raises:
+            KernelNotFound, KernelNotSupported: it is not installed, or cannot run here.
+        """
+        return kernel_registry.get(self.call.name, "triton")
+
+    def missing(self) -> str | None:
+        reason = super().missing()
+        if reason is None:
+            try:
+                reason = self.rest.missing()
+            except (KernelNotFound, KernelNotSupported) as error:
+                reason = f"part of the work is done by the Triton kernels: {error}"
+        return reason
+
+    def target(self) -> Any:
+        return self.rest.target()
+
+    def problem(self, a: Mapping[str, Any]) -> Any:
+        for name in self.unsupported:
+            if a.get(name) is not None:
+                raise self.call.Unsupported(f"{name}: not supported")
+        return self.rest.problem(a)
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        return self.rest.operands(a, problem)
+
+    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        return self.rest.without_work(a, problem)
+
+    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        return self.rest.near(problem, target, chosen)
+
+    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        return self.rest.honour(chosen, cfg, problem, target)
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        return self.rest.forward(work, arrays)
+
+    def backward(
+        self,
+        work: Work,
+        arrays: Arrays,
+        outputs: tuple[Any, ...],
+        saved: Any,
+        cotangents: tuple[Any, ...],
+    ) -> Mapping[str, Any]:
+        return self.rest.backward(work, arrays, outputs, saved, cotangents)
