@@ -6,7 +6,7 @@ is, maps it and differentiates it; its two launches are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,7 +98,7 @@ class MLADecode(BesideTriton):
     def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return chosen
 
-    def fields(self, chosen: Any) -> Mapping[str, Any]:
+    def fields(self, chosen: Any) -> dict[str, Any]:
         return {}
 
 
