@@ -152,11 +152,11 @@ class Softmax(NamedTuple):
     FIXED: ``peak`` takes the place of running maxima.
     """
 
+    peak: float | None
     power: float | None
     large: float | None
     unit: float
     shift: float
-    peak: float | None
     FIXED: bool
     MULTIPLY_ADD: bool
 
