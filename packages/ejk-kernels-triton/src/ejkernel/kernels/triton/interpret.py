@@ -118,6 +118,25 @@ class _Tensor:
         return self
 
 
+class _Group:
+    """A group of arguments, which the interpreter hands on as it is.
+
+    Of a tuple it would make every number a tensor, and constants are none.
+    """
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._values, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 def _in_bounds(pointers: Any, mask: Any, what: str) -> None:
     from triton.runtime import interpreter
 
@@ -269,8 +288,8 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
         IndexError: the kernel reads or writes outside the arrays.
     """
     import triton.experimental.gluon  # noqa: F401  (must not be imported under the twins)
-    import triton.language as tl
     from triton.runtime.errors import InterpreterError
+    from triton.runtime.interpreter import _implicit_cvt
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     input_order(launch, len(outputs))  # what a GPU would refuse is refused here
@@ -278,23 +297,25 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
     for operand, result in launch.aliases.items():  # one memory
         inputs = [outputs[result] if i == operand else x for i, x in enumerate(inputs)]
 
-    def argument(value: Any, path: tuple[int, ...], constant: bool) -> Any:
-        if constant and value is not None:
-            return tl.constexpr(value)
+    def leaf(value: Any, path: tuple[int, ...], constant: bool) -> Any:
         if isinstance(value, (In, Out)):
             array = (inputs if isinstance(value, In) else outputs)[value.index]
-            return _Tensor(array.view(value.view) if value.view else array)
-        if isinstance(value, TensorMap):
+            value = _Tensor(array.view(value.view) if value.view else array)
+        elif isinstance(value, TensorMap):
             array = (outputs if value.result else inputs)[value.index]
             view = array if value.steps else array.reshape(value.shape)
             shape, strides, block = map(list, (value.shape, value.strides, value.block))
-            return TensorDescriptor(_Tensor(view), shape, strides, block)
-        return value
+            value = TensorDescriptor(_Tensor(view), shape, strides, block)
+        return _implicit_cvt(value) if path and not constant else value
+
+    def argument(value: Any) -> Any:
+        made = rebuilt(value, leaf)
+        return _Group(made) if isinstance(made, tuple) else made
 
     with TRITON_LOCK, _interpreted_library():
         _prepare()
         _ranges[:] = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in (*inputs, *outputs)]
-        arguments = {name: rebuilt(value, argument) for name, value in launch.arguments.items()}
+        arguments = {name: argument(value) for name, value in launch.arguments.items()}
         constants = {**launch.constants, **launch.interpreted}
         grid = (*launch.grid, 1, 1)[:3]
         try:

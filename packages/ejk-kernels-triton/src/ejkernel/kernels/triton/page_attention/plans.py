@@ -5,7 +5,7 @@ Scales and sinks have a leading axis of 1 (shared by all rows) or of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, power_of_two, runs_map
+from ejkernel.kernels.triton.page_attention.groups import (
+    Cache,
+    Dims,
+    Dots,
+    Heads,
+    Logits,
+    Scale,
+    Sequences,
+    Sinks,
+    Sizes,
+)
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target
@@ -83,6 +94,11 @@ def cache_constants(problem: Problem, target: Target) -> dict[str, Any]:
         "POSITIVE": p.scale > 0,
         "PRECISION": precision(p, target),
     }
+
+
+def filled(group: Any, known: Mapping[str, Any], *first: Any) -> Any:
+    """A group of ``first`` and, for its other fields, what is ``known`` by their names."""
+    return group(*first, **{name: known[name] for name in group._fields[len(first) :]})
 
 
 def precision(problem: Problem, target: Target) -> str:
@@ -160,15 +176,17 @@ class SplitPlan(PagedPlan):
             return (*partial, _struct((p.batch + 1,), "int32"))
         return partial
 
-    def keys(self, view: str | None) -> dict[str, Any]:
-        """The keys as the kernel reads them: a pointer, or descriptors of both parts of a row."""
+    def cache(self) -> tuple[In | TensorMap | None, TensorMap | None, In | None]:
+        """Keys by pointer, or by descriptors of both parts of a row, and values."""
         p, t = self.problem, self.tiles
-        if not t.maps:
-            return {"k": self.operand("k", view), "k_rest": None}
-        index = [name for name, _ in self.shapes].index("k")
-        (_, rest), _ = p.parts
-        others = TensorMap(index, (p.pages * p.page_size, p.dim), (t.block, rest))
-        return {"k": runs_map(index, p.dim, (t.block, p.value_dim)), "k_rest": others}
+        k_view, v_view = ("int16" if BYTES[cache] == 1 else None for cache in (p.key, p.value))
+        k, rest = self.operand("k", k_view), None
+        if t.maps:
+            index, (_, columns) = [name for name, _ in self.shapes].index("k"), p.parts[0]
+            rest = TensorMap(index, (p.pages * p.page_size, p.dim), (t.block, columns))
+            k = runs_map(index, p.dim, (t.block, p.value_dim))
+        v = self.operand("v" if p.form is None else "k", v_view)
+        return k, rest, v
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
@@ -176,45 +194,35 @@ class SplitPlan(PagedPlan):
         p, t = self.problem, self.tiles
         direct, balanced = self.direct, t.splits is None
         rows, chunks = query_rows(p, t.most)
-        k_view, v_view = ("int16" if BYTES[cache] == 1 else None for cache in (p.key, p.value))
+        names = ("lens", "tables", "begins", "rows", "counts")
         sinks, sinks_padded = sink_arguments(self.shapes)
+        known = cache_constants(p, target) | {
+            "RAW": p.shared and p.key == p.query,
+            "APART": t.apart,
+        }
         arguments = {
             "q": self.operand("q"),
-            **self.keys(k_view),
-            "v": self.operand("v" if p.form is None else "k", v_view),
-            "lens": self.operand("lens"),
-            "tables": self.operand("tables"),
-            "begins": self.operand("begins"),
-            "rows": self.operand("rows"),
-            "counts": self.operand("counts"),
-            **scale_arguments(self.shapes, "k_scale"),
-            **scale_arguments(self.shapes, "v_scale"),
-            **sinks,
+            "cache": filled(Cache, known, *self.cache()),
+            "sequences": Sequences(*(self.operand(name) for name in names)),
+            "k_scale": Scale(*scale_arguments(self.shapes, "k_scale").values()),
+            "v_scale": Scale(*scale_arguments(self.shapes, "v_scale").values()),
+            "sinks": Sinks(*sinks.values(), sinks_padded),
             "acc_out": None if direct else Out(0),
             "m_out": None if direct else Out(1),
             "l_out": None if direct else Out(2),
             "starts": Out(3) if balanced else None,
             "o": Out(0) if direct else None,
-            "batch": p.batch,
-            "shares": self.shares,
-            "max_pages": p.max_pages,
-            "pages": p.pages,
-            "left": p.left or 0,
-            **p.logits,
+            "sizes": filled(Sizes, known, p.batch, self.shares, p.max_pages, p.pages, p.left or 0),
+            "logits": filled(Logits, known, *p.logits.values()),
+            "layout": Heads(p.heads, p.kv_heads, chunks, rows, p.tokens),
+            "dims": filled(Dims, known),
+            "dots": filled(Dots, known),
         }
         constants = {
-            **cache_constants(p, target),
-            "HEADS": p.heads,
-            "KV_HEADS": p.kv_heads,
-            "CHUNKS": chunks,
-            "BLOCK_H": rows,
-            "TOKENS": p.tokens,
             "BLOCK": t.block,
             "LANES": min(MAX_LANES, power_of_two(p.batch)),
             "SPLITS": t.splits or 0,
-            "SINKS": sinks_padded,
-            "RAW": p.shared and p.key == p.query,
-            "APART": t.apart,
+            "PTX": known["PTX"],
         }
         grid = (self.shares * p.kv_heads * chunks,)
         # left alone the assembler spills to fit more programs than are meant to run together

@@ -55,17 +55,14 @@ def _number(values, b, mask):
 
 
 @triton.jit
-def _extent(
-    lens, begins, b, mask, capacity, left,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+def _extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
     """(length, first visible key, first tile, number of tiles) of sequences ``b``."""
-    length = tl.minimum(tl.maximum(_number(lens, b, mask), 0), capacity)
+    length = tl.minimum(tl.maximum(_number(sequences.lens, b, mask), 0), capacity)
     begin = length * 0
-    if begins is not None:
-        begin = tl.minimum(tl.maximum(_number(begins, b, mask), 0), length)
-    if WINDOW:
-        begin = tl.maximum(length - TOKENS - left, begin)  # what the first row sees
+    if sequences.begins is not None:
+        begin = tl.minimum(tl.maximum(_number(sequences.begins, b, mask), 0), length)
+    if sizes.WINDOW:
+        begin = tl.maximum(length - TOKENS - sizes.left, begin)  # what the first row sees
     first = begin // BLOCK
     return length, begin, first, tl.cdiv(length, BLOCK) - first
 
@@ -73,76 +70,34 @@ def _extent(
 @triton.jit
 def paged_split(
     q,
-    k,
-    k_rest,
-    v,
-    lens,
-    tables,
-    begins,
-    rows,
-    counts,
+    cache,
+    sequences,
     k_scale,
     v_scale,
-    sink,
+    sinks,
     acc_out,
     m_out,
     l_out,
     starts,
     o,
-    batch,
-    shares,
-    max_pages,
-    pages,
-    left,
-    scale,
-    cap_in,
-    cap_out,
-    k_scale_row,
-    k_scale_head,
-    v_scale_row,
-    v_scale_head,
-    sink_row,
-    sinks,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_MAIN: tl.constexpr,
-    D_REST: tl.constexpr,
-    DV_MAIN: tl.constexpr,
-    DV_REST: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    V_STEP: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
+    sizes,
+    logits,
+    layout,
+    dims,
+    dots,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    QK: tl.constexpr,
-    PV: tl.constexpr,
-    K_KIND: tl.constexpr,
-    V_KIND: tl.constexpr,
     PTX: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    POSITIVE: tl.constexpr,
-    RAW: tl.constexpr,
-    APART: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = layout.ALL // layout.KV
+    TOKENS: tl.constexpr = layout.TOKENS
+    batch, left = sizes.batch, sizes.left
     pid = tl.program_id(0)
-    chunk = pid % CHUNKS
-    hk = (pid // CHUNKS) % KV_HEADS
-    share = pid // (CHUNKS * KV_HEADS)
-    capacity = max_pages * PAGE
+    chunk = pid % layout.CHUNKS
+    hk = (pid // layout.CHUNKS) % layout.KV
+    share = pid // (layout.CHUNKS * layout.KV)
+    capacity = sizes.max_pages * cache.PAGE
 
     # which tiles: t .. end, numbered from the first tile of sequence b, which is ``before``
     b = 0
@@ -150,7 +105,7 @@ def paged_split(
     if SPLITS > 0:
         b = share // SPLITS
         part = share % SPLITS
-        _, _, _, tiles = _extent(lens, begins, b, None, capacity, left, WINDOW, BLOCK, TOKENS)
+        _, _, _, tiles = _extent(sequences, b, None, capacity, sizes, BLOCK, TOKENS)
         t = (tiles.to(tl.int64) * part // SPLITS).to(tl.int32)
         end = (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32)
         more = True
@@ -158,31 +113,27 @@ def paged_split(
         total = 0
         for base in range(0, batch, LANES):
             i = base + tl.arange(0, LANES)
-            _, _, _, count = _extent(
-                lens, begins, i, i < batch, capacity, left, WINDOW, BLOCK, TOKENS
-            )
+            _, _, _, count = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
             if pid == 0:
                 tl.store(starts + i, total + tl.cumsum(count, 0) - count, mask=i < batch)
             total += tl.sum(count, 0)
         if pid == 0:
             tl.store(starts + batch, total)
-        each = total // shares
-        extra = total % shares
+        each = total // sizes.shares
+        extra = total % sizes.shares
         t = share * each + tl.minimum(share, extra)
         end = t + each + (share < extra).to(tl.int32)
         passed = 0
         for base in range(0, batch, LANES):
             i = base + tl.arange(0, LANES)
-            _, _, _, count = _extent(
-                lens, begins, i, i < batch, capacity, left, WINDOW, BLOCK, TOKENS
-            )
+            _, _, _, count = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
             done = (passed + tl.cumsum(count, 0) <= t) & (i < batch)
             b += tl.sum(done.to(tl.int32), 0)
             before += tl.sum(tl.where(done, count, 0), 0)
             passed += tl.sum(count, 0)
         more = t < end
 
-    member = chunk * BLOCK_H + tl.arange(0, BLOCK_H)
+    member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
     token = member // GROUP
     if TOKENS == 1:
         inside = member < GROUP
@@ -190,88 +141,93 @@ def paged_split(
         row_of = heads
     else:
         heads = hk * GROUP + member % GROUP
-        row_of = token * HEADS + heads
+        row_of = token * layout.ALL + heads
+    v = cache.v
     if v is not None:
-        v = v + V_FIRST
+        v = v + cache.V_FIRST
 
     while more:
         length, begin, first_tile, tiles = _extent(
-            lens, begins, b, None, capacity, left, WINDOW, BLOCK, TOKENS
+            sequences, b, None, capacity, sizes, BLOCK, TOKENS
         )
         stop = tl.minimum(end, before + tiles)
-        row = b.to(tl.int64) * (TOKENS * HEADS)
-        if rows is not None:
-            row = tl.load(rows + b).to(tl.int64) * HEADS
+        row = b.to(tl.int64) * (TOKENS * layout.ALL)
+        if sequences.rows is not None:
+            row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
         position = None
         if TOKENS > 1:
             count = TOKENS
-            if counts is not None:
-                count = tl.load(counts + b)
+            if sequences.counts is not None:
+                count = tl.load(sequences.counts + b)
             inside = token < count
             position = length - count + token
-        factor = scale
-        if k_scale is not None:
-            factor *= tl.load(k_scale + b * k_scale_row + hk * k_scale_head).to(tl.float32)
+        factor = logits.scale
+        if k_scale.array is not None:
+            at = k_scale.array + b * k_scale.row + hk * k_scale.head
+            factor *= tl.load(at).to(tl.float32)
         sign = None
-        if RAW:
+        if dots.RAW:
             q_main, q_main_odd, q_more, q_more_odd, slopes, inner, sign = opened_as_loaded(
-                q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, CAPPED
-            )
-            if POSITIVE and k_scale is None:
+                q, row + row_of, inside, factor, logits.cap_in, logits.cap_out, dims.D, dims.D_MAIN,
+                dims.D_REST, logits.CAPPED,
+            )  # fmt: skip
+            if logits.POSITIVE and k_scale.array is None:
                 sign = None
         else:
             q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
-                q, row + row_of, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
-                NORMALISE, CAPPED, POSITIVE and k_scale is None,
+                q, row + row_of, inside, factor, logits.cap_in, logits.cap_out, dims.D, dims.D_MAIN,
+                dims.D_REST, dots.QK, cache.K_KIND, dots.NORMALISE, logits.CAPPED,
+                logits.POSITIVE and k_scale.array is None,
             )  # fmt: skip
         m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
-            BLOCK_H, DV_MAIN, DV_REST, V_KIND
+            layout.BLOCK, dims.DV_MAIN, dims.DV_REST, cache.V_KIND
         )
-        table = tables + b.to(tl.int64) * max_pages
+        table = sequences.tables + b.to(tl.int64) * sizes.max_pages
 
         tile0 = first_tile + t - before
         # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline
-        page = block_pages(table, tile0 * BLOCK, length, PAGE, BLOCK)
+        page = block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
         apart = None
-        if APART:
+        if dots.APART:
             apart = length > 0
         for tile in tl.range(tile0, first_tile + stop - before):
             j = tile * BLOCK + tl.arange(0, BLOCK)
-            places = token_places(page, tile * BLOCK, pages, PAGE, BLOCK)
+            places = token_places(page, tile * BLOCK, sizes.pages, cache.PAGE, BLOCK)
             here = page
-            page = block_pages(table, (tile + 1) * BLOCK, length, PAGE, BLOCK)
+            page = block_pages(table, (tile + 1) * BLOCK, length, cache.PAGE, BLOCK)
             loaded = j < length
-            if WINDOW or begins is not None:
+            if sizes.WINDOW or sequences.begins is not None:
                 loaded = loaded & (j >= begin)
             run = None
-            if k_rest is not None:
-                run = run_between(here, tile * BLOCK, length - 1, pages, PAGE, BLOCK)
+            if cache.k_rest is not None:
+                run = run_between(here, tile * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK)
             m, l, _e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                 q_main, q_main_odd, q_more, q_more_odd,
                 m, l, None, acc, acc_odd, acc_more, acc_more_odd,
-                slopes, inner, None, None, k, v, places, loaded, run, j, position,
-                left if WINDOW and TOKENS > 1 else None, None, hk,
-                K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-                CAPPED, False, QK, PV, K_KIND, V_KIND, PTX, PRECISION, sign, apart, k_rest,
+                slopes, inner, None, None, cache.k, v, places, loaded, run, j, position,
+                left if sizes.WINDOW and TOKENS > 1 else None, None, hk,
+                cache.K_HEADS, cache.K_STEP, cache.V_HEADS, cache.V_STEP, dims.D, dims.D_MAIN,
+                dims.D_REST, dims.DV, dims.DV_MAIN, dims.DV_REST, logits.CAPPED, False, dots.QK,
+                dots.PV, cache.K_KIND, cache.V_KIND, PTX, dots.PRECISION, sign, apart, cache.k_rest,
             )  # fmt: skip
 
         m = m * slopes
-        acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST, V_KIND)
+        acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, dims.DV_REST, cache.V_KIND)
         if o is not None:
             factor = finish(
-                m, l, sink, b * sink_row, heads, inside, sinks, v_scale,
-                b * v_scale_row + hk * v_scale_head, SINKS,
+                m, l, sinks.array, b * sinks.row, heads, inside, sinks.count, v_scale.array,
+                b * v_scale.row + hk * v_scale.head, sinks.PADDED,
             )  # fmt: skip
             acc = acc * factor[:, None]
-            if DV_REST > 0:
+            if dims.DV_REST > 0:
                 acc_more = acc_more * factor[:, None]
-            store_rows(o, row + row_of, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
+            store_rows(o, row + row_of, acc, acc_more, inside, dims.DV, dims.DV_MAIN, dims.DV_REST)
         else:
             slot = share + b if SPLITS == 0 else share
-            kept = slot.to(tl.int64) * (TOKENS * HEADS) + row_of
+            kept = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
             tl.store(m_out + kept, m, mask=inside)
             tl.store(l_out + kept, l, mask=inside)
-            store_rows(acc_out, kept, acc, acc_more, inside, DV, DV_MAIN, DV_REST)
+            store_rows(acc_out, kept, acc, acc_more, inside, dims.DV, dims.DV_MAIN, dims.DV_REST)
 
         if SPLITS == 0:
             t = stop

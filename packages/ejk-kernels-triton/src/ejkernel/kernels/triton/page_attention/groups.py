@@ -1,0 +1,112 @@
+"""What kernels over a cache in pages take, in groups.
+
+Fields in capitals are constants of a compiled kernel, the others operands and numbers of a call.
+The order of fields is that of the launch, see ``flash_attention.groups``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Given = Any  # an operand or a result of a launch; in a kernel a pointer or a descriptor
+
+
+class Cache(NamedTuple):
+    """Keys and values in pages of PAGE tokens, a token's heads STEP elements from each other.
+
+    ``k_rest``: keys by descriptor, the columns behind those that are values too. ``v`` None: a key
+    holds its value. V_FIRST: where values begin, in elements as they are read. KIND: the dtype of
+    8-bit numbers, else "".
+    """
+
+    k: Given
+    k_rest: Given
+    v: Given
+    PAGE: int
+    K_HEADS: int
+    K_STEP: int
+    V_HEADS: int
+    V_STEP: int
+    V_FIRST: int
+    K_KIND: str
+    V_KIND: str
+
+
+class Sequences(NamedTuple):
+    """Of each sequence: length, pages, first visible key, first query row and how many rows."""
+
+    lens: Given
+    tables: Given
+    begins: Given
+    rows: Given
+    counts: Given
+
+
+class Scale(NamedTuple):
+    """A factor of a cache, if ``array`` is given; from sequence to sequence, head to head."""
+
+    array: Given
+    row: int
+    head: int
+
+
+class Sinks(NamedTuple):
+    """``count`` more logits for each head if ``array`` is given, PADDED as a power of two."""
+
+    array: Given
+    row: int
+    count: int
+    PADDED: int
+
+
+class Sizes(NamedTuple):
+    """Of a launch; ``left``: keys seen before a row, with WINDOW."""
+
+    batch: int
+    shares: int
+    max_pages: int
+    pages: int
+    left: int
+    WINDOW: bool
+
+
+class Logits(NamedTuple):
+    """From products to logits, see ``common.cached.opened``."""
+
+    scale: float
+    cap_in: float
+    cap_out: float
+    CAPPED: bool
+    POSITIVE: bool
+
+
+class Heads(NamedTuple):
+    """ALL query heads and KV heads; the rows of a kv head in CHUNKS of BLOCK; TOKENS a sequence."""
+
+    ALL: int
+    KV: int
+    CHUNKS: int
+    BLOCK: int
+    TOKENS: int
+
+
+class Dims(NamedTuple):
+    """Of keys (D) and of values (DV), as one or two powers of two."""
+
+    D: int
+    D_MAIN: int
+    D_REST: int
+    DV: int
+    DV_MAIN: int
+    DV_REST: int
+
+
+class Dots(NamedTuple):
+    """How products are made: dtypes, PRECISION of float32; see ``common.cached``."""
+
+    QK: Any
+    PV: Any
+    NORMALISE: bool
+    RAW: bool
+    APART: bool
+    PRECISION: str
