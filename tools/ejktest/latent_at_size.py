@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.attention_at_size import BF, F32, HALF, relative
-from ejktest.paged_at_size import E4, I8, UNEVEN, drawn_sinks, in_context, shuffled_tables
+from ejktest.paged_at_size import E4, E5, I8, UNEVEN, drawn_sinks, in_context, shuffled_tables
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,13 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "float32": (Shape(UNEVEN[4:], q=F32, kv=F32, h=16), {}),
     "int8, 16 heads": (Shape(kv=I8, h=16), dict(k_scale=0.025)),
     "e4m3": (Shape(kv=E4), dict(k_scale=0.5)),
+    "int8, page 16, rows": (Shape(kv=I8, ps=16, h=8, rows=2), dict(k_scale=0.025)),
+    "int8, 20 heads": (Shape(UNEVEN[4:], kv=I8, h=20), dict(k_scale=0.025, num_splits=3)),
+    "float16 and e5m2, page 16": (
+        Shape(UNEVEN[4:], q=HALF, kv=E5, ps=16, h=40),
+        dict(sliding_window=300),
+    ),
+    "int8, 128 heads": (Shape(kv=I8), dict(k_scale=-0.025, logits_soft_cap=20.0)),
 }
 # output rounding is 2e-3 in bfloat16; probabilities rounded to it add as much. One tf32 product
 BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-3}

@@ -7,7 +7,6 @@ what is compiled is what a GPU would be given.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
 from ejkernel.kernels.triton.resources import Resources, measure, plan_source
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target, rocm_target
 from ejkernel.types import MaskInfo
+from ejktest.triton_calls import plans
 
 TARGETS = {
     "sm_80": cuda_target(80, 108),
@@ -94,16 +94,6 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def _plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "ejkernel_triton":
-            yield eqn.params["plan"], [v.aval for v in eqn.invars]
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _plans(inner)
-
-
 def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any], Target]]:
     """Kernel name -> (plan, operand types, target) of a call and its gradients."""
     c, target = CALLS[call], TARGETS[target_name]
@@ -143,7 +133,7 @@ def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any], Tar
     with compile_for(target):
         program = jax.make_jaxpr(jax.grad(loss))(given, fixed)
     found = {}
-    for plan, avals in _plans(program.jaxpr):
+    for plan, avals in plans(program.jaxpr):
         if isinstance(plan, AttentionPlan):
             plan = dataclasses.replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target))
         name = type(plan).__name__.removesuffix("Plan").lower()

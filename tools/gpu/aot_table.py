@@ -1,6 +1,6 @@
 """Write what every shipped Triton launch uses of the chip: registers, spills, shared memory.
 
-python tools/gpu/aot_table.py                   # all: some ten minutes on two cores, no GPU
+python tools/gpu/aot_table.py                   # all: an hour on two cores, no GPU
 python tools/gpu/aot_table.py d128 "bias d256"  # only these calls; the others stay
 """
 
@@ -17,34 +17,50 @@ import checkout
 
 checkout.use()
 
+from ejktest import triton_calls, triton_configs  # noqa: E402
 from ejktest.ahead import in_parallel  # noqa: E402
-from ejktest.triton_configs import cases, resources  # noqa: E402
 
 TABLE = checkout.ROOT / "packages/ejk-kernels-triton/tests/aot_table.json"
+PARTS = {"rows": triton_configs, "others": triton_calls}  # flash attention's, and all others
 
 
-def measured(call: str, target: str) -> dict[str, dict[str, int]]:
-    return {kernel: r.row for kernel, r in resources(call, target).items()}
+def measured(part: str, call: str, target: str) -> dict[str, dict[str, int]]:
+    return {kernel: r.row for kernel, r in PARTS[part].resources(call, target).items()}
 
 
 def main() -> None:
-    wanted = [c for c in cases() if not sys.argv[1:] or c[0] in sys.argv[1:]]
-    old = json.loads(TABLE.read_text())["rows"] if TABLE.exists() and sys.argv[1:] else {}
-    rows = {f"{call} @ {target}": {} for call, target in cases()}
-    rows |= {name: row for name, row in old.items() if name in rows}
-    for (call, target), row in zip(
-        wanted, in_parallel((measured, *c) for c in wanted), strict=True
-    ):
-        rows[f"{call} @ {target}"] = row
+    asked = set(sys.argv[1:])
+    old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    table: dict[str, dict[str, dict]] = {}
+    for part, module in PARTS.items():
+        known = old.get(part, {})
+        table[part] = {
+            name: known.get(name, {})
+            for name in (f"{c} @ {target}" for c, target in module.cases())
+        }
+    wanted = [
+        (part, *case)
+        for part, module in PARTS.items()
+        for case in module.cases()
+        if not asked or case[0] in asked
+    ]
+    jobs = ((measured, *case) for case in wanted)
+    for (part, call, target), row in zip(wanted, in_parallel(jobs), strict=True):
+        name = f"{call} @ {target}"
+        table[part][name] = row
         for kernel, r in {"": row}.items() if isinstance(row, str) else row.items():
             mark = "" if not isinstance(r, str) and r["spills"] == 0 else "  <--"
-            print(f"{call} @ {target} {kernel}: {r}{mark}", flush=True)
-    failed = {name: row for name, row in rows.items() if isinstance(row, str) or not row}
+            print(f"{name} {kernel}: {r}{mark}", flush=True)
+    everything = {name: row for rows in table.values() for name, row in rows.items()}
+    failed = {name: row for name, row in everything.items() if isinstance(row, str) or not row}
     if failed:
         sys.exit(f"not written, {len(failed)} calls failed: {failed}")
-    lines = [f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
-    head = f'{{\n  "triton": "{version("triton")}",\n  "rows": {{\n'
-    TABLE.write_text(head + ",\n".join(lines) + "\n  }\n}\n")
+    parts = []
+    for part, rows in table.items():
+        lines = [f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+        parts.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
+    head = f'{{\n  "triton": "{version("triton")}",\n'
+    TABLE.write_text(head + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py
 
 The calls are cases of ``pytest -m gpu`` and small ones with every option, whose lengths cut tiles;
-those of some kinds alone are chosen by name: ``check_memory.py flash paged``.
+some alone are chosen by kind or by their whole name: ``check_memory.py flash "paged page 16"``.
 A checker knows only the allocations of CUDA, and JAX hands out parts of larger ones. So
 each launch is made by PyTorch's allocator without its cache: every operand and result is an
 allocation that ends with its last element. ``--control`` takes an element from the end of each
 operand: a checker that then reports nothing sees nothing. The option of the first line leaves out
-attributes that Triton's launcher asks for and CUDA refuses. Exits with 1 when a result is not a
+attributes that Triton's launcher asks for and CUDA refuses. What is not a launch of ours runs on
+JAX's CPU: XLA's compiler for GPUs does not survive a checker. Exits with 1 when a result is not a
 number.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ["JAX_PLATFORMS"] = "cuda,cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import checkout
@@ -142,7 +144,10 @@ CALLS = (
     *((paged, name) for name in (
         "page 16", "splits 5", "window cap sinks", "int8 page 1", "e4m3 d64 window",
     )),
-    *((latent, name) for name in ("page 16, rows", "16 heads", "page 3, 40 heads", "e4m3")),
+    *((latent, name) for name in (
+        "page 16, rows", "16 heads", "page 3, 40 heads", "e4m3", "int8, 16 heads",
+        "float16 and e5m2, page 16", "int8, 20 heads",
+    )),
     *((ragged, name) for name in (
         "page 16", "page 1 mqa 64", "page 64", "window cap sinks", "int8 packed d72", "few long",
     )),
@@ -162,6 +167,7 @@ CALLS = (
 BITS = {  # what NumPy and PyTorch exchange as integers
     np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
+    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
     np.dtype(np.uint32): (np.int32, torch.uint32),
 }
 launches = 0
@@ -201,6 +207,7 @@ def launch_alone(*arrays, plan, short=False):
             from triton.tools.tensor_descriptor import TensorDescriptor
 
             x = (results if value.result else given)[value.index]
+            x = x if value.view is None else x.view(getattr(torch, value.view))
             return TensorDescriptor(x, list(value.shape), list(value.strides), list(value.block))
         return value
 
@@ -214,25 +221,31 @@ def launch_alone(*arrays, plan, short=False):
     return [to_jax(x, o) for x, o in zip(results, outs, strict=True)]
 
 
+def label(call) -> str:
+    return " ".join((call[0].__name__, *map(str, call[1:])))
+
+
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
     print(jax.devices()[0], flush=True)
     torch.empty(1, device="cuda")
     bridge._primitive.def_impl(lambda *x, plan: launch_alone(*x, plan=plan, short=control))
     wanted = [name for name in sys.argv[1:] if name != "--control"]
-    calls = [call for call in CALLS if not wanted or call[0].__name__ in wanted]
-    if not calls:
-        sys.exit(f"no such kind of calls; there are {', '.join({c[0].__name__: 0 for c in CALLS})}")
+    kinds = {call[0].__name__: 0 for call in CALLS}
+    unknown = set(wanted) - kinds.keys() - set(map(label, CALLS))
+    if unknown:
+        sys.exit(f"no such calls: {', '.join(unknown)}; kinds are {', '.join(kinds)}")
+    calls = [c for c in CALLS if not wanted or c[0].__name__ in wanted or label(c) in wanted]
     for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), launches
-        with jax.disable_jit():
+        with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):
             out = run(*case)
         good = not any(np.isnan(np.asarray(x, np.float32)).any() for x in jax.tree.leaves(out))
         good = good and launches > earlier
         failed += not good
         mark = "ok  " if good else "FAIL"
-        call = " ".join(map(str, (run.__name__, *case)))
-        print(f"{mark} {call}: {launches - earlier} launches [{time.time() - before:.1f}s]")
+        made, took = launches - earlier, time.time() - before
+        print(f"{mark} {label((run, *case))}: {made} launches [{took:.1f}s]", flush=True)
     print(f"{failed} failed; {launches} launches, {time.time() - start:.0f}s in all", flush=True)
     sys.exit(bool(failed))
 

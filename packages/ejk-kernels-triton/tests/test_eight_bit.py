@@ -26,8 +26,12 @@ def halves(x):
     return np.stack([x & 0xFFFF, x >> 16]).astype(np.uint16).view(np.float16)
 
 
-def joined(parts):
-    low, high = parts.astype(np.float16).view(np.uint16).astype(U32)
+def brains(x):
+    return np.stack([x & 0xFFFF, x >> 16]).astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
+def joined(parts, dtype=np.float16):
+    low, high = parts.astype(dtype).view(np.uint16).astype(U32)
     return low | (high << U32(16))
 
 
@@ -54,6 +58,15 @@ def from_e4m3(x):
     return joined(both.astype(np.float16))
 
 
+def fma_bfloat16(a, b, c):
+    a, b, c = (brains(x).astype(np.float32) for x in (a, b, c))
+    return joined(a * b + c, ml_dtypes.bfloat16)  # exact in float32
+
+
+def to_bfloat16(a, b):
+    return joined(np.stack([b.view(np.float32), a.view(np.float32)]), ml_dtypes.bfloat16)
+
+
 OPERATIONS: dict[str, Callable] = {
     "mov.b32": lambda a: a,
     "shr.u32": lambda a, n: a >> n,
@@ -66,6 +79,10 @@ OPERATIONS: dict[str, Callable] = {
     # the product is 0 or NaN, so a rounding in between changes nothing
     "fma.rn.f16x2": lambda a, b, c: joined(halves(a) * halves(b) + halves(c)),
     "cvt.rn.f16x2.e4m3x2": from_e4m3,
+    "xor.b32": lambda a, b: a ^ b,
+    "fma.rn.bf16x2": fma_bfloat16,
+    "cvt.f32.f16": lambda a: halves(a)[0].astype(np.float32).view(U32),
+    "cvt.rn.bf16x2.f32": to_bfloat16,
 }
 
 
@@ -80,7 +97,7 @@ def run(text, word):
         for line in (x.strip() for x in text.strip("{}\n").splitlines()):
             if line.startswith(".reg"):
                 continue
-            if found := re.fullmatch(r"mov\.b32 \{(\w+), (\w+)\}, (\w+);", line):
+            if found := re.fullmatch(r"mov\.b32 \{(\w+), (\w+)\}, (\$?\w+);", line):
                 low, high, source = found.groups()
                 names[low], names[high] = names[source] & 0xFFFF, names[source] >> 16
                 continue
@@ -116,6 +133,24 @@ def test_every_pair_of_numbers_is_exact(text, kind):
     for got, wanted in ((even, want[0::2]), (odd, want[1::2])):
         there = ~np.isnan(wanted)
         assert np.array_equal(np.signbit(got[there]), np.signbit(wanted[there]))
+
+
+@pytest.mark.parametrize("number", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("INT8", np.int8), ("E5M2", ml_dtypes.float8_e5m2), ("E4M3", ml_dtypes.float8_e4m3fn)],
+)
+def test_every_pair_of_neighbours_is_exact(name, kind, number):
+    word = np.arange(2**16, dtype=U32)
+    word = word | (np.roll(word, 12345) << U32(16))
+    text = getattr(eight_bit, f"{name}_{number.upper()}").value
+    read = halves if number == "float16" else brains
+    got = np.concatenate([read(x) for x in run(text, word)]).astype(np.float32)
+    numbers = np.stack([(word >> U32(8 * i)) & 0xFF for i in range(4)]).astype(np.uint8).view(kind)
+    want = numbers.astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    there = ~np.isnan(want)
+    assert np.array_equal(np.signbit(got[there]), np.signbit(want[there]))
 
 
 @triton.jit

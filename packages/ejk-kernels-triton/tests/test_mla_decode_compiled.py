@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.problem import Problem
@@ -57,6 +58,7 @@ def planned(name, target):
         ("128 heads", "sm_90"),
         ("page 16", "sm_90"),
         ("e4m3, 16 heads", "sm_90"),
+        ("int8", "sm_90"),
         ("three parts", "sm_90"),
         ("int8", "sm_80"),
         ("16 heads", "gfx942"),
@@ -67,7 +69,8 @@ def test_split_kernel(name, chip):
     plan, avals = planned(name, target)
     used = measure(plan_source(plan, avals, target), target)
     print(f"{name} {chip}: {plan.tiles}: {used}")
-    assert used.spills == 0
+    # numbers of the walk around the steps, next to none in them
+    assert used.spills <= (112 if plan.tiles.once else 0)
     assert used.products > 0 and not used.serialized
     # the programs meant to run together fit
     assert used.shared * plan.tiles.per_core <= target.shared_limit
@@ -75,9 +78,17 @@ def test_split_kernel(name, chip):
         assert used.registers * 32 * used.num_warps * plan.tiles.per_core <= 65536
         estimate = tiles.held_bytes(plan.problem, plan.tiles, target)
         assert 0.8 * estimate <= used.shared <= 1.25 * estimate
-    if (name, chip) == ("128 heads", "sm_90"):
+    if plan.tiles.apart:
         # two groups of warps have half the keys of a step each, and half the columns of values
         assert used.products == 576 // 16 + plan.tiles.block // 16
+
+
+def test_8_bit_numbers_are_converted_once_for_both_products():
+    target = TARGETS["sm_90"]
+    plan, avals = planned("int8", target)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    words = plan.tiles.block * plan.problem.token_bytes // 4 // (32 * plan.tiles.num_warps)
+    assert text.count("fma.rn.bf16x2") == 2 * words
 
 
 def test_merge_kernel():

@@ -84,7 +84,6 @@ PACKAGE = KernelPackage(
         Entry(
             "mla_decode",
             "mla_decode.implementation:mla_decode",
-            hooks=HOOKS,  # 8-bit caches wait behind XLA
             config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
         ),
         Entry(

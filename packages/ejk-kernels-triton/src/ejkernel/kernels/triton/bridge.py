@@ -145,7 +145,7 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             return "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
         if isinstance(value, TensorMap):
             aval = (outs if value.result else avals)[value.index]
-            element = TRITON_TYPES[np.dtype(aval.dtype).name]
+            element = TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
             return f"tensordesc<{element}[{','.join(str(b) for b in value.block)}]>"
         if isinstance(value, int) and not isinstance(value, bool):
             if value % 16 == 0:

@@ -303,6 +303,7 @@ def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[n
             value = _Tensor(array.view(value.view) if value.view else array)
         elif isinstance(value, TensorMap):
             array = (outputs if value.result else inputs)[value.index]
+            array = array.view(value.view) if value.view else array
             view = array if value.steps else array.reshape(value.shape)
             shape, strides, block = map(list, (value.shape, value.strides, value.block))
             value = TensorDescriptor(_Tensor(view), shape, strides, block)

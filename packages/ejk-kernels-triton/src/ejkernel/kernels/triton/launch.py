@@ -46,6 +46,7 @@ class TensorMap:
     block: tuple[int, ...]
     steps: tuple[int, ...] | None = None
     result: bool = False
+    view: str | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -57,7 +58,9 @@ class TensorMap:
         return tuple(reversed(steps))
 
 
-def runs_map(index: int, columns: int, block: tuple[int, int]) -> TensorMap:
+def runs_map(
+    index: int, columns: int, block: tuple[int, int], view: str | None = None
+) -> TensorMap:
     """A descriptor of rows that come in runs: rows past the end of a run read as 0.
 
     Row ``r`` of a run of ``length`` rows that ends before row ``end`` of the operand is at
@@ -69,7 +72,7 @@ def runs_map(index: int, columns: int, block: tuple[int, int]) -> TensorMap:
     """
     large = 2**31 - 2**16
     shape, steps = (large, large, RUNS, columns), (2**34 - columns, columns, columns, 1)
-    return TensorMap(index, shape, (1, 1, *block), steps)
+    return TensorMap(index, shape, (1, 1, *block), steps, view=view)
 
 
 @dataclass(frozen=True)

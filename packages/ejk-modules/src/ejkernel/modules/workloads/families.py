@@ -223,6 +223,7 @@ class LatentDecodeShape(Shape):
     rope: int = 64
     dtype: str = "bfloat16"
     cache_dtype: str = "bfloat16"
+    uneven: bool = False
 
 
 @dataclass(frozen=True)

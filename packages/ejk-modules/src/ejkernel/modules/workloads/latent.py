@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 from ejkernel.modules.workloads.call import WIDTH
 from ejkernel.modules.workloads.families import LatentDecodeShape, LatentShape
-from ejkernel.modules.workloads.paged import QUANTISED_SCALE, filled, scattered
+from ejkernel.modules.workloads.paged import (
+    QUANTISED_SCALE,
+    columns,
+    contexts,
+    filled,
+    scattered,
+)
 
 
 def _expanded(shape: LatentShape) -> dict[str, Any]:
@@ -46,18 +52,18 @@ def _prefill(shape: LatentShape) -> dict[str, Any]:
 def _cached(shape: LatentDecodeShape) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 2)
     width = shape.latent + shape.rope
-    pages = -(-shape.context // shape.page)
+    pages = columns(shape)
     cache = (shape.batch * pages, shape.page, width)
     return {
         "query": jax.random.normal(keys[0], (shape.batch, shape.heads, width), shape.dtype),
         "latent_cache": filled(keys[1], cache, shape.dtype, shape.cache_dtype),
-        "context_lens": jnp.full((shape.batch,), shape.context, jnp.int32),
+        "context_lens": jnp.asarray(contexts(shape)),
         "block_tables": jnp.asarray(scattered(shape.batch, pages)),
     }
 
 
 def _decode(shape: LatentDecodeShape) -> dict[str, Any]:
-    tokens = shape.batch * shape.context
+    tokens = int(contexts(shape).sum())
     width = shape.latent + shape.rope
     options: dict[str, Any] = {"latent_dim": shape.latent}
     if WIDTH[shape.cache_dtype] == 1:

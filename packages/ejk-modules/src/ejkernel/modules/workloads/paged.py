@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.workloads.call import WIDTH
-from ejkernel.modules.workloads.families import DecodeShape, RaggedShape
+from ejkernel.modules.workloads.families import DecodeShape, LatentDecodeShape, RaggedShape
 
 QUANTISED_SCALE = 0.05
 
 
-def contexts(shape: DecodeShape | RaggedShape) -> np.ndarray:
+def contexts(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> np.ndarray:
     """Even contexts, or the same total spread between 16 and four times the mean.
 
     Those of rows that read a prompt are at least as long as what they read.
     """
-    rows = shape.batch if isinstance(shape, DecodeShape) else shape.sequences
+    rows = shape.sequences if isinstance(shape, RaggedShape) else shape.batch
     if isinstance(shape, RaggedShape) and shape.ramp:
         chunks = 1 + np.arange(shape.prefills)
         return np.r_[[shape.context] * shape.decodes, shape.chunk * chunks].astype(np.int32)
@@ -30,7 +30,7 @@ def contexts(shape: DecodeShape | RaggedShape) -> np.ndarray:
     drawn = np.clip(drawn / drawn.mean() * shape.context, 16, 4 * shape.context)
     drawn *= shape.context * rows / drawn.sum()
     found = np.clip(drawn, 16, 4 * shape.context).astype(np.int32)
-    return found if isinstance(shape, DecodeShape) else np.maximum(found, new_tokens(shape))
+    return np.maximum(found, new_tokens(shape)) if isinstance(shape, RaggedShape) else found
 
 
 def new_tokens(shape: RaggedShape) -> np.ndarray:
@@ -38,7 +38,7 @@ def new_tokens(shape: RaggedShape) -> np.ndarray:
     return np.asarray([1] * shape.decodes + [shape.chunk] * shape.prefills, np.int32)
 
 
-def columns(shape: DecodeShape | RaggedShape) -> int:
+def columns(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> int:
     """Pages of the longest row."""
     return -(-int(contexts(shape).max()) // shape.page)
 

@@ -237,6 +237,16 @@ LATENT_DECODE = (
     LatentDecodeShape("deepseek-v3-decode-b128-4k", 128, 4096, 128, 64, source="DeepSeek V3"),
     LatentDecodeShape("deepseek-v3-decode-tp8-b64-8k", 64, 8192, 16, 64,
                       source="DeepSeek V3, one of 8 shards"),
+    LatentDecodeShape("deepseek-v3-decode-b1-128k", 1, 131072, 128, 64, source="DeepSeek V3"),
+    LatentDecodeShape("deepseek-v3-decode-b64-8k-uneven", 64, 8192, 128, 64, uneven=True),
+    *(
+        LatentDecodeShape(f"deepseek-v3-decode-{name}-{kind}", *sizes, 64, cache_dtype=cache_dtype)
+        for name, sizes in (
+            ("b64-8k", (64, 8192, 128)), ("tp8-b64-8k", (64, 8192, 16)),
+            ("b1-128k", (1, 131072, 128)),
+        )
+        for kind, cache_dtype in (("int8", "int8"), ("e4m3", "float8_e4m3fn"))
+    ),
 )  # fmt: skip
 
 # ---- linear attention, grouped products, pooling --------------------------------------------

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.pages import load_pairs, load_places
+from ejkernel.kernels.triton.common.eight_bit import pair_numbers, whole_numbers
+from ejkernel.kernels.triton.common.pages import load_places
 from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax, tanh_from_exp2
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 
@@ -158,23 +159,35 @@ def power_of_two(x):
 
 
 @triton.jit
+def _numbers(tile, KIND: tl.constexpr, ONCE: tl.constexpr, NUMBER: tl.constexpr, PTX: tl.constexpr):
+    """(even, odd) of a tile as it was read: the same twice, or even and odd columns of KIND."""
+    if ONCE is not None:
+        even = whole_numbers(tile, ONCE, NUMBER, PTX)
+        odd = even
+    elif KIND != "":
+        even, odd = pair_numbers(tile, KIND, PTX)
+    else:
+        even, odd = tile, tile
+    return even, odd
+
+
+@triton.jit
 def _columns(
     cache, places, loaded, run, head,
     HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
     COLUMN: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+    ONCE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Columns from COLUMN on as ``even_odd`` has them: all of them twice, or even and odd ones."""
+    EACH: tl.constexpr = 1 if KIND == "" and ONCE is None else 2  # numbers that are read as one
     if run is not None:
-        even = cache.load([run[0], head * STEP + COLUMN])
-        odd = even
-    elif KIND == "":
-        even = load_places(cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS)
-        odd = even
+        tile = cache.load([run[0], (head * STEP + COLUMN) // EACH])
     else:
-        even, odd = load_pairs(
-            cache, places, loaded, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
-        )
-    return even, odd
+        tile = load_places(
+            cache, places, loaded, head, HEADS, STEP // EACH, DIM // EACH, COLUMN // EACH,
+            COLUMNS // EACH,
+        )  # fmt: skip
+    return _numbers(tile, KIND, ONCE, NUMBER, PTX)
 
 
 @triton.jit
@@ -182,16 +195,20 @@ def _value_columns(
     cache, places, loaded, run, head,
     HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
     COLUMN: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+    ONCE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """The same of values, which are 0 where they may not be read."""
+    EACH: tl.constexpr = 1 if KIND == "" and ONCE is None else 2
     if run is not None:
-        even = cache.load([RUNS, run[0] + run[1], -run[1] + RUNS, head * STEP + STEP // 2 + COLUMN])
-        even = tl.reshape(even, [even.shape[2], COLUMNS])
-        odd = even
+        first = (head * STEP + STEP // 2 + COLUMN) // EACH
+        tile = cache.load([RUNS, run[0] + run[1], -run[1] + RUNS, first])
+        tile = tl.reshape(tile, [tile.shape[2], tile.shape[3]])
+        even, odd = _numbers(tile, KIND, ONCE, NUMBER, PTX)
     else:
         even, odd = _columns(
-            cache, places, loaded, None, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX
-        )
+            cache, places, loaded, None, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX,
+            ONCE, NUMBER,
+        )  # fmt: skip
     return even, odd
 
 
@@ -254,7 +271,7 @@ def attend_block(
     DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
     CAPPED: tl.constexpr, FUSED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
-    sign=None, apart=None, k_rest=None,
+    sign=None, apart=None, k_rest=None, ONCE=None,
 ):  # fmt: skip
     """The state after the keys ``j`` at ``places``.
 
@@ -265,7 +282,8 @@ def attend_block(
     ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
     ``power``, ``large``, e: of ``fused_softmax``, if FUSED. v None: the first part of a key is the
     value, DV columns, read once; with ``run`` k is then the descriptor of runs and ``k_rest`` that
-    of the other columns. ``sign``: of the products' factor, None = the queries carry it.
+    of the other columns. ``sign``: of the products' factor, None = the queries carry it. ONCE: the
+    dtype of 8-bit numbers that are converted once for both products; KIND is then "".
 
     ``apart``: a truth that the compiler does not know to be one. Triton gives all warps to the rows
     of a product that leads to another, and rows that are too few it computes twice; it does not
@@ -275,15 +293,18 @@ def attend_block(
     if k_rest is None:
         k_rest = k
         even, odd = _columns(
-            k, places, loaded, run, head, K_HEADS, K_STEP, D, 0, D_MAIN, K_KIND, PTX
+            k, places, loaded, run, head, K_HEADS, K_STEP, D, 0, D_MAIN, K_KIND, PTX, ONCE, QK
         )
     else:
-        even, odd = _value_columns(k, places, loaded, run, 0, K_HEADS, 0, D, 0, D_MAIN, K_KIND, PTX)
+        even, odd = _value_columns(
+            k, places, loaded, run, 0, K_HEADS, 0, D, 0, D_MAIN, K_KIND, PTX, ONCE, QK
+        )
     s = _add_scores(s, q, q_odd, even, odd, QK, K_KIND, PRECISION, apart is not None)
     if D_REST > 0:
         more, more_odd = _columns(
-            k_rest, places, loaded, run, head, K_HEADS, K_STEP, D, D_MAIN, D_REST, K_KIND, PTX
-        )
+            k_rest, places, loaded, run, head, K_HEADS, K_STEP, D, D_MAIN, D_REST, K_KIND, PTX,
+            ONCE, QK,
+        )  # fmt: skip
         s = _add_scores(
             s, q_more, q_more_odd, more, more_odd, QK, K_KIND, PRECISION, apart is not None
         )
@@ -307,13 +328,14 @@ def attend_block(
     p = p.to(PV)
     if v is not None:
         even, odd = _value_columns(
-            v, places, loaded, run, head, V_HEADS, V_STEP, DV, 0, DV_MAIN, V_KIND, PTX
+            v, places, loaded, run, head, V_HEADS, V_STEP, DV, 0, DV_MAIN, V_KIND, PTX, None, PV
         )
     acc, acc_odd = _add_values(acc, acc_odd, alpha, p, even, odd, PV, V_KIND, PRECISION)
     if DV_REST > 0:
         more, more_odd = _value_columns(
-            v, places, loaded, run, head, V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, V_KIND, PTX
-        )
+            v, places, loaded, run, head, V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, V_KIND, PTX,
+            None, PV,
+        )  # fmt: skip
         acc_more, acc_more_odd = _add_values(
             acc_more, acc_more_odd, alpha, p, more, more_odd, PV, V_KIND, PRECISION
         )

@@ -4,7 +4,7 @@ A cache of 8-bit numbers is read as int16: the number of an even column in the l
 the next column in the high byte. Such a tile moves like one of 16-bit numbers with half the
 columns, so the matrix instructions get it from shared memory by the wide loads they have for
 those; its even and its odd columns then are operands of two products. Everything int8 and float8
-can say is exact in float16.
+can say is exact in float16, and in bfloat16.
 
 The PTX forms turn one register of four numbers into two registers of two:
 
@@ -13,6 +13,8 @@ The PTX forms turn one register of four numbers into two registers of two:
 * float8_e4m3fn: an instruction from compute capability 8.9 on. Before, exponent and mantissa in
   float16's places are the number times 2**-8, subnormals too, and NaN becomes 480 * 2**-8, the
   only magnitude that times 36000 leaves float16: infinity times 0 makes it NaN again.
+* int8 to bfloat16, which has one bit too few: the low seven bits above 128, less 128 or, with the
+  sign, 256.
 """
 
 from __future__ import annotations
@@ -61,6 +63,51 @@ fma.rn.f16x2 $0, low, zero, $0;
 fma.rn.f16x2 $1, high, zero, $1;
 }""")
 
+# the same four numbers, neighbours together
+INT8_FLOAT16 = tl.constexpr("""{
+.reg .b32 flipped, bias, above;
+mov.b32 bias, 0x64806480;
+mov.b32 above, 0x64646464;
+xor.b32 flipped, $2, 0x80808080;
+prmt.b32 $0, flipped, above, 0x4140;
+prmt.b32 $1, flipped, above, 0x4342;
+sub.rn.f16x2 $0, $0, bias;
+sub.rn.f16x2 $1, $1, bias;
+}""")
+INT8_BFLOAT16 = tl.constexpr("""{
+.reg .b32 sign, bias, minus;
+mov.b32 bias, 0x43004300;
+mov.b32 minus, 0xbf80bf80;
+prmt.b32 $0, $2, 0, 0x4140;
+prmt.b32 $1, $2, 0, 0x4342;
+lop3.b32 sign, $0, 0x00800080, bias, 0xea;
+lop3.b32 $0, $0, 0x007f007f, bias, 0xea;
+fma.rn.bf16x2 $0, sign, minus, $0;
+lop3.b32 sign, $1, 0x00800080, bias, 0xea;
+lop3.b32 $1, $1, 0x007f007f, bias, 0xea;
+fma.rn.bf16x2 $1, sign, minus, $1;
+}""")
+_E5M2 = """prmt.b32 $0, $2, 0, 0x1404;
+prmt.b32 $1, $2, 0, 0x3424;"""
+_E4M3 = """.reg .b16 first, second;
+mov.b32 {first, second}, $2;
+cvt.rn.f16x2.e4m3x2 $0, first;
+cvt.rn.f16x2.e4m3x2 $1, second;"""
+# by way of float32: an instruction from float16 to bfloat16 has a quarter of the rate
+_BFLOAT16 = """.reg .b16 low, high;
+.reg .f32 left, right;
+""" + "\n".join(
+    f"""mov.b32 {{low, high}}, {register};
+cvt.f32.f16 left, low;
+cvt.f32.f16 right, high;
+cvt.rn.bf16x2.f32 {register}, right, left;"""
+    for register in ("$0", "$1")
+)
+E5M2_FLOAT16 = tl.constexpr(f"{{\n{_E5M2}\n}}")
+E5M2_BFLOAT16 = tl.constexpr(f"{{\n{_E5M2}\n{_BFLOAT16}\n}}")
+E4M3_FLOAT16 = tl.constexpr(f"{{\n{_E4M3}\n}}")
+E4M3_BFLOAT16 = tl.constexpr(f"{{\n{_E4M3}\n{_BFLOAT16}\n}}")
+
 
 @triton.jit
 def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
@@ -79,6 +126,33 @@ def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
         return _assembled(pairs, E4M3)
     else:
         return _assembled(pairs, E4M3_BITS)
+
+
+@triton.jit
+def whole_numbers(pairs, KIND: tl.constexpr, NUMBER: tl.constexpr, PTX: tl.constexpr):
+    """``[rows, 2 * n]`` in NUMBER, float16 or bfloat16, of int16 ``pairs [rows, n]``.
+
+    For products that read shared memory: the tile is written there once, converted.
+    """
+    SHORT: tl.constexpr = NUMBER == tl.float16
+    if PTX < 89:
+        even, odd = pair_numbers(pairs, KIND, PTX)
+        tile = tl.interleave(even, odd).to(NUMBER)
+    elif KIND == "int8":
+        tile = _unpacked(pairs, INT8_FLOAT16 if SHORT else INT8_BFLOAT16, NUMBER)
+    elif KIND == "float8_e5m2":
+        tile = _unpacked(pairs, E5M2_FLOAT16 if SHORT else E5M2_BFLOAT16, NUMBER)
+    else:
+        tile = _unpacked(pairs, E4M3_FLOAT16 if SHORT else E4M3_BFLOAT16, NUMBER)
+    return tile
+
+
+@triton.jit
+def _unpacked(pairs, TEXT: tl.constexpr, NUMBER: tl.constexpr):
+    two = tl.inline_asm_elementwise(TEXT, "=&r,=&r,r", [pairs], tl.int32, is_pure=True, pack=2)
+    low = two.to(tl.int16).to(NUMBER, bitcast=True)
+    high = (two >> 16).to(tl.int16).to(NUMBER, bitcast=True)
+    return tl.interleave(low, high)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.eight_bit import pair_numbers
 
 
 @triton.jit
@@ -142,24 +141,3 @@ def load_places(
     else:
         tile = tl.load(pointers)
     return tile
-
-
-@triton.jit
-def load_pairs(
-    cache,
-    places,
-    seen,
-    head,
-    HEADS: tl.constexpr,
-    STEP: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """float16 (even, odd) columns of an 8-bit cache seen as int16; sizes count 8-bit columns."""
-    pairs = load_places(
-        cache, places, seen, head, HEADS, STEP // 2, DIM // 2, COLUMN // 2, COLUMNS // 2
-    )
-    return pair_numbers(pairs, KIND, PTX)

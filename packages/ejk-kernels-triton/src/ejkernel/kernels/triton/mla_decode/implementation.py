@@ -93,10 +93,6 @@ class MLADecode(TritonKernel):
             return f"latent_cache: a rotary part of {rope} is not a multiple of 8 up to {MAX_ROPE}"
         return None
 
-    def priority_for(self, inv: Any) -> int:
-        """Behind XLA for 8-bit caches, whose products here no GPU has run in this form."""
-        return -1 if BYTES[self.facts(inv)[0].key] == 1 else 100
-
     def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
         query, p = a["query"], problem
         if 0 not in (*query.shape, p.pages, p.page_size, p.max_pages):

@@ -18,11 +18,15 @@ def held_bytes(problem: Problem, tiles: Tiles, target: Target) -> int:
     # an asynchronous product still reads its step while the next one arrives
     behind = 0 if target.hopper and rows >= 64 else 1
     steps = max(1, tiles.num_stages - behind)
+    held = tiles.block * problem.token_bytes * steps
+    if tiles.once:
+        # numbers that are converted do not arrive later than those they are made of
+        held = tiles.block * problem.dim * (max(1, tiles.num_stages - 1) + width)
     queries = rows * (problem.dim + tiles.block) * width
-    return tiles.block * problem.token_bytes * steps + queries + 2048
+    return held + queries + 2048
 
 
-def can_map(problem: Problem, block: int, target: Target) -> bool:
+def can_map(problem: Problem, tiles: Tiles, target: Target) -> bool:
     """Whether steps can be read by TMA: inside one page, both parts of a row one power of two.
 
     Rows behind the last are cut off by the descriptor, those before a window are not.
@@ -33,8 +37,8 @@ def can_map(problem: Problem, block: int, target: Target) -> bool:
         target.hopper
         and target.tensor_maps
         and p.left is None
-        and p.key == p.query != "float32"
-        and p.page_size % block == 0
+        and not p.wide
+        and p.page_size % tiles.block == 0
         and rest > 0
         and main + rest == p.dim
         and p.pages * p.page_size < RUNS
@@ -43,7 +47,7 @@ def can_map(problem: Problem, block: int, target: Target) -> bool:
 
 def settled(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
     """``tiles`` as they run, whatever a config made of them."""
-    return replace(tiles, maps=tiles.maps and can_map(problem, tiles.block, target))
+    return replace(tiles, maps=tiles.maps and can_map(problem, tiles, target))
 
 
 def choose(problem: Problem, target: Target) -> Tiles:
@@ -76,16 +80,17 @@ def _form(problem: Problem, target: Target) -> Tiles:
         return Tiles(16, 4, 2, 1, most=16)
     if p.group * p.tokens <= 16 or target.platform == "rocm":
         if target.platform == "rocm":
-            return Tiles(32, 4, 1, 1, most=16)
-        # 16 queries of 576 columns stay in registers
-        return Tiles(32, 4, 2, 1, most=16)
-    if not target.hopper or eight_bit:
+            # 8-bit numbers are converted by several instructions, in more registers
+            return Tiles(16 if eight_bit else 32, 4, 1, 1, most=16)
+        # four warps wait for each other in every step: long ones, as registers allow
+        return Tiles(64 if eight_bit and target.hopper else 32, 4, 2, 1, most=16)
+    if not target.hopper or (eight_bit and p.group * p.tokens <= 32):
         # so do 32, shared by eight warps
         return Tiles(32, 8, 2, 1, most=32)
     # asynchronous products have 64 rows, whose 512 sums are half the registers of eight warps; a
     # step gathered from several pages takes a pointer a token
     block = 64 if p.page_size % 64 == 0 else 32
-    return Tiles(block, 8, 2, 1, most=64, apart=True)
+    return Tiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
 
 
 def near(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:

@@ -102,11 +102,15 @@ class Dims(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """How products are made: dtypes, PRECISION of float32; see ``common.cached``."""
+    """How products are made: dtypes, PRECISION of float32; see ``common.cached``.
+
+    ONCE: the dtype of 8-bit numbers that are converted once for both, then KIND is "".
+    """
 
     QK: Any
     PV: Any
     NORMALISE: bool
     RAW: bool
     APART: bool
+    ONCE: str | None
     PRECISION: str

@@ -183,12 +183,15 @@ class SplitPlan(PagedPlan):
         k, rest = self.operand("k", k_view), None
         if t.maps:
             index, (_, columns) = [name for name, _ in self.shapes].index("k"), p.parts[0]
-            rest = TensorMap(index, (p.pages * p.page_size, p.dim), (t.block, columns))
-            k = runs_map(index, p.dim, (t.block, p.value_dim))
+            each = 1 if k_view is None else 2  # numbers that are read as one
+            dim, main, columns = p.dim // each, p.value_dim // each, columns // each
+            rest = TensorMap(index, (p.pages * p.page_size, dim), (t.block, columns), view=k_view)
+            k = runs_map(index, dim, (t.block, main), k_view)
         v = self.operand("v" if p.form is None else "k", v_view)
         return k, rest, v
 
     def launch(self, target: Target) -> Launch:
+        import triton.language as tl
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
         p, t = self.problem, self.tiles
@@ -197,9 +200,13 @@ class SplitPlan(PagedPlan):
         names = ("lens", "tables", "begins", "rows", "counts")
         sinks, sinks_padded = sink_arguments(self.shapes)
         known = cache_constants(p, target) | {
-            "RAW": p.shared and p.key == p.query,
+            "RAW": p.shared and (p.key == p.query or t.once),
             "APART": t.apart,
+            "ONCE": None,
         }
+        if t.once:
+            number = {"float16": tl.float16, "bfloat16": tl.bfloat16}[p.query]
+            known |= {"ONCE": p.key, "K_KIND": "", "V_KIND": "", "QK": number, "PV": number}
         arguments = {
             "q": self.operand("q"),
             "cache": filled(Cache, known, *self.cache()),

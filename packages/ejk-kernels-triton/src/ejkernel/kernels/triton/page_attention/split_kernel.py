@@ -209,6 +209,7 @@ def paged_split(
                 cache.K_HEADS, cache.K_STEP, cache.V_HEADS, cache.V_STEP, dims.D, dims.D_MAIN,
                 dims.D_REST, dims.DV, dims.DV_MAIN, dims.DV_REST, logits.CAPPED, False, dots.QK,
                 dots.PV, cache.K_KIND, cache.V_KIND, PTX, dots.PRECISION, sign, apart, cache.k_rest,
+                dots.ONCE,
             )  # fmt: skip
 
         m = m * slopes

@@ -27,6 +27,8 @@ class Tiles:
         most: query rows of one product, at most.
         maps: whether steps are read by TMA; only where keys hold their values.
         apart: whether scores are cut along keys where the compiler would cut them along rows.
+        once: whether 8-bit numbers are converted once for both products, which then read shared
+            memory; only where keys hold their values.
         whole: what does a step in place of the launches: ``whole(problem, q, k, lens, tables)``,
             a hashable callable of another backend that returns what they return.
     """
@@ -40,6 +42,7 @@ class Tiles:
     most: int = MAX_ROWS
     apart: bool = False
     maps: bool = False
+    once: bool = False
     whole: Callable[..., Any] | None = None
 
     @property
