@@ -19,7 +19,8 @@ from ejkernel.types.pattern import visited_tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "operations" / "pictures"
-RECORDS = ROOT / "tools" / "bench" / "results" / "nvidia-h200"
+RESULTS = ROOT / "tools" / "bench" / "results"
+RECORD = RESULTS / "nvidia-h200" / "blocksparse_attention-density.json"
 
 BLOCKS, CELL, GAP, TITLE = 12, 9, 34, 18
 WHOLE, PART, NOBODY, INK, DIM = "#2563eb", "#93b4f5", "#eef1f5", "#1b2330", "#667085"
@@ -103,56 +104,54 @@ def grids() -> str:
     return _document(30 + across * (side + GAP) - GAP, bottom + 26, parts)
 
 
-def recorded(mode: str) -> tuple[list[tuple[float, float]], float]:
-    """(density, ms) of the causal calls, and the ms of dense attention."""
-
-    def rows(name: str) -> list[dict]:
-        found = json.loads((RECORDS / f"{name}.json").read_text())["rows"]
-        return [r for r in found if r["mode"] == mode and r["contender"] == "ejkernel" and r["ms"]]
-
-    start = "sparse-s16k-causal-"
-    sparse = {r["case"]: r["ms"] for r in rows("blocksparse_attention")}
-    points = [(float(c.removeprefix(start)), ms) for c, ms in sparse.items() if c.startswith(start)]
-    (dense,) = (r["ms"] for r in rows("flash_attention") if r["case"] == "sweep-d128-s16384-causal")
-    return sorted(points), dense
+def recorded() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """(platform, mode) -> (share of blocks seen, time over dense), by rising share."""
+    record = json.loads(RECORD.read_text())
+    dense = {(r["platform"], r["mode"]): r["ms"] for r in record["dense"]}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for r in sorted(record["rows"], key=lambda r: r["seen"]):
+        which = r["platform"], r["mode"]
+        found.setdefault(which, []).append((r["seen"], r["ms"] / dense[which]))
+    return found
 
 
 def times() -> str:
-    """Time over dense attention's, by how many blocks are seen."""
-    left, top, width, height = 46, 34, 320, 230
-    colours = {"fwd": ("forward", WHOLE), "fwd+bwd": ("forward + backward", "#d97706")}
-    high = 1.15
+    """Time over that of dense attention on the same platform, by how many blocks are seen."""
+    left, top, width, height, high = 46, 48, 340, 230, 1.15
+    platforms = {"triton": ("Triton", WHOLE), "pallas": ("Hopper", "#d97706")}
+    modes = {"fwd": ("forward", ""), "fwd+bwd": ("forward + backward", ' stroke-dasharray="5 3"')}
 
-    def at(density: float, ratio: float) -> tuple[float, float]:
-        return left + density * width, top + height * (1 - ratio / high)
+    def at(seen: float, ratio: float) -> tuple[float, float]:
+        return left + seen * width, top + height * (1 - ratio / high)
 
-    record = json.loads((RECORDS / "blocksparse_attention.json").read_text())
-    title = f"time over dense causal attention: {record['device']}, {record['date']}"
-    parts = [_text(10, 16, title, 10.5)]
+    record = json.loads(RECORD.read_text())
+    parts = [_text(10, 16, f"time over dense causal attention, {record['device']}", 10.5)]
+    parts.append(_text(10, 30, "16k tokens, 16 heads of 128, random blocks of 128", 9, DIM))
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = at(tick, tick)
         parts.append(f'<path d="M{left} {y:g}H{left + width}" stroke="#e4e7ec"/>')
         parts.append(_text(left - 6, y + 3, f"{tick:g}", 9, DIM, ' text-anchor="end"'))
         parts.append(_text(x, top + height + 14, f"{tick:.0%}", 9, DIM, ' text-anchor="middle"'))
     (x0, y0), (x1, y1) = at(0, 0), at(1, 1)
-    parts.append(f'<path d="M{x0:g} {y0:g}L{x1:g} {y1:g}" stroke="{DIM}" stroke-dasharray="3 3"/>')
-    parts.append(
-        _text(left, top + height + 30, "blocks seen, of those that causality leaves", 9.5, DIM)
-    )
-    for n, (mode, (name, colour)) in enumerate(colours.items()):
-        points, dense = recorded(mode)
-        places = [at(density, ms / dense) for density, ms in points]
+    parts.append(f'<path d="M{x0:g} {y0:g}L{x1:g} {y1:g}" stroke="{DIM}" stroke-dasharray="1 3"/>')
+    below = "blocks seen, of those that causality leaves; dotted: in proportion"
+    parts.append(_text(left, top + height + 30, below, 9.5, DIM))
+    for n, ((platform, mode), points) in enumerate(sorted(recorded().items(), reverse=True)):
+        (name, colour), (said, dashes) = platforms[platform], modes[mode]
+        places = [at(*point) for point in points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        line = f'fill="none" stroke="{colour}" stroke-width="1.6"{dashes}'
+        y = top + 10 + 14 * n
+        parts += [f'<path d="M{path}" {line}/>', f'<path d="M{left + 8} {y - 3}h22" {line}/>']
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(_text(left + 14, top + 14 + 14 * n, name, 10, colour))
+        parts.append(_text(left + 36, y, f"{name}, {said}", 10, colour))
     return _document(left + width + 24, top + height + 42, parts)
 
 
 def pictures() -> dict[str, str]:
     """Name -> SVG."""
     found = {"sparse_patterns.svg": grids()}
-    if (RECORDS / "blocksparse_attention.json").exists():
+    if RECORD.exists():
         found["sparse_times.svg"] = times()
     return found
 

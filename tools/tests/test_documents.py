@@ -105,16 +105,11 @@ def test_a_picture_shows_the_tiles_that_a_pattern_leaves(monkeypatch):
 
 
 def test_a_picture_of_times_is_of_records_only(monkeypatch, tmp_path):
-    rows = [
-        {"case": f"sparse-s16k-causal-{d}", "mode": m, "contender": "ejkernel", "ms": d * 10}
-        for d in (0.1, 1.0)
-        for m in ("fwd", "fwd+bwd")
-    ]
-    dense = [{**row, "case": "sweep-d128-s16384-causal"} for row in rows[2:]]
-    monkeypatch.setattr(patterns, "RECORDS", tmp_path)
+    record = tmp_path / "density.json"
+    monkeypatch.setattr(patterns, "RECORD", record)
     assert "sparse_times.svg" not in patterns.pictures()
-    for name, found in (("blocksparse_attention", rows), ("flash_attention", dense)):
-        text = json.dumps({"device": "a card", "date": "a day", "rows": found})
-        (tmp_path / f"{name}.json").write_text(text)
-    assert patterns.recorded("fwd") == ([(0.1, 1.0), (1.0, 10.0)], 10.0)
-    assert patterns.pictures()["sparse_times.svg"].count("<circle") == 4
+    rows = [{"platform": "triton", "mode": "fwd", "seen": d, "ms": 10 * d} for d in (1.0, 0.1)]
+    dense = [{"platform": "triton", "mode": "fwd", "ms": 5.0}]
+    record.write_text(json.dumps({"device": "a card", "rows": rows, "dense": dense}))
+    assert patterns.recorded() == {("triton", "fwd"): [(0.1, 0.2), (1.0, 2.0)]}
+    assert patterns.pictures()["sparse_times.svg"].count("<circle") == 2

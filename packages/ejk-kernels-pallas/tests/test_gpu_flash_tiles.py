@@ -23,6 +23,8 @@ from ejkernel.types.structure import Unsupported
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
+from ejkernel.kernels.pallas.gpu.blocksparse_attention import blocksparse_attention
+from ejkernel.kernels.pallas.gpu.blocksparse_attention import implementation as sparse
 from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
@@ -231,3 +233,43 @@ def test_short_walks_of_narrow_heads_go_to_the_kernels_for_every_gpu(name):
     with on(H200):
         found = flash_attention.priority_for(inv)
     assert (found < 100) == behind and found > 50  # libraries have 50
+
+
+def sparse_call(blocks=(128, 128), length=4096, d=128):
+    x = struct(1, length, 4, d)
+    counts = (-(-length // n) for n in blocks)
+    return bound(
+        blocksparse_attention.call, query=x, key=x, value=x,
+        block_mask=struct(*counts, dtype=jnp.bool_),
+        q_block_size=blocks[0], kv_block_size=blocks[1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("d, dv", DIMS)
+@pytest.mark.parametrize("blocks", [(16, 16), (128, 64), (256, 256)])
+def test_tiles_over_lists_fit(d, dv, blocks):
+    """Forward and backward, where heads share keys too; tiles of 64 keys under blocks of 64."""
+    p = Problem(1, 4096, 4096, 8, 2, d, dv, "bfloat16", 1.0, pattern_blocks=blocks)
+    t = tiles.choose(p, Chip())
+    assert t.fwd.shared(p) <= Chip().shared
+    assert d > 128 or t.bwd.shared(p) <= Chip().shared  # wide heads have other kernels
+    assert t.fwd.block_q == 128 and t.fwd.cluster == 1
+    assert t.fwd.block_kv == 64 if blocks[1] < 128 else t.fwd.block_kv <= 128
+
+
+def test_patterns_that_cannot_be_walked_over_are_refused_by_name():
+    with on(H200):
+        assert blocksparse_attention.supports(sparse_call()) is None
+        reason = blocksparse_attention.supports(sparse_call((128, 100)))
+        wide = {"fwd_params": {"kv_blocksize": 256}}
+        with pytest.raises(ConfigError, match="kv_blocksize=256: a pattern of blocks"):
+            blocksparse_attention.tiles(blocksparse_attention.facts(sparse_call())[0], Chip(), wide)
+    assert reason == "kv_block_size: blocks of 100 are not supported, only multiples of 16"
+
+
+def test_patterns_lead_where_they_were_measured(monkeypatch):
+    calls = [sparse_call(), sparse_call((64, 128)), sparse_call(d=64), sparse_call(length=300)]
+    with on(H200):
+        assert [blocksparse_attention.priority_for(c) for c in calls] == [-1] * 4
+        monkeypatch.setattr(sparse, "GRADIENTS_UNTRIED", False)
+        assert [blocksparse_attention.priority_for(c) for c in calls] == [110, 90, 90, 90]

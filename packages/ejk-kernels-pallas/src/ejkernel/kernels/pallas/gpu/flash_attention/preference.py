@@ -33,3 +33,17 @@ def priority(problem: Problem) -> int:
     block = 64
     seen = band_costs(problem.q_len, problem.kv_len, rules.band, block, block).mean() * block
     return BEHIND if seen <= FEW_KEYS else AHEAD
+
+
+def of_pattern(problem: Problem) -> int:
+    """Ahead with heads of 128 and blocks of whole tiles, behind where nobody measured.
+
+    On an H200 at 16k, one block in ten of 128 under a causal mask: forward 0.219 ms beside 0.273 of
+    the Triton kernels, with gradients 1.01 beside 1.06.
+    """
+    assert problem.pattern_blocks is not None
+    lengths = (problem.q_len, problem.kv_len)
+    blocks = zip(problem.pattern_blocks, lengths, strict=True)
+    whole = all(block % 128 == 0 or block >= length for block, length in blocks)
+    measured = problem.dim == problem.value_dim == 128 and problem.q_len > FEW_QUERIES
+    return AHEAD if whole and measured else BEHIND
