@@ -225,17 +225,22 @@ def label(call) -> str:
     return " ".join((call[0].__name__, *map(str, call[1:])))
 
 
+def chosen(wanted):
+    """The calls of these kinds and of these names; none wanted: all."""
+    kinds = {call[0].__name__: 0 for call in CALLS}
+    unknown = [x for x in wanted if x not in kinds and x not in map(label, CALLS)]
+    if unknown:
+        sys.exit(f"no such calls: {', '.join(unknown)}; kinds are {', '.join(kinds)}")
+    return [c for c in CALLS if not wanted or c[0].__name__ in wanted or label(c) in wanted]
+
+
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
     print(jax.devices()[0], flush=True)
     torch.empty(1, device="cuda")
     bridge._primitive.def_impl(lambda *x, plan: launch_alone(*x, plan=plan, short=control))
     wanted = [name for name in sys.argv[1:] if name != "--control"]
-    kinds = {call[0].__name__: 0 for call in CALLS}
-    unknown = set(wanted) - kinds.keys() - set(map(label, CALLS))
-    if unknown:
-        sys.exit(f"no such calls: {', '.join(unknown)}; kinds are {', '.join(kinds)}")
-    calls = [c for c in CALLS if not wanted or c[0].__name__ in wanted or label(c) in wanted]
+    calls = chosen(wanted)
     for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), launches
         with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):

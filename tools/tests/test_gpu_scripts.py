@@ -28,10 +28,11 @@ from gpu import compare
 @pytest.fixture
 def memory(monkeypatch):
     """``check_memory``, whose launches give zeros."""
-    kinds = ("bfloat16", "float8_e4m3fn", "uint32")
+    kinds = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "uint32")
     torch = SimpleNamespace(**dict.fromkeys(kinds), empty=lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+    names = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_PLATFORMS")
+    for name in names:
         monkeypatch.setenv(name, "")  # which the script sets
     script = importlib.import_module("gpu.check_memory")
     yield script
@@ -55,6 +56,14 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         known = lists[run]
         named = isinstance(known, dict) and known is not memory.VARIANTS
         assert (case[0] if named else tuple(case[:2])) in known, (run, case)
+
+
+def test_calls_are_chosen_by_kind_or_by_name(memory):
+    labels = [memory.label(call) for call in memory.chosen(["contiguous", "latent e4m3"])]
+    assert labels == ["latent e4m3", "contiguous"]
+    assert memory.chosen([]) == list(memory.CALLS)
+    with pytest.raises(SystemExit, match="no such calls: latent e9; kinds are flash, sparse"):
+        memory.chosen(["latent e9", "paged"])
 
 
 def test_calls_launch_outside_of_jit(memory, monkeypatch):
