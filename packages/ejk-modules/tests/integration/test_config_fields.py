@@ -12,6 +12,7 @@ import ejkernel.modules as modules
 from ejkernel.modules import explain
 from ejkernel.modules._table import OPERATIONS, operation_class
 from ejkernel.ops import BwdParams, WarpgroupParams, kernel_registry
+from ejkernel.ops.implementation import LazyFunction
 from ejktest.calls import CALLS, call
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "configs.md"
@@ -31,6 +32,13 @@ def test_every_implementation_says_which_fields_of_the_config_it_reads(name):
         known.update(names)
     for implementation in implementations(name):
         assert set(implementation.config_fields) <= known, implementation.name
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_hook_that_a_package_lists_exists(name):
+    for i in implementations(name):
+        for hook in (i.supports, i.heuristic, i.candidates, i.sample_inputs, i.priority_for):
+            assert not isinstance(hook, LazyFunction) or callable(hook.resolve()), i.name
 
 
 def test_the_page_lists_the_same_fields():
