@@ -37,8 +37,9 @@ def spread(
     BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
+    STREAMED: tl.constexpr,
 ):
-    """ONE: the rows of a program are of one group."""
+    """STREAMED: dx is more than the cache holds. ONE: the rows of a program are of one group."""
     across = (channels + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
     block = program % across
@@ -88,7 +89,8 @@ def spread(
         value = tl.where(chosen[:, None], value, 0.0)
     pointers = dx + (batch * rows + row)[:, None] * channels + column[None, :]
     written = inside[:, None] & (column < channels)[None, :]
-    tl.store(pointers, value.to(dx.dtype.element_ty), mask=written)
+    through: tl.constexpr = ".cs" if STREAMED else ""
+    tl.store(pointers, value.to(dx.dtype.element_ty), mask=written, cache_modifier=through)
 
 
 def launch(p: Problem, t: Tiles) -> Launch:
@@ -120,6 +122,7 @@ def launch(p: Problem, t: Tiles) -> Launch:
         "BLOCK": block,
         "CHANNELS": channels,
         "LANES": lane_count(p.sequences),
+        "STREAMED": p.streamed,
     }
     grid = (p.batch * units * -(-p.channels // channels),)
     return Launch(spread, arguments, constants, grid, t.num_warps, 1)

@@ -42,6 +42,12 @@ class Problem:
         return -(-self.rows // self.chunk)
 
     @property
+    def streamed(self) -> bool:
+        """Whether x leaves the second-level cache before anybody comes back for it; those of large
+        GPUs have 32 MB and more."""
+        return self.batch * self.rows * self.channels * BYTES[self.dtype] > 2**25
+
+    @property
     def groups(self) -> int:
         """Of one call."""
         return max(self.sequences, 1) * self.per_sequence
