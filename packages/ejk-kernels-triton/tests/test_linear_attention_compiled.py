@@ -32,20 +32,25 @@ TARGETS = {
     "sm_100": cuda_target(100, 148),
     "gfx942": rocm_target("gfx942"),
 }
-# batch, rows, heads, kv_heads, dim, value_dim, sequences, dtype, parts of a decay per channel
+# batch, rows, heads, kv_heads, dim, value_dim, sequences, dtype, parts of decays per channel of
+# (keys, values)
 SHAPES = {
-    "large": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", 0),
-    "long": (1, 65536, 16, 16, 128, 128, 0, "bfloat16", 0),
-    "small": (2, 8192, 32, 8, 64, 64, 20, "bfloat16", 0),
-    "wide": (2, 8192, 8, 8, 256, 256, 0, "bfloat16", 0),
-    "odd": (2, 5000, 8, 8, 80, 96, 0, "float16", 0),
-    "float32": (2, 8192, 16, 16, 128, 128, 0, "float32", 0),
-    "wide float32": (2, 8192, 8, 8, 256, 256, 0, "float32", 0),
-    "channels": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", 1),
-    "wide gates": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", 3),
-    "small channels": (2, 8192, 32, 8, 64, 64, 20, "bfloat16", 1),
+    "large": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (0, 0)),
+    "long": (1, 65536, 16, 16, 128, 128, 0, "bfloat16", (0, 0)),
+    "small": (2, 8192, 32, 8, 64, 64, 20, "bfloat16", (0, 0)),
+    "wide": (2, 8192, 8, 8, 256, 256, 0, "bfloat16", (0, 0)),
+    "odd": (2, 5000, 8, 8, 80, 96, 0, "float16", (0, 0)),
+    "float32": (2, 8192, 16, 16, 128, 128, 0, "float32", (0, 0)),
+    "wide float32": (2, 8192, 8, 8, 256, 256, 0, "float32", (0, 0)),
+    "channels": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (1, 0)),
+    "wide gates": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (3, 0)),
+    "values": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (0, 1)),
+    "small channels": (2, 8192, 32, 8, 64, 64, 20, "bfloat16", (1, 0)),
 }
-PREPARED = ("pairs k", "q'", "k'", "totals k", "halves k")
+PREPARED = {
+    False: ("pairs k", "q'", "k'", "totals k", "halves k"),
+    True: ("pairs v", "do'", "v'", "totals v", "halves v"),
+}
 PASSES = {
     "sums": roles.SUMS,
     "out": roles.OUTPUT,
@@ -63,28 +68,32 @@ SAMPLE = [
     ("large", "steps", "sm_90"),
     ("channels", "prepare", "sm_90"),
     ("channels", "gate", "sm_90"),
+    ("values", "rows", "sm_90"),
 ]
 OTHERS = ("scan", "gate", "gate sums", "steps")
 ALL = [(s, p, c) for s in SHAPES for p in (*PASSES, *OTHERS) for c in TARGETS]
-# where channels of keys decay, the kernel of the gate's gradient reads states and gives dq and dk
-NEVER = {True: ("dq", "dk"), False: ("states",)}
-ALL = [(s, p, c) for s, p, c in ALL if p not in NEVER[SHAPES[s][8] > 0]]
+# where channels decay, the kernel of the gate's gradient reads states and gives what would come out
+# per such channel
+NEVER = {(0, 0): ("states",), (1, 0): ("dq", "dk"), (3, 0): ("dq", "dk"), (0, 1): ("out", "dv")}
+ALL = [(s, p, c) for s, p, c in ALL if p not in NEVER[SHAPES[s][8]]]
 ALL += [(s, "read", "sm_90") for s in ("large", "long", "small")]
-ALL += [(s, "prepare", c) for s in SHAPES if SHAPES[s][8] for c in TARGETS]
+ALL += [(s, "prepare", c) for s in SHAPES if any(SHAPES[s][8]) for c in TARGETS]
+ALL += [("values", "rows", c) for c in TARGETS]
 
 
 def planned(shape, which, target):
     b, s, h, hk, dk, dv, n, dtype, parts = SHAPES[shape]
-    scalar = not parts
-    p = Problem(b, s, h, hk, dk, dv, n, dk**-0.5, False, scalar, dtype, dtype, dtype, parts)
+    scalar, of_values = not any(parts), parts[1] > 0
+    p = Problem(b, s, h, hk, dk, dv, n, dk**-0.5, False, scalar, dtype, dtype, dtype, *parts)
     t = tiles.choose(p, target)
     aval = jax.ShapeDtypeStruct
+    gates = jnp.dtype(jnp.bfloat16 if max(parts) == 1 else jnp.float32)
     known = {
         "q": aval((b, s, h, dk), jnp.dtype(dtype)),
         "k": aval((b, s, hk, dk), jnp.dtype(dtype)),
         "v": aval((b, s, hk, dv), jnp.dtype(dtype)),
         "do": aval((b, s, h, dv), jnp.dtype(dtype)),
-        "gk": aval((b, s, h, dk), jnp.bfloat16 if parts == 1 else jnp.float32),
+        "gate": aval((b, s, h, dv if of_values else dk), gates),
         "cuts": aval((4, t.chunk, t.chunk), jnp.bfloat16),
         "cu": aval((b, n + 1), jnp.int32),
     }
@@ -93,12 +102,13 @@ def planned(shape, which, target):
     if scalar:
         sums = SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True)
         known |= dict(zip(roles.GATE_SUMS, sums.outputs(), strict=True))
-    if parts:
-        prepare = PreparePlan(p, t, False)
-        known |= dict(zip(PREPARED, prepare.outputs(), strict=True))
+    else:
+        prepare = PreparePlan(p, t, of_values, True)
+        known |= dict(zip(PREPARED[of_values], prepare.outputs(), strict=True))
+    pair = ("do", "v") if of_values else ("q", "k")
     cu = [known["cu"]] * bool(n)
     if which == "prepare":
-        return prepare, [*(known[name] for name in ("q", "k", "gk", "cuts")), *cu]
+        return prepare, [*(known[name] for name in (*pair, "gate", "cuts")), *cu]
     if which == "gate sums":
         return SumsPlan(p, t, ("gate", "cu") if n else ("gate",), True), [gate, *cu]
     if which == "steps":
@@ -113,12 +123,19 @@ def planned(shape, which, target):
         return plan, [*rows, ends, ends, last, *cu]
     if which == "scan":
         return ScanPlan(p, t, False, False), [ends, decays, *cu]
-    if which == "gate":
-        states = WalkPlan(p, t, roles.STATES).outputs()[0]
-        dtypes = (dtype, dtype, "bfloat16" if parts == 1 else "float32")
-        plan = GatePlan(p, t) if scalar else ChannelPlan(p, t, False, dtypes)
+    states = WalkPlan(p, t, roles.STATES).outputs()[0]
+    if which == "rows":
+        names = ("v", "q", "k", "gate", "halves v", "cuts")
+        plan = ChannelPlan(p, t, True, (("dreader", dtype),))
+        return plan, [*(known[n] for n in names), states, *cu]
+    if which == "gate" and scalar:
         names = ("q", "k", "v", "do", *roles.GATE_SUMS)
-        names = names if scalar else ("q", "k", "do", "v", "gk", "halves k", "cuts")
+        return GatePlan(p, t), [*(known[n] for n in names), states, states, *cu]
+    if which == "gate":
+        results = (("dreader", dtype), ("dsource", dtype), ("dgate", gates.name))
+        plan = ChannelPlan(p, t, of_values, results[of_values:])
+        other, halves = (("q", "k"), "halves v") if of_values else (("do", "v"), "halves k")
+        names = (*pair, *other, "gate", halves, "cuts")
         return plan, [*(known[n] for n in names), states, states, *cu]
     role = PASSES[which]
     return WalkPlan(p, t, role), [known.get(name, ends) for name in role.operands(p).values()]
@@ -130,7 +147,7 @@ def check(shape, which, chip):
     used = measure(plan_source(plan, avals, target), target)
     print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
     # halvings of columns; sums in float32 from addresses of a padded head dim
-    few = 64 if "channels" in shape or "gates" in shape else 16
+    few = 64 if any(SHAPES[shape][8]) else 16
     if dict(plan.launch(target).options):
         few = 320  # bound for the sake of near chunks; halvings spill
     if shape == "odd" and which == "gate":

@@ -60,7 +60,7 @@ def draw(s, h, hk, dk, dv, states, dtype, size, gate):
 )
 @pytest.mark.parametrize(
     ("gate", "size"),
-    [("rows", 0.03), ("rows", 3.0), ("keys", 0.03), ("keys", 20.0), ("values", 0.3)],
+    [(kind, size) for kind in ("rows", "keys", "values") for size in (0.03, 20.0)],
 )
 def test_against_float64(dims, cu, reverse, dtype, gate, size):
     states = 1 if cu is None else len(cu) - 1

@@ -27,7 +27,6 @@ def _linear(algorithm: str, function: str) -> Entry:
         algorithm,
         f"linear_attention.implementation:{function}",
         function=function,
-        hooks=HOOKS,  # some calls wait behind XLA, see ``priority_for``
         config_fields=("time_tile", "dv_tile", "num_warps", "num_stages"),
     )
 

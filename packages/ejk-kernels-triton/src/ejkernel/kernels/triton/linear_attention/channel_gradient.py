@@ -1,5 +1,8 @@
 """Gradients of what meets through decaying channels, of keys or of values, and of the gate.
 
+Where channels of values decay, what rows read comes from here as well: o_t is da_t with the values
+as b, and asks for neither a nor dH.
+
 With a the array that reads through the decaying channels and b the one that is read (q and k for
 keys, do and v for values), c and d the other two, P[t, s] = scale c_t d_s, H the state before the
 chunk, dH the gradient of the one after it, and D[t, s] what lies between two rows,
@@ -28,8 +31,8 @@ Work split: some channels of one chunk of one head a program; P again for each.
 
 Bound: q, k, v, do, the gate and two states a chunk are read, three gradients written: 2 x 8192
 rows, 16 heads of 128, chunks of 64, bfloat16: 336 + 268 + 201 MB = 0.19 ms on an H200. What it
-takes is instructions: 2,800 a warp of 16,384 programs, 0.20 ms if none ever waited. Measured with
-near chunks: 0.44 ms.
+takes is instructions: 2,800 a warp of 16,384 programs, 0.20 ms if none ever waited. Measured: near
+chunks 0.44 ms, by halving 1.5 ms; what rows read, alone, 0.21 ms.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ def channel_gradient(
     PRECISION: tl.constexpr,
 ):
     """a, b, c, d are reader, source, reader_other, source_other; with ``pairs`` and
-    ``totals`` the last two come prepared."""
+    ``totals`` the last two come prepared. Without ``dsource`` only what rows read is wanted."""
     across = (channels + CHANNELS - 1) // CHANNELS
     program = tl.program_id(0)
     channel = program % across * CHANNELS
@@ -152,9 +155,12 @@ def channel_gradient(
     leaving = tl.zeros([CHUNK, CHANNELS], tl.float32)
     outside = tl.zeros([CHANNELS], tl.float32)
     # by address: all three are on their way at once
-    a = load_rows(
-        reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK, CHANNELS, 0
-    )
+    a = None
+    if reader is not None:
+        a = load_rows(
+            reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK, CHANNELS,
+            0,
+        )  # fmt: skip
     b = load_rows(
         source, base, length, at, source_head, source_heads, channel, channels, CHUNK, CHANNELS, 0
     )
@@ -174,37 +180,34 @@ def channel_gradient(
                 states, slot * heads + head, others, channels, other, channel, there, OTHERS,
                 CHANNELS, MAPS,
             )  # fmt: skip
-            dh = load_state(
-                dstates, slot * heads + head, others, channels, other, channel, there, OTHERS,
-                CHANNELS, MAPS,
-            )  # fmt: skip
         else:
             h = load_state(
                 states, slot * heads + head, channels, others, channel, other, there, CHANNELS,
                 OTHERS, MAPS,
             )  # fmt: skip
-            dh = load_state(
-                dstates, slot * heads + head, channels, others, channel, other, there, CHANNELS,
-                OTHERS, MAPS,
-            )  # fmt: skip
-        both = h.to(tl.float32) * dh.to(tl.float32)
+            h = tl.trans(h)
+        reached = tl.dot(c, h.to(OPERAND), reached, input_precision=PRECISION)
         if pairs is None:
             products = tl.dot(c, tl.trans(d), products, input_precision=PRECISION)
-        if totals is not None:
-            total_at = totals + (slot * heads + head) * others + other
-            every = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
+        if dstates is not None:
             if OF_VALUES:
-                both = both * every[:, None]
+                dh = load_state(
+                    dstates, slot * heads + head, others, channels, other, channel, there, OTHERS,
+                    CHANNELS, MAPS,
+                )  # fmt: skip
             else:
-                both = both * every[None, :]
-        if OF_VALUES:
-            outside += tl.sum(both, 0)
-            reached = tl.dot(c, h.to(OPERAND), reached, input_precision=PRECISION)
+                dh = load_state(
+                    dstates, slot * heads + head, channels, others, channel, other, there,
+                    CHANNELS, OTHERS, MAPS,
+                )  # fmt: skip
+                dh = tl.trans(dh)
             leaving = tl.dot(d, dh.to(OPERAND), leaving, input_precision=PRECISION)
-        else:
-            outside += tl.sum(both, 1)
-            reached = tl.dot(c, tl.trans(h.to(OPERAND)), reached, input_precision=PRECISION)
-            leaving = tl.dot(d, tl.trans(dh.to(OPERAND)), leaving, input_precision=PRECISION)
+            both = h.to(tl.float32) * dh.to(tl.float32)
+            if totals is not None:
+                total_at = totals + (slot * heads + head) * others + other
+                every = tl.exp(tl.load(total_at + m, mask=m < others - other, other=0.0))
+                both = both * every[:, None]
+            outside += tl.sum(both, 0)
 
     written = (each < end - begin - at)[:, None] & (n < channels - channel)[None, :]
     place = (row * heads + head) * channels + channel
@@ -220,25 +223,32 @@ def channel_gradient(
     outside = outside * tl.exp(before + after)
     if dreader is not None:
         dreader += place
+    if dsource is not None:
+        dsource += place
+        dgate += place
     if close:
         gather_near(
             a, b, since, before, after, met, reached, leaving, outside, offsets, written, dreader,
-            dsource + place, dgate + place, cuts, REVERSED, PRECISION,
+            dsource, dgate, cuts, REVERSED, PRECISION,
         )  # fmt: skip
     else:
         gather_by_halves(
             a, b, g, met, reached, leaving, outside, offsets, written, dreader,
-            dsource + place, dgate + place, cuts, REVERSED, PARTS, LEVELS, PRECISION,
+            dsource, dgate, cuts, REVERSED, PARTS, LEVELS, PRECISION,
         )  # fmt: skip
 
 
-def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
-    """Of operands a, b, c, d, the gate, sums of its halves, cuts, (pairs and totals of the other
-    gate), states and their gradients before every chunk, (cu)."""
+def launch(
+    p: Problem, t: Tiles, target: Target, of_values: bool, results: tuple[str, ...]
+) -> Launch:
+    """Of operands (a), b, c, d, the gate, sums of its halves, cuts, (pairs and totals of the other
+    gate), states, (their gradients) before every chunk, (cu): a and gradients of states where
+    ``results``, of dreader, dsource and dgate, are more than what rows read."""
     pieces = piece_count(p.rows, p.sequences, t.segment)
     channels, others = (p.value_dim, p.dim) if of_values else (p.dim, p.value_dim)
     mine, other = (p.value_parts, p.key_parts) if of_values else (p.key_parts, p.value_parts)
-    some = min(CHANNELS, width(channels))
+    gradients = "dsource" in results
+    some = min(CHANNELS if gradients else 2 * CHANNELS, width(channels))
     rest = min(64 if p.operand == "bfloat16" else 32, width(others))
     maps = maps_of(p, t.chunk, ((channels, some), (others, rest)), target)
     # a, b, c, d of keys are q, k, do, v; of values do, v, q, k; prepared ones have all heads
@@ -250,26 +260,29 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
         "source_other": (second, others, rest),
         "gate": (p.heads, channels, some),
     }
-    names = [
-        *arrays,
-        "halves",
-        "cuts",
-        *(["pairs", "totals"] if other else []),
-        "states",
-        "dstates",
-    ]
-    names += ["cu"] if p.sequences else []
-    results = (["dreader"] if not of_values else []) + ["dsource", "dgate"]
+    known = {
+        **dict.fromkeys(arrays, True),
+        "reader": gradients,
+        "halves": True,
+        "cuts": True,
+        "pairs": other > 0,
+        "totals": other > 0 and gradients,
+        "states": True,
+        "dstates": gradients,
+        "cu": p.sequences > 0,
+    }
+    names = [name for name, there in known.items() if there]
 
     def given(name: str) -> Any:
+        if name not in names:
+            return None
         if name in ("reader_other", "source_other"):
             return row_operand(names.index(name), p, t.chunk, *arrays[name], maps)
         if name in ("states", "dstates") and maps:
             shape = (p.batch * pieces * (t.segment // t.chunk) * p.heads * p.dim, p.value_dim)
             return TensorMap(names.index(name), shape, (rest, some) if of_values else (some, rest))
-        return In(names.index(name)) if name in names else None
+        return In(names.index(name))
 
-    known = (*arrays, "halves", "cuts", "pairs", "totals", "states", "dstates", "cu")
     made = ("dreader", "dsource", "dgate")
     arguments: dict[str, Any] = {
         **{name: given(name) for name in known},
@@ -292,12 +305,12 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
         "OTHERS": rest,
         "LANES": lane_count(p.sequences),
         "LEVELS": t.chunk.bit_length() - 1,
-        "NEAR": near(p, subtracts=True),
+        "NEAR": near(p, subtracts=gradients),
         "PARTS": mine,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
         "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
     grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads * -(-channels // some),)
-    options = channel_options(p, mine, target)
+    options = channel_options(p, mine, target) if gradients else {}
     return Launch(channel_gradient, arguments, constants, grid, t.num_warps, t.num_stages, options)

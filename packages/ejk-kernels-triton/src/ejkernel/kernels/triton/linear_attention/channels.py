@@ -34,12 +34,9 @@ from ejkernel.kernels.triton.linear_attention.problem import Problem
 
 
 @triton.jit
-def reach(level, LATE: tl.constexpr, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
+def reach(level, REVERSED: tl.constexpr, CHUNK: tl.constexpr):
     """Which gates lie between a row and its cut where halves have 2^level rows, bfloat16 0 or 1
-    ``[row, gate]``.
-
-    LATE: as for a row of a later half (1), of an earlier one (0), or of its own (2).
-    """
+    ``[row, gate]``."""
     r = tl.arange(0, CHUNK)[:, None]
     c = tl.arange(0, CHUNK)[None, :]
     if REVERSED:
@@ -48,13 +45,8 @@ def reach(level, LATE: tl.constexpr, REVERSED: tl.constexpr, CHUNK: tl.constexpr
     else:
         after = c > r
         until = c <= r
-    if LATE == 1:
-        found = until
-    elif LATE == 0:
-        found = after
-    else:
-        late = ((r >> level) & 1) == 1
-        found = (late & until) | ((r >> level) % 2 == 0) & after
+    late = ((r >> level) & 1) == 1
+    found = (late & until) | ((r >> level) % 2 == 0) & after
     return tl.where(found & ((r >> level) == (c >> level)), 1.0, 0.0).to(tl.bfloat16)
 
 
@@ -110,17 +102,6 @@ def sums(matrix, x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def edges(gate, REVERSED: tl.constexpr, LATER: tl.constexpr, PARTS: tl.constexpr):
-    """(since the state before, until the state after) of every row, as a walk meets them."""
-    CHUNK: tl.constexpr = gate.shape[0]
-    since = sums(reach(30, 1, REVERSED, CHUNK), gate, PARTS)
-    rest = sums(reach(30, 0, REVERSED, CHUNK), gate, PARTS)
-    if LATER:
-        since, rest = rest, since
-    return since, rest
-
-
-@triton.jit
 def middle(
     matrix,
     gate,
@@ -158,44 +139,12 @@ def scores(
     found += tl.where(i == j, own[:, None], 0.0)
     seen = sees(REVERSED, CHUNK)
     for level in tl.range(0, LEVELS):
-        e = tl.exp(sums(reach(level, 2, REVERSED, CHUNK), gate, PARTS))
+        e = tl.exp(sums(reach(level, REVERSED, CHUNK), gate, PARTS))
         # a row is of one half: it reads there or is read
         row = tl.where(reads(level, REVERSED, CHUNK), q, k)
         row = (row.to(tl.float32) * e).to(q.dtype)
         met = tl.dot(row, tl.trans(row), input_precision=PRECISION)
         found += tl.where(seen & meeting(level, CHUNK), met, 0.0)
-    return found
-
-
-@triton.jit
-def combine(
-    weights,
-    v,
-    gate,
-    REVERSED: tl.constexpr,
-    PARTS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    NEAR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """What the rows that read get of v, whose channels decay; float32."""
-    CHUNK: tl.constexpr = gate.shape[0]
-    r = tl.arange(0, CHUNK)
-    own = r[:, None] == r[None, :]
-    seen = sees(REVERSED, CHUNK)
-    matrix = reach(LEVELS - 1, 2, REVERSED, CHUNK)
-    since, close = middle(matrix, gate, REVERSED, PARTS, LEVELS, NEAR)
-    if close:
-        met = tl.where(seen | own, weights, 0.0).to(v.dtype)
-        source = (v.to(tl.float32) * tl.exp(-since)).to(v.dtype)
-        found = tl.exp(since) * tl.dot(met, source, input_precision=PRECISION)
-    else:
-        found = tl.sum(tl.where(own, weights, 0.0), 1)[:, None] * v.to(tl.float32)
-        for level in tl.range(0, LEVELS):
-            e = tl.exp(sums(reach(level, 2, REVERSED, CHUNK), gate, PARTS))
-            met = tl.where(seen & meeting(level, CHUNK), weights, 0.0).to(v.dtype)
-            source = (v.to(tl.float32) * e).to(v.dtype)
-            found += e * tl.dot(met, source, input_precision=PRECISION)
     return found
 
 

@@ -21,16 +21,15 @@ of 64, bfloat16: 268 + 268 MB = 0.125 ms on an H200; the walks wrote the states 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import GATE_SUMS
-from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows, maps_of, row_operand
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
@@ -131,38 +130,9 @@ def gate_gradient(
 def launch(p: Problem, t: Tiles, target: Target) -> Launch:
     """Of operands q, k, v, do, sums of the gate, states and their gradients before every chunk,
     (cu)."""
-    names = ("query", "key", "value", "dout", *GATE_SUMS, "states", "dstates")
-    pieces = piece_count(p.rows, p.sequences, t.segment)
-    dim, columns = (p.dim, width(p.dim)), (p.value_dim, min(t.columns, 32, width(p.value_dim)))
-    maps = maps_of(p, t.chunk, (dim, columns), target)
-    heads = (p.heads, p.kv_heads, p.kv_heads, p.heads)
-    rows = [
-        row_operand(i, p, t.chunk, count, *size, maps)
-        for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
-    ]
-    arguments: dict[str, Any] = {
-        **dict(zip(names, (*rows, *map(In, range(4, 9))), strict=True)),
-        "cu": In(9) if p.sequences else None,
-        "dgate": Out(0),
-        "rows": p.rows,
-        "heads": p.heads,
-        "kv_heads": p.kv_heads,
-        "dim": p.dim,
-        "columns": p.value_dim,
-        "sequences": p.sequences,
-        "pieces": pieces,
-        "scale": float(p.scale),
-    }
-    constants = {
-        "REVERSED": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
-        "DIM": dim[1],
-        "COLUMNS": columns[1],
-        "LANES": lane_count(p.sequences),
-        "MAPS": maps,
-        "OPERAND": getattr(tl, p.operand),
-        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
-    }
-    grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads,)
+    arguments, constants = opening(p, t, target, min(t.columns, 32, width(p.value_dim)))
+    names = (*GATE_SUMS, "states", "dstates")
+    arguments |= {name: In(4 + i) for i, name in enumerate(names)}
+    arguments |= {"cu": In(9) if p.sequences else None, "dgate": Out(0)}
+    grid = (p.batch * arguments["pieces"] * (t.segment // t.chunk) * p.heads,)
     return Launch(gate_gradient, arguments, constants, grid, t.num_warps, t.num_stages)

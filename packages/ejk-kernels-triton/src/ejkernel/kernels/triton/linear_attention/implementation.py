@@ -43,12 +43,6 @@ class LinearAttention(TritonKernel):
     def refuse(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
 
-    def priority_for(self, inv: Any) -> int:
-        """Behind XLA where no GPU has compared these kernels with the formula: decays of channels,
-        and the few tokens of a decoding step. They were compiled, interpreted and timed."""
-        p = self.facts(inv)[0]
-        return -1 if p.key_parts or p.value_parts or choice.few_tokens(p) else 100
-
     def choose(self, problem: Problem, target: Target) -> Tiles:
         return choice.choose(problem, target)
 
@@ -67,8 +61,7 @@ class LinearAttention(TritonKernel):
         run = Passes(work, arrays)
         ends = run.walk(roles.SUMS)
         starts, state = run.scan(ends, arrays.get("initial_state"), later=False)
-        (o,) = run.walk(replace(roles.OUTPUT, out=work.problem.out), starts)
-        return (o, state), starts
+        return (run.output(starts), state), starts
 
     def backward(
         self,
@@ -116,15 +109,17 @@ class Passes:
             self.arrays["cuts"] = jnp.asarray(found, jnp.bfloat16)
         if self.problem.key_parts:
             self.prepare("q", "k", "gk", of_values=False)
-        if self.problem.value_parts and "do" in arrays:
+        if self.problem.value_parts:
             self.prepare("do", "v", "gv", of_values=True)
 
     def prepare(self, reader: str, source: str, gate: str, *, of_values: bool) -> None:
-        """What walks read in the place of two arrays whose channels decay."""
-        plan = PreparePlan(self.problem, self.tiles, of_values)
+        """What walks read in the place of two arrays whose channels decay; of the second alone,
+        where there is no first."""
+        reads = self.arrays[reader] is not None
+        plan = PreparePlan(self.problem, self.tiles, of_values, reads)
         results = call(plan, *self.named(reader, source, gate, "cuts", "cu"))
-        names = [f"{name} {gate[1]}" for name in ("pairs", "totals", "halves")]
-        names[1:1] = [reader + "'", source + "'"]
+        names = [f"pairs {gate[1]}", reader + "'"] if reads else []
+        names += [source + "'", f"totals {gate[1]}", f"halves {gate[1]}"]
         self.arrays |= dict(zip(names, results, strict=True))
 
     def named(self, *names: str) -> list[jax.Array]:
@@ -139,6 +134,17 @@ class Passes:
         given = [] if initial is None else [initial]
         plan = ScanPlan(self.problem, self.tiles, later, bool(given))
         return call(plan, *ends, *given, *self.named("cu"))
+
+    def output(self, starts: Any) -> jax.Array:
+        p = self.problem
+        if not p.value_parts:
+            return self.walk(replace(roles.OUTPUT, out=p.out), starts)[0]
+        # what rows read through decaying channels is formed like a gradient, from states
+        other = ("q'", "k'") if p.key_parts else ("q", "k")
+        pairs = ("pairs k",) if p.key_parts else ()
+        operands = self.named("v", *other, "gv", "halves v", "cuts", *pairs)
+        plan = ChannelPlan(p, self.tiles, True, (("dreader", p.out),))
+        return call(plan, *operands, *self.walk(roles.STATES, starts), *self.named("cu"))[0]
 
     def gradients(
         self, arrays: Arrays, dtypes: Mapping[str, str], starts: Any, dstarts: Any
@@ -209,14 +215,16 @@ class Passes:
             other = ("q'", "k'") if p.key_parts else ("q", "k")
             more = ("pairs k", "totals k") if p.key_parts else ()
             operands = self.named("do", "v", *other, "gv", "halves v", "cuts", *more)
-            plan = ChannelPlan(p, self.tiles, True, (dtypes["value"], own["gv"]))
+            results = (("dsource", dtypes["value"]), ("dgate", own["gv"]))
+            plan = ChannelPlan(p, self.tiles, True, results)
             dv, found["gv"] = call(plan, *operands, *tail)
             found["value"] = self.of_keys(dv)
         if p.key_parts:
             other = ("do'", "v'") if p.value_parts else ("do", "v")
             more = ("pairs v", "totals v") if p.value_parts else ()
             operands = self.named("q", "k", *other, "gk", "halves k", "cuts", *more)
-            plan = ChannelPlan(p, self.tiles, False, (p.out, dtypes["key"], own["gk"]))
+            results = (("dreader", p.out), ("dsource", dtypes["key"]), ("dgate", own["gk"]))
+            plan = ChannelPlan(p, self.tiles, False, results)
             found["query"], dk, found["gk"] = call(plan, *operands, *tail)
             found |= {"key": self.of_keys(dk), "g": found["gk"]}
         one = jnp.sum(found["gk" if p.key_parts else "gv"], 3)

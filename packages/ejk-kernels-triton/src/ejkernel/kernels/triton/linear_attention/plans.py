@@ -158,8 +158,12 @@ class ReadPlan(LinearPlan):
         rows = (p.batch, p.rows, p.heads)
         dims = zip(self.dtypes, (p.dim, p.value_dim), strict=True)
         found = tuple(_shape(dtype, *rows, n) for dtype, n in dims)
-        of_gate = (_shape("float32", self.segments, p.heads), *[_shape("float32", *rows)] * 3)
-        return (*found, *of_gate) if self.gated else found
+        if not self.gated:
+            return found
+        from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN
+
+        sums = (_shape("float32", *rows, n) for n in (ACROSS.value, 1, DOWN.value))
+        return (*found, _shape("float32", self.segments, p.heads), *sums)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.linear_attention import read_gradients
@@ -198,40 +202,51 @@ class GatePlan(LinearPlan):
 @dataclass(frozen=True)
 class ChannelPlan(LinearPlan):
     """Of the arrays that meet through decaying channels, the other two, the gate and sums of its
-    halves, cuts, (pairs and totals of the other gate), states, dstates, (cu) -> gradients of the
-    array that reads (of keys only), of the one that is read and of the gate, in ``dtypes``."""
+    halves, cuts, (pairs and totals of the other gate), states, dstates, (cu) -> what is named in
+    ``results`` with its dtype: gradients of the array that reads (dreader), of the one that is read
+    and of the gate (dsource, dgate); alone, the first is also what rows read, and asks for no array
+    that reads and no dstates."""
 
     of_values: bool
-    dtypes: tuple[str, ...]
+    results: tuple[tuple[str, str], ...]
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         channels = p.value_dim if self.of_values else p.dim
-        return tuple(_shape(d, p.batch, p.rows, p.heads, channels) for d in self.dtypes)
+        return tuple(_shape(d, p.batch, p.rows, p.heads, channels) for _, d in self.results)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.linear_attention import channel_gradient
 
-        return channel_gradient.launch(self.problem, self.tiles, target, self.of_values)
+        names = tuple(name for name, _ in self.results)
+        return channel_gradient.launch(self.problem, self.tiles, target, self.of_values, names)
 
 
 @dataclass(frozen=True)
 class PreparePlan(LinearPlan):
     """q, k, gates of keys (or do, v, gates of values), cuts, (cu) -> pairs, both decayed,
-    sums of the gates of chunks, and of their halves."""
+    sums of the gates of chunks, and of their halves. Where nothing ``reads``, k or v alone."""
 
     of_values: bool
+    reads: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        from ejkernel.kernels.triton.linear_attention.prepare import results_of
+
         p, t = self.problem, self.tiles
         channels = p.value_dim if self.of_values else p.dim
         chunks = self.segments * (t.segment // t.chunk)
         rows = _shape(p.operand, p.batch, p.rows, p.heads, channels)
-        pairs = _shape(p.operand, chunks, p.heads, t.chunk, t.chunk)
-        totals = (_shape("float32", chunks, p.heads, *n, channels) for n in ((), (2,)))
-        return pairs, rows, rows, *totals
+        found = {
+            "pairs": _shape(p.operand, chunks, p.heads, t.chunk, t.chunk),
+            "reading": rows,
+            "entering": rows,
+            "totals": _shape("float32", chunks, p.heads, channels),
+            "halves": _shape("float32", chunks, p.heads, 2, channels),
+        }
+        return tuple(found[name] for name in results_of(self.reads))
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.linear_attention import prepare
 
-        return prepare.launch(self.problem, self.tiles, target, self.of_values)
+        return prepare.launch(self.problem, self.tiles, target, self.of_values, self.reads)

@@ -6,14 +6,14 @@
 since the state before the chunk, rest until the one after it. A walk then treats them like
 undecayed rows: its columns, which share all of this, do not repeat the halvings. The walk of the
 gradients of what was read takes the same arrays, the pairs transposed. For decays per channel of
-values they are those of do and v.
+values they are those of do and v; before there is a do, those of v alone.
 
 Work split: one chunk of one head a program, some channels in turn.
 
 Bound: q, k and the gates are read, two arrays like q and the pairs are written: memory. 2 x 8192
 rows, 16 heads of 128, chunks of 64, bfloat16: 201 + 134 + 34 MB = 0.086 ms on an H200. What it
-takes is instructions: 4,700 a warp of 4096 programs, 0.08 ms if none ever waited. Measured with
-near chunks: 0.23 ms.
+takes is instructions: 4,700 a warp of 4096 programs, 0.08 ms if none ever waited. Measured: near
+chunks 0.23 ms, by halving 0.77 ms, one array alone 0.085 ms.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ def prepare(
     to_start = load_cut(cuts, 1, CHUNK)
     to_end = load_cut(cuts, 2, CHUNK)
     for channel in tl.range(0, channels, CHANNELS):
-        q = load_rows(
-            reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK,
-            CHANNELS, MAPS,
-        ).to(OPERAND)  # fmt: skip
+        if reader is not None:
+            q = load_rows(
+                reader, base, length, at, reader_head, reader_heads, channel, channels, CHUNK,
+                CHANNELS, MAPS,
+            ).to(OPERAND)  # fmt: skip
         k = load_rows(
             source, base, length, at, source_head, source_heads, channel, channels, CHUNK,
             CHANNELS, MAPS,
@@ -108,20 +109,22 @@ def prepare(
         since_mid, close = middle(to_middle, g, REVERSED, PARTS, LEVELS, NEAR)
         since = sums(to_start, g, PARTS)
         rest = sums(to_end, g, PARTS)
-        if close:
-            reader_mid = (q.to(tl.float32) * tl.exp(since_mid)).to(OPERAND)
-            source_mid = (k.to(tl.float32) * tl.exp(-since_mid)).to(OPERAND)
-            met = tl.dot(reader_mid, tl.trans(source_mid), input_precision=PRECISION)
-            found += tl.where(seen, met, 0.0)
-        else:
-            found = scores(found, q, k, g, REVERSED, PARTS, LEVELS, PRECISION)
+        if reader is not None:
+            if close:
+                reader_mid = (q.to(tl.float32) * tl.exp(since_mid)).to(OPERAND)
+                source_mid = (k.to(tl.float32) * tl.exp(-since_mid)).to(OPERAND)
+                met = tl.dot(reader_mid, tl.trans(source_mid), input_precision=PRECISION)
+                found += tl.where(seen, met, 0.0)
+            else:
+                found = scores(found, q, k, g, REVERSED, PARTS, LEVELS, PRECISION)
         place = (row * heads + head) * channels + channel
         offsets = each[:, None] * (heads * channels) + n[None, :]
         # rows behind the last sequence get the zeros that they read as
         written = (each < end - begin - at)[:, None] & (n < channels - channel)[None, :]
-        q = (q.to(tl.float32) * tl.exp(since)).to(OPERAND)
+        if reader is not None:
+            q = (q.to(tl.float32) * tl.exp(since)).to(OPERAND)
+            tl.store(reading + place + offsets, q, mask=written)
         k = (k.to(tl.float32) * tl.exp(rest)).to(OPERAND)
-        tl.store(reading + place + offsets, q, mask=written)
         tl.store(entering + place + offsets, k, mask=written)
         # sums of all gates, and of those before and after the middle, stand in single rows
         inside = (n < channels - channel)[None, :]
@@ -133,29 +136,36 @@ def prepare(
         tl.store(total, since, mask=last)
         tl.store(half, since, mask=mid)
         tl.store(half + channels, since_mid, mask=last)
-    square = each[:, None] * CHUNK + each[None, :]
-    tl.store(pairs + (slot * heads + head) * (CHUNK * CHUNK) + square, found.to(OPERAND))
+    if reader is not None:
+        square = each[:, None] * CHUNK + each[None, :]
+        tl.store(pairs + (slot * heads + head) * (CHUNK * CHUNK) + square, found.to(OPERAND))
 
 
-def launch(p: Problem, t: Tiles, target: Target, of_values: bool) -> Launch:
-    """Of operands q, k and the gates of keys, or do, v and those of values; then cuts, (cu)."""
+def results_of(reads: bool) -> tuple[str, ...]:
+    """In order; ``reads``: whether there is an array that reads."""
+    read = ("pairs", "reading") if reads else ()
+    return (*read, "entering", "totals", "halves")
+
+
+def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -> Launch:
+    """Of operands (q), k and the gates of keys, or (do), v and those of values; then cuts, (cu)."""
     pieces = piece_count(p.rows, p.sequences, t.segment)
     channels = p.value_dim if of_values else p.dim
     parts = p.value_parts if of_values else p.key_parts
     some = min(CHANNELS, width(channels))
     maps = maps_of(p, t.chunk, ((channels, some),), target)
-    heads = (p.heads, p.kv_heads, p.heads)
-    reader, source, gate = (
-        row_operand(i, p, t.chunk, count, channels, some, maps) for i, count in enumerate(heads)
-    )
-    results = ("pairs", "reading", "entering", "totals", "halves")
+    results = results_of(reads)
+    heads = {"reader": p.heads, "source": p.kv_heads, "gate": p.heads}
+    given = [name for name in heads if reads or name != "reader"]
+    rows = {
+        name: row_operand(i, p, t.chunk, heads[name], channels, some, maps)
+        for i, name in enumerate(given)
+    }
     arguments: dict[str, Any] = {
-        "reader": reader,
-        "source": source,
-        "gate": gate,
-        "cuts": In(3),
-        "cu": In(4) if p.sequences else None,
-        **{name: Out(i) for i, name in enumerate(results)},
+        **{name: rows.get(name) for name in heads},
+        "cuts": In(len(given)),
+        "cu": In(len(given) + 1) if p.sequences else None,
+        **{n: Out(results.index(n)) if n in results else None for n in results_of(True)},
         "rows": p.rows,
         "heads": p.heads,
         "reader_heads": p.heads,

@@ -16,32 +16,31 @@ eight warps.
 
 Bound: q, k, v, do are read, dk, dv written: memory. 2 x 8192 rows, 16 heads of 128, bfloat16:
 403 MB = 0.094 ms on an H200. 10 products of 64 x 64 x 128 a chunk: 43 GFLOP = 0.062 ms. Measured:
-0.224 ms, or 0.320 ms with what the gate's gradient takes: products that wait for each other.
+0.224 ms, or 0.292 ms with what the gate's gradient takes: products that wait for each other.
 
 Sources: as ``walk``.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_piece
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import GATE_SUMS
 from ejkernel.kernels.triton.linear_attention.rows import (
     load_rows,
-    maps_of,
-    row_operand,
     store_rows,
 )
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
 OF_GATE = ("over", "leaving", "read", "reading")
+# parts of ``leaving``, one for each column of warps, and of ``reading``, one for each row of them
+ACROSS, DOWN = tl.constexpr(2), tl.constexpr(4)
 
 
 @triton.jit
@@ -82,7 +81,8 @@ def read_gradients(
     PRECISION: tl.constexpr,
 ):
     """``over``: X at the end of every segment; ``leaving``: b; ``read`` and ``reading``: sums of Z
-    over the rows that read one, and over those that one reads. None: no gradient of a gate."""
+    over the rows that read one, and over those that one reads. None: no gradient of a gate.
+    Sums that cross warps are left to who reads them, in ACROSS and DOWN parts."""
     program = tl.program_id(0)
     head = program % heads
     kv_head = head // (heads // kv_heads)
@@ -169,7 +169,9 @@ def read_gradients(
         written = end - begin - at
         of_row = row * heads + head + each * heads
         if over is not None:
-            tl.store(leaving + of_row, tl.sum(dv * v.to(tl.float32), 1), mask=each < written)
+            met = tl.reshape(dv * v.to(tl.float32), (CHUNK, ACROSS, COLUMNS // ACROSS))
+            at_parts = of_row[:, None] * ACROSS + tl.arange(0, ACROSS)[None, :]
+            tl.store(leaving + at_parts, tl.sum(met, 2), mask=each[:, None] < written)
         if high_sums is not None:
             sent = (do.to(tl.float32) * (tl.exp(rest) * scale)[:, None]).to(OPERAND)
             dstate = dstate * tl.exp(every)
@@ -189,7 +191,9 @@ def read_gradients(
         if over is not None:
             z = tl.where(i == j, 0.0, s * p) * scale
             tl.store(read + of_row, tl.sum(z, 1), mask=each < written)
-            tl.store(reading + of_row, tl.sum(z, 0), mask=each < written)
+            z = tl.sum(tl.reshape(z, (DOWN, CHUNK // DOWN, CHUNK)), 1)
+            at_parts = of_row[None, :] * DOWN + tl.arange(0, DOWN)[:, None]
+            tl.store(reading + at_parts, z, mask=each[None, :] < written)
         p = p * decays
 
         # products of their own: one more summand in a product would tie their layouts
@@ -202,9 +206,8 @@ def read_gradients(
 
 def launch(p: Problem, t: Tiles, target: Target, gated: bool) -> Launch:
     """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu)."""
-    dim, columns = (p.dim, width(p.dim)), (p.value_dim, width(p.value_dim))
-    maps = maps_of(p, t.chunk, (dim, columns), target)
-    heads = (p.heads, p.kv_heads, p.kv_heads, p.heads)
+    arguments, constants = opening(p, t, target, width(p.value_dim))
+    dim, columns = constants["DIM"], constants["COLUMNS"]
     known = {
         **dict.fromkeys(GATE_SUMS, p.scalar),
         "dstarts": True,
@@ -213,37 +216,13 @@ def launch(p: Problem, t: Tiles, target: Target, gated: bool) -> Launch:
         "cu": p.sequences > 0,
     }
     order = [name for name, given in known.items() if given]
-    rows = [
-        row_operand(i, p, t.chunk, count, *size, maps)
-        for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
-    ]
-    arguments: dict[str, Any] = {
-        **dict(zip(("query", "key", "value", "dout"), rows, strict=True)),
+    arguments |= {
         **{name: In(4 + order.index(name)) if name in order else None for name in known},
         "dkey": Out(0),
         "dvalue": Out(1),
         **{n: Out(i + 2) if gated else None for i, n in enumerate(OF_GATE)},
-        "rows": p.rows,
-        "heads": p.heads,
-        "kv_heads": p.kv_heads,
-        "dim": p.dim,
-        "columns": p.value_dim,
-        "sequences": p.sequences,
-        "pieces": piece_count(p.rows, p.sequences, t.segment),
-        "scale": float(p.scale),
-    }
-    constants = {
-        "REVERSED": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
-        "DIM": dim[1],
-        "COLUMNS": columns[1],
-        "LANES": lane_count(p.sequences),
-        "MAPS": maps,
-        "OPERAND": getattr(tl, p.operand),
-        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
     grid = (p.batch * arguments["pieces"] * p.heads,)
-    warps = 8 if dim[1] * columns[1] > 64 * 64 else 4
+    warps = 8 if dim * columns > 64 * 64 else 4
     stages = min(t.num_stages, 2)  # three do not fit
     return Launch(read_gradients, arguments, constants, grid, warps, stages)

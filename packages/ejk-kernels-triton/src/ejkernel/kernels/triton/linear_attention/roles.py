@@ -53,20 +53,20 @@ class Roles:
         """(channels of query and key, of the value)."""
         return getattr(p, ARRAYS[self.key][0]), getattr(p, ARRAYS[self.value][0])
 
-    def prepared(self, p: Problem) -> bool:
-        """Whether channels of query and key decay: then both come with that, a head of their own
-        each."""
-        return self.gates(p)[0] > 0
+    def prepared(self, p: Problem) -> tuple[bool, bool]:
+        """Whether channels of (query and key, the value) decay: then they come with that, a head of
+        their own each."""
+        found = (p.key_parts > 0, p.value_parts > 0)
+        return found[::-1] if self.swapped else found
 
     def heads(self, p: Problem) -> tuple[int, ...]:
+        """Of query, key and value."""
         names = (self.query or self.key, self.key, self.value)
-        count = [p.kv_heads if ARRAYS[n][1] else p.heads for n in names]
-        return (p.heads, p.heads, count[2]) if self.prepared(p) else tuple(count)
-
-    def gates(self, p: Problem) -> tuple[int, int]:
-        """Parts of the decays per channel of (query and key, the value)."""
-        parts = (p.key_parts, p.value_parts)
-        return parts[::-1] if self.swapped else parts
+        rows, columns = self.prepared(p)
+        return tuple(
+            p.kv_heads if ARRAYS[n][1] and not own else p.heads
+            for n, own in zip(names, (rows, rows, columns), strict=True)
+        )
 
     def operands(self, p: Problem) -> dict[str, str]:
         """Parameters of the walk in the order of the operands, and the arrays that they get.
@@ -75,15 +75,16 @@ class Roles:
         """
         found = {"query": self.query, "key": self.key, "value": self.value}
         found = {name: x for name, x in found.items() if x}
-        side = "v" if self.swapped else "k"
+        side, other = ("v", "k") if self.swapped else ("k", "v")
+        rows, columns = self.prepared(p)
         if p.scalar:
             found |= {name: name for name in GATE_SUMS}
-        if self.prepared(p):
+        if rows:
             found |= {name: found[name] + "'" for name in ("query", "key") if name in found}
             found |= {"pairs": f"pairs {side}"} if self.query else {}
             found |= {"totals": f"totals {side}"}
-        if self.gates(p)[1]:
-            found["value_gate"] = "gk" if self.swapped else "gv"
+        if columns:
+            found |= {"value": found["value"] + "'", "value_totals": f"totals {other}"}
         if self.partner:
             found["partner"] = self.partner
         if p.sequences:

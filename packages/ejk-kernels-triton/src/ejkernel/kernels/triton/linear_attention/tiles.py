@@ -69,8 +69,6 @@ def choose(p: Problem, target: Target) -> Tiles:
     if not (target.hopper and target.tensor_maps and whole):
         # operands of the smaller products, or addresses, lie in registers
         chunk, columns, warps = min(chunk, 32 if wide <= 128 else 16), 16, 4
-    if p.value_parts > 1:
-        chunk = min(chunk, 32)  # gates in parts take registers in every halving of a walk
     t = Tiles(chunk, chunk, columns, warps, 2)
     if chunk * wide * BYTES[p.operand] > 2**15:
         # two stages of q and k exceed the shared memory, registers of four warps the rest

@@ -11,8 +11,9 @@ Inside a chunk this is two products of rows with rows; the state stands for all 
 D[t, s] is the decay between two rows, ``since`` that of a row since the state before the chunk,
 ``rest`` that until the state after it.
 
-Decays per channel of queries and keys are in q, k and the products of their rows before a walk
-begins (``prepare``); those of values are part of it (``channels.combine``).
+Decays per channel are in the arrays that have these channels, and in the products of their rows,
+before a walk begins (``prepare``). What comes out per decaying channel is no walk's
+(``channel_gradient``).
 
 *One core.* Gradients are the same sum with other roles. With dH running from the last row to the
 first over dH_t = d_{t+1} dH_{t+1} + scale q_t^T do_t,
@@ -37,7 +38,8 @@ program, which fit its registers and read q and k twice from the cache.
 Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 heads of 128, chunks of
 64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
 0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.04 to
-0.06 ms, o 0.117 ms, dq 0.116 ms, or 0.159 ms with what the gate's gradient takes from it.
+0.06 ms, o 0.113 ms, dq 0.151 ms with what the gate's gradient takes from it; of float32 (products
+in three parts, see ``products``) the sums 0.116 ms, o 0.403 ms.
 
 Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
 et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
@@ -51,9 +53,9 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, Launch, Out
-from ejkernel.kernels.triton.linear_attention.channels import combine, edges, near
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.problem import Problem
+from ejkernel.kernels.triton.linear_attention.products import parts, product
 from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
 from ejkernel.kernels.triton.linear_attention.rows import (
     load_rows,
@@ -64,6 +66,7 @@ from ejkernel.kernels.triton.linear_attention.rows import (
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
+PREPARED = ("pairs", "totals", "value_totals")
 RESULTS = ("out", "ends", "decays", "key_decays", "value_decays", "states", "reached")
 
 
@@ -106,26 +109,21 @@ def add_within(
     o,
     weights,
     v,
-    gate,
-    since,
+    v_low,
     scale,
     ASYNCHRONOUS: tl.constexpr,
-    REVERSED: tl.constexpr,
-    PARTS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    NEAR: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The output from before a chunk and that from inside it; ``gate``, ``since``: of the values'
-    channels."""
-    if gate is not None:
-        o = o * tl.exp(since)
-        o += combine(weights, v, gate, REVERSED, PARTS, LEVELS, NEAR, PRECISION) * scale
-    elif ASYNCHRONOUS:
+    """The output from before a chunk and that from inside it."""
+    if ASYNCHRONOUS:
         # a product of its own: one sum of both would lie in registers twice, for eight warps
-        o += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION) * scale
+        weights, low = parts(weights, OPERAND, SPLIT)
+        o += product(weights, low, v, v_low, None, SPLIT, PRECISION) * scale
     else:
-        o = tl.dot((weights * scale).to(v.dtype), v, o, input_precision=PRECISION)
+        weights, low = parts(weights * scale, OPERAND, SPLIT)
+        o = product(weights, low, v, v_low, o, SPLIT, PRECISION)
     return o
 
 
@@ -139,7 +137,7 @@ def walk(
     gate_totals,
     pairs,
     totals,
-    value_gate,
+    value_totals,
     partner,
     cu,
     starts,
@@ -163,20 +161,18 @@ def walk(
     scale_in,
     scale_out,
     SWAPPED: tl.constexpr,
-    REVERSED: tl.constexpr,
     LATER: tl.constexpr,
     CHUNK: tl.constexpr,
     SEGMENT: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
-    LEVELS: tl.constexpr,
-    NEAR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ASYNCHRONOUS: tl.constexpr,
-    VALUE_PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     MAPS: tl.constexpr,
     OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``dim`` channels of query and key, ``columns`` of the value. SWAPPED: states are stored as
@@ -220,10 +216,11 @@ def walk(
         k = load_rows(
             key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
         ).to(OPERAND)  # fmt: skip
-        v = load_rows(
+        given = load_rows(
             value, base, used - begin, at, value_head, value_heads, column, columns, CHUNK,
             COLUMNS, MAPS,
-        ).to(OPERAND)  # fmt: skip
+        )  # fmt: skip
+        v, v_low = parts(given, OPERAND, SPLIT)
         if high_sums is not None:
             high, low, since, rest, every = chunk_sums(
                 high_sums, low_sums, gate_totals, row * heads + head, chunk_slot, head, heads,
@@ -232,29 +229,53 @@ def walk(
         else:
             high = None
             low = None
-        if value_gate is not None:
-            gv = load_rows(
-                value_gate, base, used - begin, at, head, heads, column, columns, CHUNK, COLUMNS,
-                MAPS,
-            )  # fmt: skip
-            gv = tl.maximum(gv.to(tl.float32), -128.0)
-            since_v, rest_v = edges(gv, REVERSED, LATER, VALUE_PARTS)
-        else:
-            gv = None
-            since_v = None
         if states is not None:
             kept = (chunk_slot * heads + head) * dim * columns
             tl.store(states + kept + place, state.to(states.dtype.element_ty), mask=held)
+        # rows in registers are read from shared memory where they are loaded, and would wait there
+        # for the output: where products are asynchronous the state goes on first. Not if it is
+        # kept, which takes registers of its own
+        before = state
         if query is not None:
-            q = load_rows(
-                query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
-            ).to(OPERAND)  # fmt: skip
-            if not ASYNCHRONOUS:  # scores are small again before the output takes registers
-                weights = row_weights(
-                    q, k, pairs, chunk_slot * heads + head, high, low, LATER, TRANSPOSED, CHUNK,
-                    PRECISION,
-                )  # fmt: skip
-            o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
+            if not AHEAD:
+                q = load_rows(
+                    query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
+                ).to(OPERAND)  # fmt: skip
+                if not ASYNCHRONOUS:  # scores are small again before the output takes registers
+                    weights = row_weights(
+                        q, k, pairs, chunk_slot * heads + head, high, low, LATER, TRANSPOSED,
+                        CHUNK, PRECISION,
+                    )  # fmt: skip
+                o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
+        sent, sent_low = v, v_low
+        source, source_low = parts(tl.trans(k), OPERAND, SPLIT)
+        if totals is not None:
+            total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
+            every_k = tl.load(total_at, mask=tl.arange(0, DIM) < dim, other=0.0)
+            key_total += every_k
+            state = state * tl.exp(every_k)[:, None]
+        if value_totals is not None:
+            at_columns = (chunk_slot * heads + head) * columns + column + tl.arange(0, COLUMNS)
+            inside = tl.arange(0, COLUMNS) < columns - column
+            every_v = tl.load(value_totals + at_columns, mask=inside, other=0.0)
+            value_total += every_v
+            state = state * tl.exp(every_v)[None, :]
+        if high_sums is not None:
+            decayed = given.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]
+            sent, sent_low = parts(decayed, OPERAND, SPLIT)
+            state = state * tl.exp(every)
+            total += every
+            state = product(source, source_low, sent, sent_low, state, SPLIT, PRECISION)
+        else:
+            added = product(source, source_low, sent, sent_low, None, SPLIT, PRECISION)
+            state += added * scale_in
+
+        if query is not None:
+            if AHEAD:
+                q = load_rows(
+                    query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
+                ).to(OPERAND)  # fmt: skip
+                o = tl.dot(q, before.to(OPERAND), input_precision=PRECISION)
             if high_sums is not None:
                 o = o * (tl.exp(since) * scale_out)[:, None]
             else:
@@ -266,52 +287,17 @@ def walk(
                 )  # fmt: skip
                 met = reached + ((row * heads + head) + each * heads) * across + column // COLUMNS
                 tl.store(met, tl.sum(o * other.to(tl.float32), 1), mask=each < end - begin - at)
-
-            if not ASYNCHRONOUS:
-                o = add_within(
-                    o, weights, v, gv, since_v, scale_in * scale_out, ASYNCHRONOUS, REVERSED,
-                    VALUE_PARTS, LEVELS, NEAR, PRECISION,
-                )  # fmt: skip
-                store_rows(
-                    out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS,
-                    MAPS,
-                )  # fmt: skip
-
-        # where products are asynchronous the state is next: rows in registers are read from shared
-        # memory where they are loaded, and would wait there
-        sent = v
-        if totals is not None:
-            total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
-            every_k = tl.load(total_at, mask=tl.arange(0, DIM) < dim, other=0.0)
-            key_total += every_k
-            state = state * tl.exp(every_k)[:, None]
-        if value_gate is not None:
-            sent = (v.to(tl.float32) * tl.exp(rest_v)).to(OPERAND)
-            every_v = tl.sum(gv, 0)
-            value_total += every_v
-            state = state * tl.exp(every_v)[None, :]
-        if high_sums is not None:
-            sent = (v.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]).to(OPERAND)
-            state = state * tl.exp(every)
-            total += every
-            state = tl.dot(tl.trans(k), sent, state, input_precision=PRECISION)
-        else:
-            state += tl.dot(tl.trans(k), sent, input_precision=PRECISION) * scale_in
-
-        if query is not None:
             if ASYNCHRONOUS:
                 weights = row_weights(
                     q, k, pairs, chunk_slot * heads + head, high, low, LATER, TRANSPOSED, CHUNK,
                     PRECISION,
                 )  # fmt: skip
-                o = add_within(
-                    o, weights, v, gv, since_v, scale_in * scale_out, ASYNCHRONOUS, REVERSED,
-                    VALUE_PARTS, LEVELS, NEAR, PRECISION,
-                )  # fmt: skip
-                store_rows(
-                    out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS,
-                    MAPS,
-                )  # fmt: skip
+            o = add_within(
+                o, weights, v, v_low, scale_in * scale_out, ASYNCHRONOUS, OPERAND, SPLIT, PRECISION
+            )  # fmt: skip
+            store_rows(
+                out, o, row, end - begin - at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
+            )  # fmt: skip
     if ends is not None:
         tl.store(ends + state_at + place, state, mask=held)
         if decays is not None:
@@ -334,12 +320,11 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     results = roles.results(p)
 
     dim, columns = roles.sizes(p)
-    prepared, of_values = roles.gates(p)
     # registers that decays between rows would take are free where pairs come prepared
-    block = t.columns * 2 if prepared and not of_values else t.columns
-    if of_values > 1:
-        block = min(block, 16)  # a gate in parts takes more
-    block = min(block, width(columns))
+    block = min(t.columns * (2 if p.key_parts or p.value_parts else 1), width(columns))
+    split = target.hopper and p.operand == "float32" and t.chunk >= 64
+    if split and not roles.query and width(dim) <= 128:
+        block = min(128, width(columns))  # without a query registers are left
     maps = maps_of(p, t.chunk, ((dim, width(dim)), (columns, block)), target)
     channels, some = (dim, width(dim)), (columns, block)
     query_heads, key_heads, value_heads = roles.heads(p)
@@ -348,7 +333,6 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         "query": (query_heads, *channels),
         "key": (key_heads, *channels),
         "value": (value_heads, *some),
-        "value_gate": (p.heads, *some),
         "partner": (partner_heads, *some),
     }
 
@@ -363,7 +347,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         return Out(results.index(name)) if name in results else None
 
     arguments: dict[str, Any] = {
-        **{n: given(n) for n in (*row_arrays, *GATE_SUMS, "pairs", "totals", "cu", "starts")},
+        **{n: given(n) for n in (*row_arrays, *GATE_SUMS, *PREPARED, "cu", "starts")},
         **{n: made(n) for n in RESULTS},
         "rows": p.rows,
         "heads": p.heads,
@@ -380,23 +364,20 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     }
     constants = {
         "SWAPPED": roles.swapped,
-        "REVERSED": p.reverse,
         "LATER": roles.later != p.reverse,
         "CHUNK": t.chunk,
         "SEGMENT": t.segment,
         "DIM": width(dim),
         "COLUMNS": block,
         "LANES": lane_count(p.sequences),
-        "LEVELS": t.chunk.bit_length() - 1,
-        "NEAR": near(p),
         "TRANSPOSED": roles.later,
         "ASYNCHRONOUS": target.hopper,
-        "VALUE_PARTS": of_values,
+        "AHEAD": target.hopper and not roles.states,
         "MAPS": maps,
         "OPERAND": getattr(tl, p.operand),
+        "SPLIT": split,
         "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
     grid = (p.batch * pieces * p.heads * -(-columns // block),)
-    # halvings of the columns take registers besides
-    warps = max(8, t.num_warps) if of_values and t.chunk >= 64 else t.num_warps
-    return Launch(walk, arguments, constants, grid, warps, t.num_stages)
+    exact = {"SPLIT": False}  # products of float32 numbers as they are
+    return Launch(walk, arguments, constants, grid, t.num_warps, t.num_stages, interpreted=exact)
