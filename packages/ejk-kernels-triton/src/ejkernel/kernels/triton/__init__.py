@@ -27,6 +27,7 @@ def _linear(algorithm: str, function: str) -> Entry:
         algorithm,
         f"linear_attention.implementation:{function}",
         function=function,
+        hooks=HOOKS,  # decays per channel of values wait behind XLA
         config_fields=("time_tile", "dv_tile", "num_warps", "num_stages"),
     )
 
