@@ -78,12 +78,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(k_scale=-0.5),
     ),
     "int8, pages by descriptors": (
-        dict(lens=(37, 0, 100), h=20, rope=32, ps=64, dtype="bfloat16", cache="int8"),
+        dict(lens=(70, 0), h=20, rope=32, ps=64, dtype="bfloat16", cache="int8"),
         dict(k_scale=0.02),
         dict(k_scale=0.02),
     ),
     "e5m2, 40 heads, pages by descriptors": (
-        dict(lens=(37, 100), h=40, rope=32, ps=64, dtype="bfloat16", cache="float8_e5m2"),
+        dict(lens=(70,), h=40, rope=32, ps=64, dtype="bfloat16", cache="float8_e5m2"),
         dict(softmax_scale=-0.3),
         dict(scale=-0.3),
     ),

@@ -58,7 +58,6 @@ def planned(name, target):
         ("128 heads", "sm_90"),
         ("page 16", "sm_90"),
         ("e4m3, 16 heads", "sm_90"),
-        ("int8", "sm_90"),
         ("three parts", "sm_90"),
         ("int8", "sm_80"),
         ("16 heads", "gfx942"),
@@ -69,8 +68,7 @@ def test_split_kernel(name, chip):
     plan, avals = planned(name, target)
     used = measure(plan_source(plan, avals, target), target)
     print(f"{name} {chip}: {plan.tiles}: {used}")
-    # numbers of the walk around the steps, next to none in them
-    assert used.spills <= (112 if plan.tiles.once else 0)
+    assert used.spills == 0
     assert used.products > 0 and not used.serialized
     # the programs meant to run together fit
     assert used.shared * plan.tiles.per_core <= target.shared_limit
