@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.launch import In, Launch, Out, Plan, TensorMap, power_of_two, runs_map
+from ejkernel.kernels.triton.page_attention.groups import Cache, Dims, Logits, Scale, Sinks
 from ejkernel.kernels.triton.page_attention.plans import (
     MAX_LANES,
     SplitPlan,
     cache_constants,
+    filled,
     operand,
     scale_arguments,
     sink_arguments,
 )
 from ejkernel.kernels.triton.page_attention.problem import BYTES
+from ejkernel.kernels.triton.ragged_page_attention.groups import Dots, Layout, Sizes
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,
@@ -147,15 +150,15 @@ class PrefillPlan(RaggedPlan):
             _struct(slots, "float32"),
         )
 
-    def caches(self, target: Target) -> dict[str, Any]:
-        """The cache as the kernel reads it: a pointer, or descriptors of keys and of values."""
+    def cache(self, target: Target) -> tuple[In | TensorMap | None, None, TensorMap | None]:
+        """The cache by a pointer, or by descriptors of keys and of values."""
         p, t = self.problem.paged, self.tiles
         if not maps_pages(p, t.block, target):
-            return {"k": self("k", "int16" if BYTES[p.key] == 1 else None), "v": None}
+            return self("k", "int16" if BYTES[p.key] == 1 else None), None, None
         index = [name for name, _ in self.shapes].index("k")
         heads, step = p.form or (p.kv_heads, 2 * p.dim)
         keys = TensorMap(index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
-        return {"k": keys, "v": runs_map(index, heads * step, (t.block, p.dim))}
+        return keys, None, runs_map(index, heads * step, (t.block, p.dim))
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import ragged_prefill
@@ -167,35 +170,40 @@ class PrefillPlan(RaggedPlan):
         if given:
             # most calls leave few pieces
             programs = min(programs, target.cores * max(1, 8 // t.num_warps))
+        known = {**self.sizes, **cache_constants(p, target), "LINES": LINES}
+        # float16 has not the range for what it carries along, wide heads not the registers
+        known["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
         arguments = {
             "q": self("q"),
-            **self.caches(target),
+            "cache": filled(Cache, known, *self.cache(target)),
             "tables": self("tables"),
             "first_rows": self("d_rows"),
             "work": self("work"),
             "facts": self("facts"),
-            **scale_arguments(self.shapes, "k_scale"),
-            **scale_arguments(self.shapes, "v_scale"),
-            **sinks,
+            "k_scale": Scale(*scale_arguments(self.shapes, "k_scale").values()),
+            "v_scale": Scale(*scale_arguments(self.shapes, "v_scale").values()),
+            "sinks": Sinks(*sinks.values(), sinks_padded),
             "given": self("o"),
             "o": Out(0),
             "acc_out": Out(1),
             "m_out": Out(2),
             "l_out": Out(3),
-            "n": p.batch,
-            "rows": self.problem.rows,
-            "programs": programs,
-            "max_pages": p.max_pages,
-            "pages": p.pages,
-            "left": p.left or 0,
-            **p.logits,
+            "sizes": filled(
+                Sizes,
+                known,
+                p.batch,
+                self.problem.rows,
+                programs,
+                p.max_pages,
+                p.pages,
+                p.left or 0,
+            ),
+            "logits": filled(Logits, known, *p.logits.values()),
+            "layout": filled(Layout, known),
+            "dims": filled(Dims, known),
+            "dots": filled(Dots, known),
         }
-        constants = {**self.sizes, **cache_constants(p, target)}
-        constants |= {"BLOCK": t.block, "LINES": LINES, "SINKS": sinks_padded}
-        constants["LOOPED"] = bool(given)
-        # float16 has not the range for what it carries along, wide heads not the registers
-        constants["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
-        del constants["DV"], constants["DV_MAIN"], constants["DV_REST"]
+        constants = {"BLOCK": t.block, "LOOPED": bool(given), "PTX": known["PTX"]}
         grid = programs + -(-self.problem.rows // LINES)
         return Launch(
             ragged_prefill, arguments, constants, (grid,), t.num_warps, t.num_stages,

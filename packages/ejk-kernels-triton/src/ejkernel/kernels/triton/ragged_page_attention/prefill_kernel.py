@@ -72,81 +72,54 @@ def _clear(o, block, first, last, rows, WIDTH: tl.constexpr, LINES: tl.constexpr
 @triton.jit
 def ragged_prefill(
     q,
-    k,
-    v,
+    cache,
     tables,
     first_rows,
     work,
     facts,
     k_scale,
     v_scale,
-    sink,
+    sinks,
     given,
     o,
     acc_out,
     m_out,
     l_out,
-    n,
-    rows,
-    programs,
-    max_pages,
-    pages,
-    left,
-    scale,
-    cap_in,
-    cap_out,
-    k_scale_row,
-    k_scale_head,
-    v_scale_row,
-    v_scale_head,
-    sink_row,
-    sinks,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    D: tl.constexpr,
-    D_MAIN: tl.constexpr,
-    D_REST: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    V_STEP: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    PAGE: tl.constexpr,
+    sizes,
+    logits,
+    layout,
+    dims,
+    dots,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    LINES: tl.constexpr,
-    SINKS: tl.constexpr,
     LOOPED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    QK: tl.constexpr,
-    PV: tl.constexpr,
-    K_KIND: tl.constexpr,
-    V_KIND: tl.constexpr,
     PTX: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    POSITIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    UNITS: tl.constexpr = KV_HEADS * CHUNKS
+    D: tl.constexpr = dims.D
+    D_MAIN: tl.constexpr = dims.D_MAIN
+    D_REST: tl.constexpr = dims.D_REST
+    HEADS: tl.constexpr = layout.HEADS
+    ROWS: tl.constexpr = layout.ROWS
+    TILE: tl.constexpr = layout.TILE
+    PAGE: tl.constexpr = cache.PAGE
+    WINDOW: tl.constexpr = sizes.WINDOW
+    GROUP: tl.constexpr = HEADS // layout.KV_HEADS
+    UNITS: tl.constexpr = layout.KV_HEADS * layout.CHUNKS
+    n, left, v = sizes.n, sizes.left, cache.v
     pid = tl.program_id(0)
-    if pid >= programs:
-        _clear(o, pid - programs, tl.load(facts + 1), tl.load(facts + 2), rows, HEADS * D, LINES)
+    if pid >= sizes.programs:
+        _clear(
+            o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows, HEADS * D,
+            sizes.LINES,
+        )  # fmt: skip
     else:
         turns = 0
         if LOOPED:
-            turns = tl.cdiv(tl.load(facts) * UNITS - pid, programs)
+            turns = tl.cdiv(tl.load(facts) * UNITS - pid, sizes.programs)
         for turn in (tl.range if LOOPED else tl.static_range)(0, turns if LOOPED else 1):
-            number = pid + turn * programs
+            number = pid + turn * sizes.programs
             # behind the last piece there is no sequence; the number of pieces would be one more
             # load to wait for
-            r, before = find(number // UNITS, work + 2 * n, n, LANES)
+            r, before = find(number // UNITS, work + 2 * n, n, sizes.LANES)
             if r < n:
                 mine = tl.load(work + 2 * n + r) - before
                 parts = tl.load(work + 3 * n + r)
@@ -160,11 +133,11 @@ def ragged_prefill(
                 if parts > 1:
                     tile = mine // parts - 1 - piece // parts
                     part = piece % parts
-                hk = unit // CHUNKS
+                hk = unit // layout.CHUNKS
 
                 token, heads, row, inside = tile_rows(
-                    tl.arange(0, ROWS), tile, unit % CHUNKS, first, count, hk,
-                    HEADS, GROUP, TILE, MEMBERS,
+                    tl.arange(0, ROWS), tile, unit % layout.CHUNKS, first, count, hk,
+                    HEADS, GROUP, TILE, layout.MEMBERS,
                 )  # fmt: skip
                 position = length - count + token
                 i0 = length - count + tile * TILE
@@ -180,32 +153,35 @@ def ragged_prefill(
                 full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
 
                 # before the queries, whose use waits for them
-                table = tables + r.to(tl.int64) * max_pages
+                table = tables + r.to(tl.int64) * sizes.max_pages
                 last = tl.maximum(i1, 0)
                 low = tl.maximum(i0 - left, 0) if WINDOW else None
                 page = pages_between(table, start * BLOCK, low, last, PAGE, BLOCK)
 
-                factor = scale
-                if k_scale is not None:
-                    factor *= tl.load(k_scale + hk * k_scale_head).to(tl.float32)
+                factor = logits.scale
+                if k_scale.array is not None:
+                    factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
                 q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
-                    q, row, inside, factor, cap_in, cap_out, D, D_MAIN, D_REST, QK, K_KIND,
-                    NORMALISE, CAPPED, POSITIVE and k_scale is None,
+                    q, row, inside, factor, logits.cap_in, logits.cap_out, D, D_MAIN, D_REST,
+                    dots.QK, cache.K_KIND, dots.NORMALISE, logits.CAPPED,
+                    logits.POSITIVE and k_scale.array is None,
                 )  # fmt: skip
                 power, _ = power_of_two(slopes)
                 large = 1073741824.0 / slopes
 
                 m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
-                    ROWS, D_MAIN, D_REST, V_KIND
+                    ROWS, D_MAIN, D_REST, cache.V_KIND
                 )
                 e = tl.zeros([ROWS], tl.float32)
                 for block in tl.range(start, stop):
                     places = None
                     run = None
                     if v is None:
-                        places = places_between(page, block * BLOCK, low, last, pages, PAGE, BLOCK)
+                        places = places_between(
+                            page, block * BLOCK, low, last, sizes.pages, PAGE, BLOCK
+                        )
                     else:
-                        run = run_between(page, block * BLOCK, last, pages, PAGE, BLOCK)
+                        run = run_between(page, block * BLOCK, last, sizes.pages, PAGE, BLOCK)
                     # a step ahead, as in the split kernel
                     page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
                     j = block * BLOCK + tl.arange(0, BLOCK)
@@ -213,24 +189,27 @@ def ragged_prefill(
                     m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
                         q_main, q_main_odd, q_more, q_more_odd,
                         m, l, e, acc, acc_odd, acc_more, acc_more_odd,
-                        slopes, inner, power, large, k, k + V_FIRST if v is None else v, places,
+                        slopes, inner, power, large, cache.k,
+                        cache.k + cache.V_FIRST if v is None else v, places,
                         None, run, j, position, left if WINDOW else None, partly, hk,
-                        K_HEADS, K_STEP, V_HEADS, V_STEP, D, D_MAIN, D_REST, D, D_MAIN, D_REST,
-                        CAPPED, FUSED, QK, PV, K_KIND, V_KIND, PTX, PRECISION,
+                        cache.K_HEADS, cache.K_STEP, cache.V_HEADS, cache.V_STEP, D, D_MAIN, D_REST,
+                        D, D_MAIN, D_REST, logits.CAPPED, dots.FUSED, dots.QK, dots.PV,
+                        cache.K_KIND, cache.V_KIND, PTX, dots.PRECISION,
                     )  # fmt: skip
 
-                if FUSED:
+                if dots.FUSED:
                     shrink = tl.exp2(-e)
                     l = l * shrink  # noqa: E741
                     acc = acc * shrink[:, None]
                     if D_REST > 0:
                         acc_more = acc_more * shrink[:, None]
                 m = m * slopes
-                acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, V_KIND)
+                acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, cache.V_KIND)
                 if parts == 1:
                     share = finish(
-                        m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
-                    )
+                        m, l, sinks.array, 0, heads, inside, sinks.count, v_scale.array,
+                        hk * v_scale.head, sinks.PADDED,
+                    )  # fmt: skip
                     o_more = acc_more
                     if D_REST > 0:
                         o_more = acc_more * share[:, None]
