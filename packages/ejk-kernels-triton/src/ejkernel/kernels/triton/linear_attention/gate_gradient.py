@@ -28,7 +28,6 @@ from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.roles import GATE_SUMS
 from ejkernel.kernels.triton.linear_attention.rows import POINTERS, load_rows
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
@@ -36,70 +35,57 @@ from ejkernel.kernels.triton.targets import Target
 
 @triton.jit
 def gate_gradient(
-    query,
-    key,
-    value,
-    dout,
-    high_sums,
-    low_sums,
-    gate_totals,
+    of,
     states,
     dstates,
     cu,
     dgate,
-    rows,
-    heads,
-    kv_heads,
-    dim,
-    columns,
-    sequences,
-    pieces,
-    scale,
-    REVERSED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-    MAPS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
+    heads, kv_heads, dim, columns = of.heads, of.kv_heads, of.dim, of.columns
+    CHUNK: tl.constexpr = of.CHUNK
+    SEGMENT: tl.constexpr = of.SEGMENT
+    DIM: tl.constexpr = of.DIM
+    COLUMNS: tl.constexpr = of.COLUMNS
+    MAPS: tl.constexpr = of.MAPS
+    OPERAND: tl.constexpr = of.OPERAND
+    PRECISION: tl.constexpr = of.PRECISION
     program = tl.program_id(0)
     head = program % heads
     kv_head = head // (heads // kv_heads)
     slot = (program // heads).to(tl.int64)
     segment = slot // (SEGMENT // CHUNK)
     at = (slot % (SEGMENT // CHUNK)).to(tl.int32) * CHUNK
-    batch, begin, end, used = find_segment(cu, segment, pieces, rows, sequences, SEGMENT, LANES)
+    batch, begin, end, used = find_segment(
+        cu, segment, of.pieces, of.rows, of.sequences, SEGMENT, of.LANES
+    )
     length = used - begin
-    base = batch * rows + begin
+    base = batch * of.rows + begin
     row = base + at
     each = tl.arange(0, CHUNK)
 
     high, low, since, rest, every = chunk_sums(
-        high_sums, low_sums, gate_totals, row * heads + head, slot, head, heads, length - at,
-        REVERSED, CHUNK, POINTERS,
+        of.high_sums, of.low_sums, of.gate_totals, row * heads + head, slot, head, heads,
+        length - at, of.REVERSED, CHUNK, POINTERS,
     )  # fmt: skip
     # chunks behind the segment may not even begin in the array
     base = tl.where(at < length, base, base - at)
-    q = load_rows(query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
-    k = load_rows(key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
+    q = load_rows(of.query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
+    k = load_rows(of.key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
     d = tl.arange(0, DIM)[:, None]
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     reached = tl.zeros([CHUNK], tl.float32)
     leaving = tl.zeros([CHUNK], tl.float32)
     outside = 0.0
     state_at = (slot * heads + head) * dim * columns
-    # chunks without rows have no states
+    # chunks without of.rows have no states
     tall = tl.where(at < length, dim, 0)
     for column in tl.range(0, columns, COLUMNS):
         c = (column + tl.arange(0, COLUMNS))[None, :]
         v = load_rows(
-            value, base, length, at, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
+            of.value, base, length, at, kv_head, kv_heads, column, columns, CHUNK, COLUMNS, MAPS
         ).to(OPERAND)  # fmt: skip
         do = load_rows(
-            dout, base, length, at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
+            of.dout, base, length, at, head, heads, column, columns, CHUNK, COLUMNS, MAPS
         ).to(OPERAND)  # fmt: skip
         place = d * columns + c
         held = (d < tall) & (c < columns)
@@ -115,14 +101,14 @@ def gate_gradient(
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * products
-    z = tl.where(i == j, 0.0, z * pair_decays(high, low, REVERSED, CHUNK)) * scale
-    since = tl.sum(z, 1) - tl.sum(z, 0) + reached * tl.exp(since) * scale
+    z = tl.where(i == j, 0.0, z * pair_decays(high, low, of.REVERSED, CHUNK)) * of.scale
+    since = tl.sum(z, 1) - tl.sum(z, 0) + reached * tl.exp(since) * of.scale
     until = leaving * tl.exp(rest)
-    if REVERSED:
+    if of.REVERSED:
         now = j <= i
     else:
         now = j >= i
-    # the two in one layout before they become rows
+    # the two in one layout before they become of.rows
     dg = tl.sum(tl.where(now, since[None, :], until[None, :]), 1) + outside * tl.exp(every)
     tl.store(dgate + row * heads + head + each * heads, dg, mask=each < end - begin - at)
 
@@ -130,9 +116,13 @@ def gate_gradient(
 def launch(p: Problem, t: Tiles, target: Target) -> Launch:
     """Of operands q, k, v, do, sums of the gate, states and their gradients before every chunk,
     (cu)."""
-    arguments, constants = opening(p, t, target, min(t.columns, 32, width(p.value_dim)))
-    names = (*GATE_SUMS, "states", "dstates")
-    arguments |= {name: In(4 + i) for i, name in enumerate(names)}
-    arguments |= {"cu": In(9) if p.sequences else None, "dgate": Out(0)}
-    grid = (p.batch * arguments["pieces"] * (t.segment // t.chunk) * p.heads,)
-    return Launch(gate_gradient, arguments, constants, grid, t.num_warps, t.num_stages)
+    of = opening(p, t, target, min(t.columns, 32, width(p.value_dim)))
+    arguments = {
+        "of": of,
+        "states": In(7),
+        "dstates": In(8),
+        "cu": In(9) if p.sequences else None,
+        "dgate": Out(0),
+    }
+    grid = (p.batch * of.pieces * (t.segment // t.chunk) * p.heads,)
+    return Launch(gate_gradient, arguments, {}, grid, t.num_warps, t.num_stages)

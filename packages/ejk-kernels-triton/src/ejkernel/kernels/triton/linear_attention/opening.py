@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
+from ejkernel.kernels.triton.launch import In
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import maps_of, row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
-ROWS = ("query", "key", "value", "dout")
+Given = Any  # an operand of a launch; in a kernel a pointer or a descriptor
 
 
-def opening(
-    p: Problem, t: Tiles, target: Target, block: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(arguments, constants): operands 0 to 3 are ROWS, those of values read by ``block``
-    columns."""
+class Opening(NamedTuple):
+    """Rows of all heads and sums of their gates, sizes, and how rows are read.
+
+    Fields in capitals are constants of a compiled kernel.
+    """
+
+    query: Given
+    key: Given
+    value: Given
+    dout: Given
+    high_sums: Given
+    low_sums: Given
+    gate_totals: Given
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    columns: int
+    sequences: int
+    pieces: int
+    scale: float
+    REVERSED: bool
+    CHUNK: int
+    SEGMENT: int
+    DIM: int
+    COLUMNS: int
+    LANES: int
+    MAPS: int
+    OPERAND: Any
+    PRECISION: str
+
+
+def opening(p: Problem, t: Tiles, target: Target, block: int) -> Opening:
+    """Operands 0 to 3 are q, k, v, do, then come the sums where there are gates; values are read by
+    ``block`` columns."""
     dim, columns = (p.dim, width(p.dim)), (p.value_dim, block)
     maps = maps_of(p, t.chunk, (dim, columns), target)
     heads = (p.heads, p.kv_heads, p.kv_heads, p.heads)
-    arguments: dict[str, Any] = {
-        name: row_operand(i, p, t.chunk, count, *size, maps)
-        for i, (name, count, size) in enumerate(
-            zip(ROWS, heads, (dim, dim, columns, columns), strict=True)
-        )
-    }
-    arguments |= {
-        "rows": p.rows,
-        "heads": p.heads,
-        "kv_heads": p.kv_heads,
-        "dim": p.dim,
-        "columns": p.value_dim,
-        "sequences": p.sequences,
-        "pieces": piece_count(p.rows, p.sequences, t.segment),
-        "scale": float(p.scale),
-    }
-    constants = {
-        "REVERSED": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
-        "DIM": dim[1],
-        "COLUMNS": block,
-        "LANES": lane_count(p.sequences),
-        "MAPS": maps,
-        "OPERAND": getattr(tl, p.operand),
-        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
-    }
-    return arguments, constants
+    rows = (
+        row_operand(i, p, t.chunk, count, *size, maps)
+        for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
+    )
+    return Opening(
+        *rows,
+        *(In(4 + i) if p.scalar else None for i in range(3)),
+        rows=p.rows,
+        heads=p.heads,
+        kv_heads=p.kv_heads,
+        dim=p.dim,
+        columns=p.value_dim,
+        sequences=p.sequences,
+        pieces=piece_count(p.rows, p.sequences, t.segment),
+        scale=float(p.scale),
+        REVERSED=p.reverse,
+        CHUNK=t.chunk,
+        SEGMENT=t.segment,
+        DIM=dim[1],
+        COLUMNS=block,
+        LANES=lane_count(p.sequences),
+        MAPS=maps,
+        OPERAND=getattr(tl, p.operand),
+        PRECISION="tf32" if target.platform == "cuda" else "ieee",
+    )

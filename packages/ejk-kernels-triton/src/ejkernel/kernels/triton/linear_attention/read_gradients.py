@@ -30,7 +30,6 @@ from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.roles import GATE_SUMS
 from ejkernel.kernels.triton.linear_attention.rows import (
     load_rows,
     store_rows,
@@ -45,13 +44,7 @@ ACROSS, DOWN = tl.constexpr(2), tl.constexpr(4)
 
 @triton.jit
 def read_gradients(
-    query,
-    key,
-    value,
-    dout,
-    high_sums,
-    low_sums,
-    gate_totals,
+    of,
     dstarts,
     starts,
     final,
@@ -62,41 +55,32 @@ def read_gradients(
     leaving,
     read,
     reading,
-    rows,
-    heads,
-    kv_heads,
-    dim,
-    columns,
-    sequences,
-    pieces,
-    scale,
-    REVERSED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-    MAPS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """``over``: X at the end of every segment; ``leaving``: b; ``read`` and ``reading``: sums of Z
     over the rows that read one, and over those that one reads. None: no gradient of a gate.
     Sums that cross warps are left to who reads them, in ACROSS and DOWN parts."""
+    heads, kv_heads, dim, columns = of.heads, of.kv_heads, of.dim, of.columns
+    CHUNK: tl.constexpr = of.CHUNK
+    SEGMENT: tl.constexpr = of.SEGMENT
+    DIM: tl.constexpr = of.DIM
+    COLUMNS: tl.constexpr = of.COLUMNS
+    MAPS: tl.constexpr = of.MAPS
+    OPERAND: tl.constexpr = of.OPERAND
+    PRECISION: tl.constexpr = of.PRECISION
     program = tl.program_id(0)
     head = program % heads
     kv_head = head // (heads // kv_heads)
     slot = (program // heads).to(tl.int64)
-    batch = slot // pieces
-    piece = (slot % pieces).to(tl.int32)
+    batch = slot // of.pieces
+    piece = (slot % of.pieces).to(tl.int32)
     tile = piece * SEGMENT
     sequence = 0
     start = 0
-    end = rows
+    end = of.rows
     if cu is not None:
-        cu += batch * (sequences + 1)
-        sequence, start, end, tile = find_piece(cu, sequences, rows, piece, SEGMENT, LANES)
-    if REVERSED:
+        cu += batch * (of.sequences + 1)
+        sequence, start, end, tile = find_piece(cu, of.sequences, of.rows, piece, SEGMENT, of.LANES)
+    if of.REVERSED:
         last = tile <= start
         after = slot - 1
     else:
@@ -107,9 +91,9 @@ def read_gradients(
     used = end
     owner = batch
     if cu is not None:
-        # rows behind the last sequence read as 0 and write 0
-        used = tl.where(sequence < sequences, end, begin)
-        owner = batch * sequences + sequence
+        # of.rows behind the last sequence read as 0 and write 0
+        used = tl.where(sequence < of.sequences, end, begin)
+        owner = batch * of.sequences + sequence
     steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
 
     d = tl.arange(0, DIM)[:, None]
@@ -133,36 +117,36 @@ def read_gradients(
             sums += h * tl.load(dstarts + n, mask=n < known, other=0.0)
         tl.store(over + slot * heads + head, tl.sum(sums, 0))
     dstate = tl.load(dstarts + place, mask=(c < columns) & (d < tall), other=0.0)
-    base = batch * rows + begin
+    base = batch * of.rows + begin
     length = used - begin
     each = tl.arange(0, CHUNK)
     i = each[:, None]
     j = each[None, :]
     for t in tl.range(0, steps):
-        if REVERSED:
+        if of.REVERSED:
             at = t * CHUNK
         else:
             at = (steps - 1 - t) * CHUNK
         row = base + at
-        q = load_rows(query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
-        k = load_rows(key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS)
+        q = load_rows(of.query, base, length, at, head, heads, 0, dim, CHUNK, DIM, MAPS).to(OPERAND)
+        k = load_rows(of.key, base, length, at, kv_head, kv_heads, 0, dim, CHUNK, DIM, MAPS)
         k = k.to(OPERAND)
         v = load_rows(
-            value, base, length, at, kv_head, kv_heads, 0, columns, CHUNK, COLUMNS, MAPS
+            of.value, base, length, at, kv_head, kv_heads, 0, columns, CHUNK, COLUMNS, MAPS
         ).to(OPERAND)  # fmt: skip
         do = load_rows(
-            dout, base, length, at, head, heads, 0, columns, CHUNK, COLUMNS, MAPS
+            of.dout, base, length, at, head, heads, 0, columns, CHUNK, COLUMNS, MAPS
         ).to(OPERAND)  # fmt: skip
-        if high_sums is not None:
+        if of.high_sums is not None:
             high, low, since, rest, every = chunk_sums(
-                high_sums, low_sums, gate_totals, row * heads + head,
-                slot * (SEGMENT // CHUNK) + at // CHUNK, head, heads, length - at, not REVERSED,
+                of.high_sums, of.low_sums, of.gate_totals, row * heads + head,
+                slot * (SEGMENT // CHUNK) + at // CHUNK, head, heads, length - at, not of.REVERSED,
                 CHUNK, MAPS,
             )  # fmt: skip
             fresh = tl.exp(since)
         else:
             fresh = tl.zeros([CHUNK], tl.float32) + 1.0
-        # what needs rows in registers comes first: they are read from shared memory where they
+        # what needs of.rows in registers comes first: they are read from shared memory where they
         # are loaded, and would wait in registers
         kept = dstate.to(OPERAND)
         dv = tl.dot(k, kept, input_precision=PRECISION) * fresh[:, None]
@@ -172,24 +156,24 @@ def read_gradients(
             met = tl.reshape(dv * v.to(tl.float32), (CHUNK, ACROSS, COLUMNS // ACROSS))
             at_parts = of_row[:, None] * ACROSS + tl.arange(0, ACROSS)[None, :]
             tl.store(leaving + at_parts, tl.sum(met, 2), mask=each[:, None] < written)
-        if high_sums is not None:
-            sent = (do.to(tl.float32) * (tl.exp(rest) * scale)[:, None]).to(OPERAND)
+        if of.high_sums is not None:
+            sent = (do.to(tl.float32) * (tl.exp(rest) * of.scale)[:, None]).to(OPERAND)
             dstate = dstate * tl.exp(every)
             dstate = tl.dot(tl.trans(q), sent, dstate, input_precision=PRECISION)
         else:
-            dstate += tl.dot(tl.trans(q), do, input_precision=PRECISION) * scale
+            dstate += tl.dot(tl.trans(q), do, input_precision=PRECISION) * of.scale
 
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        if high_sums is not None:
-            decays = pair_decays(high, low, not REVERSED, CHUNK)
-        elif REVERSED:
+        if of.high_sums is not None:
+            decays = pair_decays(high, low, not of.REVERSED, CHUNK)
+        elif of.REVERSED:
             decays = tl.where(i >= j, 1.0, 0.0)
         else:
             decays = tl.where(i <= j, 1.0, 0.0)
         s = s * decays
         if over is not None:
-            z = tl.where(i == j, 0.0, s * p) * scale
+            z = tl.where(i == j, 0.0, s * p) * of.scale
             tl.store(read + of_row, tl.sum(z, 1), mask=each < written)
             z = tl.sum(tl.reshape(z, (DOWN, CHUNK // DOWN, CHUNK)), 1)
             at_parts = of_row[None, :] * DOWN + tl.arange(0, DOWN)[:, None]
@@ -197,32 +181,27 @@ def read_gradients(
         p = p * decays
 
         # products of their own: one more summand in a product would tie their layouts
-        dv += tl.dot(s.to(OPERAND), do, input_precision=PRECISION) * scale
+        dv += tl.dot(s.to(OPERAND), do, input_precision=PRECISION) * of.scale
         store_rows(dvalue, dv, row, written, head, heads, 0, columns, CHUNK, COLUMNS, MAPS)
         dk = tl.dot(v, tl.trans(kept), input_precision=PRECISION) * fresh[:, None]
-        dk += tl.dot(p.to(OPERAND), q, input_precision=PRECISION) * scale
+        dk += tl.dot(p.to(OPERAND), q, input_precision=PRECISION) * of.scale
         store_rows(dkey, dk, row, written, head, heads, 0, dim, CHUNK, DIM, MAPS)
 
 
 def launch(p: Problem, t: Tiles, target: Target, gated: bool) -> Launch:
     """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu)."""
-    arguments, constants = opening(p, t, target, width(p.value_dim))
-    dim, columns = constants["DIM"], constants["COLUMNS"]
-    known = {
-        **dict.fromkeys(GATE_SUMS, p.scalar),
-        "dstarts": True,
-        "starts": gated,
-        "final": gated,
-        "cu": p.sequences > 0,
-    }
+    of = opening(p, t, target, width(p.value_dim))
+    known = {"dstarts": True, "starts": gated, "final": gated, "cu": p.sequences > 0}
     order = [name for name, given in known.items() if given]
-    arguments |= {
-        **{name: In(4 + order.index(name)) if name in order else None for name in known},
+    first = 7 if p.scalar else 4
+    arguments = {
+        "of": of,
+        **{name: In(first + order.index(name)) if name in order else None for name in known},
         "dkey": Out(0),
         "dvalue": Out(1),
         **{n: Out(i + 2) if gated else None for i, n in enumerate(OF_GATE)},
     }
-    grid = (p.batch * arguments["pieces"] * p.heads,)
-    warps = 8 if dim * columns > 64 * 64 else 4
+    grid = (p.batch * of.pieces * p.heads,)
+    warps = 8 if of.DIM * of.COLUMNS > 64 * 64 else 4
     stages = min(t.num_stages, 2)  # three do not fit
-    return Launch(read_gradients, arguments, constants, grid, warps, stages)
+    return Launch(read_gradients, arguments, {}, grid, warps, stages)
