@@ -108,7 +108,7 @@ def test_every_array_of_flash_attention_is_where_its_parameter_is(
     kernels = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"}
     expected = []
     for (launch, avals, outs), made in zip(described, launcher.launches, strict=True):
-        values = list(leaves(tuple(map(launch.arguments.get, launch.kernel.arg_names))))
+        values = leaves(tuple(map(launch.arguments.get, launch.kernel.arg_names)))
         read = [avals[v.index] for v in values if isinstance(v, (In, TensorMap))]
         expected.append(
             [f"tensor<{''.join(f'{n}x' for n in a.shape)}{letters[a.dtype.name]}>" for a in read]

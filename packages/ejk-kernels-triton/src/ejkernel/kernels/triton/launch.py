@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,21 +133,28 @@ def rebuilt(
     """
     if not isinstance(value, tuple):
         return leaf(value, path, constant)
-    names = getattr(value, "_fields", ("",) * len(value))
-    new = [
-        rebuilt(x, leaf, (*path, n), constant or name.isupper())
-        for n, (name, x) in enumerate(zip(names, value, strict=True))
-    ]
-    return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+    names = getattr(value, "_fields", None)
+    new = []
+    for n, x in enumerate(value):
+        fixed = constant or (names is not None and names[n].isupper())
+        where = (*path, n)
+        new.append(
+            rebuilt(x, leaf, where, fixed) if isinstance(x, tuple) else leaf(x, where, fixed)
+        )
+    return tuple(new) if names is None else type(value)(*new)
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> list[Any]:
     """The values of an argument, those of its groups in order."""
-    if isinstance(value, tuple):
-        for part in value:
-            yield from leaves(part)
-    else:
-        yield value
+    if not isinstance(value, tuple):
+        return [value]
+    found = []
+    for part in value:
+        if isinstance(part, tuple):
+            found += leaves(part)
+        else:
+            found.append(part)
+    return found
 
 
 def is_result(value: Any) -> bool:
