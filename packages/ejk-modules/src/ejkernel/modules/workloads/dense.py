@@ -41,7 +41,7 @@ def _arrays(shape: AttentionShape, operation: str) -> dict[str, Any]:
     arrays = qkv(shape)
     if operation == "native_sparse_attention":
         arrays.pop("bias", None)
-        return arrays
+        return arrays | _gates(shape)
     if shape.documents > 1:
         arrays["mask_info"] = MaskInfo.from_segments(
             _documents(shape.q_len, shape), _documents(shape.keys, shape)
@@ -51,6 +51,21 @@ def _arrays(shape: AttentionShape, operation: str) -> dict[str, Any]:
     if operation == "blocksparse_attention":
         arrays["block_mask"] = jnp.asarray(_pattern(shape))
     return arrays
+
+
+def _branches(shape: AttentionShape) -> tuple[str, ...]:
+    """Gates of native sparse attention: two, and the sliding branch's if there is a window."""
+    return ("g_cmp", "g_slc", *(["g_swa"] if shape.window is not None else []))
+
+
+def _gates(shape: AttentionShape) -> dict[str, jax.Array]:
+    names = _branches(shape)
+    keys = jax.random.split(jax.random.key(1), len(names))
+    size = (shape.batch, shape.q_len, shape.heads)
+    return {
+        name: jax.nn.sigmoid(jax.random.normal(key, size))
+        for name, key in zip(names, keys, strict=True)
+    }
 
 
 def _pattern(shape: AttentionShape) -> np.ndarray:
@@ -115,13 +130,16 @@ def build(shape: AttentionShape, operation: str) -> dict[str, Any]:
     options = _options(shape, operation)
     if operation == "attention" and shape.dropout:
         arrays = functools.partial(_with_key, arrays)
+    gradients = ("query", "key", "value")
+    if operation == "native_sparse_attention":
+        gradients += _branches(shape)
     return {
         "make": arrays,
         "options": options,
         "flops": _flops(shape, operation),
         "moved": float(WIDTH[shape.dtype] * moved),
         "dtype": shape.dtype,
-        "gradients": ("query", "key", "value"),
+        "gradients": gradients,
     }
 
 

@@ -69,6 +69,7 @@ GPU_SWEEP = (
 _GEMMA2: dict[str, Any] = {"soft_cap": 50.0, "source": "Gemma 2 9B"}
 _GPT_OSS: dict[str, Any] = {"sinks": 1, "source": "gpt-oss 20B"}
 _MODERNBERT: dict[str, Any] = {"causal": False, "documents": 8, "source": "ModernBERT base, packed"}
+_NSA = "heads as of Native Sparse Attention (2502.11089)"
 
 MODELS = (
     AttentionShape("llama3-8b-4k", 4, 4096, 32, 8, 128, source="Llama 3 8B"),
@@ -95,9 +96,9 @@ MODELS = (
         "whisper-large-cross", 16, 448, 20, 20, 64, causal=False, kv_len=1500,
         source="Whisper large, decoder to encoder",
     ),
-    AttentionShape(
-        "nsa-32k", 1, 32768, 64, 4, 128, source="heads as of Native Sparse Attention (2502.11089)"
-    ),
+    AttentionShape("nsa-32k", 1, 32768, 64, 4, 128, source=_NSA),
+    AttentionShape("nsa-32k-window", 1, 32768, 64, 4, 128, window=512, source=_NSA),
+    AttentionShape("nsa-64k-window", 1, 65536, 64, 4, 128, window=512, source=_NSA),
     AttentionShape("long-128k", 1, 131072, 8, 2, 128, source="128k context"),
     AttentionShape("llama3-8b-128k", 1, 131072, 32, 8, 128, source="Llama 3.1 8B, 128k context"),
 )  # fmt: skip
