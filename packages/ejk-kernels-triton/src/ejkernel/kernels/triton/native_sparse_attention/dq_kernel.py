@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     block_tile,
-    list_length,
     load_group,
     load_keys,
-    token_of,
+    open_walk,
     weights,
 )
 
@@ -56,38 +55,26 @@ def selected_dq(
     PRECISION: tl.constexpr,
 ):
     """dq ``[b, s, h, d]``; base, rest and delta ``[b, s, h]``."""
-    t, b, hk, split = token_of(tl.program_id(0), length, kv_heads, SPLITS)
-    token = b.to(tl.int64) * length + t
-    row = token * kv_heads + hk
-    start = 0
-    if starts is not None:
-        start = tl.load(starts + token)
-    count = list_length(chosen, row, slots, SLOTS)
-
-    each = split * ROWS + tl.arange(0, ROWS)
-    member = hk * GROUP + each
-    inside = each < GROUP
-    at = token * heads + tl.zeros([ROWS], tl.int64)
-    q_tile = load_group(q, at, inside, member, D, COLUMNS)
-    do_tile = load_group(do, at, inside, member, DV, VALUE_COLUMNS)
-    row_base = tl.load(base + at + member, mask=inside, other=0.0)[:, None]
-    row_rest = tl.load(rest + at + member, mask=inside, other=float("inf"))[:, None]
-    row_delta = tl.load(delta + at + member, mask=inside, other=0.0)[:, None]
+    t, key_row, row, start, count, at, inside, q_tile = open_walk(
+        q, chosen, starts, length, heads, kv_heads, slots, D, COLUMNS, GROUP, ROWS, SPLITS, SLOTS
+    )
+    do_tile = load_group(do, at, inside, 0, DV, VALUE_COLUMNS)
+    row_base = tl.load(base + at, mask=inside, other=0.0)[:, None]
+    row_rest = tl.load(rest + at, mask=inside, other=float("inf"))[:, None]
+    row_delta = tl.load(delta + at, mask=inside, other=0.0)[:, None]
 
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     within = tl.arange(0, KEYS)
-    k_base = (b.to(tl.int64) * length * kv_heads + hk) * D
-    v_base = (b.to(tl.int64) * length * kv_heads + hk) * DV
     for step in tl.range(0, count * PARTS):
         first, keys = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
         seen = within <= t - first
         if not EVEN:
             seen = seen & (within < keys)
-        k_tile = load_keys(k, k_base, first, seen, kv_heads * D, D, COLUMNS)
+        k_tile = load_keys(k, key_row * D, first, seen, kv_heads * D, D, COLUMNS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if sign is not None:
             s = s * sign
-        v_tile = load_keys(v, v_base, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
+        v_tile = load_keys(v, key_row * DV, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         p = weights(s, row_base, row_rest, slope)
         ds = tl.where(seen[None, :], p * (dp - row_delta), 0.0)
@@ -95,5 +82,5 @@ def selected_dq(
 
     column = tl.arange(0, COLUMNS)
     stored = inside[:, None] & (column < D)[None, :]
-    pointers = dq + (at + member)[:, None] * D + column[None, :]
+    pointers = dq + at[:, None] * D + column[None, :]
     tl.store(pointers, (acc * scale).to(dq.dtype.element_ty), mask=stored)

@@ -52,6 +52,28 @@ def list_length(chosen, row, slots, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def open_walk(
+    q, chosen, starts, length, heads, kv_heads, slots,
+    D: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """What a program walks: (its token, first row of its key head, the token's list, first token of
+    its sequence, entries of the list, rows of its heads in ``[b, s, h]``, which exist, queries)."""
+    t, b, hk, split = token_of(tl.program_id(0), length, kv_heads, SPLITS)
+    token = b.to(tl.int64) * length + t
+    row = token * kv_heads + hk
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + token)
+    count = list_length(chosen, row, slots, SLOTS)
+    each = split * ROWS + tl.arange(0, ROWS)
+    inside = each < GROUP
+    at = token * heads + hk * GROUP + each
+    q_tile = load_group(q, at, inside, 0, D, COLUMNS)
+    return t, b.to(tl.int64) * length * kv_heads + hk, row, start, count, at, inside, q_tile
+
+
+@triton.jit
 def block_tile(chosen, row, slots, step, start, size, KEYS: tl.constexpr, PARTS: tl.constexpr):
     """Step ``step`` of a token's walk: (first token of the tile, keys of its block from there)."""
     block = tl.load(chosen + row * slots + step // PARTS)
@@ -123,45 +145,32 @@ def selected_fwd(
 
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
-    t, b, hk, split = token_of(tl.program_id(0), length, kv_heads, SPLITS)
-    token = b.to(tl.int64) * length + t
-    row = token * kv_heads + hk
-    start = 0
-    if starts is not None:
-        start = tl.load(starts + token)
-    count = list_length(chosen, row, slots, SLOTS)
-
-    each = split * ROWS + tl.arange(0, ROWS)
-    member = hk * GROUP + each
-    inside = each < GROUP
-    q_tile = load_group(q, token * heads + tl.zeros([ROWS], tl.int64), inside, member, D, COLUMNS)
-
+    t, key_row, row, start, count, at, inside, q_tile = open_walk(
+        q, chosen, starts, length, heads, kv_heads, slots, D, COLUMNS, GROUP, ROWS, SPLITS, SLOTS
+    )
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
     within = tl.arange(0, KEYS)
-    k_base = (b.to(tl.int64) * length * kv_heads + hk) * D
-    v_base = (b.to(tl.int64) * length * kv_heads + hk) * DV
     for step in tl.range(0, count * PARTS):
         first, keys = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
         seen = within <= t - first
         if not EVEN:
             seen = seen & (within < keys)
-        k_tile = load_keys(k, k_base, first, seen, kv_heads * D, D, COLUMNS)
+        k_tile = load_keys(k, key_row * D, first, seen, kv_heads * D, D, COLUMNS)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if sign is not None:
             s = s * sign
         s = tl.where(seen[None, :], s, float("-inf"))
-        v_tile = load_keys(v, v_base, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
+        v_tile = load_keys(v, key_row * DV, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
         # the first tile of every block has a key that is seen
         p, m, l, alpha = online_softmax(s, m, l, slope, False, False)  # noqa: E741
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
 
     acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
     column = tl.arange(0, VALUE_COLUMNS)
-    at = (token * heads + member)[:, None] * DV + column[None, :]
     stored = inside[:, None] & (column < DV)[None, :]
-    tl.store(o + at, acc.to(o.dtype.element_ty), mask=stored)
+    tl.store(o + at[:, None] * DV + column[None, :], acc.to(o.dtype.element_ty), mask=stored)
     top, low = row_terms(m, l)
-    tl.store(base + token * heads + member, top, mask=inside)
-    tl.store(rest + token * heads + member, low, mask=inside)
+    tl.store(base + at, top, mask=inside)
+    tl.store(rest + at, low, mask=inside)
