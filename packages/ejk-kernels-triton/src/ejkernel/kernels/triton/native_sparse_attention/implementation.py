@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.flash_attention import flash_attention
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.native_sparse_attention import tiles
+from ejkernel.kernels.triton.native_sparse_attention.gates import add
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
@@ -101,28 +102,24 @@ class NativeSparseAttention(TritonKernel):
         blocks = find_blocks(s, p.block_size, cu)
         held = (blocks.sequence >= 0)[None] if blocks.packed else None
         q, k, v = cleared(held, q, k, v)
-        gates = {
-            name: cleared(held, arrays[name].astype(jnp.float32))[0][..., None]
+        branches = {
+            name: cleared(held, arrays[name].astype(jnp.float32))[0]
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
         inner = Work(self, selected_problem(p), work.tiles, work.target, work.operation)
         chosen = _chosen(p, inner, arrays, q, k, blocks)
-        out = _gated(gates.get("g_slc"), attend(inner, q, k, v, chosen, blocks))
-        if "g_cmp" in gates:
-            out = out + _gated(gates["g_cmp"], _compressed(p, work.target.cores, q, k, v, blocks))
+        branches["o_slc"] = attend(inner, q, k, v, chosen, blocks)
+        if "g_cmp" in branches:
+            branches["o_cmp"] = _compressed(p, work.target.cores, q, k, v, blocks)
         if p.sliding_window is not None:
-            out = out + _gated(gates.get("g_swa"), _sliding(p, q, k, v, cu))
+            branches["o_swa"] = _sliding(p, q, k, v, cu)
+        out = add(work, branches, p.query.dtype) if len(branches) > 1 else branches["o_slc"]
         return (cleared(held, out)[0].astype(p.query.dtype),), ()
 
 
 def _dtype(p: Any) -> str:
     return result_dtype(p.query.dtype, p.key.dtype, p.value.dtype).name
-
-
-def _gated(gate: jax.Array | None, o: jax.Array) -> jax.Array:
-    o = o.astype(jnp.float32)
-    return o if gate is None else gate * o
 
 
 def _compressed(p: Any, cores: int, q: Any, k: Any, v: Any, blocks: Blocks) -> jax.Array:
