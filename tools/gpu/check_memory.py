@@ -109,10 +109,10 @@ def lists(name: str):
     return run(**arrays)
 
 
-def branches():
-    x = sparse_cases.draw(sparse_cases.CASES["one head d64"])
-    gate = jnp.ones(x["query"].shape[:3], jnp.bfloat16)
-    cu = jnp.asarray([0, 5, 5, 170, 361])
+def branches(name: str):
+    x = sparse_cases.draw(sparse_cases.CASES[name])
+    gate = jnp.ones(x["query"].shape[:3], x["query"].dtype)
+    cu = jnp.asarray([0, 5, 5, 170, 251])
     out, back = jax.vjp(
         lambda q, k, v: native_sparse_attention(
             q, k, v, gate, None, None, 3, cu, block_size=10, sliding_window=20
@@ -157,7 +157,7 @@ CALLS = (
     (grouped, "around a tile", "odd bfloat16", False),
     (grouped, "around a tile", "odd float32", False),
     *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
-    (branches,),
+    *((branches, name) for name in ("one head d64", "float32")),
     *((varied, *names) for names in VARIANTS),
 )  # fmt: skip
 

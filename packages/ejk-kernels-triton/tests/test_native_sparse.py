@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -140,21 +141,23 @@ def test_wide_groups_in_half_precision_and_vmap(monkeypatch):
 
 
 def test_means_are_sums_of_exact_terms():
-    means = normal(1, 3, 2, 8) * jnp.asarray([1e-3, 1.0, 1e4])[:, None, None]
-    found = jax.jit(select.exact_terms, static_argnums=1)(means, "float16")
-    parts = np.split(np.asarray(found, np.float64), 3, axis=-1)
-    np.testing.assert_array_equal(sum(parts), np.asarray(means, np.float64))
-    assert found.dtype == jnp.bfloat16
+    """Two numbers of float16 hold a float32 but for its last bit, whatever the size of its row."""
+    means = normal(1, 4, 2, 8) * jnp.asarray([1e-30, 1e-3, 1.0, 1e30])[:, None, None]
+    terms, factors = map(np.asarray, jax.jit(select.exact_terms)(means))
+    assert terms.dtype == np.float16
+    parts = np.split(terms.astype(np.float64), 2, axis=-1)
+    found = sum(parts) * np.moveaxis(factors, 1, 2)[..., None]
+    np.testing.assert_allclose(found, np.asarray(means, np.float64), rtol=2**-23, atol=0)
 
 
-def ranked(q, k, size, slots, **tile):
+def ranked(q, k, size, slots, scale=0.25):
     s, h, d = q.shape[1:]
     blocks = find_blocks(s, size)
-    p = Problem(q.shape[0], s, h, 1, d, d, size, blocks.count, slots, 0.25, q.dtype.name, False)
+    p = Problem(q.shape[0], s, h, 1, d, d, size, blocks.count, slots, scale, q.dtype.name, False)
     return select.select(p, TARGET, q, k, blocks, True), blocks
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 65), ("float16", 65), ("bfloat16", 0)])
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 129), ("float32", 129), ("bfloat16", 0)])
 def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
     """Of equal scores, and against scores computed in one product; 70 blocks are three tiles.
 
@@ -186,6 +189,33 @@ def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
         np.testing.assert_array_equal(row[:, 0], want)
 
 
+def test_groups_of_more_heads_than_rows(monkeypatch):
+    """The scores of a group are added part by part: the same blocks as with all heads at once."""
+    q, k = normal(1, 24, 6, 16), normal(1, 24, 1, 16)
+    whole, _ = ranked(q, k, 2, 4)
+    chosen = select.Tiles(2, 16, 4, 1, 3)
+    monkeypatch.setattr(select, "choose", lambda p, target: chosen)
+    np.testing.assert_array_equal(ranked(q, k, 2, 4)[0], whole)
+
+
+def test_choice_by_huge_logits_and_by_none():
+    """Logits of 4e10: every head has one block, in which the lower goes first, then the others by
+    number. A scale of 0: all by number."""
+    q, k = 1e5 * normal(1, 24, 2, 16), 1e5 * normal(1, 24, 1, 16)
+    huge, blocks = ranked(q, k, 2, 4)
+    none, _ = ranked(q, k, 2, 4, 0.0)
+    x = np.einsum(
+        "bshd,bnxd->bshn", *(np.asarray(y, np.float64) for y in (q, block_means(k, blocks)))
+    )
+    for t in range(1, 24):
+        own = t // 2
+        others = [c for c in range((t + 1) // 2) if c != own]
+        first = sorted({int(np.argmax(x[0, t, h, : (t + 1) // 2])) for h in range(2)} - {own})
+        for got, best in ((huge, first), (none, [])):
+            want = [own, *best, *(c for c in others if c not in best), -1, -1, -1][:4]
+            np.testing.assert_array_equal(got[0, t, 0], want)
+
+
 def test_large_logits_and_a_scale_of_zero():
     """Logits of 4e10, all alike, and no logits: the answer is the mean of what is seen."""
     k, v = jnp.full((1, 10, 1, 16), 1e5), normal(1, 10, 1, 16)
@@ -195,6 +225,38 @@ def test_large_logits_and_a_scale_of_zero():
         o, back = jax.vjp(lambda v, run=run: run(k, k, v)[:, -1], v)
         np.testing.assert_allclose(o, v.mean(1), atol=1e-6)
         np.testing.assert_allclose(back(jnp.ones_like(o))[0], np.full(v.shape, 0.1), atol=1e-6)
+
+
+def sizes_of(jaxpr):
+    """Bytes of every array that a program makes."""
+    for equation in jaxpr.eqns:
+        yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.outvars)
+        for inner in jax.tree.leaves(
+            [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from sizes_of(inner)
+
+
+def test_memory_is_linear_in_the_length():
+    """All branches with gradients: no array grows faster than the tokens, none has a number for
+    every query head, token and block."""
+
+    def largest(length):
+        q, k = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16) for n in (64, 4))
+        gates = [jax.ShapeDtypeStruct((1, length, 64), jnp.float32)] * 3
+
+        def run(q, k, v, g_cmp, g_slc, g_swa):
+            out, back = jax.vjp(
+                lambda *x: native_sparse_attention(*x[:5], g_swa=x[5], sliding_window=512),
+                q, k, v, g_cmp, g_slc, g_swa,
+            )  # fmt: skip
+            return out, *back(out)
+
+        return max(sizes_of(jax.make_jaxpr(run)(q, k, k, *gates).jaxpr))
+
+    length = 1 << 16
+    assert largest(2 * length) <= 2 * largest(length) < 4 * length * 64 * (length // 64)
 
 
 def test_refuses():

@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "d128 float16": (8192, 32, 8, 128, 128, 64, 128, 16, "float16", False),
     "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
 }
-KINDS = ("forward", "dq", "pieces", "sums", "lse", "ranks", "scores")
+KINDS = ("forward", "dq", "pieces", "sums", "ranks", "scores")
 
 
 def problem(shape: str) -> Problem:
@@ -40,13 +40,13 @@ def problem(shape: str) -> Problem:
 
 def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
     row, key = (p.batch, p.length), (p.batch, p.kv_heads)
-    kind = "float32" if p.dtype == "float32" else "bfloat16"
     found = {
         "q": ((*row, p.heads, p.dim), p.dtype),
         "k": ((*row, p.kv_heads, p.dim), p.dtype),
         "v": ((*row, p.kv_heads, p.value_dim), p.dtype),
         "do": ((*row, p.heads, p.value_dim), p.dtype),
-        "means": ((p.batch, p.blocks, p.kv_heads, p.dim * select.terms(p.dtype)), kind),
+        "terms": ((p.batch, p.blocks, p.kv_heads, 2 * p.dim), "float16"),
+        "factors": ((p.batch, p.kv_heads, p.blocks), "float32"),
         "chosen": ((*row, p.kv_heads, p.slots), "int32"),
         "tokens": ((*key, p.entries), "int32"),
         "bounds": ((*key, p.blocks + 1), "int32"),
@@ -62,8 +62,8 @@ def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
 def used(shape: str, kind: str, target: Target) -> Resources:
     p = problem(shape)
     chosen = tiles.choose(p, target)
-    if kind in ("lse", "ranks", "scores"):
-        plan: Any = select.SelectPlan(p, select.choose(p, target, ranks=kind != "lse"), kind)
+    if kind in ("ranks", "scores"):
+        plan: Any = select.SelectPlan(p, select.choose(p, target), kind)
     else:
         tile = {"forward": chosen.fwd, "dq": chosen.dq}.get(kind, chosen.dkv)
         plan = plans.SelectedPlan(p, tile, kind)
@@ -74,7 +74,7 @@ def used(shape: str, kind: str, target: Target) -> Resources:
     return found
 
 
-@pytest.mark.parametrize("kind", ["forward", "pieces"])
+@pytest.mark.parametrize("kind", ["forward", "pieces", "ranks"])
 def test_compiles(kind):
     found = used("64:4 d128", kind, TARGETS["sm_90"])
     assert found.spills == 0 and found.products > 0 and not found.serialized

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,9 @@ def test_selected_against_float64(name):
         (2000, 32, 2, 128, 16, 16, "bfloat16"),
         (1000, 6, 2, 80, 16, 40, "float16"),
         (500, 4, 4, 64, 4, 70, "float32"),
+        (2100, 64, 1, 128, 2, 9, "bfloat16"),  # more blocks than are ranked at once
+        (300, 160, 1, 64, 16, 5, "float16"),  # more heads than rows
+        (300, 4, 2, 64, 2, 140, "bfloat16"),  # ranked by XLA
     ],
 )
 def test_chosen_blocks_have_the_best_scores(length, heads, kv_heads, dim, size, slots, dtype):
@@ -63,7 +68,9 @@ def test_chosen_blocks_have_the_best_scores(length, heads, kv_heads, dim, size, 
     p = Problem(
         1, length, heads, kv_heads, dim, dim, size, blocks.count, slots, dim**-0.5, dtype, False
     )
-    found = jax.jit(lambda q, k: select.select(p, current_target(), q, k, blocks, True))(q, k)
+    run = jax.jit(lambda q, k: select.select(p, current_target(), q, k, blocks, True))
+    found = run(q, k)
+    np.testing.assert_array_equal(found, run(q, k))
     means = np.asarray(block_means(k, blocks), np.float64)[0]
     grouped = np.asarray(q, np.float64)[0].reshape(length, kv_heads, -1, dim)
     x = np.einsum("skgd,nkd->skgn", grouped, means) * p.scale
@@ -78,3 +85,94 @@ def test_chosen_blocks_have_the_best_scores(length, heads, kv_heads, dim, size, 
     got = np.where(found < 0, -1.0, np.take_along_axis(score, np.maximum(found, 0), -1))
     np.testing.assert_allclose(got, best, rtol=1e-5, atol=1e-7)
     assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in found.reshape(-1, slots))
+
+
+def drawn(length, heads, kv_heads, dim=64, dtype="bfloat16"):
+    """q, k, v and three gates; the gates in float32."""
+    rng = np.random.default_rng(0)
+    shapes = [(heads, dim), (kv_heads, dim), (kv_heads, dim), *[(heads,)] * 3]
+    kinds = [dtype] * 3 + ["float32"] * 3
+    return [
+        jnp.asarray(rng.standard_normal((1, length, *shape)), kind)
+        for shape, kind in zip(shapes, kinds, strict=True)
+    ]
+
+
+def pulled(function, *args):
+    out, back = jax.vjp(function, *args)
+    return out, *back(jnp.cos(out))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 3)])
+def test_all_branches_against_float64(heads, kv_heads):
+    """Blocks chosen; the output, and every gradient twice with the same bits."""
+    length, size, window, count, scale = 37, 4, 10, 3, 0.2
+    args = drawn(length, heads, kv_heads)
+
+    @jax.jit
+    def ours(*args):
+        return pulled(
+            lambda q, k, v, g_cmp, g_slc, g_swa: native_sparse_attention(
+                q, k, v, g_cmp, g_slc, block_counts=count, block_size=size, g_swa=g_swa,
+                sliding_window=window, softmax_scale=scale,
+            ),
+            *args,
+        )  # fmt: skip
+
+    got, again = ours(*args), ours(*args)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in args]
+        out, back = jax.vjp(
+            lambda q, k, v, *gates: oracle.sequence(
+                q[0], k[0], v[0], [g[0] for g in gates], size=size, count=lambda t, m: count,
+                scale=scale, window=window, length=length,
+            )[None],
+            *exact,
+        )  # fmt: skip
+        want = out, *back(jnp.cos(jnp.asarray(np.asarray(got[0], np.float64))))
+    names = ("o", "dq", "dk", "dv", "dg_cmp", "dg_slc", "dg_swa")
+    for name, a, b, w in zip(names, got, again, want, strict=True):
+        check_close(a, w, dtype="bfloat16", name=name)
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 1), (2, 2)])
+def test_packed_sequences_are_each_as_if_alone(heads, kv_heads):
+    """Traced counts and cuts, an empty sequence, rows of none behind the last."""
+    lengths, total = [100, 0, 37, 130], 300
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    args = drawn(total, heads, kv_heads)
+    counts = np.random.default_rng(1).integers(1, 4, (1, total, kv_heads)).astype(np.int32)
+
+    @jax.jit
+    def ours(args, counts, cu=None):
+        return pulled(
+            lambda q, k, v, g_cmp, g_slc, g_swa: native_sparse_attention(
+                q, k, v, g_cmp, g_slc, None, counts, cu, block_size=16, max_block_count=3,
+                g_swa=g_swa, sliding_window=20,
+            ),
+            *args,
+        )  # fmt: skip
+
+    packed = ours([x.at[:, cu[-1] :].set(jnp.nan) for x in args], counts, cu)
+    for a, b in itertools.pairwise(cu):
+        if a < b:
+            alone = ours([x[:, a:b] for x in args], counts[:, a:b])
+            for name, got, want in zip("oqkvcsw", packed, alone, strict=True):
+                check_close(got[:, a:b], want, dtype="bfloat16", name=name)
+    for x in packed[1:]:
+        assert not np.asarray(x, np.float32)[:, cu[-1] :].any()
+
+
+@pytest.mark.parametrize(("heads", "slots"), [(1, 6), (16, 6), (16, 140)])
+def test_ties_go_to_the_lower_block(heads, slots):
+    length, size = 600, 4
+    q, k = jnp.ones((1, length, heads, 64), jnp.bfloat16), jnp.ones((1, length, 1, 64))
+    blocks = find_blocks(length, size)
+    p = Problem(1, length, heads, 1, 64, 64, size, blocks.count, slots, 0.1, "bfloat16", False)
+    run = jax.jit(lambda q, k: select.select(p, current_target(), q, k, blocks, True))
+    found = np.asarray(run(q, k.astype(q.dtype)))[0, :, 0]
+    for t in range(length):
+        own = t // size
+        rest = [c for c in range((t + 1) // size) if c != own]
+        np.testing.assert_array_equal(found[t], ([own, *rest] + [-1] * slots)[:slots])

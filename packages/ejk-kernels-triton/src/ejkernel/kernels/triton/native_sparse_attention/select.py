@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.native_sparse_attention.tiles import padded
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.token_blocks import Blocks, block_means
 
-MOST = 65
+MOST = 129
 """Slots that a kernel ranks: the own block, and as many others as registers hold of a tile."""
 
 SCORES = 1 << 24
@@ -26,37 +26,43 @@ SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of both launches: ``rows`` tokens, ``keys`` means."""
+    """One launch: ``rows`` query heads of tokens and ``keys`` means at once, by ``programs`` for
+    every batch row."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    programs: int
+    registers: int | None = None  # of a thread, at most
+
+    def members(self, p: Problem) -> int:
+        """Heads of a group that are rows."""
+        return min(power_of_two(p.group), self.rows)
+
+    def tokens(self, p: Problem) -> int:
+        return self.rows // self.members(p)
 
 
-def choose(p: Problem, target: Target, *, ranks: bool) -> Tiles:
-    """The tiles of the lse, or of the ranking, which has the best so far in registers too."""
-    columns = padded(p.dim)
-    wide = columns > 128
-    if p.dtype == "float32":
-        # products without matrix instructions: small tiles keep operands in registers
-        return Tiles(16, 16 if wide else 32, 8, 1)
+def choose(p: Problem, target: Target) -> Tiles:
+    wide = padded(p.dim) > 128
+    if target.hopper and not wide and p.group >= 8:
+        # four programs a multiprocessor; addresses of more tokens would take more registers
+        t = Tiles(64, 32, 4, 2, 4 * target.cores, 128)
+    elif target.hopper:
+        t = Tiles(128, 32 if wide else 64, 8, 2, 2 * target.cores)
+    else:
+        t = Tiles(64, 16 if wide else 32, 4, 2, 2 * target.cores)
+    if p.dtype == "float32":  # queries are two operands
+        t = replace(t, rows=64, num_warps=4 if target.hopper else 8, registers=None)
     if target.platform == "rocm":
-        return Tiles(32, 16 if wide else 32, 4, 1)
-    if not ranks:
-        return Tiles(128, 32 if wide else 64, 8, 2) if target.hopper else Tiles(64, 32, 4, 2)
-    # queries are operands in registers, beside scores and the best so far; two terms of float16
-    # queries leave room for 16 rows, and of 256 columns spill a little even so
-    if p.dtype == "float16":
-        return Tiles(16, 16 if wide else 32, 4, 2)
-    rows = 64 if columns <= (128 if target.hopper else 64) and p.slots <= 33 else 32
-    keys = 64 if columns <= 64 and target.hopper else 32
-    return Tiles(rows, keys if target.hopper or not wide else 16, 4, 2)
+        t = replace(t, num_stages=1)
+    return replace(t, programs=min(t.programs, p.kv_heads * -(-p.length // t.tokens(p))))
 
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """One launch: ``lse`` of the means' logits, then ``ranks``, or ``scores`` for XLA to rank."""
+    """One launch: ``ranks``, or ``scores`` for XLA to rank."""
 
     problem: Problem
     tiles: Tiles
@@ -65,28 +71,28 @@ class SelectPlan:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the operands, in order."""
-        ranks, packed = self.kind == "ranks", self.problem.packed
-        names = ("q", "means", *(["base", "rest"] if self.kind != "lse" else []))
-        return (*names, *(["firsts", "completes", *(["owns"] if ranks else [])] if packed else []))
+        packed = ("firsts", "completes", "owns") if self.problem.packed else ()
+        return ("q", "terms", "factors", *packed)
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        p = self.problem
-        if self.kind == "lse":
-            row = jax.ShapeDtypeStruct((p.batch, p.length, p.heads), jnp.dtype("float32"))
-            return row, row
-        each, dtype = (p.slots, "int32") if self.kind == "ranks" else (p.blocks, "float32")
-        shape = (p.batch, p.length, p.kv_heads, each)
-        return (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),)
+        """What is asked for; behind ranks, memory for scores."""
+        p, t = self.problem, self.tiles
+        lead = (p.batch, p.length, p.kv_heads)
+        if self.kind == "scores":
+            return (jax.ShapeDtypeStruct((*lead, p.blocks), jnp.dtype("float32")),)
+        scores = (p.batch, t.programs * t.tokens(p), p.blocks)
+        return (
+            jax.ShapeDtypeStruct((*lead, p.slots), jnp.dtype("int32")),
+            jax.ShapeDtypeStruct(scores, jnp.dtype("float32")),
+        )
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.native_sparse_attention import select_kernel
 
         p, t, ranks = self.problem, self.tiles, self.kind == "ranks"
-        arguments: dict[str, Any] = dict.fromkeys(("firsts", "completes"))
-        if ranks:
-            arguments["owns"] = None
+        arguments: dict[str, Any] = dict.fromkeys(("firsts", "completes", "owns", "chosen"))
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
-        results = {"lse": ("base", "rest"), "ranks": ("chosen",), "scores": ("scores",)}[self.kind]
+        results = ("chosen", "scores") if ranks else ("scores",)
         arguments |= {name: Out(i) for i, name in enumerate(results)}
         arguments |= {
             "length": p.length,
@@ -94,28 +100,30 @@ class SelectPlan:
             "kv_heads": p.kv_heads,
             "blocks": p.blocks,
             "size": p.size,
+            "slots": p.slots,
+            "programs": t.programs,
             "slope": p.slope,
             "sign": p.sign,
         }
+        count = p.slots - 1 if ranks else 1
         constants = {
             "D": p.dim,
             "COLUMNS": padded(p.dim),
             "GROUP": p.group,
-            "ROWS": t.rows,
+            "MEMBERS": t.members(p),
+            "SPLITS": -(-p.group // t.members(p)),
+            "TOKENS": t.tokens(p),
             "KEYS": t.keys,
-            "PIECES": terms(p.dtype),
+            "QUERY_TERMS": 2 if p.dtype == "float32" else 1,
+            "PER": t.num_warps,
+            "SLABS": min(16, power_of_two(-(-p.blocks // 32))),
+            "COUNT": count,
+            "KEPT": power_of_two(-(-count // 32)),
         }
-        if ranks:
-            arguments["slots"] = p.slots
-            constants |= {"COUNT": p.slots - 1, "KEEP": power_of_two(p.slots - 1)}
-        kernel = {
-            "lse": select_kernel.means_lse,
-            "ranks": select_kernel.select_best,
-            "scores": select_kernel.mean_scores,
-        }[self.kind]
-        heads = p.heads if self.kind == "lse" else p.kv_heads
-        programs = p.batch * heads * -(-p.length // t.rows)
-        return Launch(kernel, arguments, constants, (programs,), t.num_warps, t.num_stages)
+        grid = (p.batch * t.programs,)
+        kernel = select_kernel.score_blocks
+        options = {} if t.registers is None or not ranks else {"maxnreg": t.registers}
+        return Launch(kernel, arguments, constants, grid, t.num_warps, t.num_stages, options)
 
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
@@ -127,22 +135,21 @@ class SelectPlan:
         return replace(self, problem=self.problem.folded(size)), merged
 
 
-def terms(dtype: str) -> int:
-    """Numbers whose sum a mean is."""
-    return 1 if dtype == "float32" else 3
+def exact_terms(means: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 means ``[b, n, hk, d]`` as (terms ``[b, n, hk, 2 * d]``, factors ``[b, hk, n]``).
 
-
-def exact_terms(means: jax.Array, dtype: str) -> jax.Array:
-    """Float32 means ``[b, n, hk, d]`` as ``[b, n, hk, terms * d]``, large terms first.
-
-    Three of bfloat16 hold all 24 bits; float16 queries are two of them, bfloat16 queries one.
+    A factor is a power of two that brings its row to [2^14, 2^15); the terms are two numbers of
+    float16, the large one first, whose sum is the row so brought.
     """
-    if terms(dtype) == 1:
-        return means
-    high = lax.reduce_precision(means, 8, 7)
-    middle = lax.reduce_precision(means - high, 8, 7)
-    low = lax.reduce_precision(means - high - middle, 8, 7)
-    return jnp.concatenate([high, middle, low], axis=-1).astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(means), axis=-1), jnp.int32)
+    exponent = jnp.clip(bits >> 23, 15, 254)
+    up, down = (
+        lax.bitcast_convert_type(x << 23, jnp.float32) for x in (268 - exponent, exponent - 14)
+    )
+    means = means * up[..., None]
+    high = lax.reduce_precision(means, 5, 10)
+    terms = jnp.concatenate([high, means - high], axis=-1).astype(jnp.float16)
+    return terms, jnp.moveaxis(down, 1, 2)
 
 
 def must_rank(p: Problem, sorts: bool) -> bool:
@@ -166,22 +173,23 @@ def select(
     if p.slots == 1:
         return jnp.broadcast_to(own[:, :, None, None], (*lead, 1))
     complete = (blocks.position + 1) // blocks.size
+    terms, factors = exact_terms(block_means(k, blocks))
     tensors = {
         "q": q,
-        "means": exact_terms(block_means(k, blocks), p.dtype),
+        "terms": terms,
+        "factors": factors,
         "firsts": blocks.first_block[None],
         "completes": jnp.where(blocks.sequence >= 0, complete, 0)[None],
         "owns": own,
     }
 
-    def run(kind: str, p: Problem, tensors: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        plan = SelectPlan(p, choose(p, target, ranks=kind != "lse"), kind)
-        return call(plan, *(tensors[name] for name in plan.names))
+    def run(kind: str, p: Problem, tensors: dict[str, jax.Array]) -> jax.Array:
+        plan = SelectPlan(p, choose(p, target), kind)
+        return call(plan, *(tensors[name] for name in plan.names))[0]
 
-    tensors["base"], tensors["rest"] = run("lse", p, tensors)
     if p.slots <= MOST:
-        return run("ranks", p, tensors)[0]
-    return _by_parts(p, tensors, lambda p, tensors: run("scores", p, tensors)[0])
+        return run("ranks", p, tensors)
+    return _by_parts(p, tensors, lambda p, tensors: run("scores", p, tensors))
 
 
 def _by_parts(p: Problem, tensors: dict[str, jax.Array], scores: Any) -> jax.Array:
@@ -189,7 +197,7 @@ def _by_parts(p: Problem, tensors: dict[str, jax.Array], scores: Any) -> jax.Arr
     rows = max(1, min(p.length, SCORES // (p.batch * p.kv_heads * p.blocks)))
     parts = -(-p.length // rows)
     part = replace(p, length=rows, packed=True)
-    fixed = {"means": tensors.pop("means")}
+    fixed = {name: tensors.pop(name) for name in ("terms", "factors")}
     number = jnp.arange(p.blocks, dtype=jnp.int32)
 
     def cut(x: jax.Array) -> jax.Array:

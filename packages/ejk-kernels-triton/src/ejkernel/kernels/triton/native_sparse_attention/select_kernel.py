@@ -7,16 +7,20 @@ query heads h of the group:
 
 The own block comes first, then the blocks of the largest scores, ties to the lower number.
 
-Products are those of float32: a mean is the sum of three numbers of bfloat16, a query in float16 of
-two, so that each of their products is exact, and sums are float32.
+Products are those of float32: rows are brought to the range of float16 by powers of two, then a
+mean, and a query in float32, is the sum of two numbers of float16 (22 bits and a sign between them,
+so within one unit in the last place of float32). Their products are exact, and sums are float32.
 
-Work split: first one program per (tile of tokens, head), for lse alone; then one per (tile of
-tokens, key head), which walks over blocks, and for each tile of them over the heads of the group.
-The best so far are kept sorted in registers: no score is written, unless more are ranked than
-registers hold. Then XLA ranks the scores of some tokens at a time.
+Work split: as many programs as run at once, each for every so many-th of the tiles of tokens, the
+longest first. A tile's rows are the query heads of the group of its tokens, so that the sum over
+heads is one over rows, and queries are read once. A tile is walked twice, for lse, then for the
+scores, which go to a piece of memory of the program's own. From there a warp reads those of a token
+back and takes the best, one after the other: integers order as the floats of the same bits do, and
+one instruction finds the largest of a warp.
 
-Bound: 6 * T * blocks * d FLOPs per head and kernel over the visible half (three products). At T
-32k, 64 heads, D128, blocks of 64: 0.41 TFLOP each: arithmetic. They take 1.7 and 2.8 ms on an H200.
+Bound: 8 * T * blocks * d FLOPs per head over the visible half (twice two products). At T 32k, 64
+heads, D128, blocks of 64: 0.55 TFLOP, and 4 GB of means from L2: both 1.1 ms or less. Takes
+2.5 ms on an H200.
 
 Source: Yuan et al., "Native Sparse Attention" (2025), section 3.3.2.
 """
@@ -33,6 +37,9 @@ from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     weights,
 )
 
+EMPTY = tl.constexpr(-8388608)  # the bits of -inf; as an integer, below those of every score
+LANES = tl.constexpr(32)  # of the warp that ranks a token's blocks
+
 
 @triton.jit
 def visible_means(firsts, completes, token, t, real, size, blocks):
@@ -47,246 +54,204 @@ def visible_means(firsts, completes, token, t, real, size, blocks):
 
 
 @triton.jit
-def load_means(
-    means, base, first, blocks, stride,
-    D: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr, PIECES: tl.constexpr,
+def own_blocks(owns, token, t, real, size):
+    """The number of every token's own block in its sequence; -1 for tokens of none."""
+    own = t // size
+    if owns is not None:
+        own = tl.load(owns + token + t, mask=real, other=-1)
+    return own
+
+
+@triton.jit
+def query_terms(q):
+    """(high, low, factor): float16 rows with q = factor * (high + low), factor a power of two."""
+    x = q.to(tl.float32)
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(bits >> 23, 15), 254)  # rows are brought to [2^14, 2^15)
+    x *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    high = x.to(tl.float16)
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    return high, low, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exact_products(
+    q_high, q_low, factor, terms, factors, base, row, first, blocks, stride,
+    D: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr, QUERY_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """(high, middle, low) terms of the means of KEYS blocks; the same thing thrice if PIECES 1."""
+    """Float32 products of queries and the means of the blocks ``first`` .. ``first + KEYS``."""
     inside = first + tl.arange(0, KEYS) < blocks
-    high = load_keys(means, base, first, inside, stride, D, COLUMNS)
-    middle, low = high, high
-    if PIECES == 3:
-        middle = load_keys(means, base + D, first, inside, stride, D, COLUMNS)
-        low = load_keys(means, base + 2 * D, first, inside, stride, D, COLUMNS)
-    return high, middle, low
+    high = load_keys(terms, base, first, inside, stride, D, COLUMNS)
+    low = load_keys(terms, base + D, first, inside, stride, D, COLUMNS)
+    of_keys = tl.load(factors + row * blocks + first + tl.arange(0, KEYS), mask=inside, other=0.0)
+    s = tl.zeros([q_high.shape[0], KEYS], tl.float32)
+    if QUERY_TERMS == 2:  # what is small comes first
+        s = tl.dot(q_low, tl.trans(low), s)
+        s = tl.dot(q_low, tl.trans(high), s)
+    s = tl.dot(q_high, tl.trans(low), s)
+    s = tl.dot(q_high, tl.trans(high), s)
+    return s * factor[:, None] * of_keys[None, :]
 
 
 @triton.jit
-def exact_products(q, high, middle, low, sign, PIECES: tl.constexpr):
-    """Float32 products of queries and means."""
-    if PIECES == 1:
-        s = tl.dot(q, tl.trans(high), input_precision="ieee")
-    else:  # what is small comes first
-        large = q.to(tl.bfloat16)
-        s = tl.zeros([q.shape[0], high.shape[0]], tl.float32)
-        if q.dtype != tl.bfloat16:
-            small = (q.to(tl.float32) - large.to(tl.float32)).to(tl.bfloat16)
-            s = tl.dot(small, tl.trans(low), s)
-            s = tl.dot(small, tl.trans(middle), s)
-            s = tl.dot(small, tl.trans(high), s)
-        s = tl.dot(large, tl.trans(low), s)
-        s = tl.dot(large, tl.trans(middle), s)
-        s = tl.dot(large, tl.trans(high), s)
-    if sign is not None:
-        s = s * sign
-    return s
-
-
-@triton.jit
-def best_of(top, which, score, first, COUNT: tl.constexpr):
-    """The COUNT best of ``top [rows, KEEP]``, sorted, and of ``score [rows, KEYS]``, sorted.
-
-    ``which``: their numbers, lower in ``top`` than ``first``, that of the first score; -1 = none.
-    """
-    slot = tl.arange(0, top.shape[1])[None, :]
-    column = tl.arange(0, score.shape[1])[None, :]
-    new_top = tl.full(top.shape, float("-inf"), tl.float32)
-    new_which = tl.full(top.shape, -1, tl.int32)
-    for i in tl.range(0, COUNT):
-        old = tl.max(top, 1)
-        new = tl.max(score, 1)
-        # the lowest of equals is the first of them: in ``top``, if there
-        stays = old >= new
-        at_old = tl.min(tl.where(top == old[:, None], slot, top.shape[1]), 1)
-        at_new = tl.min(tl.where(score == new[:, None], column, score.shape[1]), 1)
-        number = tl.sum(tl.where(slot == at_old[:, None], which, 0), 1)
-        number = tl.where(stays, number, first + at_new)
-        best = tl.maximum(old, new)
-        number = tl.where(best == float("-inf"), -1, number)
-        new_top = tl.where(slot == i, best[:, None], new_top)
-        new_which = tl.where(slot == i, number[:, None], new_which)
-        top = tl.where(stays[:, None] & (slot == at_old[:, None]), float("-inf"), top)
-        gone = (old < new)[:, None] & (column == at_new[:, None])
-        score = tl.where(gone, float("-inf"), score)
-    return new_top, new_which
-
-
-@triton.jit
-def means_lse(
-    q,
-    means,
-    firsts,
-    completes,
-    base,
-    rest,
-    length,
-    heads,
-    kv_heads,
-    blocks,
-    size,
-    slope,
-    sign,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """base and rest ``[b, s, h]``, as of ``row_terms``."""
-    tiles = (length + ROWS - 1) // ROWS
-    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first
-    h = tl.program_id(0) // tiles % heads
-    b = tl.program_id(0) // tiles // heads
-    hk = h // GROUP
-    t = tile * ROWS + tl.arange(0, ROWS)
-    real = t < length
-    token = b.to(tl.int64) * length
-    low, high = visible_means(firsts, completes, token, t, real, size, blocks)
-    q_tile = load_group(q, (token + t) * heads, real, h, D, COLUMNS)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    stride = kv_heads * (PIECES * D)
-    means_base = b.to(tl.int64) * blocks * stride + hk * (PIECES * D)
-    begin = tl.min(low, 0)
-    for at in tl.range(0, tl.max(high, 0) - begin, KEYS):
-        first = begin + at
-        k_high, k_middle, k_low = load_means(
-            means, means_base, first, blocks, stride, D, COLUMNS, KEYS, PIECES
-        )
-        s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES)
-        c = first + tl.arange(0, KEYS)[None, :]
-        s = tl.where((c >= low[:, None]) & (c < high[:, None]), s, float("-inf"))
-        _, m, l, _ = online_softmax(s, m, l, slope, False, True)  # noqa: E741
-    top, log = row_terms(m, l)
-    tl.store(base + (token + t) * heads + h, top, mask=real)
-    tl.store(rest + (token + t) * heads + h, log, mask=real)
-
-
-@triton.jit
-def group_scores(
-    q, means, base, rest, token, t, real, first, means_base,
-    heads, kv_heads, hk, blocks, slope, sign,
-    D: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-    KEYS: tl.constexpr, PIECES: tl.constexpr,
+def rank_blocks(
+    scores, chosen, firsts, completes, owns, token, first_token, last_token, row, size, blocks,
+    PER: tl.constexpr, SLABS: tl.constexpr, COUNT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Scores ``[rows, KEYS]`` of the tokens ``token + t`` for the blocks from ``first`` on."""
-    k_high, k_middle, k_low = load_means(
-        means, means_base, first, blocks, kv_heads * (PIECES * D), D, COLUMNS, KEYS, PIECES
-    )
-    score = tl.zeros([t.shape[0], KEYS], tl.float32)
-    for member in tl.range(0, GROUP):
-        head = (token + t) * heads + hk * GROUP + member
-        q_tile = load_group(q, head, real, 0, D, COLUMNS)
-        s = exact_products(q_tile, k_high, k_middle, k_low, sign, PIECES)
-        row_base = tl.load(base + head, mask=real, other=0.0)
-        row_rest = tl.load(rest + head, mask=real, other=float("inf"))
-        score += weights(s, row_base[:, None], row_rest[:, None], slope)
-    return tl.where(score == score, score, float("inf"))
+    """Lists of tokens from ``first_token`` on, one a warp, by their ``scores [PER, blocks]``."""
+    t = first_token + tl.arange(0, PER)
+    real = t < last_token
+    low, high = visible_means(firsts, completes, token, t, real, size, blocks)
+    own = own_blocks(owns, token, t, real, size)
+    at = scores + tl.arange(0, PER).to(tl.int64)[None, :, None] * blocks
+    lane = tl.arange(0, LANES)[None, None, :]
+    slab = tl.arange(0, SLABS)[:, None, None]
+    slot = tl.arange(0, KEPT)[:, None, None] * LANES + lane
+    top = tl.full([KEPT, PER, LANES], EMPTY, tl.int32)
+    which = tl.full([KEPT, PER, LANES], -1, tl.int32)
+    begin = tl.min(low, 0)
+    end = tl.max(high, 0)
+    for step in tl.range(0, end - begin, SLABS * LANES, num_stages=1):
+        first = begin + step
+        number = first + slab * LANES + lane
+        seen = (number < end) & real[None, :, None]
+        x = tl.load(at + number, mask=seen, other=float("-inf")).to(tl.int32, bitcast=True)
+        new_top = tl.full([KEPT, PER, LANES], EMPTY, tl.int32)
+        new_which = tl.full([KEPT, PER, LANES], -1, tl.int32)
+        for i in tl.range(0, COUNT):
+            best = tl.max(tl.maximum(tl.max(x, 0), tl.max(top, 0)), 1)[None, :, None]
+            of_x = tl.min(tl.where(x == best, number, blocks), 0)
+            of_top = tl.min(tl.where(top == best, which, blocks), 0)
+            found = tl.min(tl.minimum(of_x, of_top), 1)[None, :, None]
+            x = tl.where(number == found, EMPTY, x)
+            top = tl.where(which == found, EMPTY, top)
+            new_top = tl.where(slot == i, best, new_top)
+            new_which = tl.where(slot == i, found, new_which)
+        top = new_top
+        which = new_which
+    which = tl.where(top == EMPTY, -1, which - low[None, :, None])
+    out = chosen + (token + t) * row
+    tl.store(out, own, mask=real)
+    stored = real[None, :, None] & (slot < COUNT)
+    tl.store(out[None, :, None] + 1 + slot, which, mask=stored)
 
 
 @triton.jit
-def select_best(
+def score_blocks(
     q,
-    means,
-    base,
-    rest,
+    terms,
+    factors,
     firsts,
     completes,
     owns,
     chosen,
-    length,
-    heads,
-    kv_heads,
-    blocks,
-    size,
-    slots,
-    slope,
-    sign,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COUNT: tl.constexpr,
-    KEEP: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    """chosen ``[b, s, hk, slots]``: the own block and the COUNT best others, numbered in their
-    sequence, best first; -1 behind them. ``owns [b, s]``: -1 for tokens of no sequence."""
-    tiles = (length + ROWS - 1) // ROWS
-    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first
-    hk = tl.program_id(0) // tiles % kv_heads
-    b = tl.program_id(0) // tiles // kv_heads
-    t = tile * ROWS + tl.arange(0, ROWS)
-    real = t < length
-    token = b.to(tl.int64) * length
-    low, high = visible_means(firsts, completes, token, t, real, size, blocks)
-    own = t // size
-    if owns is not None:
-        own = tl.load(owns + token + t, mask=real, other=-1)
-    top = tl.full([ROWS, KEEP], float("-inf"), tl.float32)
-    which = tl.full([ROWS, KEEP], -1, tl.int32)
-    means_base = (b.to(tl.int64) * blocks * kv_heads + hk) * (PIECES * D)
-    begin = tl.min(low, 0)
-    for at in tl.range(0, tl.max(high, 0) - begin, KEYS, num_stages=1):
-        first = begin + at
-        score = group_scores(
-            q, means, base, rest, token, t, real, first, means_base, heads, kv_heads, hk, blocks,
-            slope, sign, D, COLUMNS, GROUP, KEYS, PIECES,
-        )  # fmt: skip
-        c = first + tl.arange(0, KEYS)[None, :]
-        seen = (c >= low[:, None]) & (c < high[:, None]) & (c != (low + own)[:, None])
-        score = tl.where(seen, score, float("-inf"))
-        top, which = best_of(top, which, score, first, COUNT)
-
-    row = ((token + t) * kv_heads + hk) * slots
-    tl.store(chosen + row, own, mask=real)
-    slot = tl.arange(0, KEEP)[None, :]
-    which = tl.where(which < 0, -1, which - low[:, None])
-    tl.store(chosen + row[:, None] + 1 + slot, which, mask=real[:, None] & (slot < COUNT))
-
-
-@triton.jit
-def mean_scores(
-    q,
-    means,
-    base,
-    rest,
-    firsts,
-    completes,
     scores,
     length,
     heads,
     kv_heads,
     blocks,
     size,
+    slots,
+    programs,
     slope,
     sign,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
-    PIECES: tl.constexpr,
+    QUERY_TERMS: tl.constexpr,
+    PER: tl.constexpr,
+    SLABS: tl.constexpr,
+    COUNT: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
-    """scores ``[b, s, hk, blocks]``; some of those that a token does not see are not written."""
-    tiles = (length + ROWS - 1) // ROWS
-    tile = tiles - 1 - tl.program_id(0) % tiles  # the longest first
-    hk = tl.program_id(0) // tiles % kv_heads
-    b = tl.program_id(0) // tiles // kv_heads
-    t = tile * ROWS + tl.arange(0, ROWS)
-    real = t < length
+    """chosen ``[b, s, hk, slots]``: the own block and the COUNT best others, numbered in their
+    sequence, best first; -1 behind them. With ``chosen`` None the scores themselves.
+
+    ``scores [b, programs * TOKENS, blocks]`` is what a program writes its own to, or ``[b, s, hk,
+    blocks]``; some of those that a token does not see are not written. ``terms [b, blocks, hk, 2 *
+    D]`` times ``factors [b, hk, blocks]`` are the means. ``owns [b, s]``: -1 for tokens of no
+    sequence.
+    """
+    b = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
     token = b.to(tl.int64) * length
-    low, high = visible_means(firsts, completes, token, t, real, size, blocks)
-    means_base = (b.to(tl.int64) * blocks * kv_heads + hk) * (PIECES * D)
-    begin = tl.min(low, 0)
-    for at in tl.range(0, tl.max(high, 0) - begin, KEYS, num_stages=1):
-        first = begin + at
-        score = group_scores(
-            q, means, base, rest, token, t, real, first, means_base, heads, kv_heads, hk, blocks,
-            slope, sign, D, COLUMNS, GROUP, KEYS, PIECES,
-        )  # fmt: skip
-        c = first + tl.arange(0, KEYS)[None, :]
-        row = ((token + t) * kv_heads + hk) * blocks
-        tl.store(scores + row[:, None] + c, score, mask=real[:, None] & (c < blocks))
+    tiles = (length + TOKENS - 1) // TOKENS
+    each = tl.arange(0, TOKENS * MEMBERS)
+    stride = kv_heads * (2 * D)
+    for number in tl.range(program, tiles * kv_heads, programs):
+        tile = tiles - 1 - number // kv_heads  # the longest first
+        hk = number % kv_heads
+        t = tile * TOKENS + tl.arange(0, TOKENS)
+        row_t = tile * TOKENS + each // MEMBERS
+        low, high = visible_means(firsts, completes, token, t, t < length, size, blocks)
+        own = own_blocks(owns, token, t, t < length, size)
+        row_low, row_high = visible_means(
+            firsts, completes, token, row_t, row_t < length, size, blocks
+        )
+        begin = tl.min(low, 0)
+        end = tl.max(high, 0)
+        base = b.to(tl.int64) * blocks * stride + hk * (2 * D)
+        of_head = b.to(tl.int64) * kv_heads + hk
+        if chosen is None:
+            row = (token + t) * kv_heads + hk
+        else:
+            row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        for split in tl.range(0, SPLITS):
+            member = split * MEMBERS + each % MEMBERS
+            real = (member < GROUP) & (row_t < length)
+            q_tile = load_group(
+                q, (token + row_t) * heads, real, hk * GROUP + member, D, COLUMNS
+            )  # fmt: skip
+            q_high, q_low, factor = query_terms(q_tile)
+            if sign is not None:
+                factor *= sign
+            m = tl.full([TOKENS * MEMBERS], float("-inf"), tl.float32)
+            l = tl.zeros([TOKENS * MEMBERS], tl.float32)  # noqa: E741
+            for at in tl.range(0, end - begin, KEYS):
+                first = begin + at
+                s = exact_products(
+                    q_high, q_low, factor, terms, factors, base, of_head, first, blocks, stride,
+                    D, COLUMNS, KEYS, QUERY_TERMS,
+                )  # fmt: skip
+                c = first + tl.arange(0, KEYS)[None, :]
+                seen = c < row_high[:, None]
+                if firsts is not None:
+                    seen = seen & (c >= row_low[:, None])
+                s = tl.where(seen, s, float("-inf"))
+                _, m, l, _ = online_softmax(s, m, l, slope, False, True)  # noqa: E741
+            top, log = row_terms(m, l)
+            log = tl.where(real, log, float("inf"))
+            for at in tl.range(0, end - begin, KEYS):
+                first = begin + at
+                s = exact_products(
+                    q_high, q_low, factor, terms, factors, base, of_head, first, blocks, stride,
+                    D, COLUMNS, KEYS, QUERY_TERMS,
+                )  # fmt: skip
+                p = weights(s, top[:, None], log[:, None], slope)
+                score = tl.sum(tl.reshape(p, [TOKENS, MEMBERS, KEYS]), 1)
+                score = tl.where(score == score, score, float("inf"))
+                c = first + tl.arange(0, KEYS)[None, :]
+                seen = (c >= low[:, None]) & (c < high[:, None]) & (c != (low + own)[:, None])
+                score = tl.where(seen, score, float("-inf"))
+                pointers = scores + row[:, None] * blocks + c
+                stored = (t < length)[:, None] & (c < blocks)
+                if SPLITS > 1:
+                    if split > 0:
+                        score += tl.load(pointers, mask=stored, other=0.0)
+                tl.store(pointers, score, mask=stored)
+            if SPLITS > 1:
+                tl.debug_barrier()
+        if chosen is not None:
+            tl.debug_barrier()  # what one warp has written, another reads
+            for at in tl.range(0, TOKENS, PER):
+                rank_blocks(
+                    scores + (tl.program_id(0).to(tl.int64) * TOKENS + at) * blocks,
+                    chosen + hk * slots, firsts, completes, owns, token,
+                    tile * TOKENS + at, tl.minimum(length, tile * TOKENS + TOKENS),
+                    kv_heads * slots, size, blocks, PER, SLABS, COUNT, KEPT,
+                )  # fmt: skip
+            tl.debug_barrier()
