@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.oracles import grouped as oracle
+from ejktest.tolerance import check_close
 
 ROWS, MATRICES = 385, 6
 # sizes, group offset, whether something is added to the product
@@ -43,9 +44,12 @@ def operands(sizes_name: str, kind: str, transposed: bool) -> tuple[jax.Array, .
     return tuple(jnp.asarray(x, dtype) for x in (lhs, rhs, dout))
 
 
+def _added_to(shape: tuple[int, int]) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape, np.float32)
+
+
 def _added(sizes_name: str, kind: str) -> Any:
-    shape = (ROWS, KINDS[kind][1])
-    return np.random.default_rng(1).standard_normal(shape, np.float32) * SIZES[sizes_name][2]
+    return _added_to((ROWS, KINDS[kind][1])) * SIZES[sizes_name][2]
 
 
 def pull(fn: Callable[..., Any], sizes_name: str, kind: str, transposed: bool, **options: Any):
@@ -97,6 +101,91 @@ def compile_ahead(target: Any) -> None:
     from ejktest.ahead import compile_side_by_side
 
     compile_side_by_side((_lower, *case, target) for case in CASES)
+
+
+# shape of the scales of 8-bit matrices, by the number of groups and of columns
+SCALES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "number": lambda groups, columns: (),
+    "group": lambda groups, columns: (groups,),
+    "column": lambda groups, columns: (groups, columns),
+}
+
+
+def stored(
+    stored_as: str, scale: str, rows: int, matrices: tuple[int, int, int], dtype: str, used: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """lhs, 8-bit rhs ``[groups, inner, columns]`` and scales; rows from ``used`` on are NaN."""
+    groups, inner, columns = matrices
+    rng = np.random.default_rng(0)
+    lhs = rng.standard_normal((rows, inner))
+    lhs[used:] = np.nan
+    rhs = rng.integers(-128, 128, matrices) if stored_as == "int8" else rng.normal(0, 8, matrices)
+    scales = rng.uniform(0.01, 0.1, SCALES[scale](groups, columns))
+    return jnp.asarray(lhs, dtype), jnp.asarray(rhs).astype(stored_as), jnp.float32(scales)
+
+
+def check_stored(
+    fn: Callable[..., Any],
+    stored_as: str,
+    scale: str,
+    sizes: Any,
+    matrices: tuple[int, int, int],
+    *,
+    rows: int = ROWS,
+    transposed: bool = False,
+    dtype: str = "bfloat16",
+    offset: int | None = None,
+    added: bool = False,
+    **options: Any,
+) -> None:
+    """8-bit matrices, with everything traced, against float64 of what they stand for."""
+    lhs, rhs, scales = stored(stored_as, scale, rows, matrices, dtype, sum(sizes))
+    rhs = rhs.swapaxes(1, 2) if transposed else rhs
+    add = _added_to((rows, matrices[2])) if added else None
+
+    @jax.jit
+    def run(lhs, rhs, sizes, add, scales):
+        return fn(
+            lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales, **options
+        )
+
+    sizes = np.asarray(sizes, np.int32)
+    want = oracle.grouped_matmul(
+        lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales
+    ).out
+    out = run(lhs, rhs, sizes, add, scales)
+    assert out.dtype == options.get("preferred_element_type", lhs.dtype)
+    check_close(out, want, name=f"{stored_as} {scale}")
+
+
+# dtype, scale, inner, columns, transposed, options; 264 columns are read by pointers
+STORED: dict[str, tuple[str, str, int, int, bool, dict[str, Any]]] = {
+    "int8": ("int8", "column", 256, 528, False, {}),
+    "int8 transposed": ("int8", "group", 256, 528, True, {}),
+    "e4m3": ("float8_e4m3fn", "column", 384, 256, False, {"dtype": "float16"}),
+    "e4m3 transposed": ("float8_e4m3fn", "number", 384, 256, True, {}),
+    "e5m2": ("float8_e5m2", "group", 192, 264, False, {}),
+    "e5m2 transposed": ("float8_e5m2", "column", 90, 131, True, {}),
+    "int8 float32": (
+        "int8",
+        "column",
+        128,
+        96,
+        False,
+        {"dtype": "float32", "precision": "highest"},
+    ),
+    "few rows": ("int8", "column", 512, 256, False, {"rows": 40}),
+}
+
+
+def check_stored_case(fn: Callable[..., Any], case: str) -> None:
+    """Some of eight groups around the sizes of a tile, something added, rows left."""
+    stored_as, scale, inner, columns, transposed, options = STORED[case]
+    sizes = [3, 0, 9, 1, 7, 5, 0, 2] if "rows" in options else [3, 0, 129, 1, 64, 17, 128, 20]
+    check_stored(
+        fn, stored_as, scale, sizes, (MATRICES, inner, columns), transposed=transposed, offset=1,
+        added=True, **options,
+    )  # fmt: skip
 
 
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B

@@ -104,6 +104,10 @@ def grouped(*case):
     return run(*arrays)
 
 
+def stored(case: str):
+    grouped_cases.check_stored_case(grouped_matmul, case)
+
+
 def lists(name: str):
     run, arrays = sparse_cases.pull(native_sparse_attention, name)
     return run(**arrays)
@@ -156,6 +160,7 @@ CALLS = (
     (grouped, "some of eight", "bfloat16", True),
     (grouped, "around a tile", "odd bfloat16", False),
     (grouped, "around a tile", "odd float32", False),
+    *((stored, case) for case in ("int8", "e4m3 transposed", "e5m2", "e5m2 transposed")),
     *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
     *((branches, name) for name in ("one head d64", "float32")),
     *((varied, *names) for names in VARIANTS),

@@ -14,6 +14,7 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_targe
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejkernel.types.structure import Unsupported
+from ejktest import grouped_cases as cases
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
@@ -154,6 +155,49 @@ def test_narrow(dtype):
     out = check(lhs, rhs, SIZES["rows left"], preferred_element_type=np.dtype(np.float32))
     assert out.dtype == jnp.float32
     assert check(lhs, rhs.astype(jnp.float32), SIZES["rows left"]).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("target", "stored_as", "scale", "matrices", "transposed", "dtype"),
+    [
+        (cuda_target(90, 3), "int8", "column", (G, K, N), False, "bfloat16"),
+        (cuda_target(90, 3), "float8_e4m3fn", "group", (G, K, 48), False, "bfloat16"),
+        (cuda_target(90, 3), "float8_e5m2", "number", (G, K, 48), True, "float32"),
+        (cuda_target(80, 2), "float8_e4m3fn", "column", (G, 22, 10), True, "float16"),
+        (rocm_target("gfx942", 2), "int8", "group", (G, 21, 10), False, "bfloat16"),
+    ],
+)
+def test_eight_bit_matrices(target, stored_as, scale, matrices, transposed, dtype):
+    """By descriptors where rows of matrices are whole 16 bytes; some of the groups, rows left."""
+    given: dict = dict(offset=1, added=True, transposed=transposed, dtype=dtype, rows=M)
+    with compile_for(target):
+        cases.check_stored(
+            grouped_matmul, stored_as, scale, [3, 15, 0, 17, 1, 2], matrices, **given
+        )  # fmt: skip
+
+
+def test_eight_bit_matrices_mapped():
+    """Matrices and scales go together: of one call, or one for all."""
+    lhs, rhs, scale = cases.stored("int8", "column", M, (G, K, N), "float32", M)
+    sizes = np.array([[10, 3, 20, 4], [1, 0, 30, 2]])
+    scales = jnp.stack([scale, scale[::-1]])
+    run = partial(grouped_matmul, cfg=SMALL)
+    got = jax.vmap(lambda s, c: run(lhs, rhs, s, rhs_scale=c))(sizes, scales)
+    shared = jax.vmap(lambda s: run(lhs, rhs, s, rhs_scale=scale))(sizes)
+    np.testing.assert_array_equal(shared[0], got[0])
+    for out, s, c in zip(got, sizes, scales, strict=True):
+        check_close(out, oracle.grouped_matmul(lhs, rhs, s, rhs_scale=c).out)
+
+
+def test_no_gradient_through_eight_bit_matrices():
+    lhs, rhs, scale = cases.stored("int8", "group", M, (G, K, N), "float32", M)
+
+    def run(lhs, scale):
+        return jnp.sum(grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale))
+
+    for number in (0, 1):
+        with pytest.raises(NotImplementedError, match="rhs of 8-bit numbers is for inference"):
+            jax.grad(run, number)(lhs, scale)
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 5, 4), (7, 0, 5, 4), (7, 6, 0, 4), (7, 6, 5, 0)])
@@ -303,6 +347,7 @@ def test_precision_in_tritons_words():
         (dict(preferred_element_type=np.float64), Unsupported, "preferred_element_type"),
         (dict(precision="BF16_BF16_F32"), Unsupported, "precision"),
         (dict(group_sizes=np.zeros(4096, int), group_offset=0), Unsupported, "group_sizes"),
+        (dict(rhs=np.zeros((G, K, 7), np.int8)), Unsupported, "rhs: 8-bit .* last axis 7 is odd"),
     ],
 )
 def test_wrong_arguments(change, error, name):

@@ -45,6 +45,11 @@ SAMPLE = [
 ALL = [(s, p, c) for s in SHAPES for p in PASSES for c in TARGETS]
 
 
+# an operand of the matrix instruction in registers: transposed, rows
+STORED = {"few": (False, 1024), "even": (False, 8192), "few transposed": (True, 1024)}
+STORED_SAMPLE = [("few", "sm_90"), ("few transposed", "sm_90"), ("even", "sm_80")]
+
+
 def planned(shape, which, target):
     rows, inner, columns, groups, dtype, precision = SHAPES[shape]
     p = tiles.Problem(rows, inner, columns, groups, groups, False, dtype, dtype, precision)
@@ -58,9 +63,25 @@ def planned(shape, which, target):
     return RowsPlan(p, tiles.choose(p, target), 0, False), avals
 
 
+def planned_stored(which, kind, target):
+    transposed, rows = STORED[which]
+    _, inner, columns, groups, dtype, precision = SHAPES["small"]
+    p = tiles.Problem(
+        rows, inner, columns, groups, groups, transposed, dtype, dtype, precision, stored=kind
+    )
+    matrices = (groups, columns, inner) if transposed else (groups, inner, columns)
+    shapes = ((rows, inner), dtype), (matrices, kind), ((groups,), "int32")
+    shapes = *shapes, ((groups, columns), "float32")
+    avals = [jax.ShapeDtypeStruct(shape, jnp.dtype(d)) for shape, d in shapes]
+    return RowsPlan(p, tiles.choose(p, target), 0, False, True), avals
+
+
 def check(shape, which, chip):
     target = TARGETS[chip]
-    plan, avals = planned(shape, which, target)
+    if shape in STORED:
+        plan, avals = planned_stored(shape, which, target)
+    else:
+        plan, avals = planned(shape, which, target)
     used = measure(plan_source(plan, avals, target), target)
     print(f"{shape} {which} {chip}: {plan.tiles}: {used}")
     assert used.spills == 0
@@ -76,6 +97,19 @@ def check(shape, which, chip):
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)
 def test_sample(shape, which, chip):
     check(shape, which, chip)
+
+
+@pytest.mark.parametrize(("shape", "chip"), STORED_SAMPLE)
+def test_sample_of_eight_bit_matrices(shape, chip):
+    check(shape, "int8", chip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("chip", TARGETS)
+@pytest.mark.parametrize("shape", STORED)
+def test_all_eight_bit_matrices(shape, kind, chip):
+    check(shape, kind, chip)
 
 
 @pytest.mark.slow

@@ -38,6 +38,11 @@ def test_sizes_of_models(name: str, zipf: bool) -> None:
     cases.check_at_size(grouped_matmul, name, zipf)
 
 
+@pytest.mark.parametrize("case", cases.STORED)
+def test_eight_bit_matrices(case: str) -> None:
+    cases.check_stored_case(grouped_matmul, case)
+
+
 def test_highest_precision() -> None:
     found = cases.errors(grouped_matmul, "around a tile", "float32", False, precision="highest")
     assert max(found.values()) <= 2e-6, found

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ejkernel.kernels.xla.grouped_matmul import grouped_matmul
 from ejkernel.types import InvalidArgument
+from ejktest import grouped_cases as cases
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
@@ -142,6 +143,69 @@ def test_empty_axes(shape):
     assert out.shape == (m, n) and [x.shape for x in grads[:2]] == [(m, k), (g, k, n)]
     if n and k == 0:
         np.testing.assert_array_equal(out, 0)
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "scale", "transposed"),
+    [
+        ("int8", "number", True),
+        ("float8_e4m3fn", "group", False),
+        ("float8_e5m2", "column", False),
+        ("int8", "column", True),
+    ],
+)
+def test_eight_bit_matrices(stored_as, scale, transposed):
+    """Rows of nobody; in the last case some of the groups, and something added."""
+    given: dict = dict(transposed=transposed, rows=M, cfg={"block_m": 4})
+    sizes = [10, 0, 20, 3]
+    if transposed and scale == "column":
+        sizes = [5, 9, 0, 7, 4, 2]
+        given |= dict(offset=2, added=True)
+    cases.check_stored(grouped_matmul, stored_as, scale, sizes, (G, K, N), **given)
+
+
+def test_eight_bit_matrices_of_groups_outside():
+    """An offset that reaches past the groups: their rows are 0, whatever the scales are."""
+    lhs, rhs, scale = cases.stored("int8", "column", M, (2, K, N), "float32", M)
+    scale = scale.at[1].set(jnp.nan)
+    out = grouped_matmul(lhs, rhs, jnp.array(SIZES["exact"]), jnp.array(3), rhs_scale=scale)
+    scale = scale.at[1].set(0)
+    want = oracle.grouped_matmul(lhs, rhs, SIZES["exact"], 3, rhs_scale=scale).out
+    check_close(out, want)
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_eight_bit_matrices_are_the_numbers_they_stand_for(data):
+    """Powers of two as scales round nothing: the same bits as with dequantised matrices."""
+    sizes = np.array(data.draw(st.lists(st.integers(0, 20), min_size=G, max_size=G)), np.int32)
+    lhs, rhs, scale = cases.stored("int8", "column", M, (G, K, N), "float32", M)
+    scale = 2.0 ** np.round(np.log2(scale))
+    wide = np.asarray(rhs) * scale[:, None]
+    run = jax.jit(grouped_matmul)
+    np.testing.assert_array_equal(run(lhs, rhs, sizes, rhs_scale=scale), run(lhs, wide, sizes))
+
+
+def test_no_gradient_through_eight_bit_matrices():
+    """None of the arrays gets one, nor a silent zero."""
+    arrays = cases.stored("float8_e4m3fn", "group", M, (G, K, N), "float32", M)
+
+    def run(lhs, rhs, scale):
+        return jnp.sum(grouped_matmul(lhs, rhs, np.full(G, 5), rhs_scale=scale))
+
+    for number in range(3):
+        with pytest.raises(NotImplementedError, match="rhs of 8-bit numbers is for inference"):
+            jax.eval_shape(jax.jit(jax.grad(run, number)), *arrays)
+
+
+def test_vmap_of_eight_bit_matrices():
+    lhs, rhs, scale = cases.stored("int8", "column", M, (G, K, N), "float32", M)
+    sizes = np.array([[10, 3, 20, 4], [1, 0, 30, 2]])
+    scales = jnp.stack([scale, scale[::-1]])
+    run = partial(grouped_matmul, cfg=dict(SMALL))
+    got = jax.jit(jax.vmap(lambda s, c: run(lhs, rhs, s, rhs_scale=c)))(sizes, scales)
+    for out, s, c in zip(got, sizes, scales, strict=True):
+        check_close(out, oracle.grouped_matmul(lhs, rhs, s, rhs_scale=c).out)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)

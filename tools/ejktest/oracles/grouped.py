@@ -23,10 +23,14 @@ def grouped_matmul(
     existing_out=None,
     *,
     transpose_rhs=False,
+    rhs_scale=None,
     dout=None,
 ) -> Result:
     lhs, rhs = np.asarray(lhs).astype(np.float64), np.asarray(rhs).astype(np.float64)
     matrices = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    if rhs_scale is not None:
+        scale = np.asarray(rhs_scale).astype(np.float64)
+        matrices = matrices * (scale if scale.ndim == 0 else scale.reshape(len(scale), 1, -1))
     m, first = lhs.shape[0], 0 if group_offset is None else int(np.reshape(group_offset, ()))
     out = np.zeros((m, matrices.shape[2]))
     dlhs, dmatrices = np.zeros_like(lhs), np.zeros_like(matrices)

@@ -1,8 +1,8 @@
-"""Errors that name the operation where its gradient cannot be differentiated again.
+"""Errors that name the operation where it, or its gradient, cannot be differentiated.
 
-``differentiable_once`` and ``reverse_once`` are identities. What they go through is a primitive of
-our own, because an error at this point is a rule for transposition under ``vmap``, for which JAX's
-public functions have no form.
+``differentiable_once``, ``reverse_once`` and ``not_differentiable`` are identities. What they go
+through is a primitive of our own, because an error at this point is a rule for transposition under
+``vmap``, for which JAX's public functions have no form.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Generator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,27 +36,27 @@ def operation(otherwise: str | None = None) -> str:
     return _running.get() if otherwise is None else _running.get(otherwise)
 
 
-def _refuse(name: str, again: str) -> NoReturn:
-    raise NotImplementedError(
+def _once_only(name: str, again: str) -> str:
+    return (
         f"{name} is differentiable once: its gradient has no derivative {again}; for second order "
         "use attention or scaled_dot_product_attention (mean_pooling and grouped_matmul too) "
         "with platform='xla'"
     )
 
 
-def _jvp(primals: Any, tangents: Any, *, name: str, forward: bool) -> Any:
+def _jvp(primals: Any, tangents: Any, *, reason: str, forward: bool) -> Any:
     (x,), (tangent,) = primals, tangents
-    bind = partial(_once.bind, name=name, forward=forward)
+    bind = partial(_once.bind, reason=reason, forward=forward)
     if isinstance(tangent, ad.Zero):
         return bind(x), tangent
     if not forward:
-        _refuse(name, "on this platform")
+        raise NotImplementedError(reason)
     return bind(x), bind(tangent)
 
 
-def _transpose(cotangent: Any, x: Any, *, name: str, forward: bool) -> Any:
+def _transpose(cotangent: Any, x: Any, *, reason: str, forward: bool) -> Any:
     if not isinstance(cotangent, ad.Zero):
-        _refuse(name, "in reverse mode")
+        raise NotImplementedError(reason)
     return (cotangent,)
 
 
@@ -73,20 +73,25 @@ batching.primitive_batchers[_once] = _batch
 mlir.register_lowering(_once, lambda _, x, **__: [x])
 
 
-def _floats(tree: Any, name: str, forward: bool) -> Any:
+def _floats(tree: Any, reason: str, forward: bool) -> Any:
     def one(x: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return x
-        return _once.bind(jnp.asarray(x), name=name, forward=forward)
+        return _once.bind(jnp.asarray(x), reason=reason, forward=forward)
 
     return jax.tree.map(one, tree)
 
 
 def differentiable_once(tree: Any, name: str) -> Any:
     """``tree`` as it is, what a kernel without any derivative of its own is about to read."""
-    return _floats(tree, name, forward=False)
+    return _floats(tree, _once_only(name, "on this platform"), forward=False)
+
+
+def not_differentiable(tree: Any, reason: str) -> Any:
+    """``tree`` as it is; NotImplementedError with ``reason`` where a derivative is asked of it."""
+    return _floats(tree, reason, forward=False)
 
 
 def reverse_once(tree: Any, name: str) -> Any:
     """``tree`` as it is, what came out of a loop that JAX differentiates in forward mode only."""
-    return _floats(tree, name, forward=True)
+    return _floats(tree, _once_only(name, "in reverse mode"), forward=True)

@@ -18,6 +18,9 @@ from jax.core import Tracer
 
 from ejkernel.types.errors import invalid
 
+EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes that weights and caches are stored in, and nothing is computed in."""
+
 _SYMBOLIC = type(export.symbolic_shape("n")[0])
 
 
@@ -75,12 +78,18 @@ def size_of(n: Any) -> int:
     return int(n) if isinstance(n, (int, np.integer)) else 8192
 
 
+def is_eight_bit(x: Any) -> bool:
+    """Whether an array or a dtype is of 8-bit numbers."""
+    return str(getattr(x, "dtype", x)) in EIGHT_BIT
+
+
 def result_dtype(*given: Any) -> np.dtype:
     """The dtype that holds all of ``given`` (arrays or dtypes), whatever JAX's switches say.
 
     Operations promote by their own documented rules, also where the caller has told JAX to
-    refuse promotion.
+    refuse promotion. 8-bit numbers become what they meet.
     """
+    given = tuple(x for x in given if not is_eight_bit(x)) or given
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*given))
 

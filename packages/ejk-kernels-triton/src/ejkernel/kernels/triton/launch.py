@@ -38,7 +38,8 @@ class TensorMap:
     """Operand ``index`` as a TMA descriptor over a row-major ``shape`` view, read by ``block``.
 
     ``steps``: strides in elements, where they are not those of ``shape``. ``result``: ``index`` is
-    that of a result, which is written by ``block``.
+    that of a result, which is written by ``block``. ``view``: as for pointers; all else counts
+    elements of it.
     """
 
     index: int

@@ -54,6 +54,13 @@ def cuda_target(capability: int, cores: int = 132) -> Target:
     return Target("cuda", capability, shared, cores)
 
 
+def instructions(target: Target) -> int:
+    """Compute capability times ten whose PTX conversions use (80 or 89), 0 for none."""
+    if target.platform != "cuda":
+        return 0
+    return 89 if int(target.arch) >= 89 else 80
+
+
 def rocm_target(arch: str, cores: int = 304) -> Target:
     """The target of an AMD architecture, e.g. ``rocm_target("gfx942")``."""
     return Target("rocm", arch, 163840 if arch == "gfx950" else 65536, cores)

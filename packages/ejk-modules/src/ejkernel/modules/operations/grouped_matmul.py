@@ -12,12 +12,12 @@ from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, Weights
 
 
 def grouped_matmul(
     lhs: F[Array, "rows inner"],
-    rhs: F[Array, "groups _ _"],
+    rhs: Weights[Array, "groups _ _"],
     group_sizes: I[Array, " all_groups"],
     group_offset: int | I[Array, ""] | I[Array, "1"] | None = None,
     existing_out: F[Array, "rows columns"] | None = None,
@@ -25,6 +25,11 @@ def grouped_matmul(
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     precision: jax.lax.PrecisionLike = None,
+    rhs_scale: float
+    | F[Array, ""]
+    | F[Array, " groups"]
+    | F[Array, "groups columns"]
+    | None = None,
     platform: str | Platform | None = None,
     cfg: GroupedMatmulConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
@@ -38,15 +43,20 @@ def grouped_matmul(
 
     Args:
         lhs: ``[rows, inner]``.
-        rhs: ``[groups, inner, columns]``, or ``[groups, columns, inner]`` with transpose_rhs.
+        rhs: ``[groups, inner, columns]``, or ``[groups, columns, inner]`` with transpose_rhs;
+            float, or stored as int8 or an 8-bit float (see ``rhs_scale``).
         group_sizes: ``[groups]``, or more groups with ``group_offset``; zeros are legal. A sum
             above ``rows`` is clipped: the last groups then have fewer rows.
         group_offset: first group that ``rhs`` holds; None = 0.
         existing_out: ``[rows, columns]``, added to the result, so that calls with different
             offsets can be chained.
-        preferred_element_type: dtype of the result; default ``result_type(lhs, rhs)``.
+        preferred_element_type: dtype of the result; default ``result_type(lhs, rhs)``, that of
+            lhs for 8-bit ``rhs``.
         transpose_rhs: see ``rhs``.
         precision: of the products, as in ``jax.lax.dot``.
+        rhs_scale: what the numbers of an 8-bit ``rhs`` are multiplied with: one number, one for
+            every group ``[groups]``, or one for every column of the result
+            ``[groups, columns]``; None = 1.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`; rows and columns
             may be sharded, the inner axis and the groups may not.
 
@@ -56,9 +66,10 @@ def grouped_matmul(
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
         ValueError: negative sizes or offset as Python numbers or numpy arrays; a sharded inner
-            or group axis.
+            or group axis; ``rhs_scale`` with a float ``rhs``.
+        NotImplementedError: a gradient through a call with an 8-bit ``rhs``.
 
-    Differentiable in lhs, rhs and existing_out.
+    Differentiable in lhs, rhs and existing_out; not with an 8-bit ``rhs``.
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
@@ -72,6 +83,7 @@ def grouped_matmul(
         preferred_element_type=preferred_element_type,
         transpose_rhs=transpose_rhs,
         precision=precision,
+        rhs_scale=rhs_scale,
         platform=platform,
         cfg=cfg,
         mesh=mesh,

@@ -262,7 +262,8 @@ class GroupedShape(Shape):
     """``m`` rows in ``groups`` runs, each times its own ``[k, n]``.
 
     Runs are as long as a router makes them; ``even``: all alike; ``zipf``: the i-th longest has
-    1 / i of the rows of the longest.
+    1 / i of the rows of the longest. ``stored``: 8-bit dtype of the matrices, which then have a
+    scale a column and no gradient.
     """
 
     operations = ("grouped_matmul",)
@@ -275,6 +276,7 @@ class GroupedShape(Shape):
     dtype: str = "bfloat16"
     even: bool = False
     zipf: bool = False
+    stored: str | None = None
 
 
 @dataclass(frozen=True)

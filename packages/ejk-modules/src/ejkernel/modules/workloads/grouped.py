@@ -29,23 +29,28 @@ def group_sizes(shape: GroupedShape) -> np.ndarray:
 
 def _operands(shape: GroupedShape) -> dict[str, Any]:
     a, b = jax.random.split(jax.random.key(0))
-    return {
+    rhs = jax.random.normal(b, (shape.groups, shape.k, shape.n), shape.dtype)
+    given = {
         "lhs": jax.random.normal(a, (shape.m, shape.k), shape.dtype),
-        "rhs": jax.random.normal(b, (shape.groups, shape.k, shape.n), shape.dtype),
+        "rhs": rhs,
         "group_sizes": jnp.asarray(group_sizes(shape)),
     }
+    if shape.stored is not None:
+        given["rhs"] = (rhs * 16).astype(shape.stored)
+        given["rhs_scale"] = jnp.full((shape.groups, shape.n), 1 / 16, jnp.float32)
+    return given
 
 
 def _product(shape: GroupedShape) -> dict[str, Any]:
     used = int((group_sizes(shape) > 0).sum())
-    moved = shape.m * (shape.k + shape.n) + used * shape.k * shape.n
+    matrices = used * shape.k * shape.n * WIDTH[shape.stored or shape.dtype]
     return {
         "make": functools.partial(_operands, shape),
         "options": {},
         "flops": 2.0 * shape.m * shape.k * shape.n,
-        "moved": float(WIDTH[shape.dtype] * moved),
+        "moved": float(WIDTH[shape.dtype] * shape.m * (shape.k + shape.n) + matrices),
         "dtype": shape.dtype,
-        "gradients": ("lhs", "rhs"),
+        "gradients": () if shape.stored else ("lhs", "rhs"),
         "backward_factor": 2.0,
     }
 

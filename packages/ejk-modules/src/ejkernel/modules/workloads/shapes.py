@@ -276,6 +276,10 @@ GROUPED = (
     GroupedShape("mixtral-8x7b-down", 8192, 14336, 4096, 8, source="Mixtral 8x7B"),
     GroupedShape("qwen3-moe", 8192, 2048, 1536, 128, source="Qwen3 30B-A3B"),
     GroupedShape("qwen3-moe-decode", 512, 2048, 1536, 128, source="Qwen3 30B-A3B, 64 tokens"),
+    *(
+        GroupedShape(f"qwen3-moe-decode-{name}", 512, 2048, 1536, 128, stored=dtype)
+        for name, dtype in (("int8", "int8"), ("e4m3", "float8_e4m3fn"))
+    ),
     GroupedShape("gpt-oss-20b-moe", 16384, 2880, 5760, 32, source="gpt-oss 20B"),
     GroupedShape("deepseek-v3", 65536, 7168, 2048, 256, source="DeepSeek V3"),
     *(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, Weights
 
 
 class GroupedMatmul(Call):
@@ -20,11 +20,15 @@ class GroupedMatmul(Call):
     name = "grouped_matmul"
     symbolic = (*Call.symbolic, "inner", "columns")
     outputs = ("rows columns",)
+    FORWARD_ONLY = (
+        "grouped_matmul: rhs of 8-bit numbers is for inference, no gradient goes through it; to "
+        "train, give rhs in the dtype of lhs, multiplied by its scale"
+    )
 
     @staticmethod
     def takes(
         lhs: F[Array, "rows inner"],
-        rhs: F[Array, "groups _ _"],
+        rhs: Weights[Array, "groups _ _"],
         group_sizes: I[Array, " all_groups"],
         group_offset: int | I[Array, ""] | I[Array, "1"] | None = None,
         existing_out: F[Array, "rows columns"] | None = None,
@@ -32,6 +36,11 @@ class GroupedMatmul(Call):
         preferred_element_type: DTypeLike | None = None,
         transpose_rhs: bool = False,
         precision: jax.lax.PrecisionLike = None,
+        rhs_scale: float
+        | F[Array, ""]
+        | F[Array, " groups"]
+        | F[Array, "groups columns"]
+        | None = None,
     ) -> None: ...
 
     @classmethod
@@ -43,6 +52,7 @@ class GroupedMatmul(Call):
     def check_values(a: Arguments) -> None:
         settle.check_group_sizes(a)
         settle.integers_to_arrays(a, "group_offset")
+        settle.scalars_to_arrays(a, "rhs_scale")
 
     @staticmethod
     def canonicalise(a: Arguments) -> None:
@@ -73,4 +83,5 @@ class GroupedMatmul(Call):
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Groups of equal size."""
         rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
-        return {"group_sizes": np.diff(drawn.starts(groups, rows))}
+        found = {"group_sizes": np.diff(drawn.starts(groups, rows))}
+        return found | drawn.normal(a, rng, "rhs", "rhs_scale") if is_eight_bit(a["rhs"]) else found

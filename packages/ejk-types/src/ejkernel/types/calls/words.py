@@ -18,8 +18,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import AbstractDtype
 
-Array = jax.Array | np.ndarray
+from ejkernel.types.arrays import EIGHT_BIT
 
+Array = jax.Array | np.ndarray
 
 if TYPE_CHECKING:
     # a checker reads ``F[Array, "axes"]`` as Array; the dtype is checked when the call is made
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from typing import Annotated as F
     from typing import Annotated as Flags
     from typing import Annotated as I
+    from typing import Annotated as Weights
 else:
 
     class F(AbstractDtype):
@@ -55,7 +57,12 @@ else:
     class Cache(AbstractDtype):
         """What a key/value cache may hold: floating point, int8, or an 8-bit float."""
 
-        dtypes = (*F.dtypes, "int8", "float8_e4m3fn", "float8_e5m2")
+        dtypes = (*F.dtypes, *EIGHT_BIT)
+
+    class Weights(AbstractDtype):
+        """What matrices of weights may be stored as: floating point, int8, or an 8-bit float."""
+
+        dtypes = (*F.dtypes, *EIGHT_BIT)
 
 
 # unions of many arms that have a name of their own
@@ -68,6 +75,7 @@ FAMILY = {
     "B": "bool",
     "Flags": "bool|int",
     "Cache": "float|int8|float8",
+    "Weights": "float|int8|float8",
 }
 
 

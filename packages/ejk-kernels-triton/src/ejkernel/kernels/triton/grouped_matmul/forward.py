@@ -28,7 +28,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, matrix_of
+from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, matrix_of, row_tile
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
@@ -116,16 +116,8 @@ def grouped_rows(
     steps = (inner + BLOCK_K - 1) // BLOCK_K
 
     for t in tl.range(program, tl.max(until, 0) * across, programs, flatten=FLATTEN):
-        lane, first_tile, first_row, row_end = find_lane(t // across, until, ends)
+        lane, row, row_end, column = row_tile(t, until, ends, across, BLOCK_M, BLOCK_N, BAND)
         matrix = matrix_of(lane, offset, batches, each, held, offset_step, held_step)
-        # bands of row tiles, rows first inside a band
-        down = (row_end - first_row + BLOCK_M - 1) // BLOCK_M
-        index = t - first_tile * across
-        band = index // (BAND * across)
-        height = tl.minimum(down - band * BAND, BAND)
-        index = index - band * BAND * across
-        row = first_row + (band * BAND + index % height) * BLOCK_M
-        column = index // height * BLOCK_N
 
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, steps):

@@ -74,6 +74,25 @@ def find_lane(t, until, ends):
 
 
 @triton.jit
+def row_tile(
+    t, until, ends, across, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr
+):
+    """(lane, first row, row past the lane's last, first column) of tile ``t``.
+
+    A lane's tiles are ordered in bands of row tiles, rows first inside a band; ``across``: tiles of
+    a row of tiles.
+    """
+    lane, first_tile, first_row, row_end = find_lane(t // across, until, ends)
+    down = (row_end - first_row + BLOCK_M - 1) // BLOCK_M
+    index = t - first_tile * across
+    band = index // (BAND * across)
+    height = tl.minimum(down - band * BAND, BAND)
+    index = index - band * BAND * across
+    row = first_row + (band * BAND + index % height) * BLOCK_M
+    return lane, row, row_end, index // height * BLOCK_N
+
+
+@triton.jit
 def rows_of(lane, starts, ends):
     """(first row, row past the last) of a lane, (0, 0) of lane -1."""
     here = tl.arange(0, ends.shape[0]) == lane

@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 
 
@@ -25,10 +26,11 @@ class GroupedMatmul(TritonKernel):
     """Consecutive runs of rows, each times its own matrix, on a GPU; see the operation of this
     name.
 
-    float16, bfloat16 and float32, summed in float32; at most 4095 groups. Two runs give the same
-    bits. Differentiable once. ``vmap`` is one launch over the groups of all calls, up to 4096;
-    then the calls run one after the other. ``cfg``: block_m, block_n, block_k, num_warps,
-    num_stages of the product and of the gradient of lhs; the gradient of rhs has its own.
+    float16, bfloat16 and float32, summed in float32, and 8-bit matrices whose last axis is even; at
+    most 4095 groups. Two runs give the same bits. Differentiable once. ``vmap`` is one launch over
+    the groups of all calls, up to 4096; then the calls run one after the other. ``cfg``: block_m,
+    block_n, block_k, num_warps, num_stages of the product and of the gradient of lhs; the gradient
+    of rhs has its own.
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
@@ -53,11 +55,17 @@ class GroupedMatmul(TritonKernel):
     def fields(self, chosen: Passes) -> dict[str, Any]:
         return chosen.fwd.fields
 
+    def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
+        given = super().operands(a, problem)
+        return not_differentiable(given, self.call.FORWARD_ONLY) if problem.stored else given
+
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
-        lhs, rhs = (arrays[name].astype(p.dtype) for name in ("lhs", "rhs"))
+        lhs, rhs = arrays["lhs"].astype(p.dtype), arrays["rhs"]
+        rhs = rhs if p.stored else rhs.astype(p.dtype)
         product = Product(p, work.tiles.fwd)
-        return (product(lhs, rhs, *_rows(arrays), arrays.get("existing_out")),), ()
+        added = arrays.get("existing_out"), _scale(arrays, p)
+        return (product(lhs, rhs, *_rows(arrays), *added),), ()
 
     def backward(
         self,
@@ -74,7 +82,7 @@ class GroupedMatmul(TritonKernel):
             p = replace(p, dtype="float32", precision="tf32")
             passes = choice.choose_all(p, work.target)
         lhs, rhs, dout = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
-        dlhs = Product(p.flipped(), passes.dlhs)(dout, rhs, *_rows(arrays), None)
+        dlhs = Product(p.flipped(), passes.dlhs)(dout, rhs, *_rows(arrays), None, None)
         drhs = Product(p, passes.drhs, weights=True)(lhs, dout, *_rows(arrays))
         return found | {"lhs": dlhs, "rhs": drhs}
 
@@ -85,23 +93,34 @@ def _rows(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
     return arrays["group_sizes"], None if offset is None else offset.reshape(1)
 
 
+def _scale(arrays: Arrays, p: Problem) -> jax.Array | None:
+    """Of 8-bit matrices, ``[held, columns]`` in float32."""
+    scale = arrays.get("rhs_scale")
+    if scale is None:
+        return None
+    scale = scale[:, None] if scale.ndim == 1 else scale
+    return jnp.broadcast_to(scale.astype(jnp.float32), (p.held, p.columns))
+
+
 @dataclass(frozen=True)
 class RowsPlan:
-    """lhs, rhs, sizes, (offset), (existing) -> ``[batch * rows, columns]``."""
+    """lhs, rhs, sizes, (offset), (existing), (scale) -> ``[batch * rows, columns]``."""
 
     problem: Problem
     tiles: Tiles
     offsets: int
     existing: bool
+    scaled: bool = False
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         return (jax.ShapeDtypeStruct((p.batch * p.rows, p.columns), jnp.dtype(p.out)),)
 
     def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.grouped_matmul import forward
+        from ejkernel.kernels.triton.grouped_matmul import forward, stored
 
-        return forward.launch(self.problem, self.tiles, target, self.offsets, self.existing)
+        given = self.problem, self.tiles, target, self.offsets, self.existing
+        return stored.launch(*given, self.scaled) if self.problem.stored else forward.launch(*given)
 
     def fold(self, size: Any, arrays: Any, batched: Any) -> Any:
         raise NotImplementedError("mapped axes become more groups before the kernels are planned")
@@ -126,7 +145,7 @@ class WeightsPlan(RowsPlan):
 class Product:
     """One of the two products with its launch; called with arrays, it knows mapped axes.
 
-    ``weights``: lhs, dout, sizes, offset; else lhs, rhs, sizes, offset, existing.
+    ``weights``: lhs, dout, sizes, offset; else lhs, rhs, sizes, offset, existing, scale.
     """
 
     problem: Problem
@@ -138,11 +157,10 @@ class Product:
 
     def run(self, *arrays: Any) -> jax.Array:
         offset = arrays[3]
-        existing = len(arrays) > 4 and arrays[4] is not None
+        added, scaled = (x is not None for x in arrays[4:] or (None, None))
         kind = WeightsPlan if self.weights else RowsPlan
-        plan = kind(
-            self.problem, self.tiles, 0 if offset is None else offset.shape[0], existing
-        )  # fmt: skip
+        offsets = 0 if offset is None else offset.shape[0]
+        plan = kind(self.problem, self.tiles, offsets, added, scaled)
         return call(plan, *(x for x in arrays if x is not None))[0]
 
 
@@ -160,13 +178,16 @@ def _mapped(product: Product):
         a, b, sizes, offset, *rest = arrays
         if p.batch == 1:
             sizes = _with_rest(sizes, p.rows)
-        shared = p.shared and not (on[1] or product.weights)
+        # matrices and their scales go together
+        shared = p.shared and not (on[1] or (on[-1] and rest) or product.weights)
         wide = [a, b, sizes, offset, *rest]
         for i, x in enumerate(wide):
-            alone = (i == 1 and shared) or (i == 3 and not on[3] and x is not None and len(x) == 1)
+            alone = (i in (1, 5) and shared) or (
+                i == 3 and not on[3] and x is not None and len(x) == 1
+            )
             if x is None or alone:
                 continue
-            inner = {1: p.held, 2: p.each}.get(i, 1 if i == 3 else p.rows)
+            inner = {1: p.held, 2: p.each, 3: 1, 5: p.held}.get(i, p.rows)
             if i == 1 and product.weights:
                 inner = p.rows
             wide[i] = _merged(x, size, on[i], p.batch, inner)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.launch import In, TensorMap, power_of_two
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.attention import field
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -31,6 +31,7 @@ class Problem:
         dtype, out: of both operands and of the result.
         precision: of float32 products, as Triton names it.
         added: whether something is added to the product, in float32.
+        stored: the 8-bit dtype of the matrices, "" where it is ``dtype``.
     """
 
     rows: int
@@ -45,6 +46,7 @@ class Problem:
     batch: int = 1
     shared: bool = True
     added: bool = False
+    stored: str = ""
 
     @property
     def each(self) -> int:
@@ -94,6 +96,7 @@ class Tiles:
         per_core: programs meant to run together on one multiprocessor.
         parts: in which a tile is stored, 1 or 2.
         band: row tiles of a band.
+        late: of two parts, the second leaves while the next tile is computed (gradient of rhs).
     """
 
     block_m: int
@@ -104,6 +107,7 @@ class Tiles:
     per_core: int = 1
     parts: int = 1
     band: int = 16
+    late: bool = False
 
     @property
     def fields(self) -> dict[str, int]:
@@ -122,7 +126,8 @@ class Passes:
 
 def uses_maps(p: Problem, target: Target) -> bool:
     """Whether tiles are read through TMA descriptors, whose unit is a row of whole 16 bytes."""
-    whole = all(n * p.itemsize % 16 == 0 for n in (p.inner, p.columns))
+    # a row of the matrices, of lhs and of the result
+    whole = all(n * (1 if p.stored else p.itemsize) % 16 == 0 for n in (p.inner, p.columns))
     return target.hopper and target.tensor_maps and whole
 
 
@@ -145,7 +150,8 @@ def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
 
 def held_bytes(p: Problem, t: Tiles) -> int:
     """Shared memory of a program: the steps in flight, and the part of a tile being stored."""
-    steps = t.num_stages * (t.block_m + t.block_n) * t.block_k * p.itemsize
+    width = 1 if p.stored else p.itemsize
+    steps = t.num_stages * (t.block_m * p.itemsize + t.block_n * width) * t.block_k
     # half a tile of all warps is a whole one of those that hold it
     parts = t.parts if t.block_m >= 16 * t.num_warps else 1
     width = 4 if p.added else BYTES[p.out]
@@ -163,6 +169,8 @@ def deepest(p: Problem, t: Tiles, target: Target, most: int) -> Tiles:
 
 def choose(p: Problem, target: Target) -> Tiles:
     """The heuristic launch of rows times matrices."""
+    if p.stored:
+        return _stored(p, target)
     across = max(16, min(256, power_of_two(p.columns)))
     # rows past the end of a group are computed for nothing: no taller than the mean run
     down = max(16, min(128, power_of_two(p.run)))
@@ -178,6 +186,17 @@ def choose(p: Problem, target: Target) -> Tiles:
     warps = max(4, min(8, down * across // 4096))
     t = Tiles(down, across, 64, warps, 4, 1 if across > 128 else 2, 2 if across > 64 else 1)
     return deepest(p, t, target, 5)
+
+
+def _stored(p: Problem, target: Target) -> Tiles:
+    """Columns are the rows of the matrix instruction: groups may be as small as 16."""
+    down = max(16, min(128 if p.itemsize < 4 else 32, power_of_two(p.run)))
+    across = max(32, min(128, power_of_two(p.columns)))
+    depth = 128 if p.inner % 128 == 0 and down < 128 and p.itemsize < 4 else 64
+    t = Tiles(down, across, depth, 4, 4, per_core=2)
+    if not uses_maps(p, target) or p.inner % depth:
+        t = replace(t, block_k=32, num_stages=3)
+    return deepest(p, t, target, t.num_stages)
 
 
 def choose_weights(p: Problem, target: Target) -> Tiles:
@@ -268,6 +287,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         dtype=dtype.name,
         out=dtype.name if out is None else jnp.dtype(out).name,
         precision=precision_name(a.get("precision"), dtype.name) or "",
+        stored=jnp.dtype(rhs.dtype).name if is_eight_bit(rhs) else "",
         added=a.get("existing_out") is not None,
     )
 
@@ -276,7 +296,10 @@ def refusal(a: Mapping[str, Any]) -> str | None:
     """Why dtypes, sizes or precision are not supported, None when they are."""
     for name in ("lhs", "rhs", "preferred_element_type", "existing_out"):
         x = a.get(name)
-        if x is not None:
+        if name == "rhs" and is_eight_bit(x):
+            if x.shape[2] % 2:
+                return f"rhs: 8-bit numbers are read in pairs, its last axis {x.shape[2]} is odd"
+        elif x is not None:
             dtype = jnp.dtype(x if name == "preferred_element_type" else x.dtype).name
             if dtype not in BYTES:
                 return f"{name}: {dtype} is not supported, only {', '.join(BYTES)}"

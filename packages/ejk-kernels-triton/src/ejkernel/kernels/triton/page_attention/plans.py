@@ -26,17 +26,10 @@ from ejkernel.kernels.triton.page_attention.groups import (
 )
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
-from ejkernel.kernels.triton.targets import Target
+from ejkernel.kernels.triton.targets import Target, instructions
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 MAX_LANES = 1024  # sequences looked at together when a share finds its place
-
-
-def instructions(target: Target) -> int:
-    """Compute capability times ten whose PTX conversions use (80 or 89), 0 for none."""
-    if target.platform != "cuda":
-        return 0
-    return 89 if int(target.arch) >= 89 else 80
 
 
 def operand(shapes: Shapes, name: str, view: str | None = None) -> In | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from ejkernel.kernels.xla.grouped_matmul.products import Plan
 from ejkernel.kernels.xla.grouped_matmul.tiles import RowTile, row_tile
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
-from ejkernel.types.arrays import result_dtype
+from ejkernel.types.arrays import is_eight_bit, result_dtype
 
 
 class GroupedMatmul(XlaKernel):
@@ -21,13 +23,20 @@ class GroupedMatmul(XlaKernel):
 
     The cost is that of the rows: about ``2 k n (sum(group_sizes) + g * block_m / 2)`` operations,
     accumulated in float32 at least. ``cfg``: ``block_m``, the number of rows per step.
-    Differentiable to every order, forward and reverse, in lhs, rhs and existing_out.
+    Differentiable to every order, forward and reverse, in lhs, rhs and existing_out. Matrices of
+    8-bit numbers are converted a tile at a time.
     """
 
     call = calls.GroupedMatmul
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])
+
+    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
+        given = super().operands(a, problem)
+        if is_eight_bit(a["rhs"]):
+            given = not_differentiable(given, self.call.FORWARD_ONLY)
+        return given
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, lhs, rhs = work.problem, arrays["lhs"], arrays["rhs"]
@@ -40,6 +49,8 @@ class GroupedMatmul(XlaKernel):
         else:
             bounds = _bounds(arrays["group_sizes"], arrays.get("group_offset"), groups, rows)
             out = grouped_product(lhs, rhs, *bounds, plan)
+            if "rhs_scale" in arrays:
+                out = out * _scale_of_rows(arrays["rhs_scale"], *bounds, rows).astype(accumulate)
         if "existing_out" in arrays:
             out = out + arrays["existing_out"].astype(accumulate)
         return (out.astype(dtype),), ()
@@ -59,6 +70,19 @@ def _bounds(
     inside = (index >= 0) & (index < sizes.shape[0])
     index = jnp.clip(index, 0, max(sizes.shape[0] - 1, 0))
     return jnp.where(inside, starts[index], 0), jnp.where(inside, ends[index], 0)
+
+
+def _scale_of_rows(scale: jax.Array, starts: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
+    """What multiplies every row, ``[]`` or ``[rows, 1 or columns]``; 0 where it has no group."""
+    if scale.ndim == 0:
+        return scale
+    row = jnp.arange(rows, dtype=ends.dtype)
+    # groups that have no rows here may end at 0
+    group = jnp.searchsorted(jax.lax.cummax(ends), row, side="right")
+    group = jnp.minimum(group, ends.shape[0] - 1)
+    inside = (row >= starts[group]) & (row < ends[group])
+    found = scale[group] if scale.ndim == 2 else scale[group][:, None]
+    return jnp.where(inside[:, None], found, 0)
 
 
 grouped_matmul = GroupedMatmul()

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import at_most
+from ejkernel.types.arrays import at_most, is_eight_bit
 from ejkernel.types.calls.settle.errors import invalid, out_of_range
 from ejkernel.types.calls.settle.masking import packed
 from ejkernel.types.calls.settle.softmax import _float_dtype, precision, scalar_index
@@ -125,3 +125,13 @@ def groups(a: Arguments) -> None:
             "preferred_element_type", a["preferred_element_type"], lower_bound=False
         )
     scalar_index(a, "group_offset")
+    scale = a["rhs_scale"]
+    if scale is None:
+        return
+    if scale.shape not in ((), (held,), (held, columns)):
+        raise invalid("rhs_scale", f"float[], float[{held}] or float[{held}, {columns}]", scale)
+    if not is_eight_bit(rhs):
+        raise ValueError(
+            f"rhs_scale: given with rhs of {rhs.dtype}; scales belong to int8 and 8-bit float "
+            "matrices, others hold their scale themselves"
+        )
