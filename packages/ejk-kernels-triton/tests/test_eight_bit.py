@@ -114,20 +114,21 @@ def run(text, word):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("text", "kind", "read"),
     [
-        (eight_bit.INT8, np.int8),
-        (eight_bit.E5M2, ml_dtypes.float8_e5m2),
-        (eight_bit.E4M3, ml_dtypes.float8_e4m3fn),
-        (eight_bit.E4M3_BITS, ml_dtypes.float8_e4m3fn),
+        (eight_bit.INT8, np.int8, halves),
+        (eight_bit.PAIRED_INT8_BFLOAT16, np.int8, brains),
+        (eight_bit.E5M2, ml_dtypes.float8_e5m2, halves),
+        (eight_bit.E4M3, ml_dtypes.float8_e4m3fn, halves),
+        (eight_bit.E4M3_BITS, ml_dtypes.float8_e4m3fn, halves),
     ],
 )
-def test_every_pair_of_numbers_is_exact(text, kind):
+def test_every_pair_of_numbers_is_exact(text, kind, read):
     pair = np.arange(2**16, dtype=U32)
     word = pair | (np.roll(pair, 12345) << U32(16))
-    even, odd = (halves(x) for x in run(text.value, word))
+    even, odd = (read(x) for x in run(text.value, word))
     numbers = np.stack([(word >> U32(8 * i)) & 0xFF for i in range(4)]).astype(np.uint8).view(kind)
-    want = numbers.astype(np.float16)
+    want = numbers.astype(even.dtype)
     np.testing.assert_array_equal(even, want[0::2])
     np.testing.assert_array_equal(odd, want[1::2])
     for got, wanted in ((even, want[0::2]), (odd, want[1::2])):

@@ -9,8 +9,6 @@ can say is exact in float16, and in bfloat16.
 The PTX forms turn one register of four numbers into two registers of two:
 
 * int8: ``0x6400 | (byte ^ 0x80)`` are the bits of 1152 + x.
-* int8 to bfloat16, which has no room for a byte beside its leading bit: ``0x4300`` and the low
-  seven bits are 128 or 256 + x, and ``0x4300`` and the eighth bit that 128 or 256.
 * float8_e5m2: the number is the high byte of its float16.
 * float8_e4m3fn: an instruction from compute capability 8.9 on. Before, exponent and mantissa in
   float16's places are the number times 2**-8, subnormals too, and NaN becomes 480 * 2**-8, the
@@ -111,7 +109,7 @@ E4M3_FLOAT16 = tl.constexpr(f"{{\n{_E4M3}\n}}")
 E4M3_BFLOAT16 = tl.constexpr(f"{{\n{_E4M3}\n{_BFLOAT16}\n}}")
 
 
-INT8_BFLOAT16 = tl.constexpr("""{
+PAIRED_INT8_BFLOAT16 = tl.constexpr("""{
 .reg .b32 high, start, edge, one, rest, sign;
 mov.b32 start, 0x43004300;
 mov.b32 edge, 0xc300c300;
@@ -135,7 +133,12 @@ def pair_operands(pairs, KIND: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.conste
     """
     if DTYPE == tl.bfloat16 and KIND == "int8" and PTX > 0:
         even, odd = tl.inline_asm_elementwise(
-            INT8_BFLOAT16, "=&r,=&r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            PAIRED_INT8_BFLOAT16,
+            "=&r,=&r,r",
+            [pairs],
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
     else:
         even, odd = pair_numbers(pairs, KIND, PTX)
