@@ -157,6 +157,21 @@ def test_narrow(dtype):
     assert check(lhs, rhs.astype(jnp.float32), SIZES["rows left"]).dtype == jnp.float32
 
 
+def test_a_half_that_leaves_late_is_the_same():
+    """Of tiles of one step and of many, and of matrices without rows; each call has its offset."""
+    p = problem(36, 16, 32, 3)
+    late = tiles.Tiles(16, 32, 16, 4, 3, parts=2, late=True)
+    lhs, dout = normal(2, 36, 16, dtype=jnp.bfloat16), normal(2, 36, 32, dtype=jnp.bfloat16)
+    sizes, offset = np.array([[15, 0, 20], [3, 33, 0]]), jnp.array([[0], [1]])
+    product = implementation.Product(p, late, weights=True)
+    got = jax.vmap(product)(lhs, dout, jnp.asarray(sizes), offset)
+    for i in range(2):
+        want = oracle.grouped_matmul(
+            lhs[i], np.zeros((3, 16, 32)), sizes[i], i, dout=dout[i]
+        ).drhs  # fmt: skip
+        check_close(got[i], want)
+
+
 @pytest.mark.parametrize(
     ("target", "stored_as", "scale", "matrices", "transposed", "dtype"),
     [
