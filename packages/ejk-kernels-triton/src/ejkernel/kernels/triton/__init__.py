@@ -89,6 +89,7 @@ PACKAGE = KernelPackage(
         Entry(
             "grouped_matmul",
             "grouped_matmul.implementation:grouped_matmul",
+            hooks=HOOKS,  # some 8-bit matrices wait behind XLA
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
         ),
         Entry(

@@ -16,9 +16,10 @@ walked after the products.
 Bound, bfloat16 on an H200 (989 TFLOP/s at most, copies 4.3 TB/s): 16384 rows x 4096 x 14336 in 8
 groups is 1.92 TFLOP = 1.95 ms, its 1.5 GB are 0.35 ms: arithmetic, of the rows there are, rounded
 up to tiles: half a tile a group. 8192 rows x 2048 x 768 in 128 groups is 0.026 TFLOP = 0.026 ms,
-its 0.45 GB, nearly all of them weights, are 0.105 ms: memory. Reached, of even and of Zipf's groups:
-81 and 78% (2.39, 2.49 ms), 94 and 83% (0.112, 0.127 ms); 256 groups of 65536 x 7168 x 2048, as many
-operations as the first, 71 and 55% (2.75, 3.52 ms). A dense product of as many reaches 82 to 85%.
+its 0.45 GB, nearly all of them weights, are 0.105 ms: memory. Reached, of even and of Zipf's
+groups: 81 and 78% (2.39, 2.49 ms), 94 and 83% (0.112, 0.127 ms); 256 groups of 65536 x 7168 x 2048,
+as many operations as the first, 71 and 55% (2.75, 3.52 ms). A dense product of as many reaches 82
+to 85%.
 
 Sources: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3: groups of any size without
 padding the input.

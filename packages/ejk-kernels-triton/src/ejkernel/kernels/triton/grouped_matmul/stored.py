@@ -11,7 +11,8 @@ neighbours at a time (``common.eight_bit``), which are two columns of the result
 the sum where matrices are transposed.
 
 Bound: the bytes of the matrices in use where groups are small: 128 x 2048 x 768 are 0.20 GB,
-0.047 ms at 4.3 TB/s, half of what they are in bfloat16.
+0.047 ms at 4.3 TB/s, half of what they are in bfloat16. Reached on an H200 with 8 rows a group:
+87% (0.054 ms; 0.052 of float8_e4m3fn; 0.096 in bfloat16), with 64 rows 0.068 ms (0.108).
 """
 
 from __future__ import annotations

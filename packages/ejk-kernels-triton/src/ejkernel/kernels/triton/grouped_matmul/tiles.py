@@ -212,7 +212,8 @@ def choose_weights(p: Problem, target: Target) -> Tiles:
     if p.lanes > 512:
         return _crowded(p, down, across, target)
     t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
-    return deepest(p, t, target, 4)
+    # a tile of one step has no second product to hide half of the last one behind
+    return deepest(p, replace(t, late=t.parts == 2 and p.run > t.block_k), target, 4)
 
 
 def _crowded(p: Problem, down: int, across: int, target: Target) -> Tiles:
