@@ -126,7 +126,7 @@ def stored(
     return jnp.asarray(lhs, dtype), jnp.asarray(numbers), jnp.asarray(scales, jnp.float32)
 
 
-def check_stored(
+def pull_stored(
     fn: Callable[..., Any],
     stored_as: str,
     scale: str,
@@ -139,8 +139,8 @@ def check_stored(
     offset: int | None = None,
     added: bool = False,
     **options: Any,
-) -> None:
-    """8-bit matrices, with everything traced, against float64 of what they stand for."""
+):
+    """A jitted product with 8-bit matrices and its arrays, and the same of float64."""
     lhs, rhs, scales = stored(stored_as, scale, rows, matrices, dtype, sum(sizes))
     rhs = jnp.asarray(np.asarray(rhs).swapaxes(1, 2)) if transposed else rhs
     add = _added_to((rows, matrices[2])) if added else None
@@ -151,12 +151,18 @@ def check_stored(
             lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales, **options
         )
 
-    sizes = np.asarray(sizes, np.int32)
+    arrays = lhs, rhs, np.asarray(sizes, np.int32), add, scales
     want = oracle.grouped_matmul(
         lhs, rhs, sizes, offset, add, transpose_rhs=transposed, rhs_scale=scales
     ).out
-    out = run(lhs, rhs, sizes, add, scales)
-    assert out.dtype == options.get("preferred_element_type", lhs.dtype)
+    return run, arrays, want
+
+
+def check_stored(fn: Callable[..., Any], stored_as: str, scale: str, *case: Any, **given: Any):
+    """8-bit matrices, with everything traced, against float64 of what they stand for."""
+    run, arrays, want = pull_stored(fn, stored_as, scale, *case, **given)
+    out = run(*arrays)
+    assert out.dtype == arrays[0].dtype
     check_close(out, want, name=f"{stored_as} {scale}")
 
 
@@ -180,14 +186,12 @@ STORED: dict[str, tuple[str, str, int, int, bool, dict[str, Any]]] = {
 }
 
 
-def check_stored_case(fn: Callable[..., Any], case: str) -> None:
-    """Some of eight groups around the sizes of a tile, something added, rows left."""
+def stored_case(fn: Callable[..., Any], case: str):
+    """``pull_stored`` of some of eight groups around the sizes of a tile, something added."""
     stored_as, scale, inner, columns, transposed, options = STORED[case]
     sizes = [3, 0, 9, 1, 7, 5, 0, 2] if "rows" in options else [3, 0, 129, 1, 64, 17, 128, 20]
-    check_stored(
-        fn, stored_as, scale, sizes, (MATRICES, inner, columns), transposed=transposed, offset=1,
-        added=True, **options,
-    )  # fmt: skip
+    given = {"transposed": transposed, "offset": 1, "added": True, **options}
+    return pull_stored(fn, stored_as, scale, sizes, (MATRICES, inner, columns), **given)
 
 
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B

@@ -47,6 +47,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.latent: latent_at_size.CASES,
         memory.ragged: ragged_cases.CASES,
         memory.grouped: [case[:2] for case in grouped_cases.CASES],
+        memory.stored: grouped_cases.STORED,
         memory.varied: memory.VARIANTS,
         memory.lists: sparse_cases.CASES,
         memory.contiguous: [()],
