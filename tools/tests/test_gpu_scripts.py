@@ -51,7 +51,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.varied: memory.VARIANTS,
         memory.lists: sparse_cases.CASES,
         memory.contiguous: [()],
-        memory.branches: [()],
+        memory.branches: sparse_cases.CASES,
     }
     for run, *case in memory.CALLS:
         known = lists[run]
