@@ -190,8 +190,18 @@ def stored_case(fn: Callable[..., Any], case: str):
     """``pull_stored`` of some of eight groups around the sizes of a tile, something added."""
     stored_as, scale, inner, columns, transposed, options = STORED[case]
     sizes = [3, 0, 9, 1, 7, 5, 0, 2] if "rows" in options else [3, 0, 129, 1, 64, 17, 128, 20]
-    given = {"transposed": transposed, "offset": 1, "added": True, **options}
-    return pull_stored(fn, stored_as, scale, sizes, (MATRICES, inner, columns), **given)
+    matrices = MATRICES, inner, columns
+    return pull_stored(
+        fn,
+        stored_as,
+        scale,
+        sizes,
+        matrices,
+        transposed=transposed,
+        offset=1,
+        added=True,
+        **options,
+    )
 
 
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B
