@@ -152,9 +152,11 @@ def compiled(shape, kind, chip):
     assert target.platform != "cuda" or used.registers * 32 * used.num_warps * 2 <= 65536
 
 
-@pytest.mark.parametrize("kind", ["sums", "spread"])
-def test_compiles(kind):
-    compiled("chunks", kind, "sm_90")
+@pytest.mark.parametrize(
+    ("shape", "kind"), [("chunks", "sums"), ("packed", "sums"), ("chunks", "spread")]
+)
+def test_compiles(shape, kind):
+    compiled(shape, kind, "sm_90")
 
 
 @pytest.mark.slow

@@ -148,11 +148,11 @@ def sums_of_groups(
         total = tl.zeros([GROUPS, ROWS, CHANNELS], tl.float32)
         number = tl.zeros([GROUPS, ROWS], tl.float32)
         for at in range(0, length, ROWS):
-            tile, counts = load_groups(
+            values, counts = load_groups(
                 base, kept, at, length, left, end - top, chunk, channels, block * CHANNELS,
                 GROUPS, ROWS, CHANNELS, EVEN, STREAMED,
             )  # fmt: skip
-            total += tile
+            total += values
             number += counts
     total = tl.sum(total, 1)
     if kept is not None:
