@@ -11,7 +11,7 @@ from ejkernel.kernels.xla.grouped_matmul.implementation import GroupedMatmul
 from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.families import AttentionShape, GroupedShape
 from ejktest.device import described
-from ejktest.triton_configs import _plans
+from ejktest.triton_calls import plans as plans_of
 from gpu import sweep
 
 TINY = GroupedShape("tiny", 256, 16, 16, 4, "float32", device="cpu")
@@ -73,7 +73,7 @@ def test_any_field_of_a_kernels_tiles():
         hopper = sweep.subject_of(call, "pallas")
         assert len(hopper.candidates("fwd", {}, 40)) > 2
         assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
-    plans = {type(plan).__name__: plan.tiles for plan, _ in _plans(program.jaxpr)}
+    plans = {type(plan).__name__: plan.tiles for plan, _ in plans_of(program.jaxpr)}
     assert plans["DkvPlan"] == replace(subject.ships.dkv, registers=128)
     assert plans["DqPlan"] == replace(subject.ships.dq, block_q=32)
     assert plans["ForwardPlan"] == subject.ships.fwd
