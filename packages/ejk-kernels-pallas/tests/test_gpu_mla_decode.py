@@ -6,6 +6,7 @@ The kernels themselves run on the card only (``test_gpu_card.py``).
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -147,3 +148,11 @@ class TestBesideTriton:
     def test_refuses_by_name_what_it_does_not_do(self, shapes, options, reason: str) -> None:
         with pytest.raises(Unsupported, match=reason):
             self.decode(*self.shapes(**shapes), **options)
+
+    @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(8, 2048, False), (1, 2**17, True)])
+    def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead) -> None:
+        from ejkernel.kernels.pallas.gpu.mla_decode import mla_decode
+
+        problem = SimpleNamespace(batch=batch, capacity=capacity)
+        invocation = SimpleNamespace(facts={mla_decode: (problem, None)})
+        assert (mla_decode.priority_for(invocation) > 100) == ahead

@@ -77,7 +77,8 @@ PACKAGE = KernelPackage(
         Entry(
             "mla_decode",
             "gpu.mla_decode.implementation:mla_decode",
-            priority=-1,  # 110 once a card has compared this form's numbers and times with Triton's
+            priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
+            hooks=HOOKS,
             config_fields=(),
         ),
     ),

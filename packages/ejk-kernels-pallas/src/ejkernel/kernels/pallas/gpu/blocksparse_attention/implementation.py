@@ -10,11 +10,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import FlashAtte
 from ejkernel.types import calls
 from ejkernel.types.problem import Problem
 
-# The kernels of dq and of dk and dv over lists have been timed on an H200; their numbers have not
-# been compared there (``-m gpu``: ``test_lists_against_float32``). Until then they are behind XLA.
-GRADIENTS_UNTRIED = True
-UNTRIED = -1
-
 
 class BlockSparseAttention(FlashAttention):
     """Attention over the blocks that a pattern allows, on a Hopper GPU; see the operation.
@@ -33,11 +28,11 @@ class BlockSparseAttention(FlashAttention):
         return super().refuse(problem, target) or lists.refuse(problem)
 
     def priority_for(self, inv: Any) -> int:
-        """Ahead of the kernels for every GPU where measured, once gradients are compared."""
+        """Ahead of the kernels for every GPU where measured."""
         problem = self.facts(inv)[0]
         if problem.pattern_blocks is None:
             return super().priority_for(inv)
-        return UNTRIED if GRADIENTS_UNTRIED else preference.of_pattern(problem)
+        return preference.of_pattern(problem)
 
 
 blocksparse_attention = BlockSparseAttention()

@@ -23,6 +23,9 @@ from ejkernel.types import calls
 from ejkernel.types.problem import LOG2E
 
 DTYPES = ("float16", "bfloat16")
+# Tokens that the tables can hold, from which on it is faster than the kernels for every GPU: on an
+# H200 with 128 heads 31 against 25 us at 2^14, 97 against 112 at 2^17
+ENOUGH = 2**16
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class MLADecode(BesideTriton):
             if value is not None:
                 return f"{name}: not supported"
         return None
+
+    def priority_for(self, inv: Any) -> int:
+        """Ahead of the kernels for every GPU where there is enough to read."""
+        p = self.facts(inv)[0]
+        return 110 if p.batch * p.capacity >= ENOUGH else 90
 
     def choose(self, problem: Any, target: Any) -> Any:
         return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores))
