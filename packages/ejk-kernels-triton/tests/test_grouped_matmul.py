@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -190,25 +189,6 @@ def test_eight_bit_matrices(target, stored_as, scale, matrices, transposed, dtyp
         cases.check_stored(
             grouped_matmul, stored_as, scale, [3, 15, 0, 17, 1, 2], matrices, **given
         )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("stored_as", "columns", "dtype", "priority"),
-    [
-        ("int8", 48, "bfloat16", 100),
-        ("float8_e4m3fn", 48, "bfloat16", 100),
-        ("float8_e5m2", 48, "bfloat16", -1),
-        ("int8", 40, "bfloat16", -1),
-        ("int8", 48, "float32", -1),
-        ("bfloat16", 40, "float32", 100),
-    ],
-)
-def test_what_no_gpu_has_multiplied_waits_behind_xla(stored_as, columns, dtype, priority):
-    call = grouped_matmul.call
-    args = jnp.ones((M, K), dtype), jnp.ones((G, K, columns), stored_as), np.full(G, 5)
-    a = call.bind(call.prepare(args, {}), typecheck=False)
-    invocation = SimpleNamespace(arguments=a, facts={})
-    assert grouped_matmul.priority_for(invocation) == priority
 
 
 def test_eight_bit_matrices_mapped():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -285,17 +284,3 @@ def test_packed_equals_separate_and_twice_reversed_is_forward(lengths, size, see
     same(back[1][::-1], state)
     for name, x in turned(back[2]).items():
         same(x, grads[name])
-
-
-@pytest.mark.parametrize(
-    ("rows", "gate", "priority"),
-    [(64, "g3", 100), (64, "g4", 100), (64, "gv", -1), (1, "gv", 100)],
-)
-def test_what_no_gpu_has_compared_waits_behind_xla(rows, gate, priority) -> None:
-    x = np.ones((1, rows, 2, 16), np.float32)
-    gates = {"g3": {"g": x[..., 0]}, "g4": {"g": x}, "gv": {"gv": x}}[gate]
-    call = recurrent_attention.call
-    a = call.bind(call.prepare((x, x, x), gates), typecheck=False)
-    with compile_for(cuda_target(90)):
-        found = recurrent_attention.priority_for(SimpleNamespace(arguments=a, facts={}))
-    assert found == priority

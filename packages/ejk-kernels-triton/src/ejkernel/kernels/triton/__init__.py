@@ -6,7 +6,7 @@ importing this package imports neither triton nor jax_triton.
 """
 
 from ejkernel.kernels.triton._version import __version__
-from ejkernel.ops.packages import HOOKS, Entry, KernelPackage
+from ejkernel.ops.packages import Entry, KernelPackage
 
 _SIZES = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
 _FLASH = (
@@ -27,7 +27,6 @@ def _linear(algorithm: str, function: str) -> Entry:
         algorithm,
         f"linear_attention.implementation:{function}",
         function=function,
-        hooks=HOOKS,  # decays per channel of values wait behind XLA
         config_fields=("time_tile", "dv_tile", "num_warps", "num_stages"),
     )
 
@@ -89,7 +88,6 @@ PACKAGE = KernelPackage(
         Entry(
             "grouped_matmul",
             "grouped_matmul.implementation:grouped_matmul",
-            hooks=HOOKS,  # some 8-bit matrices wait behind XLA
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
         ),
         Entry(

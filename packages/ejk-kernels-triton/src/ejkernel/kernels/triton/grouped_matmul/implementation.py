@@ -55,12 +55,6 @@ class GroupedMatmul(TritonKernel):
     def fields(self, chosen: Passes) -> dict[str, Any]:
         return chosen.fwd.fields
 
-    def priority_for(self, inv: Any) -> int:
-        """Behind XLA for the 8-bit matrices that no GPU has been seen to multiply right."""
-        p = self.facts(inv)[0]
-        seen = p.stored != "float8_e5m2" and p.dtype == "bfloat16"
-        return -1 if p.stored and not (seen and choice.uses_maps(p, self.target())) else 100
-
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         given = super().operands(a, problem)
         return not_differentiable(given, self.call.FORWARD_ONLY) if problem.stored else given

@@ -43,12 +43,6 @@ class LinearAttention(TritonKernel):
     def refuse(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
 
-    def priority_for(self, inv: Any) -> int:
-        """Behind XLA for decays per channel of values, whose form here was timed on a GPU but not
-        yet compared with the formula there. A few tokens are ``steps``."""
-        p = self.facts(inv)[0]
-        return -1 if p.value_parts and not choice.few_tokens(p) else 100
-
     def choose(self, problem: Problem, target: Target) -> Tiles:
         return choice.choose(problem, target)
 
