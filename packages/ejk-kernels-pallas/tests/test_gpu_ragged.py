@@ -7,6 +7,7 @@ mixes at real size.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,13 @@ def test_tiles_are_those_of_a_loop(rows):
     np.testing.assert_array_equal(found[: len(want)], np.reshape(want, (-1, 5)))
 
 
+@pytest.mark.parametrize("page, ahead", [(16, True), (128, True), (256, False)])
+def test_leads_with_pages_that_a_card_has_compared(page, ahead):
+    problem = SimpleNamespace(paged=SimpleNamespace(page_size=page))
+    invocation = SimpleNamespace(facts={ragged_page_attention: (problem, None)})
+    assert (ragged_page_attention.priority_for(invocation) > 100) == ahead
+
+
 # ---- with a card --------------------------------------------------------------------------------
 
 MIX = ragged_cases.Mix(
@@ -82,10 +90,12 @@ MIX = ragged_cases.Mix(
 AT_SIZE = {
     "page 16": MIX,
     "page 64": replace(MIX, ps=64),
-    "page 256 packed": replace(MIX, ps=256, packed=True),
+    "page 256": replace(MIX, ps=256),
     "cap, one key head": replace(MIX, hk=1, cap=20.0),
     "float16 d64 page 128": replace(MIX, q="float16", kv="float16", d=64, ps=128),
-    "too few rows": replace(MIX, rows=(1, 0, 700, 3, 130, 1, 1, 64, 303)),
+    "too few rows": ragged_cases.Mix(
+        (100, 0, 700, 3, 130, 100, 1, 64, 110), (4096, 5, 3000, 777, 130, 116, 2001, 6000, 500)
+    ),
 }
 
 

@@ -69,7 +69,8 @@ PACKAGE = KernelPackage(
             Entry(
                 name,
                 f"gpu.ragged_page_attention.implementation:{name}",
-                priority=-1,  # no card has run them
+                priority=110,  # ahead of the kernels for every GPU, but see ``priority_for``
+                hooks=HOOKS,
                 config_fields=_RAGGED,
             )
             for name in ("ragged_page_attention", "ragged_page_attention_v3")

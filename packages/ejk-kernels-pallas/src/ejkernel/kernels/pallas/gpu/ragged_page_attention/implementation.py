@@ -23,6 +23,7 @@ from ejkernel.types.structure import Band, Rules
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128)
 LEAST = 128  # rows of a sequence that fill a tile of every head
+COMPARED = 128  # tokens of the largest pages that a card has compared with the formula
 ROUNDS = 2  # tiles a program at which walks of several lengths even out
 
 
@@ -91,6 +92,10 @@ class Ragged(BesideTriton):
         if problem.rows % 8 or problem.rows < enough:
             return f"queries: {problem.rows} rows are no multiple of 8, or fewer than {enough}"
         return None
+
+    def priority_for(self, inv: Any) -> int:
+        """Ahead of the kernels for every GPU; behind XLA with pages that no card has compared."""
+        return 110 if self.facts(inv)[0].paged.page_size <= COMPARED else -1
 
     def long(self, problem: Any, target: Any) -> LongRows:
         p = problem.paged
