@@ -90,3 +90,15 @@ def load_registers(ref: Any, *, layout: Any, optimized: bool) -> jax.Array:
     index = inspect.signature(load).parameters.get("idx")
     asked = index is not None and index.default is inspect.Parameter.empty
     return load(ref, *([()] if asked else []), layout=layout, optimized=optimized)
+
+
+def store_registers(ref: Any, x: jax.Array) -> None:
+    """``x`` to a reference in device memory, each thread its own elements; since JAX 0.12 that must
+    be asked for where threads together do not write whole sectors."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    store: Any = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = x
+    else:
+        store(ref, x, optimized=False)

@@ -34,6 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, hide_outside, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
@@ -277,7 +278,8 @@ class Steps:
                 @pl.when(whole)
                 def divided(acc: Any = acc, columns: Any = columns) -> None:
                     o = acc[...] * lax.broadcast_in_dim(share, (ROWS, COLUMNS), [0])
-                    r.whole[sequence, rows, columns] = o.astype(self.dtype)
+                    there = r.whole.at[sequence, rows, columns]
+                    compat.store_registers(there, o.astype(self.dtype))
 
                 @pl.when(jnp.logical_not(whole))
                 def summed(acc: Any = acc, columns: Any = columns) -> None:
