@@ -79,6 +79,22 @@ def store_tile(
 
 
 @triton.jit
+def store_rest(
+    program, programs, out, existing, matrices, row_tiles, ends, across, columns,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of 0 (plus ``existing``) in the rows of lanes without a matrix."""
+    until = tl.cumsum(tl.where(matrices >= 0, 0, row_tiles), 0)
+    for t in tl.range(program, tl.max(until, 0) * across, programs):
+        _, first_tile, first_row, row_end = find_lane(t // across, until, ends)
+        row = first_row + (t // across - first_tile) * BLOCK_M
+        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        store_tile(
+            out, existing, zero, row, row_end, t % across * BLOCK_N, columns, BLOCK_M, PARTS
+        )  # fmt: skip
+
+
+@triton.jit
 def grouped_rows(
     lhs,
     rhs,
@@ -151,15 +167,10 @@ def grouped_rows(
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         store_tile(out, existing, acc, row, row_end, column, columns, BLOCK_M, PARTS)
 
-    # rows without a matrix
-    until = tl.cumsum(tl.where(matrices >= 0, 0, row_tiles), 0)
-    for t in tl.range(program, tl.max(until, 0) * across, programs):
-        _, first_tile, first_row, row_end = find_lane(t // across, until, ends)
-        row = first_row + (t // across - first_tile) * BLOCK_M
-        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        store_tile(
-            out, existing, zero, row, row_end, t % across * BLOCK_N, columns, BLOCK_M, PARTS
-        )  # fmt: skip
+    store_rest(
+        program, programs, out, existing, matrices, row_tiles, ends, across, columns, BLOCK_M,
+        BLOCK_N, PARTS,
+    )  # fmt: skip
 
 
 def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -> Launch:

@@ -22,9 +22,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.eight_bit import pair_operands
-from ejkernel.kernels.triton.grouped_matmul.forward import store_tile
+from ejkernel.kernels.triton.grouped_matmul.forward import store_rest, store_tile
 from ejkernel.kernels.triton.grouped_matmul.groups import (
-    find_lane,
     lane_rows,
     matrix_of,
     row_tile,
@@ -134,13 +133,10 @@ def grouped_stored(
             tile = tile * tl.load(at, mask=c < columns, other=0.0)[None, :]
         store_tile(out, existing, tile, row, row_end, column, columns, BLOCK_M, 1)
 
-    # rows without a matrix
-    until = tl.cumsum(tl.where(matrices >= 0, 0, row_tiles), 0)
-    for t in tl.range(program, tl.max(until, 0) * across, programs):
-        _, first_tile, first_row, row_end = find_lane(t // across, until, ends)
-        row = first_row + (t // across - first_tile) * BLOCK_M
-        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        store_tile(out, existing, zero, row, row_end, t % across * BLOCK_N, columns, BLOCK_M, 1)
+    store_rest(
+        program, programs, out, existing, matrices, row_tiles, ends, across, columns, BLOCK_M,
+        BLOCK_N, 1,
+    )  # fmt: skip
 
 
 def launch(
