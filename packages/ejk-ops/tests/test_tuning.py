@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import jax
@@ -48,6 +49,8 @@ class Work(Kernel[Config, jax.Array]):
     def run(self, x, *, cfg):
         if cfg.fault == "compile":
             raise RuntimeError("too many registers")
+        if cfg.fault == "late":
+            time.sleep(0.5)
         y = jax.lax.fori_loop(0, cfg.loops, lambda i, y: jnp.cos(y) + jnp.sin(y), x)
         y = x + 0 * y
         return {"nan": y * jnp.nan, "value": y + 1, "dtype": y.astype(jnp.bfloat16)}.get(
@@ -107,6 +110,10 @@ def test_reference_is_the_first_that_runs():
     result = tune(kernel, [Config(1, "nan"), FAST, Config(1, "value")])
     assert result.best == FAST
     assert [t.error is None for t in result.trials] == [False, False, True, False]
+    late = Config(1, "late")  # compiled after all others, and the reference none the less
+    result = tune(kernel, [late, Config(1, "value")])
+    assert result.best == late
+    assert [t.error is None for t in result.trials] == [False, True, False]
 
 
 def test_all_fail():

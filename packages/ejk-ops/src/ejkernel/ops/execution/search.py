@@ -214,22 +214,28 @@ class Search:
         ready: list[tuple[int, Candidate]] = []
         for index in left_out:
             self._trial(index, Trial(self.configs[index], error=left_out[index]))
-        for index in self._as_compiled(compiling):
+        for index in self._as_compiled(compiling, ready):
             found = self._checked(bench, compiling[index], index, wait=not ready)
             if found is not None:
                 ready.append((index, found))
         return sorted(ready, key=lambda pair: pair[0])
 
-    def _as_compiled(self, compiling: Compiling) -> Iterator[int]:
-        """The first config, then those that are compiled already, so that none holds up others."""
+    def _as_compiled(self, compiling: Compiling, ready: Sequence[Any]) -> Iterator[int]:
+        """In order until one is ``ready``, the reference; then as they are compiled.
+
+        So neither the order in which threads end decides what is right, nor does one slow compiler
+        hold up the others for longer than all of them may take.
+        """
         waiting = list(compiling)
         while waiting:
-            done = [i for i in waiting if i == min(compiling) or compiling[i].done()]
+            next_ones = waiting if ready else waiting[:1]
+            done = [i for i in next_ones if i == min(compiling) or compiling[i].done()]
             if not done and self.gate is None and not self.stopped.is_set():
                 left = min(self._until(COMPILE_SHARE) - time.monotonic(), 0.2)
                 if left > 0:
-                    futures.wait([compiling[i] for i in waiting], left, futures.FIRST_COMPLETED)
+                    futures.wait([compiling[i] for i in next_ones], left, futures.FIRST_COMPLETED)
                     continue
+            done = done or [i for i in waiting if compiling[i].done()]
             waiting.remove(index := (done or waiting)[0])
             yield index
 
