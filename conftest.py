@@ -2,10 +2,9 @@
 
 Eight CPU devices, so that sharded calls are tested everywhere; hypothesis without a deadline,
 because the first example compiles; the Python blocks of the READMEs and guides as tests; programs
-for the CPU that XLA compiles quickly, not well; ``--one-each``, ``--strict-promotion`` and
-``--optimized``. A machine lent for its GPU may have pytest alone: then
-what needs hypothesis or sybil is left out. Packages that are not installed are taken from this
-checkout.
+for the CPU that XLA compiles quickly, not well; the options below. A machine lent for its GPU may
+have pytest alone: then what needs hypothesis or sybil is left out. Packages that are not installed
+are taken from this checkout.
 """
 
 import importlib.metadata
@@ -69,6 +68,12 @@ def pytest_addoption(parser):
         help="let XLA compile as it does for users: tests then take twice the time",
     )
 
+    parser.addoption("--note-passed", metavar="FILE", help="append the names of tests that pass")
+
+    parser.addoption(
+        "--leave-out", metavar="FILE", help="do not run again what --note-passed wrote there"
+    )
+
 
 def compile_quickly():
     """Most of the suite's time is XLA's compiler, at work on thousands of small programs."""
@@ -83,22 +88,37 @@ def pytest_configure(config):
     if config.getoption("--strict-promotion"):
         # read by JAX when it is imported, in this process and in those that tests start
         os.environ.update(JAX_NUMPY_RANK_PROMOTION="raise", JAX_NUMPY_DTYPE_PROMOTION="strict")
+    if config.getoption("--note-passed") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(NotePassed(config.getoption("--note-passed")))
     if settings is not None:
         settings.load_profile("one-each" if config.getoption("--one-each") else "full")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--one-each"):
-        return
     kept, dropped, seen = [], [], set()
+    one_each, done = config.getoption("--one-each"), config.getoption("--leave-out")
+    names = set(pathlib.Path(done).read_text().splitlines()) if done else ()
     for item in items:
         function = getattr(item, "originalname", None)
         key = (item.path, getattr(item, "cls", None), function)
-        (dropped if function and key in seen else kept).append(item)
+        again = one_each and function and key in seen
+        (dropped if again or item.nodeid in names else kept).append(item)
         seen.add(key)
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
+
+
+class NotePassed:
+    """Writes the names of passed tests to a file, in the process that hears of all of them."""
+
+    def __init__(self, path):
+        self.path = pathlib.Path(path)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            with self.path.open("a") as file:
+                file.write(report.nodeid + "\n")
 
 
 @pytest.fixture(autouse=True)
