@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -83,6 +84,9 @@ def compile_quickly():
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell starts what runs in its background so, and tests of Ctrl-C would wait for ever
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not gpu" in config.option.markexpr and not config.getoption("--optimized"):
         compile_quickly()
     if config.getoption("--strict-promotion"):
