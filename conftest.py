@@ -79,6 +79,7 @@ def pytest_addoption(parser):
 def compile_quickly():
     """Most of the suite's time is XLA's compiler, at work on thousands of small programs."""
     add_xla_flag("--xla_backend_optimization_level", 0)
+    add_xla_flag("--xla_cpu_parallel_codegen_split_count", 1)  # the workers keep all cores busy
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         add_xla_flag("--xla_cpu_use_fusion_emitters", "false")  # later ones have no other emitters
 
