@@ -21,11 +21,10 @@ def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None
     ``keep`` (bool [b, h, q, k], float drop probability) is the dropout mask.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    x = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * (
-        q.shape[-1] ** -0.5 if scale is None else scale
-    )
+    b, n, h, _ = q.shape
+    grouped = q.reshape(b, n, k.shape[2], -1, q.shape[3])
+    x = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, precision="highest")
+    x = x.reshape(b, h, n, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         x = x + bias.astype(jnp.float32)
     if cap is not None:
@@ -34,19 +33,29 @@ def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None
         x = jnp.where(mask, x, -jnp.inf)
     alive = jnp.any(x > -jnp.inf, -1, keepdims=True)
     x = jnp.where(alive, x, 0.0)
-    if sinks is None:
-        total = jax.nn.logsumexp(x, -1, keepdims=True)
-    else:
-        s = jnp.broadcast_to(
-            jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None], (*x.shape[:3], 1)
-        )
-        total = jnp.logaddexp(jax.nn.logsumexp(x, -1, keepdims=True), s)
+    total = jax.nn.logsumexp(x, -1, keepdims=True)
+    if sinks is not None:
+        s = jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None]
+        total = jnp.logaddexp(total, s)
     p = jnp.where(alive, jnp.exp(x - total), 0.0)
     if keep is not None:
         p = jnp.where(keep[0], p / (1 - keep[1]), 0.0)
-    o = jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
+    p = p.reshape(b, k.shape[2], -1, n, k.shape[1])
+    o = jnp.einsum("bhgqk,bkhd->bqhgd", p, v, precision="highest").reshape(b, n, h, -1)
     lse = jnp.where(alive, total, -jnp.inf)[..., 0]
     return o, lse.swapaxes(1, 2)
+
+
+def reference_rows(q, k, v, position, *, window=None, **options):
+    """(o, lse) of rows ``[rows, h, d]`` at these positions of tokens ``[t, hk, d]``, causally.
+
+    Tokens that no row sees may hold anything.
+    """
+    j, at = jnp.arange(k.shape[0]), position[:, None]
+    seen = (j <= at) & (j >= (0 if window is None else at - window))
+    k, v = (jnp.where(seen.any(0)[:, None, None], x.astype(jnp.float32), 0.0) for x in (k, v))
+    o, lse = reference(q[None], k[None], v[None], mask=seen, **options)
+    return o[0], lse[0]
 
 
 @jax.jit

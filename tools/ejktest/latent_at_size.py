@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.attention_at_size import BF, F32, HALF, relative
-from ejktest.paged_at_size import E4, E5, I8, UNEVEN, drawn_sinks, in_context, shuffled_tables
+from ejktest.attention_at_size import BF, F32, HALF, reference, reference_rows, relative
+from ejktest.oracles.paged import gather
+from ejktest.paged_at_size import E4, E5, I8, UNEVEN, drawn_sinks, repeated, shuffled_tables
 
 
 @dataclass(frozen=True)
@@ -92,34 +93,15 @@ def runner(name: str, mla_decode: Callable[..., Any]):
 def truth(name: str):
     """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), drawn_sinks(s.h, o)
-    scale = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
+    options = {"window": o.get("sliding_window"), "cap": o.get("logits_soft_cap")}
+    options |= {"sinks": drawn_sinks(s.h, o)}
+    options["scale"] = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
     rows = s.rows or 1
 
     def row(c, q, n, table):
-        table = jnp.clip(table, 0, c.shape[0] - 1)
-        cc = c[table].reshape(-1, c.shape[-1]).astype(F32) * o.get("k_scale", 1.0)
-        j = jnp.arange(cc.shape[0])
+        k = gather(c, table)[:, None].astype(F32) * o.get("k_scale", 1.0)
         at = n - rows + jnp.arange(rows)
-        seen = (j[None] <= at[:, None]) & (j < n)[None]
-        if window is not None:
-            seen &= j[None] >= at[:, None] - window
-        cc = jnp.where((j < n)[:, None], cc, 0.0)
-        q = q.reshape(rows, s.h, -1).astype(F32)
-        x = jnp.einsum("mhd,td->mht", q, cc, precision="highest") * scale
-        x = cap * jnp.tanh(x / cap) if cap else x
-        x = jnp.where(seen[:, None], x, -jnp.inf)
-        m = jnp.max(x, -1, keepdims=True)
-        m = jnp.where(m == -jnp.inf, 0.0, m)
-        p = jnp.exp(x - m)
-        total = p.sum(-1, keepdims=True)
-        alive = total > 0.0
-        if aux is not None:
-            total += jnp.where(alive, jnp.exp(aux[None] - m).sum(-1, keepdims=True), 0.0)
-        lse = jnp.where(alive, m + jnp.log(jnp.where(alive, total, 1.0)), -jnp.inf)[..., 0]
-        p = p / jnp.where(alive, total, 1.0)
-        out = jnp.einsum("mht,td->mhd", p, cc[:, : s.latent], precision="highest")
-        return out, lse
+        return reference_rows(q.reshape(rows, s.h, -1), k, k[..., : s.latent], at, **options)
 
     def every(q, c, n, t):
         out, lse = jax.lax.map(lambda x: row(c, *x), (q, n, t))
@@ -129,16 +111,10 @@ def truth(name: str):
 
 
 def check(name: str, mla_decode: Callable[..., Any]) -> None:
-    """Within the bound; two runs have the same bits, and so has one with NaN in unseen memory."""
-    s = CASES[name][0]
+    """Within the bound, and ``repeated``."""
     q, c, lens, tables = draw(name)
     run = runner(name, mla_decode)
-    o, lse = run(q, c, lens, tables)
-    seen = in_context(s.lens, tables, *c.shape[:2])
-    hidden = c if s.kv is I8 else jnp.where(seen[:, :, None], c, jnp.asarray(jnp.nan, c.dtype))
-    for again in (c, hidden):
-        o_, lse_ = run(q, again, lens, tables)
-        assert jnp.array_equal(o, o_) and jnp.array_equal(lse, lse_)
+    o, lse = repeated(run, CASES[name][0].lens, q, c, n=lens, tables=tables)
     want, want_lse = truth(name)(q, c, lens, tables)
     assert jnp.array_equal(lse == -jnp.inf, want_lse == -jnp.inf)
     finite = want_lse > -jnp.inf
@@ -179,9 +155,7 @@ def _plain(x: dict[str, jax.Array], left: int | None) -> jax.Array:
     q, k, v = expanded(wide, "highest")
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = j <= i if left is None else (j <= i) & (j >= i - left)
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * 192**-0.5
-    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
-    return jnp.einsum("bhqk,bkhd->bqhd", p, v, precision="highest")
+    return reference(q, k, v, mask=seen)[0]
 
 
 def check_expanded(form: str, mla_attention: Callable[..., Any]) -> None:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.attention_at_size import BF, F32, HALF, relative
+from ejktest.attention_at_size import BF, F32, HALF, reference_rows, relative
+from ejktest.oracles.paged import gather
 
 I8, E4, E5 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -144,47 +145,35 @@ def runner(name: str, page_attention: Callable[..., Any]):
 def truth(name: str):
     """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    window, cap, aux = o.get("sliding_window"), o.get("logits_soft_cap"), drawn_sinks(s.h, o)
+    options = {"window": o.get("sliding_window"), "cap": o.get("logits_soft_cap")}
+    options |= {"sinks": drawn_sinks(s.h, o), "scale": s.d**-0.5 * o.get("k_scale", 1.0)}
 
     def row(k, v, q, n, table):
-        table = jnp.clip(table, 0, k.shape[0] - 1)
-        kk, vv = (x[table].reshape(-1, s.hk, x.shape[-1]).astype(F32) for x in (k, v))
-        j = jnp.arange(kk.shape[0])
-        seen = j < n
-        if window is not None:
-            seen &= j >= n - 1 - window
-        kk, vv = (jnp.where(seen[:, None, None], x, 0.0) for x in (kk, vv))
-        x = jnp.einsum(
-            "hgd,thd->hgt", q.astype(F32).reshape(s.hk, -1, s.d), kk, precision="highest"
-        )
-        x = x * (s.d**-0.5 * o.get("k_scale", 1.0))
-        x = cap * jnp.tanh(x / cap) if cap else x
-        x = jnp.where(seen, x, -jnp.inf)
-        m = jnp.max(x, -1, keepdims=True)
-        m = jnp.where(m == -jnp.inf, 0.0, m)
-        p = jnp.exp(x - m)
-        total = p.sum(-1, keepdims=True)
-        if aux is not None:
-            total += jnp.exp(aux.reshape(s.hk, -1, aux.shape[1]) - m).sum(-1, keepdims=True)
-        p = p / jnp.where(total == 0.0, 1.0, total)
-        o_ = jnp.einsum("hgt,thd->hgd", p, vv, precision="highest")
-        return o_.reshape(s.h, s.dv) * o.get("v_scale", 1.0)
+        out, _ = reference_rows(q[None], gather(k, table), gather(v, table), n[None] - 1, **options)
+        return out[0] * o.get("v_scale", 1.0)
 
     return jax.jit(lambda q, k, v, n, t: jax.lax.map(lambda x: row(k, v, *x), (q, n, t)))
 
 
+def repeated(run: Callable[..., Any], lens: Sequence[int], q, *caches, n, tables):
+    """What a call gives; another has the same bits, and so has one with NaN in unseen memory."""
+    found = run(q, *caches, n, tables)
+    seen = in_context(lens, tables, *caches[0].shape[:2])
+    hidden = caches
+    if jnp.issubdtype(caches[0].dtype, jnp.floating):
+        nan = jnp.asarray(jnp.nan, caches[0].dtype)
+        hidden = [jnp.where(seen.reshape(*seen.shape, *[1] * (c.ndim - 2)), c, nan) for c in caches]
+    for again in (caches, hidden):
+        jax.tree.map(np.testing.assert_array_equal, found, run(q, *again, n, tables))
+    return found
+
+
 def check(name: str, page_attention: Callable[..., Any]) -> None:
-    """Within the bound; two runs have the same bits, and so has one with NaN in unseen memory."""
-    s = CASES[name][0]
-    q, k, v, lens, tables = draw(name)
+    """Within the bound, and ``repeated``."""
+    *arrays, lens, tables = draw(name)
     run = runner(name, page_attention)
-    first = run(q, k, v, lens, tables)
-    assert jnp.array_equal(first, run(q, k, v, lens, tables))
-    if s.kv is not I8:
-        hide = jnp.asarray(~in_context(s.lens, tables, *k.shape[:2]))[:, :, None, None]
-        k_, v_ = (jnp.where(hide, jnp.asarray(jnp.nan, x.dtype), x) for x in (k, v))
-        assert jnp.array_equal(first, run(q, k_, v_, lens, tables))
-    error = relative(first, truth(name)(q, k, v, lens, tables))
+    first = repeated(run, CASES[name][0].lens, *arrays, n=lens, tables=tables)
+    error = relative(first, truth(name)(*arrays, lens, tables))
     print(f"{name}: {error:.1e}")
     assert error <= bound(name)
 

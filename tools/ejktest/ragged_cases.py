@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.attention_at_size import reference_rows
+from ejktest.oracles.paged import gather
+from ejktest.paged_at_size import shuffled_tables
+
 SAMPLED = 96  # query rows that the oracle looks at
 
 
@@ -48,13 +52,7 @@ class Mix:
 def draw(m: Mix, seed: int = 0) -> dict[str, jax.Array]:
     """q, new keys and values, cache of the pages needed, lens, tables, starts; 5 rows of none."""
     rng = np.random.default_rng(seed)
-    counts = [-(-n // m.ps) for n in m.lens]
-    columns, pages = max(1, *counts), sum(counts) + 3
-    order, at = rng.permutation(pages), 0
-    tables = rng.choice([-1, 2**30, -(2**31), pages], (len(m.lens), columns)).astype(np.int32)
-    for row, n in zip(tables, counts, strict=True):
-        row[:n] = order[at : at + n]
-        at += n
+    tables, pages = shuffled_tables(rng, m.lens, m.ps)
     t = sum(m.rows) + 5
     width = jnp.dtype(m.kv).itemsize
     shape = (pages, m.ps, 2 * m.hk, m.d)
@@ -113,30 +111,17 @@ def oracle(m: Mix, x: dict[str, jax.Array], cache: jax.Array) -> tuple[np.ndarra
     starts = np.cumsum([0, *m.rows])
     position = np.asarray(m.lens)[r] - np.asarray(m.rows)[r] + rows - starts[r]
     plain = cache.reshape(*cache.shape[:2], -1, cache.shape[-1])
-    tokens = x["tables"].shape[1] * m.ps
-    product = partial(jnp.einsum, precision="highest")
-    scale, aux = m.scale or 1.0, m.options.get("softmax_aux")
+    scale = m.scale or 1.0
+    options = {"window": m.window, "cap": m.cap, "sinks": m.options.get("softmax_aux")}
 
     def row(args):
         q, position, table = args
-        both = plain[jnp.clip(table, 0, plain.shape[0] - 1)].reshape(tokens, *plain.shape[2:])
-        j = jnp.arange(tokens)
-        seen = j <= position
-        if m.window is not None:
-            seen &= j >= position - m.window
-        both = both[:, : 2 * m.hk, : m.d].astype(jnp.float32)
-        both = jnp.where(seen[:, None, None], both, 0.0)
-        k, v = both[:, 0::2], both[:, 1::2]
-        g = q.astype(jnp.float32).reshape(m.hk, -1, m.d)
-        s = product("hgd,thd->hgt", g, k) * (m.d**-0.5 * scale)
-        s = m.cap * jnp.tanh(s / m.cap) if m.cap else s
-        s = jnp.where(seen, s, -jnp.inf)
-        top = jnp.max(s, -1, keepdims=True)
-        p = jnp.exp(s - top)
-        total = p.sum(-1, keepdims=True)
-        if aux is not None:
-            total += jnp.exp(aux.reshape(m.hk, -1, m.sinks) - top).sum(-1, keepdims=True)
-        return product("hgt,thd->hgd", p / total, v).reshape(m.h, m.d) * scale
+        both = gather(plain, table)[:, : 2 * m.hk, : m.d]
+        o, _ = reference_rows(
+            q[None], both[:, 0::2], both[:, 1::2], position[None], scale=m.d**-0.5 * scale,
+            **options,
+        )  # fmt: skip
+        return o[0] * scale
 
     given = x["q"][rows], jnp.asarray(position), x["tables"][jnp.asarray(r)]
     return rows, jax.jit(lambda args: jax.lax.map(row, args))(given)

@@ -1,4 +1,4 @@
-"""Calls of the Triton kernels besides flash attention's, for compiling ahead on any machine.
+"""Calls of the Triton kernels, for compiling ahead on any machine.
 
 One at a model's size for every path of each kernel. A call is traced as a user would write it, with
 its gradients where it has a kernel for them; what its program launches is compiled.
@@ -7,15 +7,18 @@ its gradients where it has a kernel for them; what its program launches is compi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import triton
+from ejkernel.kernels.triton.flash_attention.plans import AttentionPlan
+from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
 from ejkernel.kernels.triton.resources import Resources, measure, plan_source
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
+from ejkernel.types import MaskInfo
 
 BF, F32, I32 = "bfloat16", "float32", "int32"
 Arrays = dict[str, tuple[tuple[int, ...], str]]
@@ -26,6 +29,10 @@ TARGETS = {
     "sm_100": cuda_target(100, 148),
     "sm_120": cuda_target(120, 188),
     "gfx942": rocm_target("gfx942"),
+    # the code of sm_80 with 99 KiB of shared memory instead of 163
+    "sm_86": cuda_target(86, 84),
+    # Hopper under jax-triton 0.3, which has no TMA descriptors
+    "sm_90 pointers": replace(cuda_target(90), tensor_maps=False),
 }
 
 
@@ -37,6 +44,36 @@ class Called:
     arrays: Arrays
     options: dict[str, Any] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
+
+
+def _flash(
+    d: int = 128,
+    dv: int | None = None,
+    *optional: str,
+    q: int = 4096,
+    kv_heads: int = 8,
+    dtype: str = BF,
+    **options: Any,
+) -> Called:
+    """A causal call of flash attention with these ``optional`` arrays, or over a pattern."""
+    b, h = 2, 8
+    arrays: Arrays = {
+        "query": ((b, q, h, d), dtype),
+        "key": ((b, q, kv_heads, d), dtype),
+        "value": ((b, q, kv_heads, dv or d), dtype),
+    }
+    pattern = (-(-q // options.get(side, 128)) for side in ("q_block_size", "kv_block_size"))
+    known: Arrays = {
+        "bias": ((1, h, q, q), dtype),
+        "softmax_aux": ((h, 1), F32),
+        "segments": ((b, q), I32),
+        "block_mask": ((1, h, *pattern), "bool"),
+        "attention_mask": ((b, 1, q, q), "bool"),
+    }
+    arrays |= {name: known[name] for name in optional}
+    smooth = tuple(name for name in arrays if arrays[name][1] not in (I32, "bool"))
+    operation = "blocksparse_attention" if "block_mask" in arrays else "flash_attention"
+    return Called(operation, arrays, {"causal": True, **options}, smooth)
 
 
 def _latent(heads: int, cache: str = BF, page: int = 64, **options: Any) -> Called:
@@ -118,7 +155,32 @@ def _sparse(*gates: str) -> Called:
     return Called("native_sparse_attention", arrays, {"block_size": 64}, smooth)
 
 
-CALLS = {
+FLASH = {
+    "d64": _flash(64),
+    "d80": _flash(80),
+    "d96": _flash(96),
+    "d128": _flash(),
+    "d192/128": _flash(192, 128),
+    "d256": _flash(256),
+    "full": _flash(causal=False),
+    "short": _flash(q=64),
+    "gqa": _flash(kv_heads=2),
+    "window gqa": _flash(kv_heads=2, sliding_window=1024),
+    "segments": _flash(128, None, "segments"),
+    "dense": _flash(128, None, "attention_mask", causal=False),
+    "sparse": _flash(128, None, "block_mask"),
+    "sparse d64": _flash(64, None, "block_mask"),
+    "sparse 64": _flash(256, None, "block_mask", q_block_size=64, kv_block_size=64),
+    "sparse 32": _flash(128, None, "block_mask", q_block_size=32, kv_block_size=32),
+    "cap sinks": _flash(128, None, "softmax_aux", logits_soft_cap=30.0),
+    "dropout": _flash(dropout_prob=0.1),
+    "bias": _flash(128, None, "bias"),
+    "bias d256": _flash(256, None, "bias"),
+    "float32": _flash(64, dtype=F32),
+    "float32 d128": _flash(dtype=F32),
+    "float32 highest": _flash(dtype=F32, precision="highest"),
+}
+OTHERS = {
     "latent 128 heads": _latent(128),
     "latent 16 heads": _latent(16),
     "latent page 16": _latent(128, page=16, sliding_window=1000, logits_soft_cap=30.0),
@@ -147,9 +209,24 @@ CALLS = {
 }
 
 
+CALLS = FLASH | OTHERS
+# one of each kind of code path, for every run of the tests
+SAMPLE = (("d128", "sm_90"), ("d64", "sm_80"), ("d128", "gfx942"), ("d256", "sm_89"))
+FEW = {  # calls of flash attention on chips whose code is mostly that of another
+    "sm_86": ("d128", "d256", "dense", "bias", "float32 d128"),
+    "sm_89": ("d128", "d256", "dense", "bias", "bias d256"),
+    "sm_90 pointers": ("d64", "d96", "d128", "d256", "segments"),
+}
+FLASH_TARGETS = ("sm_80", "sm_90", "gfx942", *FEW)
+OTHER_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
 def cases() -> list[tuple[str, str]]:
     """(call, target) names of everything that is compiled."""
-    return [(call, target) for target in TARGETS for call in CALLS]
+    return [
+        *((call, target) for target in FLASH_TARGETS for call in FEW.get(target, FLASH)),
+        *((call, target) for target in OTHER_TARGETS for call in OTHERS),
+    ]
 
 
 def plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
@@ -176,21 +253,31 @@ def named(program: Any) -> dict[str, tuple[Any, list[Any]]]:
 
 def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
     """Kernel name -> (plan, operand types) of a call and its gradients."""
-    c = CALLS[call]
+    c, target = CALLS[call], TARGETS[target_name]
     arrays = {
         n: jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for n, (shape, kind) in c.arrays.items()
     }
-    smooth = {n: arrays[n] for n in c.gradients}
-    fixed = {n: x for n, x in arrays.items() if n not in smooth}
+    smooth = {n: arrays.pop(n) for n in c.gradients}
 
     def run(smooth: Any, fixed: Any) -> Any:
-        return getattr(triton, c.operation)(**smooth, **fixed, **c.options)
+        given = {**smooth, **fixed}
+        if "segments" in given:
+            ids = given.pop("segments")
+            given["mask_info"] = MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)
+        return getattr(triton, c.operation)(**given, **c.options)
 
     def loss(smooth: Any, fixed: Any) -> Any:
         return jnp.sum(run(smooth, fixed).astype(jnp.float32))
 
-    with compile_for(TARGETS[target_name]):
-        return named(jax.make_jaxpr(jax.grad(loss) if smooth else run)(smooth, fixed))
+    with compile_for(target):
+        found = named(jax.make_jaxpr(jax.grad(loss) if smooth else run)(smooth, arrays))
+    # whether this machine's jax-triton knows tensor maps is no matter here
+    return {
+        name: (replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target)), avals)
+        if isinstance(plan, AttentionPlan)
+        else (plan, avals)
+        for name, (plan, avals) in found.items()
+    }
 
 
 def resources(call: str, target_name: str) -> dict[str, Resources]:

@@ -17,50 +17,33 @@ import checkout
 
 checkout.use()
 
-from ejktest import triton_calls, triton_configs  # noqa: E402
+from ejktest import triton_calls  # noqa: E402
 from ejktest.ahead import in_parallel  # noqa: E402
 
 TABLE = checkout.ROOT / "packages/ejk-kernels-triton/tests/aot_table.json"
-PARTS = {"rows": triton_configs, "others": triton_calls}  # flash attention's, and all others
 
 
-def measured(part: str, call: str, target: str) -> dict[str, dict[str, int]]:
-    return {kernel: r.row for kernel, r in PARTS[part].resources(call, target).items()}
+def measured(call: str, target: str) -> dict[str, dict[str, int]]:
+    return {kernel: r.row for kernel, r in triton_calls.resources(call, target).items()}
 
 
 def main() -> None:
     asked = set(sys.argv[1:])
-    old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    table: dict[str, dict[str, dict]] = {}
-    for part, module in PARTS.items():
-        known = old.get(part, {})
-        table[part] = {
-            name: known.get(name, {})
-            for name in (f"{c} @ {target}" for c, target in module.cases())
-        }
-    wanted = [
-        (part, *case)
-        for part, module in PARTS.items()
-        for case in module.cases()
-        if not asked or case[0] in asked
-    ]
-    jobs = ((measured, *case) for case in wanted)
-    for (part, call, target), row in zip(wanted, in_parallel(jobs), strict=True):
-        name = f"{call} @ {target}"
-        table[part][name] = row
+    known = json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
+    cases = {f"{call} @ {target}": (call, target) for call, target in triton_calls.cases()}
+    rows = {name: known.get(name, {}) for name in cases}
+    wanted = [name for name, case in cases.items() if not asked or case[0] in asked]
+    found = in_parallel((measured, *cases[name]) for name in wanted)
+    for name, row in zip(wanted, found, strict=True):
+        rows[name] = row
         for kernel, r in {"": row}.items() if isinstance(row, str) else row.items():
             mark = "" if not isinstance(r, str) and r["spills"] == 0 else "  <--"
             print(f"{name} {kernel}: {r}{mark}", flush=True)
-    everything = {name: row for rows in table.values() for name, row in rows.items()}
-    failed = {name: row for name, row in everything.items() if isinstance(row, str) or not row}
+    failed = {name: row for name, row in rows.items() if isinstance(row, str) or not row}
     if failed:
         sys.exit(f"not written, {len(failed)} calls failed: {failed}")
-    parts = []
-    for part, rows in table.items():
-        lines = [f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
-        parts.append(f'  "{part}": {{\n' + ",\n".join(lines) + "\n  }")
-    head = f'{{\n  "triton": "{version("triton")}",\n'
-    TABLE.write_text(head + ",\n".join(parts) + "\n}\n")
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    TABLE.write_text(f'{{\n  "triton": "{version("triton")}",\n  "rows": {{\n{lines}\n  }}\n}}\n')
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import Lon
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
 from ejktest import ragged_cases
 from ejktest.bound import on, struct
+from ejktest.paged_at_size import in_context
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 TILES = ForwardTiles(q_held=64, registers=232)
@@ -111,10 +112,7 @@ def hopper():
 
 def only_seen(m: ragged_cases.Mix, x: dict[str, jax.Array]) -> jax.Array:
     """The cache with nan wherever there is no token."""
-    seen = np.zeros(x["cache"].shape[:2], bool)
-    for n, table in zip(m.lens, np.asarray(x["tables"]), strict=True):
-        j = np.arange(n)
-        seen[table[j // m.ps], j % m.ps] = True
+    seen = in_context(m.lens, x["tables"], *x["cache"].shape[:2])
     rest = (1,) * (x["cache"].ndim - 2)
     return jnp.where(seen.reshape(*seen.shape, *rest), x["cache"], jnp.nan)
 

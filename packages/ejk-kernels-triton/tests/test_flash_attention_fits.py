@@ -13,7 +13,7 @@ import pytest
 from ejkernel.kernels.triton.flash_attention import flash_attention, tiles
 from ejkernel.kernels.triton.flash_attention.fits import fits, needs
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
-from ejktest import triton_configs
+from ejktest import triton_calls
 from ejktest.bound import bound
 
 MEASURED = json.loads(Path(__file__).with_name("aot_table.json").read_text())["rows"]
@@ -24,7 +24,8 @@ HOPPER = cuda_target(90)
 @pytest.mark.parametrize("call", ["d64", "d128", "d256", "bias", "float32 d128"])
 def test_bounds_lie_below_what_compiled_code_uses(call, target):
     measured = MEASURED[f"{call} @ {target}"]
-    for kernel, (plan, _, chip) in triton_configs.launches(call, target).items():
+    chip = triton_calls.TARGETS[target]
+    for kernel, (plan, _) in triton_calls.launches(call, target).items():
         if kernel not in ("forward", "dq", "dkv"):
             continue
         need = needs(kernel, plan.tiles, plan.problem, chip)

@@ -47,7 +47,7 @@ def _attend(q, k, v, seen, scale, cap, aux, k_scale, v_scale):
 
 def gather(cache, table):
     """All tokens one sequence has room for, ``[max_pages * ps, ...]``, in table order."""
-    return cache[np.clip(table, 0, cache.shape[0] - 1)].reshape(-1, *cache.shape[2:])
+    return cache[jnp.clip(table, 0, cache.shape[0] - 1)].reshape(-1, *cache.shape[2:])
 
 
 def page_attention(q, k_cache, v_cache, lens, tables, **options):
