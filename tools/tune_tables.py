@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import functools
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ import checkout
 
 checkout.use()
 
+from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.ops import (  # noqa: E402
     AutotunePolicy,
     Autotuner,
@@ -80,40 +82,28 @@ def tiles(cfg: Any) -> str:
     return report.tiles(cfg.to_dict())
 
 
-HEAD = f"{'call':<46} {'tuned ms':>9} {'heuristic':>9} {'ratio':>6} {'ok/all':>7} {'s':>5}  winner"
+HEAD = f"{'ok/all':>7} {'s':>5}  {report.HEAD}"
 
 
-def row(name: str, result: AutotuneResult) -> str:
-    timed = sum(t.ms is not None for t in result.trials)
-    ratio = ratio_of(result)
-    heuristic = "failed" if result.heuristic_ms is None else f"{result.heuristic_ms:.4f}"
-    return (
-        f"{name:<46} {result.best_ms:9.4f} {heuristic:>9} "
-        f"{'' if ratio is None else f'{ratio:.3f}':>6} {timed:>3}/{len(result.trials):<3} "
-        f"{result.seconds:5.1f}  {tiles(result.best)}"
-    )
+def row(call: Call, result: AutotuneResult) -> str:
+    line = report.line_of(call.operation, call.name, result)
+    counts = f"{result.timed}/{len(result.trials)}"
+    return f"{counts:>7} {result.seconds:5.1f}  {report.text_line(line)}"
 
 
-def ratio_of(result: AutotuneResult) -> float | None:
-    """Time of the heuristic config over that of the winner."""
-    if result.heuristic_ms is None or not result.best_ms:
-        return None
-    return result.heuristic_ms / result.best_ms
-
-
-def summary(results: dict[str, AutotuneResult], failed: dict[str, str]) -> str:
-    ratios = {name: r for name, result in results.items() if (r := ratio_of(result)) is not None}
-    good = sum(r <= report.GOOD for r in ratios.values())
-    lines = [f"heuristic within {report.GOOD - 1:.0%} of tuned: {good} of {len(ratios)}"]
-    worst = sorted(ratios, key=lambda name: -ratios[name])[:5]
-    lines += [f"  worst: {name} {ratios[name]:.3f}" for name in worst if ratios[name] > report.GOOD]
-    winners: dict[str, int] = {}
-    for result in results.values():
-        winners[result.best.platform] = winners.get(result.best.platform, 0) + 1
-    lines.append("winners: " + (", ".join(f"{k} {v}" for k, v in winners.items()) or "none"))
-    times = sorted(result.seconds for result in results.values())
+def summary(results: list[tuple[Call, AutotuneResult]], failed: dict[str, str]) -> str:
+    found = [report.line_of(call.operation, call.name, result) for call, result in results]
+    lines = report.summary(found)
+    worst = sorted(found, key=lambda line: -(line.ratio or 0.0))[:5]
+    lines += [
+        f"  worst: {line.operation} {line.case} {line.ratio:.3f}"
+        for line in worst
+        if line.ratio and line.ratio > report.GOOD
+    ]
+    times = [result.seconds for _, result in results]
     if times:
-        lines.append(f"seconds per call: median {times[len(times) // 2]:.1f}, most {times[-1]:.1f}")
+        median = statistics.median_high(times)
+        lines.append(f"seconds per call: median {median:.1f}, most {max(times):.1f}")
     for clock in (kernel_clock, busy_kernel_clock):
         refused = f", then from the host: {clock.refusal}" if clock.refusal else ""
         if clock.samples or refused:
@@ -130,9 +120,9 @@ def tune_all(
     *,
     ahead: int = 0,
     trials: bool = False,
-) -> tuple[dict[str, AutotuneResult], dict[str, str], int]:
+) -> tuple[list[tuple[Call, AutotuneResult]], dict[str, str], int]:
     """``(results, failures, how many were not reached)``; the table is written as it grows."""
-    results: dict[str, AutotuneResult] = {}
+    results: list[tuple[Call, AutotuneResult]] = []
     failed: dict[str, str] = {}
     print(HEAD, flush=True)
     queue = (pipeline.Job(job.inv, functools.partial(_inputs, job), job) for job in todo)
@@ -144,9 +134,9 @@ def tune_all(
                 failed[job.name] = str(outcome).replace("\n", " | ")[:300]
                 print(f"{job.name:<46} FAILED {failed[job.name]}", flush=True)
             elif not outcome.interrupted:  # a result cut short is not kept
-                results[job.name] = outcome
+                results.append((job.call, outcome))
                 builder.add(job.inv, outcome, job.call.name)
-                print(row(job.name, outcome), flush=True)
+                print(row(job.call, outcome), flush=True)
                 if trials:
                     print(details(outcome), flush=True)
     return results, failed, len(todo) - len(results) - len(failed)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import importlib
 import pathlib
 import pkgutil
 import sys
 
-import jax
-
 from bench import plot, report, workloads
-from ejkernel.modules.bench.case import Case, case_of
+from ejkernel.modules.bench.case import case_of
 from ejkernel.modules.bench.limits import measure_limits
 from ejkernel.modules.bench.runner import Row, run_cases
-from ejkernel.modules.workloads.call import call_of
-from ejkernel.modules.workloads.find import operation_names, shapes_of
+from ejkernel.modules.cli.bench import keep_peers
+from ejkernel.modules.workloads.find import UnknownName, calls_here, operation_names
 
 
 def others() -> list[str]:
@@ -41,37 +38,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def matching(names: list[str], globs: str) -> list[str]:
-    return [n for n in names if any(fnmatch.fnmatch(n, glob) for glob in globs.split(","))]
-
-
-def cases_of(op: str, globs: str, peers: str) -> list[Case]:
-    """The cases for this device that the globs leave, with the contenders that they leave."""
-    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    shapes = {s.name: s for s in shapes_of(op, device=device)}
-    cases = [case_of(call_of(shapes[name], op)) for name in matching(list(shapes), globs)]
-    for case in cases:
-        first, *rest = case.contenders
-        for name in set(rest) - set(matching(rest, peers)):
-            del case.contenders[name]
-        assert first in case.contenders
-    return cases
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.op in others():
         return importlib.import_module(f"bench.workloads.{args.op}").main(args)
-    if args.list:
-        args.peers = ""
-    cases = cases_of(args.op, args.cases, args.peers)
-    if not cases:
-        everything = ", ".join(c.name for c in cases_of(args.op, "*", "")) or "none on this device"
-        print(f"no case matches {args.cases!r}; there are: {everything}", file=sys.stderr)
+    calls = calls_here(args.op, args.cases)
+    if not calls:
+        known = ", ".join(c.name for c in calls_here(args.op, "*")) or "none on this device"
+        print(f"no case matches {args.cases!r}; there are: {known}", file=sys.stderr)
         return 2
     if args.list:
-        print("\n".join(c.name for c in cases))
+        print("\n".join(c.name for c in calls))
         return 0
+    cases = [case_of(call) for call in calls]
+    try:
+        keep_peers(cases, args.peers)
+    except UnknownName as error:
+        print(error, file=sys.stderr)
+        return 2
     limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)))
     rows: list[Row] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from ejkernel.modules.bench.limits import Limits
 from ejkernel.modules.bench.record import environment, rates_text
@@ -17,7 +18,7 @@ def _number(value, digits=3) -> str:
 
 def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
     lines = [
-        f"Device {env['device']}, {env['date']}; {rates_text(limits.asdict())}",
+        f"Device {env['device']}, {env['date']}; {rates_text(asdict(limits))}",
         "",
         "| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -49,7 +50,7 @@ def write(
 ) -> tuple[pathlib.Path, pathlib.Path]:
     env = environment()
     out.mkdir(parents=True, exist_ok=True)
-    measured = {"limits": limits.asdict(), "rows": [r.asdict() for r in rows]}
+    measured = {"limits": asdict(limits), "rows": [asdict(r) for r in rows]}
     data = {"kind": "bench", "op": op, **env, **measured}
     as_json, as_markdown = out / f"{op}.json", out / f"{op}.md"
     as_json.write_text(json.dumps(data, indent=1) + "\n")

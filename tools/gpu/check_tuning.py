@@ -66,11 +66,8 @@ def tuning_time() -> None:
         phases = ", ".join(f"{k} {v:.1f}" for k, v in result.phases.items())
         good = state == "cold" or result.seconds < SECONDS
         check(f"tuning {call.name}, {state}", good, f"{result.seconds:.1f} s ({phases})")
-    print(tune_tables.HEAD)
-    print(tune_tables.row(call.name, best[-1]))
-    for trial in best[-1].trials:
-        ms = "" if trial.ms is None else f"{trial.ms:.3f}"
-        print(f"     {ms:>8} {(trial.error or '')[:100]:<10} {tune_tables.tiles(trial.cfg)}")
+    print(f"{tune_tables.HEAD}\n{tune_tables.row(call, best[-1])}")
+    print(tune_tables.details(best[-1]))
     ours = sorted({tune_tables.tiles(r.best) for r in best})
     print("     winners of the three runs: " + "; ".join(ours))
     builder.add(inv, best[-1], call.name)

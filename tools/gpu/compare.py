@@ -141,15 +141,9 @@ class Process:
 def asked(operation: str, globs: str) -> list[list[str]]:
     """Cases for this device, each with its modes, as this checkout lists them."""
     checkout.use()
-    import jax
+    from ejkernel.modules.workloads.find import calls_here
 
-    from bench.__main__ import matching
-    from ejkernel.modules.workloads import call_of
-    from ejkernel.modules.workloads.find import shapes_of
-
-    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    shapes = {s.name: s for s in shapes_of(operation, device=device)}
-    calls = [call_of(shapes[name], operation) for name in matching(list(shapes), globs)]
+    calls = calls_here(operation, globs)
     return [[c.name, m] for c in calls for m in ("fwd", "fwd+bwd") if c.gradients or m == "fwd"]
 
 

@@ -35,14 +35,13 @@ checkout.use()
 
 import jax  # noqa: E402
 
-from bench.__main__ import matching  # noqa: E402
 from ejkernel.modules import get_default_executor  # noqa: E402
 from ejkernel.modules._table import operation_class  # noqa: E402
 from ejkernel.modules.bench.case import case_of  # noqa: E402
 from ejkernel.modules.bench.runner import compile_ahead  # noqa: E402
 from ejkernel.modules.bench.timing import Program  # noqa: E402
-from ejkernel.modules.workloads import Call, call_of  # noqa: E402
-from ejkernel.modules.workloads.find import operation_name, shapes_of  # noqa: E402
+from ejkernel.modules.workloads import Call  # noqa: E402
+from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.core.invocation import call_invocation  # noqa: E402
@@ -285,11 +284,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     checkout.register()
-    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    shapes = {s.name: s for s in shapes_of(args.operation, device=device)}
     outcomes: dict[str, Outcome] = {}
-    for name in matching(list(shapes), args.cases):
-        call = call_of(shapes[name], args.operation)
+    for call in calls_here(args.operation, args.cases):
         if args.which == "bwd" and not call.gradients:
             continue
         try:
@@ -299,10 +295,11 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             continue
         found = swept(call, candidates, MODES[args.which], args.rounds)
-        outcomes[name] = found
-        print(told(f"{name} {args.which}, {subject.name}", found), flush=True)
+        outcomes[call.name] = found
+        print(told(f"{call.name} {args.which}, {subject.name}", found), flush=True)
     if not outcomes:
-        print(f"nothing to sweep: {args.operation} has the cases {', '.join(shapes)}")
+        known = ", ".join(call.name for call in calls_here(args.operation, "*"))
+        print(f"nothing to sweep: {args.operation} has the cases {known}")
         return 2
     print("\n" + summary(outcomes))
     return int(any(x.wrong or x.ships_ms is None for x in outcomes.values()))

@@ -20,7 +20,7 @@ WORDS = ["grouped_matmul", "--platform", "xla", "--rounds", "2"]
 
 @pytest.fixture(autouse=True)
 def one_case(monkeypatch):
-    monkeypatch.setattr(sweep, "shapes_of", lambda *_, **__: [TINY])
+    monkeypatch.setattr(sweep, "calls_here", lambda *_: [call_of(TINY)])
 
 
 def test_candidates_are_timed_beside_what_ships(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from ejkernel.modules._table import operation_class
 from ejkernel.modules.workloads import Call, call_of
 from ejkernel.modules.workloads.families import AttentionShape
+from ejkernel.modules.workloads.find import matching
 from ejkernel.modules.workloads.shapes import SHAPES
 from ejkernel.ops.config.nearness import payload_distance
 from ejkernel.ops.core.abstract import bind_abstract
@@ -45,18 +45,13 @@ class TableCall:
         return f"{self.call.operation} {self.call.name}"
 
 
-def matches(name: str, globs: str) -> bool:
-    return any(fnmatch.fnmatch(name, glob) for glob in globs.split(","))
-
-
 def calls(ops: str, cases: str, device: str) -> Iterator[TableCall]:
     """Calls of the shapes for ``device`` with something to choose, one per key."""
     seen: set[str] = set()
     for shape in SHAPES:
-        for operation in shape.operations:
-            wanted = shape.device == device and matches(shape.name, cases)
-            if not (wanted and shape.serves(operation) and matches(operation, ops)):
-                continue
+        if shape.device != device or not matching([shape.name], cases):
+            continue
+        for operation in matching(filter(shape.serves, shape.operations), ops):
             call = call_of(shape, operation)
             kernel = operation_class(operation).shared()
             inv = call_invocation(kernel, (), call.abstract())

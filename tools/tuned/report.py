@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.ops.config.store import Entry
+from ejkernel.ops.execution.trials import AutotuneResult
 
 GOOD = 1.15  # a heuristic config within this of the tuned one needs no table
 RUNNER_UP = 3  # of the platforms that lost, as many as this are shown
@@ -61,10 +64,6 @@ class Report:
     provenance: Mapping[str, Any]
     lines: tuple[Line, ...]
 
-    @property
-    def ratios(self) -> list[float]:
-        return [line.ratio for line in self.lines if line.ratio is not None]
-
 
 def of_table(header: Mapping[str, Any], entries: Mapping[str, Entry]) -> Report:
     """The report of a table."""
@@ -96,35 +95,40 @@ def _line(name: tuple[str, str], found: Mapping[str, Any]) -> Line:
     )
 
 
-def summary(report: Report) -> list[str]:
-    """How good the heuristics are, who wins, and what is worst."""
-    ratios = sorted(report.ratios)
+def line_of(operation: str, case: str, result: AutotuneResult) -> Line:
+    """What tuning has just found for a call."""
+    return _line((operation, case), {"auto": (result.best.to_dict(), result.measured())})
+
+
+def summary(lines: Sequence[Line]) -> list[str]:
+    """How good the heuristics are, and who wins."""
+    ratios = [line.ratio for line in lines if line.ratio is not None]
     if not ratios:
         return ["nothing tuned"]
     good = sum(ratio <= GOOD for ratio in ratios)
     told = [
         f"heuristic within {GOOD - 1:.0%} of tuned: {good} of {len(ratios)}",
-        f"time of the heuristic config over the tuned one: median {ratios[len(ratios) // 2]:.3f}, "
-        f"most {ratios[-1]:.3f}",
+        "time of the heuristic config over the tuned one: median "
+        f"{statistics.median_high(ratios):.3f}, most {max(ratios):.3f}",
     ]
-    winners: dict[str, int] = {}
-    for line in report.lines:
-        platform = line.winner.partition(" ")[0]
-        winners[platform] = winners.get(platform, 0) + 1
+    winners = Counter(line.winner.partition(" ")[0] for line in lines)
     told.append("winners: " + ", ".join(f"{k} {v}" for k, v in sorted(winners.items())))
-    without = len(report.lines) - len(ratios)
+    without = len(lines) - len(ratios)
     if without:
         told.append(f"calls whose heuristic config did not run: {without}")
     return told
 
 
+HEAD = f"{'call':<46} {'heuristic':>9} {'tuned ms':>9} {'ratio':>6}  winner"
+
+
 def as_text(report: Report) -> str:
     """One line per call for a terminal."""
-    head = f"{'call':<46} {'heuristic':>9} {'tuned ms':>9} {'ratio':>6}  winner"
-    return "\n".join([head, *map(_text_line, report.lines), *summary(report)])
+    return "\n".join([HEAD, *map(text_line, report.lines), *summary(report.lines)])
 
 
-def _text_line(line: Line) -> str:
+def text_line(line: Line) -> str:
+    """A call under ``HEAD``."""
     heuristic = "failed" if line.heuristic_ms is None else f"{line.heuristic_ms:.4f}"
     ratio = "" if line.ratio is None else f"{line.ratio:.3f}"
     name = f"{line.operation} {line.case}"
@@ -147,7 +151,7 @@ def as_markdown(report: Report, command: str) -> str:
         "",
         f"Measured {when} with " + ", ".join(f"{k} {v}" for k, v in versions.items()) + ".",
         "",
-        *(f"- {line[0].upper()}{line[1:]}." for line in summary(report)),
+        *(f"- {line[0].upper()}{line[1:]}." for line in summary(report.lines)),
     ]
     for operation in dict.fromkeys(line.operation for line in report.lines):
         page += ["", f"## {operation}", "", *_rows(report.lines, operation)]

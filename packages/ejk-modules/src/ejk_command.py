@@ -57,10 +57,10 @@ def strangers() -> list[str]:
     return found
 
 
-def regular() -> list[Path]:
-    """Files that make a regular package of what several distributions share."""
+def regular(*more: str) -> list[Path]:
+    """Files that make a regular package of what several distributions share; ``more`` folders."""
     names = ("ejkernel/__init__.py", "ejkernel/kernels/__init__.py")
-    paths = [Path(entry) / name for entry in dict.fromkeys(sys.path) for name in names]
+    paths = [Path(entry) / name for entry in dict.fromkeys([*more, *sys.path]) for name in names]
     return [path for path in paths if path.is_file()]
 
 

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import ejk_command
 from ejkernel import modules
 from ejkernel.modules import MeanPoolingConfig
 from ejkernel.modules.cli import main, sections, trials
@@ -115,7 +117,7 @@ def test_doctor_names_the_fix(capsys, monkeypatch, tmp_path):
 def test_versions_that_do_not_go_together(monkeypatch, versions, what, status, fix):
     from ejkernel.modules.cli import checks, facts
 
-    have = dict.fromkeys([*facts.DISTRIBUTIONS, "triton", "jax-triton"], "3.9.0")
+    have = dict.fromkeys([*ejk_command.OURS, "triton", "jax-triton"], "3.9.0")
     have |= {"jax": "0.10.2", "jaxlib": "0.10.2"} | versions
     monkeypatch.setattr(facts, "version", have.get)
     monkeypatch.setattr(facts, "hardware", lambda: {"nvidia": "driver 580"})
@@ -332,3 +334,32 @@ def test_rich_output_says_the_same(capsys, monkeypatch):
     assert main(["explain", "mean_pooling", *WORDS]) == 0
     told = capsys.readouterr().out
     assert "mean_pooling/xla/any" in told and "[" in told
+
+
+# ---- on a card ---------------------------------------------------------------------------------
+
+LIGHT = ["--rounds", "3", "--target-s", "0.03"]
+CALLED = ["flash_attention", "b=2", "s=2k", "h=16", "d=128", "causal=true"]
+STEPS = {
+    "doctor": ["doctor"],
+    "explain": ["explain", "flash_attention", "--shapes"],
+    "bench": ["bench", "flash_attention", "--shape", "llama3-8b-4k", "--modes", "fwd", *LIGHT],
+    "short": ["bench", "page_attention", "b=1", "c=2k", "h=32", "hk=8", "d=128", *LIGHT],
+    "tune": ["tune", *CALLED, "--force", "--budget", "20"],
+    "cache": ["cache", "show"],
+}
+
+
+@pytest.mark.gpu
+def test_each_subcommand_on_a_gpu(capsys, tmp_path):
+    """Under two minutes; short kernels are timed by the device itself, not from the host."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    found = {}
+    for name, words in STEPS.items():
+        status, found[name] = asked(capsys, *words)
+        assert status == 0, (name, found[name])
+    clocks = {r["clock"] for r in found["short"]["rows"] if r["ms"]}
+    assert clocks == {"device"}, "CUPTI did not answer"
+    assert found["tune"]["tuned"] and found["cache"]
+    assert main(["report", "--out", str(tmp_path / "report.html")]) == 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ class Case:
     grad_argnums: tuple[int, ...] = ()
     backward_factor: float = 2.5
     notes: str = ""
-    tags: frozenset[str] = field(default_factory=frozenset)
     call: Call | None = None
 
 
@@ -84,7 +82,7 @@ def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
         contenders |= peers_of(call)
     return Case(
         call.name,
-        functools.partial(_values, call.make),
+        lambda: tuple(call.make().values()),
         contenders,
         call.flops,
         call.moved,
@@ -94,10 +92,6 @@ def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
         notes=call.source,
         call=call,
     )
-
-
-def _values(make: Callable[[], Mapping[str, Any]]) -> tuple:
-    return tuple(make().values())
 
 
 def _worth_forcing(call: Call) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,17 +80,13 @@ def sound(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The record with the parts that can be shown, and a line for each that cannot."""
     kept, problems = dict(record), []
     name, must, may = ("rows", ROW, ROW_MAY) if record["kind"] == "bench" else ("trials", CALL, {})
-    parts = record[name] if isinstance(record.get(name), list) else []
-    if not isinstance(record.get(name), list):
+    parts = record.get(name)
+    if not isinstance(parts, list):
+        parts = []
         problems.append(f"{name!r} is no list")
-    kept[name] = []
-    reasons: dict[str, int] = {}
-    for part in parts:
-        why = fits(part, must, may)
-        if why is None:
-            kept[name].append(part)
-        else:
-            reasons[why] = reasons.get(why, 0) + 1
+    verdicts = [fits(part, must, may) for part in parts]
+    kept[name] = [part for part, why in zip(parts, verdicts, strict=True) if why is None]
+    reasons = Counter(filter(None, verdicts))
     problems += [f"{count} of {len(parts)} {name}: {why}" for why, count in reasons.items()]
     for field, check in HEAD.items():
         if field in kept and not check(kept[field]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,16 @@ class Limits:
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
         """The least time for this work: the slower of arithmetic and memory."""
-        rate = self.flops.get(dtype, max(self.flops.values()))
-        return max(flops / rate, moved / self.bytes_per_s)
+        return max(self._both(flops, moved, dtype))
 
     def bound(self, flops: float, moved: float, dtype: str) -> str:
         """Which of the two it is: "arithmetic" or "memory"."""
-        rate = self.flops.get(dtype, max(self.flops.values()))
-        return "arithmetic" if flops / rate >= moved / self.bytes_per_s else "memory"
+        arithmetic, memory = self._both(flops, moved, dtype)
+        return "arithmetic" if arithmetic >= memory else "memory"
 
-    def asdict(self) -> dict:
-        return asdict(self)
+    def _both(self, flops: float, moved: float, dtype: str) -> tuple[float, float]:
+        rate = self.flops.get(dtype, max(self.flops.values()))
+        return flops / rate, moved / self.bytes_per_s
 
 
 def measure_limits(dtypes: tuple[str, ...], *, target_s: float = 0.2, rounds: int = 9) -> Limits:

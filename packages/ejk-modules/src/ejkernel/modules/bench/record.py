@@ -57,7 +57,7 @@ _SHORT = {
 
 
 def rates_text(limits: Mapping[str, Any]) -> str:
-    """Measured limits, a record's or ``Limits.asdict()``, as a line."""
+    """Measured limits, a record's or ``asdict`` of Limits, as a line."""
     rates = [f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.get("flops", {}).items()]
     if "bytes_per_s" in limits:
         rates.append(f"copy {limits['bytes_per_s'] / 1e9:.4g} GB/s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -42,9 +42,6 @@ class Row:
     tier: str = ""
     implementation: str = ""
     config: str = ""
-
-    def asdict(self) -> dict:
-        return asdict(self)
 
 
 MOST_COMPILERS = 16

@@ -9,8 +9,8 @@ that a large matrix product and a large copy set in the same run.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.note("interrupted: what was measured follows")
     content = {
         "op": calls[0].operation,
-        "limits": limits.asdict(),
-        "rows": [r.asdict() for r in rows],
+        "limits": asdict(limits),
+        "rows": [asdict(r) for r in rows],
     }
     out.data({**record.environment(), **content})
     _show(rows, limits, out)
@@ -84,23 +84,22 @@ def keep_peers(cases: list[Any], patterns: str) -> None:
     Raises:
         UnknownName: a glob that matches none of any case.
     """
-    from ejkernel.modules.workloads.find import UnknownName
+    from ejkernel.modules.workloads.find import UnknownName, matching
 
-    wanted = [w for w in patterns.split(",") if w]
     known = [name for case in cases for name in list(case.contenders)[1:]]
-    for pattern in wanted:
-        if pattern != "*" and not fnmatch.filter(known, pattern):
+    for pattern in filter(None, patterns.split(",")):
+        if pattern != "*" and not matching(known, pattern):
             raise UnknownName("peer", pattern, known)
     for case in cases:
-        for i, name in enumerate(list(case.contenders)):
-            if i and not any(fnmatch.fnmatch(name, w) for w in wanted):
-                del case.contenders[name]
+        _, *others = case.contenders
+        for name in set(others) - set(matching(others, patterns)):
+            del case.contenders[name]
 
 
 def _show(rows: list[Any], limits: Any, out: Output) -> None:
     from ejkernel.modules.bench.record import rates_text
 
-    out.text(f"limits measured now: {rates_text(limits.asdict())}")
+    out.text(f"limits measured now: {rates_text(asdict(limits))}")
     lines, notes = [], []
     for r in rows:
         if r.ms is None:

@@ -41,26 +41,17 @@ def calls_of(operation: str, pattern: str | None, words: list[str]) -> list[Call
     name = find.operation_name(operation)
     if pattern is None:
         return [find.from_words(name, words)]
+    shapes = find.shapes_of(name, pattern)
     if any(c in pattern for c in "*?["):
-        kind = "cpu" if device_kind() == "cpu" else "gpu"
-        shapes = find.shapes_of(name, pattern, kind) or find.shapes_of(name, pattern)
-    else:
-        shapes = find.shapes_of(name, pattern)
+        shapes = find.shapes_of(name, pattern, find.device_meant()) or shapes
     return [find.from_words(name, words, base=shape) for shape in shapes]
-
-
-def device_kind() -> str:
-    """ "gpu", "tpu" or "cpu"."""
-    from ejkernel.ops import device_kind as kind
-
-    return kind()
 
 
 def say_where(out: Output, calls: list[Call]) -> None:
     """Say so when cases meant for a GPU meet a machine without one; then go on."""
-    if device_kind() == "cpu" and any(c.device == "gpu" for c in calls):
-        from ejkernel.ops import device_fingerprint
+    from ejkernel.ops import device_fingerprint, device_kind
 
+    if device_kind() == "cpu" and any(c.device == "gpu" for c in calls):
         out.note(f"no GPU here: what follows is about {device_fingerprint()}")
 
 

@@ -10,8 +10,9 @@ import logging
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,6 @@ class Check:
     status: str
     found: str
     fix: str = ""
-
-    def asdict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def machine() -> Iterator[Check]:
@@ -55,7 +53,7 @@ def python() -> Iterator[Check]:
 
 
 def namespace() -> Iterator[Check]:
-    hidden = facts.foreign_namespaces()
+    hidden = [init.parent for init in ejk_command.regular(os.getcwd())]
     for path in hidden:
         fix = ejk_command.repair()
         if path.parent == Path.cwd():
@@ -64,7 +62,8 @@ def namespace() -> Iterator[Check]:
             "installation", "namespace", "fail",
             f"{path} is a regular package and hides ejkernel.*", fix,
         )  # fmt: skip
-    missing = [d for d in facts.DISTRIBUTIONS if d in facts.NEEDED and facts.version(d) is None]
+    needed = [name for name in ejk_command.OURS if name != "ejk-kernels-triton"]
+    missing = [name for name in needed if facts.version(name) is None]
     if missing:
         yield Check(
             "installation", "packages", "fail", f"missing: {', '.join(missing)}",
@@ -75,10 +74,9 @@ def namespace() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    found = {d: facts.version(d) for d in facts.DISTRIBUTIONS}
+    found = {name: facts.version(name) for name in ejk_command.OURS}
     text = ", ".join(f"{name} {v}" for name, v in found.items() if v)
-    series = {facts.numbers(v)[:2] for v in found.values() if v}
-    mixed = len(series) > 1
+    mixed = len({facts.numbers(v)[:2] for v in found.values() if v}) > 1
     yield Check(
         "installation", "ejkernel", "warn" if mixed else "ok", text,
         "python -m pip install --upgrade ejk-modules" if mixed else "",
@@ -218,9 +216,7 @@ def devices() -> tuple[list[Check], dict[str, Any]]:
     from ejkernel.ops import target_device
 
     target = target_device()
-    kinds: dict[str, int] = {}
-    for device in every:
-        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    kinds = Counter(device.device_kind for device in every)
     text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
     stats = _memory(every[0])
     checks = [Check("device", "JAX devices", "ok", f"{text} ({jax.default_backend()}){stats}")]

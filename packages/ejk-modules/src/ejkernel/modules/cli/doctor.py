@@ -6,6 +6,7 @@ The exit status is 0 when the operations can be used here, 1 when something must
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from ejkernel.modules.cli import checks
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         {
             "usable": usable,
             "device": device,
-            "checks": [c.asdict() for c in found],
+            "checks": [asdict(c) for c in found],
             "operations": table,
         }
     )

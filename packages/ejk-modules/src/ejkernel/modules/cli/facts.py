@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from importlib import metadata
 from pathlib import Path
 
-DISTRIBUTIONS = (
-    "ejk-types",
-    "ejk-ops",
-    "ejk-kernels-xla",
-    "ejk-kernels-pallas",
-    "ejk-kernels-triton",
-    "ejk-modules",
-)
-NEEDED = frozenset(DISTRIBUTIONS) - {"ejk-kernels-triton"}
+import ejk_command
 
 # distribution of JAX's device support -> the kind of device it serves
 PLUGINS = {
@@ -33,27 +23,14 @@ PYTHON_RANGE = ((3, 11), (3, 14))
 
 def version(distribution: str) -> str | None:
     """The installed version, None when it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    found = ejk_command.installed(distribution)
+    return None if found is None else found.version
 
 
 def numbers(text: str | None) -> tuple[int, ...]:
     """The leading numbers of a version: "0.11.2.dev1" -> (0, 11, 2)."""
     match = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(map(int, match[0].split("."))) if match else ()
-
-
-def foreign_namespaces() -> list[Path]:
-    """Regular packages named ``ejkernel`` or ``ejkernel.kernels``, which hide the namespace."""
-    found = []
-    for entry in dict.fromkeys([os.getcwd(), *sys.path]):
-        for name in ("ejkernel", "ejkernel/kernels"):
-            init = Path(entry or ".") / name / "__init__.py"
-            if init.is_file():
-                found.append(init.parent)
-    return found
 
 
 def hardware() -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +32,8 @@ def _ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _mean(values: Sequence[float]) -> float | None:
     """Geometric, of positive numbers."""
-    logs = [math.log(v) for v in values if v and v > 0]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+    positive = [v for v in values if v and v > 0]
+    return statistics.geometric_mean(positive) if positive else None
 
 
 def tiles(benches: Sequence[Record], tunings: Sequence[Record]) -> dict[str, str]:
@@ -89,11 +91,7 @@ def what_ran(benches: Sequence[Record]) -> str:
 
 
 def _tiers(ours: Sequence[dict[str, Any]]) -> str:
-    counts: dict[tuple[str, str], int] = {}
-    for r in ours:
-        if r.get("tier"):
-            who = (r.get("implementation", ""), r["tier"])
-            counts[who] = counts.get(who, 0) + 1
+    counts = Counter((r.get("implementation", ""), r["tier"]) for r in ours if r.get("tier"))
     if not counts:
         return ""
     rows = [(name, page.tag(tier), n) for (name, tier), n in sorted(counts.items())]
@@ -284,9 +282,7 @@ def cached() -> str:
     found = stored.configs(files)
     if not files:
         return ""
-    rows = []
-    for c in found:
-        rows.append((*c.said, c.measured.get("ms"), c.measured.get("date")))
+    rows = [(*c.said, c.measured.get("ms"), c.measured.get("date")) for c in found]
     columns = ("kernel", "device", "arrays", "config", "ms", "tuned on")
     body = page.table(columns, rows, numbers=(4,), code=(2, 3))
     if len(rows) > 16:
@@ -312,13 +308,7 @@ def machine(checks: Sequence[Any], device: Mapping[str, Any], table: Sequence[An
     parts = [page.table(("", "what", "found"), rows)]
     if table:
         platforms = list(table[0]["platforms"])
-        grid = [
-            (
-                row["operation"],
-                *(_answer(row, platform) for platform in platforms),
-            )
-            for row in table
-        ]
+        grid = [(row["operation"], *(_answer(row, p) for p in platforms)) for row in table]
         parts.append("<h3>Operations by platform, for a typical call</h3>")
         parts.append(page.table(("operation", *platforms), grid))
     why = f"What ejk doctor found on {device.get('name', 'this machine')}, where this was written."

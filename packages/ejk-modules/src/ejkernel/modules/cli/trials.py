@@ -20,13 +20,11 @@ def operations() -> list[dict[str, Any]]:
     from ejkernel.modules._executor import get_default_executor
     from ejkernel.modules._table import operation_class
     from ejkernel.modules.workloads.call import call_of
-    from ejkernel.modules.workloads.find import operation_names, shapes_of
-    from ejkernel.ops import device_kind
+    from ejkernel.modules.workloads.find import device_meant, operation_names, shapes_of
 
-    meant = "cpu" if device_kind() == "cpu" else "gpu"
     found = []
     for name in operation_names():
-        shape = (shapes_of(name, device=meant) or shapes_of(name))[0]
+        shape = (shapes_of(name, device=device_meant()) or shapes_of(name))[0]
         arguments = call_of(shape, name).abstract()
         answers = {p: supports(name, platform=p, **arguments) for p in PLATFORMS}
         kernel = operation_class(name).shared()

@@ -8,29 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ejkernel.modules.workloads.families import (
-    AttentionShape,
-    DecodeShape,
-    GroupedShape,
-    LatentDecodeShape,
-    LatentShape,
-    LinearShape,
-    PoolShape,
-    RaggedShape,
-    Shape,
-)
-
-# family -> module of this package that builds its calls
-_BUILDERS: dict[type[Shape], str] = {
-    AttentionShape: "dense",
-    DecodeShape: "paged",
-    RaggedShape: "paged",
-    LatentShape: "latent",
-    LatentDecodeShape: "latent",
-    LinearShape: "linear",
-    GroupedShape: "grouped",
-    PoolShape: "grouped",
-}
+from ejkernel.modules.workloads.families import Shape
 
 WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1,
          "float8_e5m2": 1}  # fmt: skip
@@ -93,7 +71,7 @@ class Call:
 
 
 def call_of(shape: Shape, operation: str | None = None, **options: Any) -> Call:
-    """The call of ``operation`` that a case describes.
+    """The call of ``operation`` that a case describes; its family's ``builder`` gives the fields.
 
     Args:
         shape: the case.
@@ -107,8 +85,9 @@ def call_of(shape: Shape, operation: str | None = None, **options: Any) -> Call:
     if not shape.serves(operation):
         served = ", ".join(filter(shape.serves, shape.operations))
         raise ValueError(f"the shape {shape.name!r} is no call of {operation}, but of {served}")
-    builder = importlib.import_module(f"{__package__}.{_BUILDERS[type(shape)]}")
-    fields = builder.build(shape, operation)
+    module, _, name = shape.builder.partition(".")
+    builder = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    fields = builder(shape, operation)
     fields["options"] = {**fields["options"], **options}
     return Call(
         operation, shape.name, source=shape.source, device=shape.device, shape=shape, **fields

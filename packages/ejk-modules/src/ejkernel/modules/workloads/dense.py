@@ -50,6 +50,8 @@ def _arrays(shape: AttentionShape, operation: str) -> dict[str, Any]:
         arrays["softmax_aux"] = jnp.ones((shape.heads, shape.sinks), jnp.float32)
     if operation == "blocksparse_attention":
         arrays["block_mask"] = jnp.asarray(_pattern(shape))
+    if operation == "attention" and shape.dropout:
+        arrays["dropout_rng"] = jax.random.key(0)
     return arrays
 
 
@@ -117,7 +119,7 @@ def _flops(shape: AttentionShape, operation: str) -> float:
     return 2.0 * rows * seen * (shape.head_dim + shape.value_dim)
 
 
-def build(shape: AttentionShape, operation: str) -> dict[str, Any]:
+def attention(shape: AttentionShape, operation: str) -> dict[str, Any]:
     """The fields of a Call."""
     dims = shape.head_dim + shape.value_dim
     moved = shape.q_len * shape.heads * dims + shape.keys * shape.kv_heads * dims
@@ -126,22 +128,14 @@ def build(shape: AttentionShape, operation: str) -> dict[str, Any]:
     moved *= shape.batch
     if shape.bias and operation != "native_sparse_attention":
         moved += math.prod(shape.bias_shape)
-    arrays = functools.partial(_arrays, shape, operation)
-    options = _options(shape, operation)
-    if operation == "attention" and shape.dropout:
-        arrays = functools.partial(_with_key, arrays)
     gradients = ("query", "key", "value")
     if operation == "native_sparse_attention":
         gradients += _branches(shape)
     return {
-        "make": arrays,
-        "options": options,
+        "make": functools.partial(_arrays, shape, operation),
+        "options": _options(shape, operation),
         "flops": _flops(shape, operation),
         "moved": float(WIDTH[shape.dtype] * moved),
         "dtype": shape.dtype,
         "gradients": gradients,
     }
-
-
-def _with_key(arrays: Any) -> dict[str, Any]:
-    return {**arrays(), "dropout_rng": jax.random.key(0)}

@@ -16,7 +16,7 @@ class Shape:
     """
 
     operations: ClassVar[tuple[str, ...]] = ()
-    short_names: ClassVar[dict[str, str]] = {}
+    builder: ClassVar[str] = ""  # module and function of this package that make its calls
 
     name: str
     source: str = field(default="", kw_only=True)
@@ -27,7 +27,13 @@ class Shape:
         return operation in self.operations
 
 
-_HEADS = {"b": "batch", "h": "heads", "hk": "kv_heads", "d": "head_dim", "dv": "v_dim"}
+# what may be written for a field: the first of these that the family has
+SHORT_NAMES = {
+    "b": ("batch",), "h": ("heads",), "hk": ("kv_heads",), "d": ("head_dim", "channels"),
+    "dv": ("v_dim",), "q": ("q_len",), "k": ("kv_len",), "s": ("q_len", "length"),
+    "t": ("length",), "w": ("window",), "c": ("context", "chunk"), "ps": ("page",),
+    "r": ("latent",), "g": ("groups",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,7 @@ class AttentionShape(Shape):
         "native_sparse_attention",
         "ring_attention",
     )
-    short_names: ClassVar[dict[str, str]] = {
-        **_HEADS,
-        "q": "q_len",
-        "k": "kv_len",
-        "s": "q_len",
-        "w": "window",
-    }
+    builder = "dense.attention"
 
     batch: int
     q_len: int
@@ -122,7 +122,7 @@ class DecodeShape(Shape):
     """One decoding step over a cache; ``context`` is the mean number of cached tokens."""
 
     operations = ("page_attention", "ragged_decode_attention")
-    short_names: ClassVar[dict[str, str]] = {**_HEADS, "c": "context", "ps": "page", "w": "window"}
+    builder = "paged.decode"
 
     batch: int
     context: int
@@ -148,7 +148,7 @@ class RaggedShape(Shape):
     """
 
     operations = ("ragged_page_attention", "ragged_page_attention_v3")
-    short_names: ClassVar[dict[str, str]] = {**_HEADS, "c": "context", "ps": "page", "w": "window"}
+    builder = "paged.ragged"
 
     decodes: int
     prefills: int
@@ -183,13 +183,7 @@ class LatentShape(Shape):
     """
 
     operations = ("mla_attention",)
-    short_names: ClassVar[dict[str, str]] = {
-        "b": "batch",
-        "h": "heads",
-        "s": "length",
-        "r": "latent",
-        "dv": "v_dim",
-    }
+    builder = "latent.prefill"
 
     batch: int
     length: int
@@ -207,13 +201,7 @@ class LatentDecodeShape(Shape):
     """One decoding step in latent space over a paged cache of ``latent + rope`` per token."""
 
     operations = ("mla_decode",)
-    short_names: ClassVar[dict[str, str]] = {
-        "b": "batch",
-        "h": "heads",
-        "c": "context",
-        "r": "latent",
-        "ps": "page",
-    }
+    builder = "latent.decode"
 
     batch: int
     context: int
@@ -235,7 +223,7 @@ class LinearShape(Shape):
     """
 
     operations = ("gla_attention", "recurrent_attention", "lightning_attention")
-    short_names: ClassVar[dict[str, str]] = {**_HEADS, "s": "length", "t": "length"}
+    builder = "linear.linear"
 
     batch: int
     length: int
@@ -267,7 +255,7 @@ class GroupedShape(Shape):
     """
 
     operations = ("grouped_matmul",)
-    short_names: ClassVar[dict[str, str]] = {"g": "groups"}
+    builder = "grouped.product"
 
     m: int
     k: int
@@ -284,12 +272,7 @@ class PoolShape(Shape):
     """Means over chunks of ``chunk`` tokens; None = over the whole length."""
 
     operations = ("mean_pooling",)
-    short_names: ClassVar[dict[str, str]] = {
-        "b": "batch",
-        "s": "length",
-        "d": "channels",
-        "c": "chunk",
-    }
+    builder = "grouped.means"
 
     batch: int
     length: int
@@ -298,13 +281,4 @@ class PoolShape(Shape):
     dtype: str = "bfloat16"
 
 
-FAMILIES: tuple[type[Shape], ...] = (
-    AttentionShape,
-    DecodeShape,
-    RaggedShape,
-    LatentShape,
-    LatentDecodeShape,
-    LinearShape,
-    GroupedShape,
-    PoolShape,
-)
+FAMILIES: tuple[type[Shape], ...] = tuple(Shape.__subclasses__())

@@ -15,7 +15,7 @@ from typing import Any
 
 from ejkernel.modules._table import OPERATIONS, REGISTRY_NAMES
 from ejkernel.modules.workloads.call import WIDTH, Call, call_of
-from ejkernel.modules.workloads.families import FAMILIES, Shape
+from ejkernel.modules.workloads.families import FAMILIES, SHORT_NAMES, Shape
 from ejkernel.modules.workloads.shapes import SHAPES
 
 DEFAULTS: Mapping[str, Any] = {
@@ -92,6 +92,24 @@ def shapes_of(operation: str, pattern: str = "*", device: str | None = None) -> 
     return [s for s in found if device is None or s.device == device]
 
 
+def device_meant() -> str:
+    """Which cases the device at hand is for: "cpu", or "gpu" for every accelerator."""
+    from ejkernel.ops import device_kind
+
+    return "cpu" if device_kind() == "cpu" else "gpu"
+
+
+def matching(names: Iterable[str], globs: str) -> list[str]:
+    """The names that one of the comma-separated globs matches."""
+    return [n for n in names if any(fnmatch.fnmatch(n, glob) for glob in globs.split(","))]
+
+
+def calls_here(operation: str, globs: str) -> list[Call]:
+    """The calls of an operation's cases for the device at hand whose names match."""
+    shapes = {s.name: s for s in shapes_of(operation, device=device_meant())}
+    return [call_of(shapes[name], operation) for name in matching(shapes, globs)]
+
+
 def from_words(operation: str, words: Sequence[str], base: Shape | None = None) -> Call:
     """The call that ``key=value`` words describe, on top of a case or of modest defaults.
 
@@ -111,7 +129,8 @@ def from_words(operation: str, words: Sequence[str], base: Shape | None = None) 
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"{word!r}: expected key=value, e.g. {next(iter(options))}=...")
-        key = family.short_names.get(key, key)
+        if key not in fields:
+            key = next((name for name in SHORT_NAMES.get(key, ()) if name in fields), key)
         if key in fields and key not in ("name", "source", "device"):
             sizes[key] = _checked(key, text, fields[key].type)
         elif key in options:

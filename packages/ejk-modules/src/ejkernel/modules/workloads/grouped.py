@@ -41,7 +41,8 @@ def _operands(shape: GroupedShape) -> dict[str, Any]:
     return given
 
 
-def _product(shape: GroupedShape) -> dict[str, Any]:
+def product(shape: GroupedShape, _: str) -> dict[str, Any]:
+    """The fields of a Call."""
     used = int((group_sizes(shape) > 0).sum())
     matrices = used * shape.k * shape.n * WIDTH[shape.stored or shape.dtype]
     return {
@@ -60,7 +61,8 @@ def _rows(shape: PoolShape) -> dict[str, Any]:
     return {"x": jax.random.normal(jax.random.key(0), size, shape.dtype)}
 
 
-def _means(shape: PoolShape) -> dict[str, Any]:
+def means(shape: PoolShape, _: str) -> dict[str, Any]:
+    """The fields of a Call."""
     numbers = float(shape.batch * shape.length * shape.channels)
     return {
         "make": functools.partial(_rows, shape),
@@ -71,9 +73,3 @@ def _means(shape: PoolShape) -> dict[str, Any]:
         "gradients": ("x",),
         "backward_factor": 1.0,
     }
-
-
-def build(shape: Any, operation: str) -> dict[str, Any]:
-    """The fields of a Call."""
-    del operation  # each family has one
-    return _product(shape) if isinstance(shape, GroupedShape) else _means(shape)

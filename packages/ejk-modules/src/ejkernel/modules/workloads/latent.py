@@ -32,7 +32,8 @@ def _expanded(shape: LatentShape) -> dict[str, Any]:
     }
 
 
-def _prefill(shape: LatentShape) -> dict[str, Any]:
+def prefill(shape: LatentShape, _: str) -> dict[str, Any]:
+    """The fields of a Call."""
     b, s, h = shape.batch, shape.length, shape.heads
     pairs = s * (s + 1) / 2 if shape.causal else s * s
     dims = shape.nope + shape.rope + shape.v_dim
@@ -62,7 +63,8 @@ def _cached(shape: LatentDecodeShape) -> dict[str, Any]:
     }
 
 
-def _decode(shape: LatentDecodeShape) -> dict[str, Any]:
+def decode(shape: LatentDecodeShape, _: str) -> dict[str, Any]:
+    """The fields of a Call."""
     tokens = int(contexts(shape).sum())
     width = shape.latent + shape.rope
     options: dict[str, Any] = {"latent_dim": shape.latent}
@@ -75,9 +77,3 @@ def _decode(shape: LatentDecodeShape) -> dict[str, Any]:
         "moved": float(tokens * width * WIDTH[shape.cache_dtype]),
         "dtype": shape.dtype,
     }
-
-
-def build(shape: Any, operation: str) -> dict[str, Any]:
-    """The fields of a Call."""
-    del operation  # each family has one
-    return _prefill(shape) if isinstance(shape, LatentShape) else _decode(shape)

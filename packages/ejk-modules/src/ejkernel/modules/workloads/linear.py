@@ -32,7 +32,7 @@ def _arrays(shape: LinearShape, operation: str) -> dict[str, Any]:
     return arrays
 
 
-def build(shape: LinearShape, operation: str) -> dict[str, Any]:
+def linear(shape: LinearShape, operation: str) -> dict[str, Any]:
     """The fields of a Call: the state is updated and read once per token, and where it is given
     read and written once."""
     lightning = operation == "lightning_attention"

@@ -62,12 +62,12 @@ def _sinks(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
     return {"softmax_aux": jnp.ones((shape.heads, shape.sinks), jnp.float32)}
 
 
-def _options(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
+def _options(shape: DecodeShape | RaggedShape, cache_dtype: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "sliding_window": shape.window,
         "logits_soft_cap": shape.soft_cap,
     }
-    if isinstance(shape, RaggedShape) and WIDTH[shape.cache_dtype or shape.dtype] == 1:
+    if WIDTH[cache_dtype] == 1:
         options |= {"k_scale": QUANTISED_SCALE, "v_scale": QUANTISED_SCALE}
     return {name: value for name, value in options.items() if value is not None}
 
@@ -102,19 +102,17 @@ def _contiguous_arrays(shape: DecodeShape) -> dict[str, Any]:
     }
 
 
-def _decode(shape: DecodeShape, operation: str) -> dict[str, Any]:
+def decode(shape: DecodeShape, operation: str) -> dict[str, Any]:
+    """The fields of a Call."""
     paged = operation == "page_attention"
     cache_dtype = shape.cache_dtype if paged else shape.dtype
-    options = _options(shape)
-    if WIDTH[cache_dtype] == 1:
-        options |= {"k_scale": QUANTISED_SCALE, "v_scale": QUANTISED_SCALE}
     read = contexts(shape)
     if shape.window is not None:
         read = np.minimum(read, shape.window + 1)
     tokens = int(read.sum())
     return {
         "make": functools.partial(_page_arrays if paged else _contiguous_arrays, shape),
-        "options": options,
+        "options": _options(shape, cache_dtype),
         "flops": 4.0 * tokens * shape.heads * shape.head_dim,
         "moved": 2.0 * tokens * shape.kv_heads * shape.head_dim * WIDTH[cache_dtype],
         "dtype": shape.dtype,
@@ -131,47 +129,37 @@ def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
     queries = jax.random.normal(keys[0], (shape.tokens, shape.heads, shape.head_dim), shape.dtype)
     tables = jnp.asarray(scattered(shape.sequences, pages))
     held = filled(keys[1], cache, shape.dtype, shape.cache_dtype or shape.dtype)
+    where = {"block_tables": tables, "query_start_loc": jnp.asarray(starts)}
     if operation == "ragged_page_attention":
-        own_arrays = {
-            "kv_pages": held,
-            "context_lens": lengths,
-            "block_tables": tables,
-            "query_start_loc": jnp.asarray(starts),
-            "num_seqs": jnp.asarray(shape.sequences, jnp.int32),
-        }
+        sequences = {"num_seqs": jnp.asarray(shape.sequences, jnp.int32)}
+        own = {"kv_pages": held, "context_lens": lengths, **where, **sequences}
     else:
         counts = (shape.decodes, shape.decodes, shape.sequences)
-        own_arrays = {
+        own = {
             "keys": jax.random.normal(keys[2], new, shape.dtype),
             "values": jax.random.normal(keys[3], new, shape.dtype),
             "kv_cache": held,
             "kv_lens": lengths,
-            "block_tables": tables,
-            "query_start_loc": jnp.asarray(starts),
+            **where,
             "distribution": jnp.asarray(counts, jnp.int32),
         }
-    return {"queries": queries, **own_arrays, **_sinks(shape)}
+    return {"queries": queries, **own, **_sinks(shape)}
 
 
-def _ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
+def ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
+    """The fields of a Call."""
     # a row of a prompt's chunk sees on average half of its chunk besides what came before
     own, lengths = new_tokens(shape).astype(np.float64), contexts(shape)
     pairs = float((own * (lengths - own + (own + 1) / 2)).sum())
     if shape.window is not None:
         pairs = min(pairs, shape.tokens * (shape.window + 1))
     width = WIDTH[shape.dtype] * shape.head_dim
-    held = WIDTH[shape.cache_dtype or shape.dtype] * shape.head_dim
-    cached = 2.0 * float(lengths.sum()) * shape.kv_heads * held
+    cache_dtype = shape.cache_dtype or shape.dtype
+    cached = 2.0 * float(lengths.sum()) * shape.kv_heads * WIDTH[cache_dtype] * shape.head_dim
     return {
         "make": functools.partial(_ragged_arrays, shape, operation),
-        "options": _options(shape),
+        "options": _options(shape, cache_dtype),
         "flops": 4.0 * pairs * shape.heads * shape.head_dim,
         "moved": cached + 2.0 * shape.tokens * shape.heads * width,
         "dtype": shape.dtype,
     }
-
-
-def build(shape: Any, operation: str) -> dict[str, Any]:
-    """The fields of a Call."""
-    decode = isinstance(shape, DecodeShape)
-    return _decode(shape, operation) if decode else _ragged(shape, operation)
