@@ -8,18 +8,17 @@ picture of times that nobody recorded.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import numpy as np
 
+import generated
 from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types.pattern import visited_tiles
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "docs" / "operations" / "pictures"
-RESULTS = ROOT / "tools" / "bench" / "results"
+FOLDER = generated.ROOT / "docs" / "operations" / "pictures"
+RESULTS = generated.ROOT / "tools" / "bench" / "results"
 RECORD = RESULTS / "nvidia-h200" / "blocksparse_attention-density.json"
 
 BLOCKS, CELL, GAP, TITLE = 12, 9, 34, 18
@@ -148,30 +147,13 @@ def times() -> str:
     return _document(left + width + 24, top + height + 42, parts)
 
 
-def pictures() -> dict[str, str]:
-    """Name -> SVG."""
-    found = {"sparse_patterns.svg": grids()}
+def pictures() -> dict[Path, str]:
+    """SVG by file."""
+    found = {FOLDER / "sparse_patterns.svg": grids()}
     if RECORD.exists():
-        found["sparse_times.svg"] = times()
+        found[FOLDER / "sparse_times.svg"] = times()
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the pictures")
-    write = parser.parse_args().write
-    stale = 0
-    for name, svg in pictures().items():
-        path = FOLDER / name
-        if path.exists() and path.read_text() == svg:
-            continue
-        stale += 1
-        if write:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(svg)
-        print(f"{path.relative_to(ROOT)}: {'written' if write else 'out of date'}")
-    return int(bool(stale) and not write)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(generated.main(pictures(), __doc__, None))

@@ -13,8 +13,9 @@ import ast
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-OPERATIONS = ROOT / "packages/ejk-modules/src/ejkernel/modules/operations"
+import generated
+
+OPERATIONS = generated.ROOT / "packages/ejk-modules/src/ejkernel/modules/operations"
 FLAGS = ("return_lse", "return_state")
 ONE, BOTH = "jax.Array", "tuple[jax.Array, jax.Array]"
 
@@ -90,21 +91,8 @@ def _group(source: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    write = "--write" in (sys.argv[1:] if argv is None else argv)
-    stale = []
-    for module in sorted(OPERATIONS.glob("*.py")):
-        stub, wanted = module.with_suffix(".pyi"), stub_of(module)
-        have = stub.read_text() if stub.is_file() else None
-        if have == wanted:
-            continue
-        stale.append(stub)
-        if write and wanted is None:
-            stub.unlink()
-        elif write:
-            stub.write_text(wanted or "")
-    for stub in stale:
-        print(f"{stub.relative_to(ROOT)}: {'written' if write else 'out of date'}")
-    return 1 if stale and not write else 0
+    modules = sorted(OPERATIONS.glob("*.py"))
+    return generated.main({m.with_suffix(".pyi"): stub_of(m) for m in modules}, __doc__, argv)
 
 
 if __name__ == "__main__":

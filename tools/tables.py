@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import generated
+
 PLATFORMS = {"xla": "XLA", "triton": "Triton", "pallas": "Pallas", "cuda": "CUDA library"}
 NO_KERNELS = (
     "There are no kernels yet: the package registers itself and offers nothing, so the XLA\n"
@@ -39,7 +39,7 @@ def platforms() -> dict[str, list[str]]:
 
 def operations() -> list[tuple[str, str, str, str]]:
     """Function, page, registry name and description of every documented operation."""
-    return ROW.findall((ROOT / "docs/operations/README.md").read_text())
+    return ROW.findall((generated.ROOT / "docs/operations/README.md").read_text())
 
 
 def operations_table() -> str:
@@ -71,20 +71,7 @@ def render(text: str) -> str:
     return SLOT.sub(fill, text)
 
 
-def main(argv: list[str]) -> int:
-    stale = 0
-    for path in (ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))):
-        text = path.read_text()
-        new = render(text)
-        if new == text:
-            continue
-        if "--write" in argv:
-            path.write_text(new)
-        else:
-            stale = 1
-        print(f"{path.relative_to(ROOT)}: {'written' if '--write' in argv else 'out of date'}")
-    return stale
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    pages = (generated.ROOT / "README.md", *sorted(generated.ROOT.glob("packages/*/README.md")))
+    wanted = {path: render(path.read_text()) for path in pages}
+    sys.exit(generated.main(wanted, __doc__, None))

@@ -89,9 +89,8 @@ def test_the_files_of_an_operation_are_those_that_the_page_lists():
 
 
 def test_pictures_are_what_their_script_draws():
-    for name, svg in patterns.pictures().items():
-        drawn = (patterns.FOLDER / name).read_text()
-        assert drawn == svg, f"{name} is out of date: run tools/patterns.py --write"
+    for path, svg in patterns.pictures().items():
+        assert path.read_text() == svg, f"{path} is out of date: run tools/patterns.py --write"
 
 
 def test_a_picture_shows_the_tiles_that_a_pattern_leaves(monkeypatch):
@@ -107,9 +106,10 @@ def test_a_picture_shows_the_tiles_that_a_pattern_leaves(monkeypatch):
 def test_a_picture_of_times_is_of_records_only(monkeypatch, tmp_path):
     record = tmp_path / "density.json"
     monkeypatch.setattr(patterns, "RECORD", record)
-    assert "sparse_times.svg" not in patterns.pictures()
+    times = patterns.FOLDER / "sparse_times.svg"
+    assert times not in patterns.pictures()
     rows = [{"platform": "triton", "mode": "fwd", "seen": d, "ms": 10 * d} for d in (1.0, 0.1)]
     dense = [{"platform": "triton", "mode": "fwd", "ms": 5.0}]
     record.write_text(json.dumps({"device": "a card", "rows": rows, "dense": dense}))
     assert patterns.recorded() == {("triton", "fwd"): [(0.1, 0.2), (1.0, 2.0)]}
-    assert patterns.pictures()["sparse_times.svg"].count("<circle") == 2
+    assert patterns.pictures()[times].count("<circle") == 2

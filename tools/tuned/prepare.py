@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.modules.bench.case import forward_and_backward
 from ejkernel.ops import Autotuner
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation
@@ -57,19 +58,12 @@ def lower(inv: Invocation, cfg: Any) -> None:
         args, kwargs = parts.around(given)
         return runner(*args, **kwargs)
 
-    def both(*given: Any) -> Any:
-        def of_floats(*values: Any) -> Any:
-            full = list(given)
-            for i, value in zip(floats, values, strict=True):
-                full[i] = value
-            return [x for x in jax.tree.leaves(run(*full)) if _differentiable(x.dtype)]
-
-        out, vjp = jax.vjp(of_floats, *(given[i] for i in floats))
-        return vjp(out)
+    def smooth(*given: Any) -> Any:
+        return [x for x in jax.tree.leaves(run(*given)) if _differentiable(x.dtype)]
 
     passes = [run]
     if kernel.trained and resolved.differentiable and floats:
-        passes.append(both)
+        passes.append(forward_and_backward(smooth, tuple(floats)))
     for one in passes:
         jax.jit(one).trace(*arrays).lower(lowering_platforms=("cuda",))
 
