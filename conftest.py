@@ -145,8 +145,12 @@ def release_programs():
         sys.modules["jax"].clear_caches()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """An example in a document builds on those above it, which another worker may have run."""
+    """A test for a card needs one. An example in a document builds on those above it, which another
+    worker may have run."""
+    if item.get_closest_marker("gpu") and __import__("jax").default_backend() != "gpu":
+        pytest.skip("needs a GPU")
     example = getattr(item, "example", None)
     if example is None:
         return

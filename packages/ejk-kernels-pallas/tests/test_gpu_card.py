@@ -39,8 +39,6 @@ LISTED = [name for name in cases.SPARSE if walks(name)]
 
 @pytest.fixture(autouse=True, scope="module")
 def hopper():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
     try:
         current_chip()
     except Unsupported as error:

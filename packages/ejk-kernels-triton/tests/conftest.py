@@ -5,6 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="module")
+def toolchain(request):
+    """On a card jax-triton is loaded before the first test, and says what it lacks."""
+    if request.node.get_closest_marker("gpu"):
+        from ejkernel.kernels.triton import compat
+
+        compat.toolchain()
+
+
 @pytest.fixture(params=[2, 4], ids=["jax-triton 0.3", "jax-triton 0.4"])
 def launcher(request, monkeypatch, tmp_path):
     """Either form of jax-triton's custom call, without its plugin."""

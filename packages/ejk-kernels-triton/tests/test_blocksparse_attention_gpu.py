@@ -11,16 +11,9 @@ from ejktest import attention_at_size as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import blocksparse_attention, compat, flash_attention
+from ejkernel.kernels.triton import blocksparse_attention, flash_attention
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
 
 
 @pytest.mark.parametrize("name", cases.SPARSE)

@@ -14,22 +14,15 @@ from ejktest import large_logits_at_size as large
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import compat, flash_attention
+from ejkernel.kernels.triton import flash_attention
 from ejkernel.kernels.triton.targets import current_target
 from ejktest.ahead import compile_side_by_side, lower_case
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, scope="module")
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
-
-
 @pytest.fixture(scope="module")
-def known(gpu, request: pytest.FixtureRequest):
+def known(request: pytest.FixtureRequest):
     """Name -> inputs and reference of every case of this run, its kernels compiled.
 
     Processes compile kernels while threads compile and run references.

@@ -12,17 +12,14 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import compat, grouped_matmul
+from ejkernel.kernels.triton import grouped_matmul
 from ejkernel.kernels.triton.targets import current_target
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True, scope="module")
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
+def compiled() -> None:
     cases.compile_ahead(current_target())
 
 

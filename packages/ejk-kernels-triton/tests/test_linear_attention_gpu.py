@@ -13,20 +13,12 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.linear_attention import recurrent_attention
 from ejkernel.kernels.triton.mean_pooling import mean_pooling
 
 pytestmark = pytest.mark.gpu
 # float32 products run as TF32, whose digits are those of float16
 WORKING = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
 
 
 def draw(s, h, hk, dk, dv, states, dtype, size, gate):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from ejktest import latent_at_size as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import compat, mla_decode
+from ejkernel.kernels.triton import mla_decode
 from ejkernel.kernels.triton.targets import current_target
 from ejktest.ahead import compile_cases
 from ejktest.attention_at_size import names_in_run
@@ -18,10 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True, scope="module")
-def gpu(request: pytest.FixtureRequest):
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
+def compiled(request: pytest.FixtureRequest) -> None:
     compile_cases(cases, "mla_decode", names_in_run(request), current_target())
 
 

@@ -15,7 +15,6 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.native_sparse_attention import native_sparse_attention, select
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import current_target
@@ -24,13 +23,6 @@ from ejkernel.types.token_blocks import block_means, find_blocks
 pytestmark = pytest.mark.gpu
 # float32 products run as TF32, whose digits are those of float16
 WORKING = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
 
 
 @pytest.mark.parametrize("name", sparse_cases.CASES)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import pytest
 
 from ejktest import paged_at_size as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import compat, page_attention
+from ejkernel.kernels.triton import page_attention
 from ejkernel.kernels.triton.targets import current_target
 from ejktest.ahead import compile_cases
 from ejktest.attention_at_size import names_in_run
@@ -20,10 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True, scope="module")
-def gpu(request: pytest.FixtureRequest):
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
+def compiled(request: pytest.FixtureRequest) -> None:
     compile_cases(cases, "page_attention", names_in_run(request), current_target())
 
 

@@ -12,20 +12,12 @@ from ejktest import ragged_cases as cases
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import (
-    compat,
     ragged_decode_attention,
     ragged_page_attention,
     ragged_page_attention_v3,
 )
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-    compat.toolchain()
 
 
 @pytest.mark.parametrize("name", cases.CASES)
