@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types import MaskInfo
+from ejktest.oracles.attention import dropout_factor
 
 
 def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None, keep=None):
@@ -105,29 +106,6 @@ def segments(b, n, seed=0):
     cuts = jax.random.randint(jax.random.key(seed), (b, 6), 0, n)
     ids = jnp.sum(jnp.arange(n)[None, :, None] >= jnp.sort(cuts, 1)[:, None, :], -1)
     return jnp.where(jnp.arange(n)[None] >= n - n // 10, -1, ids).astype(jnp.int32)
-
-
-def hash_keep(seed, b, h, q, k, p):
-    """The dropout mask of the contract, bool [b, h, q, k]."""
-    u = jnp.uint32
-    P1, P2, P3, P4, P5 = map(u, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1))
-    m1, m2 = u(0x85EBCA6B), u(0xC2B2AE35)
-
-    def fmix(x):
-        x = (x ^ (x >> 16)) * m1
-        x = (x ^ (x >> 13)) * m2
-        return x ^ (x >> 16)
-
-    bb, hh = jnp.arange(b, dtype=u)[:, None], jnp.arange(h, dtype=u)[None]
-    a = fmix(fmix(fmix(u(seed) + P1) + bb * P2) + hh * P3)
-    r = fmix(a[..., None] + jnp.arange(q, dtype=u) * P4)
-    s = fmix(r ^ P1)
-    x = r[..., None] + jnp.arange(k, dtype=u) * P5
-    x = (x ^ (x >> 16)) * m1
-    x = x ^ s[..., None]
-    x = (x ^ (x >> 13)) * m2
-    x = x ^ (x >> 16)
-    return (x >> 8) >= round(p * 2**24)
 
 
 # name: (b, q, k, h, hk, d, dv, dtype), options
@@ -360,8 +338,9 @@ def truth(name):
         if "pattern" in fixed:
             rows, keys = o["pattern"][0]
             mask = mask & fixed["pattern"][:, :, i // rows, j // keys]
-        drop = o.get("dropout", 0.0)
-        keep = (hash_keep(11, b, h, q_len, kv_len, drop), drop) if drop else None
+        keep = None
+        if "dropout" in o:
+            keep = dropout_factor(o["dropout"], 11, (b, h, q_len, kv_len)) > 0, o["dropout"]
         return reference(
             x["q"], x["k"], x["v"], mask=mask, scale=o.get("scale"), bias=x.get("bias"),
             sinks=x.get("sinks"), cap=o.get("cap"), keep=keep,

@@ -1,4 +1,4 @@
-"""The dense meaning of a mask, in numpy from the definition, and hypothesis strategies."""
+"""Random masks for hypothesis, and their dense meaning."""
 
 from __future__ import annotations
 
@@ -6,53 +6,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ejkernel.types import MaskInfo
+from ejktest.oracles.attention import visible
 
-
-def dense_of_fields(mask, q_len, kv_len):
-    """bool [b, h, q, k] of one mask's own fields, row by row from the definition."""
-    arrays = {
-        name: None if getattr(mask, name) is None else np.asarray(getattr(mask, name))
-        for name in (
-            "attention_mask",
-            "q_segment_ids",
-            "kv_segment_ids",
-            "q_positions",
-            "kv_positions",
-        )
-    }
-    batch = max([1, *(a.shape[0] for a in arrays.values() if a is not None)])
-    result = np.ones((batch, 1, q_len, kv_len), bool)
-    for b in range(batch):
-
-        def row(name, default, b=b):
-            a = arrays[name]
-            return default if a is None else a[b % a.shape[0]].astype(object)
-
-        pq = row("q_positions", np.arange(q_len).astype(object))
-        pk = row("kv_positions", np.arange(kv_len).astype(object))
-        sq, sk = row("q_segment_ids", None), row("kv_segment_ids", None)
-        for i in range(q_len):
-            for j in range(kv_len):
-                c = pq[i] + mask.causal_offset
-                ok = not mask.causal or pk[j] <= c
-                if mask.sliding_window is not None:
-                    left, right = mask.sliding_window
-                    ok = ok and c - left <= pk[j] <= c + right
-                if mask.chunk_size is not None:
-                    ok = ok and c // mask.chunk_size == pk[j] // mask.chunk_size
-                if sq is not None:
-                    ok = ok and sq[i] == sk[j] and sq[i] >= 0
-                result[b, 0, i, j] = bool(ok)
-    if arrays["attention_mask"] is not None:
-        result = result & (arrays["attention_mask"] != 0)
-    return result
+FIELDS = ("causal", "causal_offset", "sliding_window", "chunk_size")
+ARRAYS = ("attention_mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 
 
 def dense_of(mask, q_len, kv_len):
-    """The same for a mask and everything it is joined with."""
+    """bool [b, h, q, k] of a mask and everything it is joined with."""
     result = np.ones((1, 1, q_len, kv_len), bool)
     for part in mask.conjuncts:
-        result = result & dense_of_fields(part, q_len, kv_len)
+        given = {name: getattr(part, name) for name in ARRAYS if getattr(part, name) is not None}
+        batch = max((x.shape[0] for x in given.values()), default=1)
+        given |= {name: getattr(part, name) for name in FIELDS}
+        result = result & visible(batch, q_len, kv_len, **given)
     return result
 
 

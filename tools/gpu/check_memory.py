@@ -39,20 +39,6 @@ import triton.language as tl  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
 from ejkernel.kernels.triton import bridge  # noqa: E402
-from ejkernel.kernels.triton.blocksparse_attention import blocksparse_attention  # noqa: E402
-from ejkernel.kernels.triton.flash_attention import flash_attention  # noqa: E402
-from ejkernel.kernels.triton.grouped_matmul import grouped_matmul  # noqa: E402
-from ejkernel.kernels.triton.mla_decode import mla_decode  # noqa: E402
-from ejkernel.kernels.triton.native_sparse_attention import (  # noqa: E402
-    native_sparse_attention,
-)
-from ejkernel.kernels.triton.page_attention import page_attention  # noqa: E402
-from ejkernel.kernels.triton.ragged_decode_attention import (  # noqa: E402
-    ragged_decode_attention,
-)
-from ejkernel.kernels.triton.ragged_page_attention_v3 import (  # noqa: E402
-    ragged_page_attention_v3,
-)
 from ejkernel.kernels.triton.targets import current_target  # noqa: E402
 from ejktest import (  # noqa: E402
     attention_at_size,
@@ -65,20 +51,24 @@ from ejktest import (  # noqa: E402
 )
 
 
+def dense(name: str, operation):
+    return attention_at_size.kernel(name, operation)(*attention_at_size.inputs(name))
+
+
 def flash(name: str):
-    return attention_at_size.kernel(name, flash_attention)(*attention_at_size.inputs(name))
+    return dense(name, triton.flash_attention)
 
 
 def sparse(name: str):
-    return attention_at_size.kernel(name, blocksparse_attention)(*attention_at_size.inputs(name))
+    return dense(name, triton.blocksparse_attention)
 
 
 def paged(name: str):
-    return paged_at_size.runner(name, page_attention)(*paged_at_size.draw(name))
+    return paged_at_size.runner(name, triton.page_attention)(*paged_at_size.draw(name))
 
 
 def latent(name: str):
-    return latent_at_size.runner(name, mla_decode)(*latent_at_size.draw(name))
+    return latent_at_size.runner(name, triton.mla_decode)(*latent_at_size.draw(name))
 
 
 def ragged(name: str):
@@ -87,7 +77,7 @@ def ragged(name: str):
     if name == "page 16":  # out of order, beyond the table, pages that are none
         x["starts"], x["lens"] = x["starts"].at[1].set(9999), x["lens"] + 1000
         x["tables"] = x["tables"] - 5
-    f, arrays = ragged_cases.writing(ragged_page_attention_v3, mix, x)
+    f, arrays = ragged_cases.writing(triton.ragged_page_attention_v3, mix, x)
     return f(*arrays)
 
 
@@ -96,21 +86,21 @@ def contiguous():
         jnp.ones(shape, jnp.bfloat16) for shape in ((3, 4, 64), (3, 77, 2, 64), (3, 77, 2, 40))
     )
     start, end = jnp.asarray([0, -9, 76]), jnp.asarray([77, 10, 1000])
-    return ragged_decode_attention(q, k, v, start, end)
+    return triton.ragged_decode_attention(q, k, v, start, end)
 
 
 def grouped(*case):
-    run, arrays = grouped_cases.pull(grouped_matmul, *case)
+    run, arrays = grouped_cases.pull(triton.grouped_matmul, *case)
     return run(*arrays)
 
 
 def stored(case: str):
-    run, arrays, _ = grouped_cases.stored_case(grouped_matmul, case)
+    run, arrays, _ = grouped_cases.stored_case(triton.grouped_matmul, case)
     return run(*arrays)
 
 
 def lists(name: str):
-    run, arrays = sparse_cases.pull(native_sparse_attention, name)
+    run, arrays = sparse_cases.pull(triton.native_sparse_attention, name)
     return run(**arrays)
 
 
@@ -119,7 +109,7 @@ def branches(name: str):
     gate = jnp.ones(x["query"].shape[:3], x["query"].dtype)
     cu = jnp.asarray([0, 5, 5, 170, 251])
     out, back = jax.vjp(
-        lambda q, k, v: native_sparse_attention(
+        lambda q, k, v: triton.native_sparse_attention(
             q, k, v, gate, None, None, 3, cu, block_size=10, sliding_window=20
         ),
         *(x[name] for name in ("query", "key", "value")),

@@ -91,29 +91,21 @@ def visible(
 # -- dropout ------------------------------------------------------------------------------------
 
 
-def _fmix(x: int) -> int:
-    x ^= x >> 16
-    x = x * 0x85EBCA6B & M32
-    x ^= x >> 13
-    x = x * 0xC2B2AE35 & M32
+def _fmix(x: Any, s: Any = 0) -> Any:
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & M32
+    x = x ^ s
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & M32
     return x ^ (x >> 16)
 
 
-def hash_word(seed: int, b: int, h: int, i: int, j: int) -> int:
-    """The 32-bit word that decides one probability, on Python integers."""
+def hash_word(seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """The 32-bit word that decides one probability, on Python integers or arrays of 64 bits."""
     p1, p2, p3, p4, p5 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1
     a = _fmix(seed + p1 & M32)
     a = _fmix(a + b * p2 & M32)
     a = _fmix(a + h * p3 & M32)
     r = _fmix(a + i * p4 & M32)
-    s = _fmix(r ^ p1)
-    x = r + j * p5 & M32
-    x ^= x >> 16
-    x = x * 0x85EBCA6B & M32
-    x ^= s
-    x ^= x >> 13
-    x = x * 0xC2B2AE35 & M32
-    return x ^ (x >> 16)
+    return _fmix(r + j * p5 & M32, _fmix(r ^ p1))
 
 
 def dropout_factor(
@@ -128,16 +120,11 @@ def dropout_factor(
 ) -> np.ndarray:
     """float64 ``[batch, heads, q, k]``: 0 for dropped probabilities, 1 / (1 - prob) for kept."""
     batch, heads, q_len, kv_len = shape
-    rows = range(q_len) if q_index is None else [int(i) for i in q_index]
-    cols = range(kv_len) if kv_index is None else [int(j) for j in kv_index]
-    out = np.zeros(shape)
-    for b in range(batch):
-        for h in range(heads):
-            for m, i in enumerate(rows):
-                for n, j in enumerate(cols):
-                    word = hash_word(seed & M32, b + batch_offset, h + head_offset, i, j)
-                    out[b, h, m, n] = (word >> 8) >= round(prob * 2**24)
-    return out / (1.0 - prob)
+    rows = np.arange(q_len) if q_index is None else np.asarray(q_index)
+    cols = np.arange(kv_len) if kv_index is None else np.asarray(kv_index)
+    places = (np.arange(batch) + batch_offset, np.arange(heads) + head_offset, rows, cols)
+    word = hash_word(seed & M32, *np.ix_(*(x.astype(np.uint64) for x in places)))
+    return ((word >> 8) >= round(prob * 2**24)) / (1.0 - prob)
 
 
 # -- attention ----------------------------------------------------------------------------------
