@@ -45,14 +45,20 @@ def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def keep(out: pathlib.Path, name: str, content: dict) -> pathlib.Path:
+    """Write ``content`` to ``out/name.json``."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
 def write(
     rows: Sequence[Row], limits: Limits, op: str, out: pathlib.Path
 ) -> tuple[pathlib.Path, pathlib.Path]:
     env = environment()
-    out.mkdir(parents=True, exist_ok=True)
     measured = {"limits": asdict(limits), "rows": [asdict(r) for r in rows]}
     data = {"kind": "bench", "op": op, **env, **measured}
-    as_json, as_markdown = out / f"{op}.json", out / f"{op}.md"
-    as_json.write_text(json.dumps(data, indent=1) + "\n")
+    as_json, as_markdown = keep(out, op, data), out / f"{op}.md"
     as_markdown.write_text(markdown(rows, limits, env))
     return as_json, as_markdown

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
+
+from bench import report
 
 
 def _seconds(statement: str) -> float:
@@ -24,8 +25,7 @@ def main(args: argparse.Namespace) -> int:
             samples[name].append(_seconds(statement))
     seconds = {name: statistics.median(values) for name, values in samples.items()}
     seconds["more"] = seconds["ejkernel"] - seconds["jax"]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "imports.json").write_text(json.dumps(seconds, indent=1) + "\n")
+    report.keep(args.out, "imports", seconds)
     for name, value in seconds.items():
         print(f"{name}: {value:.3f} s")
     return 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
+
+from bench import report
 
 LENGTHS = (4096, 8192, 16384)
 
@@ -33,6 +34,5 @@ def main(args: argparse.Namespace) -> int:
         planned, seen = map(float, out.stdout.split()[-2:])
         table[s] = {"planned_temp_mb": planned, "resident_growth_mb": seen}
         print(f"S={s}: compiler's temporaries {planned:.1f} MiB, resident growth {seen:.1f} MiB")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "memory.json").write_text(json.dumps(table, indent=1) + "\n")
+    report.keep(args.out, "memory", table)
     return 0

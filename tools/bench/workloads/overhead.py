@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 import jax
 import jax.numpy as jnp
 
+from bench import report
 from ejkernel.modules import flash_attention
 from ejkernel.modules.bench.timing import time_together
 
@@ -27,8 +27,7 @@ def main(args: argparse.Namespace) -> int:
     )
     micro = {name: t.median * 1e6 for name, t in times.items()}
     micro["overhead"] = micro["eager"] - micro["jitted"]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "overhead.json").write_text(json.dumps(micro, indent=1) + "\n")
+    report.keep(args.out, "overhead", micro)
     for name, value in micro.items():
         print(f"{name}: {value:.1f} us")
     print(f"jaxpr under jit: {jax.make_jaxpr(jitted)(q, q, q)}"[:400], file=sys.stderr)
