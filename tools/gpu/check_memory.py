@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -50,25 +51,27 @@ from ejktest import (  # noqa: E402
     variants,
 )
 
+kernels: Any = triton  # its operations are found by name
+
 
 def dense(name: str, operation):
     return attention_at_size.kernel(name, operation)(*attention_at_size.inputs(name))
 
 
 def flash(name: str):
-    return dense(name, triton.flash_attention)
+    return dense(name, kernels.flash_attention)
 
 
 def sparse(name: str):
-    return dense(name, triton.blocksparse_attention)
+    return dense(name, kernels.blocksparse_attention)
 
 
 def paged(name: str):
-    return paged_at_size.runner(name, triton.page_attention)(*paged_at_size.draw(name))
+    return paged_at_size.runner(name, kernels.page_attention)(*paged_at_size.draw(name))
 
 
 def latent(name: str):
-    return latent_at_size.runner(name, triton.mla_decode)(*latent_at_size.draw(name))
+    return latent_at_size.runner(name, kernels.mla_decode)(*latent_at_size.draw(name))
 
 
 def ragged(name: str):
@@ -77,7 +80,7 @@ def ragged(name: str):
     if name == "page 16":  # out of order, beyond the table, pages that are none
         x["starts"], x["lens"] = x["starts"].at[1].set(9999), x["lens"] + 1000
         x["tables"] = x["tables"] - 5
-    f, arrays = ragged_cases.writing(triton.ragged_page_attention_v3, mix, x)
+    f, arrays = ragged_cases.writing(kernels.ragged_page_attention_v3, mix, x)
     return f(*arrays)
 
 
@@ -86,21 +89,21 @@ def contiguous():
         jnp.ones(shape, jnp.bfloat16) for shape in ((3, 4, 64), (3, 77, 2, 64), (3, 77, 2, 40))
     )
     start, end = jnp.asarray([0, -9, 76]), jnp.asarray([77, 10, 1000])
-    return triton.ragged_decode_attention(q, k, v, start, end)
+    return kernels.ragged_decode_attention(q, k, v, start, end)
 
 
 def grouped(*case):
-    run, arrays = grouped_cases.pull(triton.grouped_matmul, *case)
+    run, arrays = grouped_cases.pull(kernels.grouped_matmul, *case)
     return run(*arrays)
 
 
 def stored(case: str):
-    run, arrays, _ = grouped_cases.stored_case(triton.grouped_matmul, case)
+    run, arrays, _ = grouped_cases.stored_case(kernels.grouped_matmul, case)
     return run(*arrays)
 
 
 def lists(name: str):
-    run, arrays = sparse_cases.pull(triton.native_sparse_attention, name)
+    run, arrays = sparse_cases.pull(kernels.native_sparse_attention, name)
     return run(**arrays)
 
 
@@ -109,7 +112,7 @@ def branches(name: str):
     gate = jnp.ones(x["query"].shape[:3], x["query"].dtype)
     cu = jnp.asarray([0, 5, 5, 170, 251])
     out, back = jax.vjp(
-        lambda q, k, v: triton.native_sparse_attention(
+        lambda q, k, v: kernels.native_sparse_attention(
             q, k, v, gate, None, None, 3, cu, block_size=10, sliding_window=20
         ),
         *(x[name] for name in ("query", "key", "value")),
@@ -121,7 +124,7 @@ def varied(operation: str, label: str):
     call = VARIANTS[operation, label]
     smooth = {name: call.arrays[name] for name in call.gradients}
     fixed = {name: x for name, x in call.arguments.items() if name not in smooth}
-    out, back = jax.vjp(lambda x: getattr(triton, operation)(**x, **fixed), smooth)
+    out, back = jax.vjp(lambda x: getattr(kernels, operation)(**x, **fixed), smooth)
     return out, back(jax.tree.map(jnp.ones_like, out))
 
 

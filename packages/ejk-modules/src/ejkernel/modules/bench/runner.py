@@ -14,6 +14,7 @@ from ejkernel.modules.bench import record
 from ejkernel.modules.bench.case import Case, forward_and_backward
 from ejkernel.modules.bench.limits import Limits
 from ejkernel.modules.bench.timing import Program, Timing, time_together
+from ejkernel.ops.execution.progress import first_line
 
 MODES = ("fwd", "fwd+bwd")
 
@@ -49,8 +50,8 @@ Compiled = tuple[Any, float | None] | str
 """A program and the MB it holds while it runs, or why there is none."""
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(str(error))[:120]}"
 
 
 def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
@@ -59,7 +60,7 @@ def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
     try:
         return jax.jit(body).lower(*args)
     except Exception as error:
-        return _first_line(error)
+        return _told(error)
 
 
 def _compile(lowered: Any) -> Compiled:
@@ -68,7 +69,7 @@ def _compile(lowered: Any) -> Compiled:
     try:
         compiled = lowered.compile()
     except Exception as error:
-        return _first_line(error)
+        return _told(error)
     stats = compiled.memory_analysis()
     temp = None if stats is None else getattr(stats, "temp_size_in_bytes", None)
     return compiled, None if temp is None else temp / 2**20
@@ -137,14 +138,13 @@ def run_case(
     """
     if tier is None:
         tier = tier_of(case)
+    if programs is None:
+        (programs,) = compile_ahead([(case, mode)])
     args = case.inputs()
     calls: dict[str, Callable[[], Any]] = {}
     temps, failed = {}, {}
     for name, fn in case.contenders.items():
-        if isinstance(fn, str):
-            failed[name] = fn
-            continue
-        made = programs[name] if programs else _compile(_lowered(case, mode, fn, args))
+        made = fn if isinstance(fn, str) else programs[name]
         if isinstance(made, str):
             failed[name] = made
             continue
@@ -152,7 +152,7 @@ def run_case(
         try:
             jax.block_until_ready(compiled(*args))
         except Exception as error:
-            failed[name] = _first_line(error)
+            failed[name] = _told(error)
             continue
         calls[name] = Program(compiled, args)
     times = time_together(calls, rounds=rounds, target_s=target_s) if calls else {}

@@ -11,6 +11,7 @@ from typing import Any
 from ejkernel.modules.bench.record import config_text, rates_text
 from ejkernel.modules.cli import page, svg
 from ejkernel.modules.cli.output import counted
+from ejkernel.ops.execution.progress import first_line
 
 Record = dict[str, Any]
 
@@ -236,7 +237,7 @@ def _one_call(t: Mapping[str, Any]) -> str:
     rows = [
         (
             config_text(x["config"]), x["ms"], x["fwd_ms"], x["bwd_ms"],
-            ((x["error"] or "").splitlines() or [""])[0][:140],
+            first_line(x["error"])[:140],
         )
         for x in trials
     ]  # fmt: skip

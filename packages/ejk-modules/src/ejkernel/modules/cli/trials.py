@@ -73,6 +73,7 @@ def small_call() -> Iterator[Check]:
 
     from ejkernel.modules import flash_attention
     from ejkernel.ops import policy_override
+    from ejkernel.ops.execution.progress import first_line
 
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 64, 2, 64), np.float32)
@@ -83,7 +84,7 @@ def small_call() -> Iterator[Check]:
             gradient = pull(out)[0]
         out, gradient = np.asarray(out), np.asarray(gradient)
     except Exception as error:
-        line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        line = first_line(str(error))[:300]
         yield Check(
             "kernels", "a small call", "fail", f"{type(error).__name__}: {line}",
             "ejk explain flash_attention s=64 h=2 d=64 dtype=float32 causal=true",
@@ -114,6 +115,7 @@ def gated_gradients(platform: str) -> Iterator[Check]:
 
     from ejkernel.modules import recurrent_attention
     from ejkernel.ops import policy_override
+    from ejkernel.ops.execution.progress import first_line
 
     rng = np.random.default_rng(0)
     rounded = jnp.asarray(rng.standard_normal((4, 192, 64)), jnp.bfloat16)
@@ -130,7 +132,7 @@ def gated_gradients(platform: str) -> Iterator[Check]:
             pull = jax.vjp(call, *rows[:3], rows[4])[1]
             found = [np.asarray(x, np.float64)[0, :, 0] for x in pull(rows[3])]
     except Exception as error:
-        line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+        line = first_line(str(error))[:300]
         fix = f"ejk explain recurrent_attention --platform {platform}"
         yield Check("kernels", what, "fail", f"{type(error).__name__}: {line}", fix)
         return

@@ -29,14 +29,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="tune again what is tuned already")
     parser.add_argument("--budget", type=seconds, metavar="S", help="seconds per call (60)")
     parser.add_argument("--total", type=seconds, metavar="S", help="seconds for everything")
-    for name, says in (
-        ("--iters", "samples of the finalists (10)"),
-        ("--candidates", "most configs per call (12)"),
-    ):
-        parser.add_argument(name, type=at_least_one, metavar="N", help=says)
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="also write the winners to a file"
-    )
+    count: dict[str, Any] = {"type": at_least_one, "metavar": "N"}
+    parser.add_argument("--iters", help="samples of the finalists (10)", **count)
+    parser.add_argument("--candidates", help="most configs per call (12)", **count)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="also write winners to a file")
 
 
 CANNOT = "cannot be tuned: "
@@ -159,8 +155,9 @@ def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[
 
 
 def _cannot(error: Exception) -> str:
-    line = (str(error).splitlines() or [""])[0][:200]
-    return f"{CANNOT}{type(error).__name__}: {line}"
+    from ejkernel.ops.execution.progress import first_line
+
+    return f"{CANNOT}{type(error).__name__}: {first_line(str(error))[:200]}"
 
 
 # ---- tuning ------------------------------------------------------------------------------------
@@ -189,20 +186,20 @@ class Session:
 
         from ejkernel.modules.bench.record import config_text
         from ejkernel.ops import autotune_recorded
+        from ejkernel.ops.execution.progress import first_line
 
         left = None if self.end is None else max(self.end - time.monotonic(), 0.0)
-        with self.out.progress(f"{task.operation} {task.case}", self._most()) as advance:
+        most = self.options.get("max_candidates", 12)
+        with self.out.progress(f"{task.operation} {task.case}", most) as advance:
             best: list[float] = []
 
             def on_trial(trial: Any, index: int, total: int) -> None:
                 if trial.ms is None:
-                    why = ((trial.error or "").splitlines() or [""])[0]
-                    advance(f"skipped: {why[:60]}", total)
+                    advance(f"skipped: {first_line(trial.error)[:60]}", total)
                     return
                 best.append(trial.ms)
-                advance(
-                    f"{trial.ms:.4f} ms, best {min(best):.4f} ms  {config_text(trial.cfg)}", total
-                )
+                so_far = f"{trial.ms:.4f} ms, best {min(best):.4f} ms"
+                advance(f"{so_far}  {config_text(trial.cfg)}", total)
 
             try:
                 autotune_recorded(
@@ -219,9 +216,6 @@ class Session:
             except KeyboardInterrupt as stop:
                 self._keep_partial(task, getattr(stop, "partial", None))
                 raise
-
-    def _most(self) -> int:
-        return self.options.get("max_candidates", 12)
 
     def _keep_partial(self, task: Task, result: Any) -> None:
         """The best of an interrupted search, unless nothing was compared, counts as a winner."""
@@ -264,14 +258,9 @@ class Session:
             "config": config_fields(result.best),
         }
         self.rows.append(row)
+        kept = ("ms", "fwd_ms", "bwd_ms", "error")
         trials = [
-            {
-                "config": config_fields(t.cfg),
-                "ms": t.ms,
-                "fwd_ms": t.fwd_ms,
-                "bwd_ms": t.bwd_ms,
-                "error": t.error,
-            }
+            {"config": config_fields(t.cfg), **{name: getattr(t, name) for name in kept}}
             for t in result.trials
         ]
         self.details.append({**row, "trials": trials})
