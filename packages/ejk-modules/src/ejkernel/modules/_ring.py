@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.modules._distribute import distribute
 from ejkernel.modules._explicit import explicit_mesh
 from ejkernel.modules.compat import ambient_mesh, explicit_axes
-from ejkernel.types.calls.settle import axis_is_bound, check_ring_lengths
+from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
 
 if TYPE_CHECKING:
     from ejkernel.modules._op import Operation

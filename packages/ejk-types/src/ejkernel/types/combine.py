@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -149,3 +150,18 @@ def combine_masks(
         else:
             result = intersect(result, extra)
     return result
+
+
+_COMBINED = (
+    *("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k"),
+    *("causal", "causal_offset", "sliding_window", "chunk_size"),
+)
+
+
+def mask_of(a: Mapping[str, Any]) -> MaskInfo:
+    """The one mask of a call of attention, from its arguments by name."""
+    q, k = a["query"], a["key" if "key" in a else "key_value"]
+    given = {name: a[name] for name in _COMBINED if name in a}
+    return combine_masks(
+        **given, q_len=q.shape[1], kv_len=k.shape[1], batch=q.shape[0], heads=q.shape[2]
+    )

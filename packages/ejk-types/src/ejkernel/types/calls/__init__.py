@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (names are imported for type checkers, and lazily for everyone else)
 """What a call means, said once for every backend: one ``Call`` an operation.
 
 A ``Call`` holds the operation's parameters with the words of their axes, the checks, and how what
@@ -14,9 +15,8 @@ if TYPE_CHECKING:
     from ejkernel.types.calls.attention import Attention
     from ejkernel.types.calls.blocksparse_attention import BlockSparseAttention
     from ejkernel.types.calls.flash_attention import FlashAttention
-    from ejkernel.types.calls.gla_attention import GLAttention
     from ejkernel.types.calls.grouped_matmul import GroupedMatmul
-    from ejkernel.types.calls.lightning_attention import LightningAttention
+    from ejkernel.types.calls.linear import GLAttention, LightningAttention, RecurrentAttention
     from ejkernel.types.calls.mean_pooling import MeanPooling
     from ejkernel.types.calls.mla_attention import FlashMLA
     from ejkernel.types.calls.mla_decode import MLADecode
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ejkernel.types.calls.ragged_decode_attention import RaggedDecodeAttention
     from ejkernel.types.calls.ragged_page_attention import RaggedPageAttention
     from ejkernel.types.calls.ragged_page_attention_v3 import RaggedPageAttentionv3
-    from ejkernel.types.calls.recurrent_attention import RecurrentAttention
     from ejkernel.types.calls.ring_attention import RingAttention
     from ejkernel.types.calls.scaled_dot_product_attention import ScaledDotProductAttention
 
@@ -34,9 +33,9 @@ _MODULES = {
     "BlockSparseAttention": "blocksparse_attention",
     "FlashAttention": "flash_attention",
     "FlashMLA": "mla_attention",
-    "GLAttention": "gla_attention",
+    "GLAttention": "linear",
     "GroupedMatmul": "grouped_matmul",
-    "LightningAttention": "lightning_attention",
+    "LightningAttention": "linear",
     "MLADecode": "mla_decode",
     "MeanPooling": "mean_pooling",
     "NativeSparseAttention": "native_sparse_attention",
@@ -44,30 +43,12 @@ _MODULES = {
     "RaggedDecodeAttention": "ragged_decode_attention",
     "RaggedPageAttention": "ragged_page_attention",
     "RaggedPageAttentionv3": "ragged_page_attention_v3",
-    "RecurrentAttention": "recurrent_attention",
+    "RecurrentAttention": "linear",
     "RingAttention": "ring_attention",
     "ScaledDotProductAttention": "scaled_dot_product_attention",
 }
 
-__all__ = [
-    "Attention",
-    "BlockSparseAttention",
-    "FlashAttention",
-    "FlashMLA",
-    "GLAttention",
-    "GroupedMatmul",
-    "LightningAttention",
-    "MLADecode",
-    "MeanPooling",
-    "NativeSparseAttention",
-    "PageAttention",
-    "RaggedDecodeAttention",
-    "RaggedPageAttention",
-    "RaggedPageAttentionv3",
-    "RecurrentAttention",
-    "RingAttention",
-    "ScaledDotProductAttention",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

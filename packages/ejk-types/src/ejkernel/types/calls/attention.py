@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls import settle
+from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags
 from ejkernel.types.mask_info import MaskInfo
@@ -45,17 +47,28 @@ class Attention(Call):
         precision: jax.lax.PrecisionLike = None,
     ) -> None: ...
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.build_bias(a)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.softmax_options(a)
-        settle.dropout_from_key(a)
-        settle.sinks(a)
-        settle.masks(a)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """``dropout_rng`` becomes int32 ``[3]``: the seed, the first batch row, the first head."""
+        super().canonicalise(a)
+        prob, key = settle.probability(a), a["dropout_rng"]
+        if a["deterministic"] or not prob:
+            a.update(dropout_rng=None, dropout_prob=0.0, deterministic=True)
+            return
+        if key is None:
+            raise ValueError(
+                "dropout_rng: given None, expected a PRNG key: dropout is active "
+                f"(dropout_prob={prob!r}, deterministic=False)"
+            )
+        if key.dtype == jnp.int32 and key.shape == (3,):
+            return  # settled before
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if not typed and (key.dtype != jnp.uint32 or key.ndim != 1):
+            raise invalid("dropout_rng", "a PRNG key: key[] or uint32[words]", key)
+        if typed and key.ndim:
+            raise invalid("dropout_rng", "a single PRNG key: key[]", key)
+        seed = settle.seed_array(jax.random.bits(key, (), "uint32"))
+        a["dropout_rng"] = jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
 
     @classmethod
     def localise(cls, a: Arguments, shard: Any) -> None:

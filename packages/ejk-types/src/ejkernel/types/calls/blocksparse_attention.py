@@ -4,9 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.types.calls import settle
+from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, B, F, Flags, I
@@ -21,8 +24,6 @@ class BlockSparseAttention(SoftmaxCall):
     """
 
     name = "blocksparse_attention"
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-    asks_for_more = "return_lse"
     seeds = ("dropout_seed",)
 
     @staticmethod
@@ -55,18 +56,47 @@ class BlockSparseAttention(SoftmaxCall):
         return_lse: bool = False,
     ) -> None: ...
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.build_block_mask(a)
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        """``mask_builder(q_len, kv_len, heads)`` makes the block mask.
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.block_mask(a)
-        settle.softmax_options(a)
-        settle.dropout(a)
-        settle.sinks(a)
-        settle.masks(a)
+        In a trace it is a numpy array where it depends on nothing that is traced.
+        """
+        super().check_values(a)
+        builder = a["mask_builder"]
+        if builder is None:
+            return
+        if a["block_mask"] is not None:
+            raise ValueError(
+                "mask_builder: given together with block_mask, expected only one of them"
+            )
+        if not callable(builder):
+            raise invalid("mask_builder", "a callable (q_len, kv_len, heads), or None", builder)
+        shapes: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("query", "key")]
+        if any(len(shape) != 4 for shape in shapes):
+            return  # the type check has more to say
+        with jax.ensure_compile_time_eval():
+            mask = builder(shapes[0][1], shapes[1][1], shapes[0][2])
+        traced = isinstance(a["query"], Tracer)
+        if traced and isinstance(mask, jax.Array) and not isinstance(mask, Tracer):
+            mask = np.asarray(mask)
+        a.update(block_mask=mask, mask_builder=None)
+
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """A block mask ``[1 or batch, 1 or heads, q_blocks, kv_blocks]``."""
+        for name in ("q_block_size", "kv_block_size"):
+            settle.positive(a, name)
+        super().canonicalise(a)
+        mask = a["block_mask"]
+        if mask is None:
+            return
+        q_size, kv_size = a["q_block_size"], a["kv_block_size"]
+        blocks = (-(-a["query"].shape[1] // q_size), -(-a["key"].shape[1] // kv_size))
+        if mask.shape[-2:] != blocks:
+            legal = f"bool[.., {blocks[0]}, {blocks[1]}]: blocks of {q_size} query rows and "
+            raise invalid("block_mask", f"{legal}{kv_size} keys", mask)
+        a["block_mask"] = mask[None, None] if mask.ndim == 2 else mask
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,10 +14,24 @@ def starts(sequences: int, rows: int) -> np.ndarray:
     return (np.arange(sequences + 1) * rows // max(sequences, 1)).astype(np.int32)
 
 
-def tables(
-    a: Mapping[str, Any], rng: np.random.Generator, lengths: str, cache: str
-) -> dict[str, Any]:
+def sequences(a: Mapping[str, Any], first: str) -> dict[str, Any]:
+    """Packed sequences of equal length; ``first`` is what they are packed in."""
+    packed = {
+        "cu_seqlens": (first, 0 if first == "x" else 1),
+        "cum_seqlens_q": ("query", 1),
+        "cum_seqlens_k": ("key", 1),
+        "query_start_loc": ("queries", 0),
+    }
+    return {
+        name: starts(a[name].shape[0] - 1, a[data].shape[axis])
+        for name, (data, axis) in packed.items()
+        if a.get(name) is not None
+    }
+
+
+def tables(a: Mapping[str, Any], rng: np.random.Generator, cache: str) -> dict[str, Any]:
     """Full contexts, and ``block_tables`` that visit the pages in random order."""
+    lengths = "kv_lens" if "kv_lens" in a else "context_lens"
     (pages, page_size), rows = a[cache].shape[:2], a[lengths].shape[0]
     shape = a["block_tables"].shape
     entries = int(np.prod(shape))
@@ -29,7 +43,7 @@ def tables(
     }
 
 
-def normal(a: Mapping[str, Any], rng: np.random.Generator, *names: str) -> dict[str, Any]:
+def normal(a: Mapping[str, Any], rng: np.random.Generator, names: Iterable[str]) -> dict[str, Any]:
     """Normal numbers for those of the arrays that are given."""
     given = {name: a[name] for name in names if hasattr(a[name], "shape")}
     return {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in given.items()}

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel.types.calls import settle
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
 
@@ -15,8 +13,6 @@ class FlashAttention(SoftmaxCall):
     """Exact attention in linear memory."""
 
     name = "flash_attention"
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-    asks_for_more = "return_lse"
     seeds = ("dropout_seed",)
 
     @staticmethod
@@ -45,18 +41,3 @@ class FlashAttention(SoftmaxCall):
         precision: jax.lax.PrecisionLike = None,
         logits_dtype: DTypeLike = jnp.float32,
     ) -> None: ...
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.one_packing(a)
-        settle.check_packed(a, "cum_seqlens_q", "query", axis=1)
-        settle.check_packed(a, "cum_seqlens_k", "key", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.packed_pair(a)
-        settle.softmax_options(a)
-        settle.dropout(a)
-        settle.sinks(a)
-        settle.masks(a)

@@ -9,7 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import is_eight_bit, result_dtype
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, Weights
 
@@ -48,15 +49,53 @@ class GroupedMatmul(Call):
         columns = "columns inner" if a["transpose_rhs"] else "inner columns"
         return {"rhs": "groups " + columns}
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_group_sizes(a)
-        settle.integers_to_arrays(a, "group_offset")
-        settle.scalars_to_arrays(a, "rhs_scale")
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        """Sizes and the first group are not negative; a sum above the rows is clipped later."""
+        sizes = values.known_indices(a["group_sizes"])
+        if sizes is not None and (sizes < 0).any():
+            r = int(np.flatnonzero(sizes < 0)[0])
+            raise out_of_range(f"group_sizes[{r}]", "a size >= 0", int(sizes[r]))
+        first = values.known(a["group_offset"])
+        if first is not None and first.size == 1 and first.dtype.kind in "iu":
+            value = int(first.reshape(()))
+            total, held = (getattr(a[name], "shape", ()) for name in ("group_sizes", "rhs"))
+            legal = total[0] - held[0] if total and held else None
+            if value < 0 or (legal is not None and legal >= 0 and value > legal):
+                inside = f"0 to {legal}, so that rhs lies inside group_sizes"
+                raise out_of_range("group_offset", inside, value)
+        values.integer_to_array(a, "group_offset")
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.groups(a)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """Shapes that fit each other, and the dtype of the output."""
+        settle.precision(a)
+        lhs, rhs, out, scale = (a[n] for n in ("lhs", "rhs", "existing_out", "rhs_scale"))
+        inner, columns = rhs.shape[1:][::-1] if a["transpose_rhs"] else rhs.shape[1:]
+        if lhs.shape[1] != inner:
+            axis = 2 if a["transpose_rhs"] else 1
+            raise invalid("rhs", f"axis {axis} equal to the inner axis {lhs.shape[1]} of lhs", rhs)
+        total, held = a["group_sizes"].shape[0], rhs.shape[0]
+        if a["group_offset"] is None and total != held:
+            raise invalid("group_sizes", f"int[{held}], one per matrix of rhs", a["group_sizes"])
+        if total < held:
+            raise invalid("group_sizes", f"at least the {held} groups of rhs", a["group_sizes"])
+        if out is not None and out.shape != (lhs.shape[0], columns):
+            raise invalid("existing_out", f"float[{lhs.shape[0]}, {columns}]", out)
+        dtype = a["preferred_element_type"]
+        if dtype is not None:
+            a["preferred_element_type"] = settle.float_dtype("preferred_element_type", dtype)
+        settle.scalar_index(a, "group_offset")
+        if scale is None:
+            return
+        if scale.shape not in ((), (held,), (held, columns)):
+            legal = f"float[], float[{held}] or float[{held}, {columns}]"
+            raise invalid("rhs_scale", legal, scale)
+        if not is_eight_bit(rhs):
+            raise ValueError(
+                f"rhs_scale: given with rhs of {rhs.dtype}; scales belong to int8 and 8-bit float "
+                "matrices, others hold their scale themselves"
+            )
 
     @classmethod
     def localise(cls, a: Arguments, shard: Any) -> None:
@@ -84,4 +123,5 @@ class GroupedMatmul(Call):
         """Groups of equal size."""
         rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
         found = {"group_sizes": np.diff(drawn.starts(groups, rows))}
-        return found | drawn.normal(a, rng, "rhs", "rhs_scale") if is_eight_bit(a["rhs"]) else found
+        stored = ("rhs", "rhs_scale") if is_eight_bit(a["rhs"]) else ()
+        return found | drawn.normal(a, rng, stored)

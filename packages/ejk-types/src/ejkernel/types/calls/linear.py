@@ -1,6 +1,4 @@
-"""What the calls of all recurrent operations have in common: a state a batch row or sequence."""
-
-from __future__ import annotations
+"""The calls of all recurrent operations: a state a batch row or packed sequence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +8,14 @@ import numpy as np
 
 from ejkernel.types import softmax
 from ejkernel.types.calls import settle
+from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.words import Array, F, I
 
 
 class LinearCall(Call):
     """A call with an initial state, one per batch row or per packed sequence."""
 
-    asks_for_more = "return_state"
     symbolic = (*Call.symbolic, "sequences_plus_1")
 
     @staticmethod
@@ -31,16 +30,15 @@ class LinearCall(Call):
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         return cls.asked(a, ("batch seq heads v_dim", cls._state(a)))
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_packed(a, "cu_seqlens", "query", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.packed(a, "cu_seqlens", "query")
-        settle.states(a)
-        settle.softmax_options(a)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        super().canonicalise(a)
+        state, cu = a["initial_state"], a["cu_seqlens"]
+        n = a["query"].shape[0] if cu is None else cu.shape[0] - 1
+        if state is not None and state.shape[0] != n:
+            what = "batch row" if cu is None else "sequence of cu_seqlens"
+            legal = f"float[{n}, heads, key_dim, v_dim], one per {what}"
+            raise invalid("initial_state", legal, state)
 
     @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
@@ -61,19 +59,88 @@ class LinearCall(Call):
         return (softmax.named_out(o), *rest), softmax.named_lse(saved)
 
     @classmethod
-    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        return outputs if a["return_state"] else outputs[0]
-
-    @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Gates that decay, sequences of equal length."""
-        found = {}
+        """As of every call; gates that decay."""
+        found = super().samples(a, rng)
         for name in ("g", "g_gamma", "gk", "gv"):
             gate = a.get(name)
             if gate is not None:
-                drawn = -np.abs(rng.standard_normal(gate.shape)) / 16
-                found[name] = jnp.asarray(drawn, gate.dtype)
-        if a["cu_seqlens"] is not None:
-            ends = np.linspace(0, a["query"].shape[1], a["cu_seqlens"].shape[0])
-            found["cu_seqlens"] = ends.astype(np.int32)
+                decay = -np.abs(rng.standard_normal(gate.shape)) / 16
+                found[name] = jnp.asarray(decay, gate.dtype)
         return found
+
+
+class RecurrentAttention(LinearCall):
+    """Linear attention with gates, in its general form."""
+
+    name = "recurrent_attention"
+    algorithm = "recurrent"
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch seq heads key_dim"],
+        key: F[Array, "batch seq kv_heads key_dim"],
+        value: F[Array, "batch seq kv_heads v_dim"],
+        g: F[Array, "batch seq heads key_dim"] | F[Array, "batch seq heads"] | None = None,
+        g_gamma: F[Array, " heads"] | None = None,
+        gk: F[Array, "batch seq heads key_dim"] | None = None,
+        gv: F[Array, "batch seq heads v_dim"] | None = None,
+        initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+        cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+        *,
+        softmax_scale: float | None = None,
+        reverse: bool = False,
+        return_state: bool = False,
+    ) -> None: ...
+
+
+class GLAttention(LinearCall):
+    """Gated linear attention."""
+
+    name = "gla_attention"
+    algorithm = "gla"
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch seq heads key_dim"],
+        key: F[Array, "batch seq kv_heads key_dim"],
+        value: F[Array, "batch seq kv_heads v_dim"],
+        g: F[Array, "batch seq heads key_dim"] | F[Array, "batch seq heads"] | None = None,
+        g_gamma: F[Array, " heads"] | None = None,
+        initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+        cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+        *,
+        softmax_scale: float | None = None,
+        reverse: bool = False,
+        return_state: bool = False,
+    ) -> None: ...
+
+
+class LightningAttention(LinearCall):
+    """Linear attention whose decay depends on head and layer."""
+
+    name = "lightning_attention"
+    algorithm = "lightning_attn"
+
+    @staticmethod
+    def takes(
+        query: F[Array, "batch seq heads key_dim"],
+        key: F[Array, "batch seq kv_heads key_dim"],
+        value: F[Array, "batch seq kv_heads v_dim"],
+        initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+        cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+        *,
+        layer_idx: int,
+        num_layers: int,
+        softmax_scale: float | None = None,
+        reverse: bool = False,
+        return_state: bool = False,
+    ) -> None: ...
+
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        super().canonicalise(a)
+        settle.positive(a, "num_layers")
+        layers, index = a["num_layers"], a["layer_idx"]
+        if not 0 <= index < layers:
+            raise out_of_range("layer_idx", f"0 <= layer_idx < num_layers = {layers}", index)

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.arrays import as_bool, at_most
+from ejkernel.types.calls import settle, values
+from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I
 
@@ -43,13 +44,27 @@ class MeanPooling(Call):
         channels = a["x"].ndim - (1 if packed else 2)
         return (group + chunks + "".join(f" channels_{i}" for i in range(channels)),)
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_packed(a, "cu_seqlens", "x", axis=0)
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        values.check_packed(a, "cu_seqlens", "x", axis=0)
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.pooling(a)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """Token axis, chunk size and mask agree."""
+        x, mask, packed = a["x"], a["attention_mask"], a["cu_seqlens"] is not None
+        axis = 0 if packed else 1
+        if x.ndim < axis + 2:
+            form = "float[tokens, *channels]" if packed else "float[batch, seq, *channels]"
+            raise invalid("x", f"{form} with at least one channel axis", x)
+        if packed:
+            settle.at_least_one(a, "cu_seqlens")
+        settle.positive(a, "chunk_size", "an integer >= 1, or None")
+        if a["chunk_size"] is not None:
+            a["chunk_size"] = max(at_most(a["chunk_size"], x.shape[axis]), 1)
+        if mask is not None:
+            if mask.shape != x.shape[: axis + 1]:
+                raise invalid("attention_mask", f"bool or int{list(x.shape[: axis + 1])}", mask)
+            a["attention_mask"] = as_bool(mask)
 
     @classmethod
     def _shapes(cls, a: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -80,10 +95,3 @@ class MeanPooling(Call):
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         return outputs[0].reshape(cls._shapes(a)[0])
-
-    @classmethod
-    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Sequences of equal length."""
-        if a["cu_seqlens"] is None:
-            return {}
-        return {"cu_seqlens": drawn.starts(a["cu_seqlens"].shape[0] - 1, a["x"].shape[0])}

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, Flags, I
@@ -15,6 +14,7 @@ from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
 
 Struct = jax.ShapeDtypeStruct
+LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
 
 
 class FlashMLA(SoftmaxCall):
@@ -26,9 +26,8 @@ class FlashMLA(SoftmaxCall):
     """
 
     name = "mla_attention"
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-    asks_for_more = "return_lse"
     seeds = ("dropout_seed",)
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -57,17 +56,26 @@ class FlashMLA(SoftmaxCall):
         return_lse: bool = False,
     ) -> None: ...
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_packed(a, "cu_seqlens", "query", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.latent(a)
-        settle.softmax_options(a)
-        settle.dropout(a)
-        settle.sinks(a)
-        settle.masks(a)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """Rotary forms, head groups and the default scale."""
+        query, key_value, w_kc, b_q, b_k = (a[name] for name in (*LATENT[:3], *LATENT[4:]))
+        heads, kv_heads, nope = query.shape[2], w_kc.shape[1], w_kc.shape[2]
+        if kv_heads < 1 or heads % kv_heads:
+            raise invalid("w_kc", f"kv_heads that divide the {heads} query heads", w_kc)
+        if b_q is not None and b_k is None:
+            raise ValueError("b_q: given without b_k, expected both, b_k alone or neither")
+        rope = 0 if b_k is None else b_k.shape[-1]
+        want = nope + (rope if b_q is None else 0)
+        if query.shape[-1] != want:
+            parts = "nope_dim + rope_dim" if b_q is None and b_k is not None else "nope_dim"
+            raise invalid("query", f"last axis {want} = {parts}", query)
+        if a["softmax_scale"] is None:
+            a["softmax_scale"] = float(max(nope + rope, 1)) ** -0.5
+        super().canonicalise(a)
+        if a["cu_seqlens"] is not None and query.shape[1] != key_value.shape[1]:
+            legal = f"kv_len equal to q_len {query.shape[1]} with cu_seqlens"
+            raise invalid("key_value", legal, key_value)
 
     @staticmethod
     def _expanded(a: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,19 +104,9 @@ class FlashMLA(SoftmaxCall):
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-        own = {name: a[name] for name in ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")}
-        given = {name: x for name, x in own.items() if x is not None}
+        given = {name: a[name] for name in LATENT if a[name] is not None}
         return given | cls.beside(cls._expanded(a), problem)
 
     @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
         return super().without_work(cls._expanded(a), problem)
-
-    @classmethod
-    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Sequences of equal length."""
-        cu, names = a["cu_seqlens"], ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k", "bias")
-        found = drawn.normal(a, rng, *names, "softmax_aux")
-        if cu is not None:
-            found["cu_seqlens"] = drawn.starts(cu.shape[0] - 1, a["query"].shape[1])
-        return found

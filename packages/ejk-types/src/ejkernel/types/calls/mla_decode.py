@@ -1,11 +1,7 @@
 """The call of mla_decode."""
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.calls import values
+from ejkernel.types.calls.errors import out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -14,7 +10,7 @@ class MLADecode(Call):
     """Multi-head latent attention for decoding, in latent space."""
 
     name = "mla_decode"
-    asks_for_more = "return_lse"
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -38,22 +34,15 @@ class MLADecode(Call):
         rows = "batch heads" if a["query"].ndim == 3 else "batch q_len heads"
         return cls.asked(a, (rows + " latent_dim", rows))
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_tables(a, "context_lens", "block_tables", "latent_cache")
-        settle.scalars_to_arrays(a, "k_scale")
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.latent_dim(a)
-        settle.softmax_options(a)
-        settle.count(a, "num_splits")
-        settle.sinks(a)
-        settle.head_scales(a, "k_scale", kv_heads=None)
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        super().check_values(a)
+        values.check_tables(a, "context_lens", "latent_cache")
 
     @classmethod
-    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Full contexts, and tables that visit pages in random order."""
-        names = ("query", "latent_cache", "softmax_aux", "k_scale")
-        found = drawn.tables(a, rng, "context_lens", "latent_cache")
-        return found | drawn.normal(a, rng, *names)
+    def canonicalise(cls, a: Arguments) -> None:
+        """The value part lies inside a cache row."""
+        super().canonicalise(a)
+        dim, whole = a["latent_dim"], a["latent_cache"].shape[-1]
+        if not 1 <= dim <= whole:
+            raise out_of_range("latent_dim", f"1 to {whole}, the last axis of latent_cache", dim)

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.arrays import at_most
+from ejkernel.types.calls import settle, values
+from ejkernel.types.calls.errors import out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
 
@@ -15,6 +17,7 @@ class NativeSparseAttention(Call):
 
     name = "native_sparse_attention"
     outputs = ("batch seq heads v_dim",)
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -34,25 +37,35 @@ class NativeSparseAttention(Call):
         softmax_scale: float | None = None,
     ) -> None: ...
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_block_counts(a)
-        settle.check_packed(a, "cu_seqlens", "query", axis=1)
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        """Every token reads at least one block."""
+        super().check_values(a)
+        counts = values.known(a["block_counts"])
+        if counts is not None and counts.ndim and counts.dtype.kind in "iu" and (counts < 1).any():
+            at = tuple(map(int, np.argwhere(counts < 1)[0]))
+            where = ", ".join(map(str, at))
+            raise out_of_range(f"block_counts[{where}]", "a count >= 1", int(counts[at]))
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.packed(a, "cu_seqlens", "query")
-        settle.sparse_options(a)
-        settle.softmax_options(a)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """Counts and sizes."""
+        super().canonicalise(a)
+        settle.positive(a, "block_size")
+        # blocks that no sequence fills are all alike: the tokens of one are not padded to its size
+        a["block_size"] = at_most(a["block_size"], a["key"].shape[1] + 1)
+        settle.positive(a, "max_block_count", "an integer >= 1, or None")
+        if isinstance(a["block_counts"], int):
+            settle.positive(a, "block_counts")
+            a["block_counts"] = min(a["block_counts"], a["max_block_count"] or a["block_counts"])
+        if a["g_swa"] is not None and a["sliding_window"] is None:
+            raise ValueError("g_swa: given without sliding_window, which switches that branch on")
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Sequences of equal length; of each token the last blocks before it."""
-        found = drawn.normal(a, rng, "query", "key", "value", "g_cmp", "g_slc", "g_swa")
-        s, cu, indices = a["query"].shape[1], a["cu_seqlens"], a["block_indices"]
-        if cu is not None:
-            found["cu_seqlens"] = drawn.starts(cu.shape[0] - 1, s)
+        """As of every call; of each token the last blocks before it."""
+        found = super().samples(a, rng)
+        s, indices = a["query"].shape[1], a["block_indices"]
         if indices is not None:
             own = np.arange(s)[None, :, None, None] // a["block_size"]
             own = own - np.arange(indices.shape[-1])

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.types import softmax
-from ejkernel.types.calls import drawn, settle
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls import values
+from ejkernel.types.calls.softmax import AttentionCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
-class PageAttention(Call):
+class PageAttention(AttentionCall):
     """One decode token per sequence over a paged cache."""
 
     name = "page_attention"
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -38,18 +38,10 @@ class PageAttention(Call):
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_tables(a, "context_lens", "block_tables", "key_cache")
-        settle.scalars_to_arrays(a, "k_scale", "v_scale")
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a, key="key_cache")
-        settle.softmax_options(a)
-        settle.count(a, "num_splits")
-        settle.sinks(a)
-        settle.head_scales(a, "k_scale", "v_scale")
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        super().check_values(a)
+        values.check_tables(a, "context_lens", "key_cache")
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
@@ -76,17 +68,6 @@ class PageAttention(Call):
         )
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        return softmax.named(*outputs), softmax.named_lse(saved)
-
-    @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         (o,) = outputs
         return o if a["query"].ndim == 3 else o[:, None]
-
-    @classmethod
-    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Full contexts, and tables that visit pages in random order."""
-        names = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
-        found = drawn.tables(a, rng, "context_lens", "key_cache")
-        return found | drawn.normal(a, rng, *names)

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls import drawn, settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
 
@@ -14,6 +13,7 @@ class RaggedDecodeAttention(Call):
     """One decode token per sequence over a contiguous cache."""
 
     name = "ragged_decode_attention"
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -33,16 +33,10 @@ class RaggedDecodeAttention(Call):
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.softmax_options(a)
-        settle.sinks(a)
-
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Whole rows."""
         b, length = a["key"].shape[:2]
-        found = {"sequence_start": np.zeros((b,), np.int32)}
-        found["sequence_end"] = np.full((b,), length, np.int32)
-        return found | drawn.normal(a, rng, "query", "key", "value", "softmax_aux")
+        ends = {"sequence_start": np.zeros((b,), np.int32)}
+        ends["sequence_end"] = np.full((b,), length, np.int32)
+        return super().samples(a, rng) | ends

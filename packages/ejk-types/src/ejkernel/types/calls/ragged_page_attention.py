@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.calls import settle, values
+from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -17,6 +18,7 @@ class RaggedPageAttention(Call):
 
     name = "ragged_page_attention"
     outputs = ("tokens heads head_dim",)
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -35,28 +37,33 @@ class RaggedPageAttention(Call):
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     ) -> None: ...
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.check_sequences(a, lengths="context_lens", counts="num_seqs")
-        valid = settle.known(a["num_seqs"])
-        if valid is not None:  # rows past the valid ones may hold anything
-            settle.check_tables(a, "context_lens", "block_tables", "kv_pages", rows=valid)
-        settle.integers_to_arrays(a, "num_seqs")
-        settle.scalars_to_arrays(a, "k_scale", "v_scale")
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        rows = values.known(a["num_seqs"])
+        if rows is not None:  # rows past the valid ones may hold anything
+            total = (*getattr(a["context_lens"], "shape", ()), 0)[0]
+            if rows.size == 1 and not 0 <= int(rows.reshape(())) <= total:
+                legal = f"0 to {total}, the rows of context_lens"
+                raise out_of_range("num_seqs", legal, int(rows.reshape(())))
+            values.check_sequences(a, "context_lens", rows)
+            values.check_tables(a, "context_lens", "kv_pages", rows=rows)
+        values.integer_to_array(a, "num_seqs")
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        heads = settle.combined_heads(a, "kv_pages")
-        settle.plus_one(a, "query_start_loc", "context_lens")
-        settle.softmax_options(a, query="queries")
-        settle.sinks(a, query="queries")
-        settle.head_scales(a, "k_scale", "v_scale", kv_heads=heads)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """Pages hold keys and values of each head in turn; scales are 0-d or one a head."""
+        heads, odd = divmod(a["kv_pages"].shape[2], 2)
+        if odd:
+            legal = "an even axis 2: keys and values of each kv head in turn"
+            raise invalid("kv_pages", legal, a["kv_pages"])
+        settle.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
+        super().canonicalise(a)
+        for name in SCALES:
+            if a[name] is not None and a[name].shape not in ((), (heads,)):
+                raise invalid(name, f"float[] or float[{heads}]", a[name])
         settle.scalar_index(a, "num_seqs")
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Sequences of equal length, their contexts full."""
-        n, tokens = a["block_tables"].shape[0], a["queries"].shape[0]
-        found = drawn.tables(a, rng, "context_lens", "kv_pages")
-        found |= {"query_start_loc": drawn.starts(n, tokens), "num_seqs": np.int32(n)}
-        return found | drawn.normal(a, rng, "queries", "kv_pages", "softmax_aux", *SCALES)
+        """As of every call, all rows of the table in use."""
+        return super().samples(a, rng) | {"num_seqs": np.int32(a["block_tables"].shape[0])}

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls import drawn, settle
+from ejkernel.types.calls import values
+from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I
-
-SCALES = ("k_scale", "v_scale")
 
 
 class RaggedPageAttentionv3(Call):
@@ -17,6 +16,8 @@ class RaggedPageAttentionv3(Call):
 
     name = "ragged_page_attention_v3"
     outputs = ("tokens heads head_dim", "=kv_cache")
+    divisors = ("q_scale", "k_scale", "v_scale")
+    normal_samples = True
 
     @staticmethod
     def takes(
@@ -39,30 +40,45 @@ class RaggedPageAttentionv3(Call):
         v_scale: float | F[Array, ""] | F[Array, " kv_heads"] | None = None,
     ) -> None: ...
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        valid = settle.check_distribution(a)
-        if valid is not None:  # rows past the valid ones may hold anything
-            settle.check_sequences(a, lengths="kv_lens", rows=valid)
-            settle.check_tables(a, "kv_lens", "block_tables", "kv_cache", rows=valid)
-        settle.scalars_to_arrays(a, "q_scale", "k_scale", "v_scale", divide=True)
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
+        """``distribution``: decode, prefill and all sequence numbers, in order."""
+        ends = values.known(a["distribution"])
+        if ends is None or ends.shape != (3,):
+            return
+        limit = (*getattr(a["kv_lens"], "shape", ()), 0)[0]
+        i, j, m = (int(x) for x in ends)
+        if not 0 <= i <= j <= m <= limit:
+            raise out_of_range("distribution", f"0 <= i <= j <= m <= {limit} sequences", (i, j, m))
+        # rows past the valid ones may hold anything
+        values.check_sequences(a, "kv_lens", np.asarray(m))
+        values.check_tables(a, "kv_lens", "kv_cache", rows=np.asarray(m))
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a, query="queries", key="keys")
-        settle.cache_form(a)
-        settle.plus_one(a, "query_start_loc", "kv_lens")
-        settle.softmax_options(a, query="queries")
-        settle.sinks(a, query="queries")
-        settle.head_scales(a, "k_scale", "v_scale", kv_heads=a["keys"].shape[1])
-        settle.head_scales(a, "q_scale", kv_heads=None)
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """The cache is plain (rank 4) or packed (rank 5)."""
+        super().canonicalise(a)
+        cache, (_, heads, dim) = a["kv_cache"], a["keys"].shape
+        legal: tuple[int, ...] = (2 * heads, dim)
+        if cache.ndim != 4:
+            packing = 32 // (np.dtype(cache.dtype).itemsize * 8)
+            if packing < 1:
+                raise invalid("kv_cache", "a packed cache of at most 32 bits per value", cache)
+            legal = (-(-2 * heads // packing), packing, -(-dim // 128) * 128)
+        if cache.shape[2:] != legal:
+            shape = ", ".join(map(str, legal))
+            raise invalid("kv_cache", f"[pages, page_size, {shape}] for {heads} kv heads", cache)
+        for name in ("keys", "values"):
+            small = np.dtype(a[name].dtype).itemsize < 2
+            if small and a[name].dtype != cache.dtype:
+                either = f"floats of at least 16 bits, or kv_cache's {cache.dtype}"
+                raise invalid(name, either, a[name])
+        table, n = a["block_tables"], a["kv_lens"].shape[0]
+        if table.ndim == 1 and n and table.shape[0] % n:
+            raise invalid("block_tables", f"a flat table of {n} equal rows", table)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Sequences of equal length, their contexts full."""
-        n, tokens = a["kv_lens"].shape[0], a["queries"].shape[0]
-        found = drawn.tables(a, rng, "kv_lens", "kv_cache")
-        found["query_start_loc"] = drawn.starts(n, tokens)
-        found["distribution"] = np.array([0, 0, n], np.int32)
-        names = ("queries", "keys", "values", "kv_cache", "softmax_aux", "q_scale", *SCALES)
-        return found | drawn.normal(a, rng, *names)
+        """As of every call, all rows of the table in use."""
+        ends = np.array([0, 0, a["kv_lens"].shape[0]], np.int32)
+        return super().samples(a, rng) | {"distribution": ends}

@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel.types import softmax
-from ejkernel.types.calls import settle
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.errors import invalid
+from ejkernel.types.calls.softmax import AttentionCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.combine import mask_of
 from ejkernel.types.mask_info import MaskInfo
 
+LAYOUTS = ("contiguous", "zigzag")
 
-class RingAttention(Call):
+
+class RingAttention(AttentionCall):
     """Attention with the sequence axis spread over devices, and the zigzag layout helpers."""
 
     name = "ring_attention"
-    outputs = ("batch q_len heads v_dim", "batch q_len heads")
-    asks_for_more = "return_lse"
     seeds = ("dropout_seed",)
 
     @staticmethod
@@ -46,15 +47,45 @@ class RingAttention(Call):
         logits_dtype: DTypeLike = jnp.float32,
     ) -> None: ...
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.ring_layout(a)
-        settle.softmax_options(a)
-        settle.dropout(a)
-        settle.sinks(a)
-        settle.ring_masks(a)
-
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        return softmax.named(*outputs), softmax.named_lse(saved)
+    def canonicalise(cls, a: Arguments) -> None:
+        """A known layout, lengths that fit it where the arrays are one device's, ids of keys."""
+        super().canonicalise(a)
+        if a["layout"] not in LAYOUTS:
+            raise ValueError(f"layout: given {a['layout']!r}, expected one of {', '.join(LAYOUTS)}")
+        bound = axis_is_bound(a["axis_name"])
+        if bound:
+            check_ring_lengths(a, 1, whole_keys=jax.lax.axis_size(a["axis_name"]))
+        q_ids, kv_ids = a["q_segment_ids"], a["kv_segment_ids"]
+        if q_ids is None and kv_ids is not None:
+            alone = "given without q_segment_ids, expected both or neither"
+            raise ValueError(f"kv_segment_ids: {alone}")
+        if q_ids is not None and kv_ids is None:
+            if a["query"].shape[1] != a["key"].shape[1]:
+                raise invalid("kv_segment_ids", "an array, since q_len and kv_len differ", kv_ids)
+            a["kv_segment_ids"] = q_ids
+        if a["mask_info"] is not None and not bound:
+            a["mask_info"] = mask_of({name: a[name] for name in ("query", "key", "mask_info")})
+
+
+def axis_is_bound(name: Any) -> bool:
+    """Whether a mesh axis is bound here, as it is inside ``shard_map``."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def check_ring_lengths(a: Arguments, devices: int, *, whole_keys: int) -> None:
+    """Lengths divide over the ring; the key axis of a bias is whole."""
+    step = devices * (2 if a["layout"] == "zigzag" else 1)
+    for name in ("query", "key"):
+        if a[name].shape[1] % step:
+            why = f"the {devices} devices of axis {a['axis_name']!r}"
+            if a["layout"] == "zigzag":
+                why = f"two chunks on each of {why}" if devices > 1 else "the two chunks of zigzag"
+            raise invalid(name, f"a length divisible by {step}, for {why}", a[name])
+    keys = a["key"].shape[1] * whole_keys
+    if a["bias"] is not None and a["bias"].shape[-1] != keys:
+        raise invalid("bias", f"all {keys} keys on its last axis", a["bias"])

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-from ejkernel.types.calls import settle
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, Flags, I
 from ejkernel.types.mask_info import MaskInfo
 
@@ -35,17 +33,3 @@ class ScaledDotProductAttention(SoftmaxCall):
         causal_offset: int = 0,
         sliding_window: int | tuple[int, int] | None = None,
     ) -> None: ...
-
-    @staticmethod
-    def check_values(a: Arguments) -> None:
-        settle.build_bias(a)
-        settle.one_packing(a)
-        settle.check_packed(a, "cum_seqlens_q", "query", axis=1)
-        settle.check_packed(a, "cum_seqlens_k", "key", axis=1)
-
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        settle.grouped_heads(a)
-        settle.packed_pair(a)
-        settle.softmax_options(a)
-        settle.masks(a)

@@ -108,6 +108,17 @@ class Boundary:
         return tuple(p.name for p in integers if p.name not in self.seeds)
 
     @cached_property
+    def float_names(self) -> tuple[str, ...]:
+        """The parameters that take arrays of floats."""
+        return tuple(p.name for p in self.parameters if p.forms and "float" in p.forms[0][0])
+
+    @cached_property
+    def scale_names(self) -> tuple[str, ...]:
+        """The parameters that take a number or an array of floats."""
+        floats = (p for p in self.parameters if p.name in self.float_names)
+        return tuple(p.name for p in floats if float in alternatives(p.annotation))
+
+    @cached_property
     def pools(self) -> tuple[str, ...]:
         """The arrays of pages, which many sequences share."""
         return tuple(

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.types import attention as arg
 from ejkernel.types import softmax
-from ejkernel.types.call import mask_of, problem_of, read_mask
-from ejkernel.types.calls import drawn
+from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.spec import Call
+from ejkernel.types.combine import mask_of
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
-from ejkernel.types.structure import split_mask
+from ejkernel.types.structure import Rules, split_mask
 
 QKV = {"q": "query", "k": "key", "v": "value"}
+_MASKS = ("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k")
 
 
 def _packed(a: Mapping[str, Any]) -> bool:
@@ -26,7 +26,21 @@ def _packed(a: Mapping[str, Any]) -> bool:
     return a.get("cum_seqlens_q") is not None
 
 
-class SoftmaxCall(Call):
+def _rules(mask: MaskInfo) -> Rules:
+    return split_mask(mask)[0]
+
+
+class AttentionCall(Call):
+    """A call whose kernel saves a logarithm of sums of exponentials a row."""
+
+    outputs = ("batch q_len heads v_dim", "batch q_len heads")
+
+    @classmethod
+    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.named(*outputs), softmax.named_lse(saved)
+
+
+class SoftmaxCall(AttentionCall):
     """A call of query, key, value and a mask.
 
     A kernel gets q, k, v in one dtype and, where the call has them, bias ``[#b, #h, q, k]``, sink
@@ -36,20 +50,40 @@ class SoftmaxCall(Call):
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Problem:
-        return problem_of(
-            a,
+        q, k, v = a["query"], a["key"], a["value"]
+        packed = a.get("cum_seqlens_q") is not None
+        return Problem(
+            batch=q.shape[0],
+            q_len=q.shape[1],
+            kv_len=k.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            dim=q.shape[3],
+            value_dim=v.shape[3],
+            dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
+            scale=a["softmax_scale"],
+            soft_cap=a.get("logits_soft_cap"),
             dropout=float(a.get("dropout_prob") or 0.0),
             biased=a.get("bias") is not None,
-            seed_batches=max(a["query"].shape[0], 1),
+            seed_batches=max(q.shape[0], 1),
             logits_dtype=jnp.dtype(a.get("logits_dtype", "float32")).name,
-            rules=cls.read_mask(a, lambda mask: split_mask(mask)[0]),
+            rules=cls.read_mask(a, _rules) if packed else split_mask(a["mask_info"])[0],
         )
 
     @staticmethod
     def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
         """What ``read`` finds in the mask of a call, from shapes alone. May raise Unsupported."""
-        mask = a["mask_info"]
-        return read_mask(a, read) if _packed(a) or jax.tree.leaves(mask) else read(mask)
+        packed = _packed(a)
+        arrays = {name: a.get(name) for name in _MASKS} if packed else a["mask_info"]
+        if not jax.tree.leaves(arrays):
+            return read(a["mask_info"])
+        found: list[Any] = []
+
+        def probe(arrays: Any) -> None:
+            found.append(read(mask_of({**a, **arrays}) if packed else arrays))
+
+        jax.eval_shape(probe, arrays)
+        return found[0]
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
@@ -73,20 +107,7 @@ class SoftmaxCall(Call):
         return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        return softmax.named(*outputs), softmax.named_lse(saved)
-
-    @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         o, lse = outputs
         o = o.astype(a["query"].dtype)
         return (o, lse.swapaxes(1, 2)) if a.get("return_lse") else o
-
-    @classmethod
-    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Packed calls: documents of equal length."""
-        found = {}
-        for name, array in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
-            if a.get(name) is not None:
-                found[name] = drawn.starts(a[name].shape[0] - 1, a[array].shape[1])
-        return found

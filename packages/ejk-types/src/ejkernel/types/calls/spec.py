@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.calls import settle
-from ejkernel.types.calls.settle.errors import invalid
+from ejkernel.types.arrays import check_int32, is_symbolic
+from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.signature import REQUIRED, Boundary, axes_of
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
 
 Arguments = dict[str, Any]
+Step = Callable[[Arguments], None]
 _NUMBER = {int}
 
 
@@ -25,18 +26,20 @@ class Call:
     """The calls of one operation; a subclass is used as it is and never instantiated.
 
     A subclass has ``takes``, a function whose parameters are those of the operation, annotated
-    with the words of ``words``, and overrides the other methods where it needs to;
-    ``check_values`` and ``canonicalise`` change a dict of all arguments in place.
+    with the words of ``words``, and overrides the other methods where it needs to. What arguments
+    of one name ask for in every operation, ``values.BY_NAME`` and ``settle.BY_NAME`` say.
 
     Attributes:
         name: of the operation, as users call it.
         algorithm: its name in a registry; default: ``name``.
         symbolic: the axes that an exported program may leave open.
         outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
-        asks_for_more: the parameter without which there is only the first output; "": none.
+        asks_for_more: the flag without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
         indifferent: arguments that change what is computed and not how it is cut into tiles.
         extents: static integers that say how wide something is.
+        divisors: scales that something is divided by, so that they are never 0.
+        normal_samples: whether sample inputs are normal numbers, of both signs.
         boundary: the parameters, read from ``takes``.
         Facts: tuple with a field for every parameter but ``mask_info``.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
@@ -49,6 +52,8 @@ class Call:
     seeds: ClassVar[tuple[str, ...]] = ()
     indifferent: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
     extents: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
+    divisors: ClassVar[tuple[str, ...]] = ()
+    normal_samples: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks",
@@ -57,6 +62,8 @@ class Call:
     boundary: ClassVar[Boundary]
     Facts: ClassVar[Any]
     Unsupported: ClassVar[type[Exception]] = Unsupported
+    _before: ClassVar[tuple[Step, ...]] = ()
+    _inside: ClassVar[tuple[Step, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,18 +72,28 @@ class Call:
         cls.boundary = Boundary.of(cls.name, cls.takes, cls.seeds)
         cls.boundary.check_words(cls.outputs)
         cls.algorithm = cls.algorithm or cls.name
+        flags = (name for name in cls.boundary.names if name.startswith("return_"))
+        cls.asks_for_more = next(flags, "")
         names = [name for name in cls.boundary.names if name != "mask_info"]
         cls.Facts = namedtuple(f"{cls.__name__}Facts", names)
+        cls._before, cls._inside = (
+            tuple(dict.fromkeys(step for name, step in table.items() if name in names))
+            for table in (values.BY_NAME, settle.BY_NAME)
+        )
 
     # ---- what a subclass says ---------------------------------------------------------------
 
-    @staticmethod
-    def check_values(a: Arguments) -> None:
+    @classmethod
+    def check_values(cls, a: Arguments) -> None:
         """Check Python and numpy values, call builders, turn changing numbers into arrays."""
+        for step in cls._before:
+            step(a)
 
-    @staticmethod
-    def canonicalise(a: Arguments) -> None:
-        """Check how arguments agree, then settle what is optional."""
+    @classmethod
+    def canonicalise(cls, a: Arguments) -> None:
+        """Check how arguments agree, then settle what is optional, in place."""
+        for step in cls._inside:
+            step(a)
 
     @classmethod
     def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
@@ -116,11 +133,14 @@ class Call:
             if isinstance(value, np.generic):
                 static = name in boundary.static_names
                 a[name] = value.item() if static else np.asarray(value)
-        settle.seeds_to_arrays(a, *cls.seeds)
+        values.seeds_to_arrays(a, *cls.seeds)
         for name, value in a.items():
             if value is REQUIRED:
                 raise TypeError(f"{cls.name}() is missing the argument {name!r}")
-        settle.check_int32(a, *boundary.index_names)
+        for name in boundary.index_names:
+            check_int32(a[name], name)
+        for name in boundary.scale_names:
+            values.scale_to_array(a, name, divide=name in cls.divisors)
         cls.check_values(a)
         return a
 
@@ -227,5 +247,12 @@ class Call:
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Valid values, by name, of the arguments that random floats and zeros do not fit."""
-        return {}
+        """Valid values, by name, of the arguments that random floats and zeros do not fit.
+
+        Packed sequences are of equal length, contexts full, their pages in random order.
+        """
+        found = drawn.sequences(a, cls.boundary.names[0])
+        if "block_tables" in a:
+            found |= drawn.tables(a, rng, cls.boundary.pools[0])
+        names = cls.boundary.float_names if cls.normal_samples else ()
+        return found | drawn.normal(a, rng, names)

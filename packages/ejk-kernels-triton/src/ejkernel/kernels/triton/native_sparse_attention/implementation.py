@@ -26,7 +26,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.second_order import running
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
 from ejkernel.types.token_blocks import (

@@ -12,7 +12,7 @@ from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops import KernelNotSupported
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 
 
 @dataclass(frozen=True)

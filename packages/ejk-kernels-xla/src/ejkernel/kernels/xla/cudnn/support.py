@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types import MaskInfo
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 
 # Arguments that cuDNN's graph has no exact counterpart for: rows that a bias of -inf or a mask
 # empties are NaN there, and packed or segmented calls need run-time lengths.

@@ -17,7 +17,7 @@ from ejkernel.kernels.xla.flash_attention import tiles
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 
 
 class FlashAttention(XlaKernel):

@@ -14,7 +14,7 @@ from ejkernel.kernels.xla.flash_attention import flash_attention, tiles
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 from ejkernel.types.latent import expanded, without_hidden_rows
 
 

@@ -18,7 +18,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most, is_symbolic
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
 from ejkernel.types.token_blocks import (

@@ -10,7 +10,7 @@ from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_va
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.call import mask_of
+from ejkernel.types.combine import mask_of
 from ejkernel.types.softmax import named_out
 
 
