@@ -24,7 +24,7 @@ HOPPER = dict(q_blocksize=192, kv_blocksize=128, num_stages=2, warpgroups=3)
 @pytest.mark.parametrize("operation", sorted(CALLS))
 def test_configs(operation):
     cls = operation_class(operation)
-    config = cls.config
+    config = cls.config_cls
     assert cls().config_cls is config and getattr(modules, config.__name__) is config
     fields = list(config.__dataclass_fields__)
     assert fields[:2] == ["platform", "backend"]

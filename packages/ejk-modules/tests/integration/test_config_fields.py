@@ -26,7 +26,7 @@ def implementations(name):
 def test_every_implementation_says_which_fields_of_the_config_it_reads(name):
     nested = {"fwd_params": WarpgroupParams, "bwd_params": BwdParams}
     known = set()
-    for field in fields(operation_class(name).config):
+    for field in fields(operation_class(name).config_cls):
         inner = nested.get(field.name)
         names = [f"{field.name}.{f.name}" for f in fields(inner)] if inner else [field.name]
         known.update(names)

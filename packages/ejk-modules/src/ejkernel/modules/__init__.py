@@ -1,4 +1,4 @@
-# ruff: noqa: F401 (names are imported for type checkers, and lazily for everyone else)
+# ruff: noqa: F403, F405 (names are imported for type checkers, and lazily for everyone else)
 """One call per attention operation in JAX: the user's side of ejkernel.
 
 Every operation is a function, a Kernel class for executors, and a Config dataclass. Rules that
@@ -81,87 +81,26 @@ if TYPE_CHECKING:
     from ejkernel.modules._configs import (
         ScaledDotProductAttentionConfig as ScaledDotProductAttentionConfig,
     )
-    from ejkernel.modules._executor import create_default_executor as create_default_executor
-    from ejkernel.modules._executor import explain as explain
-    from ejkernel.modules._executor import get_default_executor as get_default_executor
-    from ejkernel.modules._executor import supports as supports
+    from ejkernel.modules._executor import *
     from ejkernel.modules.adapters import equinox_attention as equinox_attention
     from ejkernel.modules.adapters import flax_attention as flax_attention
-    from ejkernel.modules.operations.attention import Attention as Attention
-    from ejkernel.modules.operations.attention import attention as attention
-    from ejkernel.modules.operations.blocksparse_attention import (
-        BlockSparseAttention as BlockSparseAttention,
-    )
-    from ejkernel.modules.operations.blocksparse_attention import (
-        blocksparse_attention as blocksparse_attention,
-    )
-    from ejkernel.modules.operations.flash_attention import FlashAttention as FlashAttention
-    from ejkernel.modules.operations.flash_attention import flash_attention as flash_attention
-    from ejkernel.modules.operations.gla_attention import GLAttention as GLAttention
-    from ejkernel.modules.operations.gla_attention import gla_attention as gla_attention
-    from ejkernel.modules.operations.grouped_matmul import GroupedMatmul as GroupedMatmul
-    from ejkernel.modules.operations.grouped_matmul import grouped_matmul as grouped_matmul
-    from ejkernel.modules.operations.lightning_attention import (
-        LightningAttention as LightningAttention,
-    )
-    from ejkernel.modules.operations.lightning_attention import (
-        lightning_attention as lightning_attention,
-    )
-    from ejkernel.modules.operations.mean_pooling import MeanPooling as MeanPooling
-    from ejkernel.modules.operations.mean_pooling import mean_pooling as mean_pooling
-    from ejkernel.modules.operations.mla_attention import FlashMLA as FlashMLA
-    from ejkernel.modules.operations.mla_attention import mla_attention as flash_mla
-    from ejkernel.modules.operations.mla_attention import mla_attention as mla_attention
-    from ejkernel.modules.operations.mla_decode import MLADecode as MLADecode
-    from ejkernel.modules.operations.mla_decode import mla_decode as mla_decode
-    from ejkernel.modules.operations.native_sparse_attention import (
-        NativeSparseAttention as NativeSparseAttention,
-    )
-    from ejkernel.modules.operations.native_sparse_attention import (
-        native_sparse_attention as native_sparse_attention,
-    )
-    from ejkernel.modules.operations.page_attention import PageAttention as PageAttention
-    from ejkernel.modules.operations.page_attention import page_attention as page_attention
-    from ejkernel.modules.operations.ragged_decode_attention import (
-        RaggedDecodeAttention as RaggedDecodeAttention,
-    )
-    from ejkernel.modules.operations.ragged_decode_attention import (
-        ragged_decode_attention as ragged_decode_attention,
-    )
-    from ejkernel.modules.operations.ragged_page_attention import (
-        RaggedPageAttention as RaggedPageAttention,
-    )
-    from ejkernel.modules.operations.ragged_page_attention import (
-        RaggedPageAttention as RaggedPageAttentionv2,
-    )
-    from ejkernel.modules.operations.ragged_page_attention import (
-        ragged_page_attention as ragged_page_attention,
-    )
-    from ejkernel.modules.operations.ragged_page_attention import (
-        ragged_page_attention as ragged_page_attention_v2,
-    )
-    from ejkernel.modules.operations.ragged_page_attention_v3 import (
-        RaggedPageAttentionv3 as RaggedPageAttentionv3,
-    )
-    from ejkernel.modules.operations.ragged_page_attention_v3 import (
-        ragged_page_attention_v3 as ragged_page_attention_v3,
-    )
-    from ejkernel.modules.operations.recurrent_attention import (
-        RecurrentAttention as RecurrentAttention,
-    )
-    from ejkernel.modules.operations.recurrent_attention import (
-        recurrent_attention as recurrent_attention,
-    )
-    from ejkernel.modules.operations.ring_attention import RingAttention as RingAttention
-    from ejkernel.modules.operations.ring_attention import ring_attention as ring_attention
-    from ejkernel.modules.operations.ring_attention import zigzag_shard as zigzag_shard
-    from ejkernel.modules.operations.ring_attention import zigzag_unshard as zigzag_unshard
-    from ejkernel.modules.operations.scaled_dot_product_attention import (
-        ScaledDotProductAttention as ScaledDotProductAttention,
-    )
-    from ejkernel.modules.operations.scaled_dot_product_attention import (
-        scaled_dot_product_attention as scaled_dot_product_attention,
-    )
+    from ejkernel.modules.operations.attention import *
+    from ejkernel.modules.operations.blocksparse_attention import *
+    from ejkernel.modules.operations.flash_attention import *
+    from ejkernel.modules.operations.gla_attention import *
+    from ejkernel.modules.operations.grouped_matmul import *
+    from ejkernel.modules.operations.lightning_attention import *
+    from ejkernel.modules.operations.mean_pooling import *
+    from ejkernel.modules.operations.mla_attention import *
+    from ejkernel.modules.operations.mla_decode import *
+    from ejkernel.modules.operations.native_sparse_attention import *
+    from ejkernel.modules.operations.page_attention import *
+    from ejkernel.modules.operations.ragged_decode_attention import *
+    from ejkernel.modules.operations.ragged_page_attention import *
+    from ejkernel.modules.operations.ragged_page_attention_v3 import *
+    from ejkernel.modules.operations.recurrent_attention import *
+    from ejkernel.modules.operations.ring_attention import *
+    from ejkernel.modules.operations.scaled_dot_product_attention import *
     from ejkernel.ops import AutotuneError as AutotuneError
     from ejkernel.ops import ConfigError as ConfigError
     from ejkernel.ops import EjkernelWarning as EjkernelWarning
@@ -169,3 +108,7 @@ if TYPE_CHECKING:
     from ejkernel.ops import KernelNotFound as KernelNotFound
     from ejkernel.ops import KernelNotSupported as KernelNotSupported
     from ejkernel.ops import NoConfigError as NoConfigError
+
+    flash_mla = mla_attention
+    ragged_page_attention_v2 = ragged_page_attention
+    RaggedPageAttentionv2 = RaggedPageAttention

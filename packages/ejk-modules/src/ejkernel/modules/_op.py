@@ -47,14 +47,12 @@ class Operation(RegisteredKernel[Cfg, Any]):
     Attributes:
         spec: what a call takes and how it is settled.
         function: the public function.
-        config: class of its configs.
         aliases: other names of the function.
         whole_groups: whether a device needs whole groups of query heads per key head.
     """
 
     spec: ClassVar[type[Call]]
     function: ClassVar[Callable[..., Any]]
-    config: ClassVar[type]
     aliases: ClassVar[tuple[str, ...]] = ()
     whole_groups: ClassVar[bool] = False
     _instance: ClassVar[Operation | None] = None
@@ -83,7 +81,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         show_signature(cls.function)
 
     def __init__(self, *, version: int = 1, registry: Any = None) -> None:
-        super().__init__(version=version, config_cls=self.config, registry=registry)
+        super().__init__(version=version, registry=registry)
 
     @classmethod
     def shared(cls) -> Self:

@@ -8,46 +8,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ejkernel.modules._op import Operation
 
-# module under operations: (function, Kernel class, other exported names -> attribute)
-OPERATIONS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "attention": ("attention", "Attention", {}),
-    "blocksparse_attention": ("blocksparse_attention", "BlockSparseAttention", {}),
-    "flash_attention": ("flash_attention", "FlashAttention", {}),
-    "gla_attention": ("gla_attention", "GLAttention", {}),
-    "grouped_matmul": ("grouped_matmul", "GroupedMatmul", {}),
-    "lightning_attention": ("lightning_attention", "LightningAttention", {}),
-    "mean_pooling": ("mean_pooling", "MeanPooling", {}),
-    "mla_attention": ("mla_attention", "FlashMLA", {"flash_mla": "mla_attention"}),
-    "mla_decode": ("mla_decode", "MLADecode", {}),
-    "native_sparse_attention": ("native_sparse_attention", "NativeSparseAttention", {}),
-    "page_attention": ("page_attention", "PageAttention", {}),
-    "ragged_decode_attention": ("ragged_decode_attention", "RaggedDecodeAttention", {}),
-    "ragged_page_attention": (
-        "ragged_page_attention",
-        "RaggedPageAttention",
-        {
-            "ragged_page_attention_v2": "ragged_page_attention",
-            "RaggedPageAttentionv2": "RaggedPageAttention",
-        },
-    ),
-    "ragged_page_attention_v3": ("ragged_page_attention_v3", "RaggedPageAttentionv3", {}),
-    "recurrent_attention": ("recurrent_attention", "RecurrentAttention", {}),
-    "ring_attention": (
-        "ring_attention",
-        "RingAttention",
-        {"zigzag_shard": "zigzag_shard", "zigzag_unshard": "zigzag_unshard"},
-    ),
-    "scaled_dot_product_attention": (
-        "scaled_dot_product_attention",
-        "ScaledDotProductAttention",
-        {},
-    ),
+OPERATIONS = {
+    "attention": "Attention",
+    "blocksparse_attention": "BlockSparseAttention",
+    "flash_attention": "FlashAttention",
+    "gla_attention": "GLAttention",
+    "grouped_matmul": "GroupedMatmul",
+    "lightning_attention": "LightningAttention",
+    "mean_pooling": "MeanPooling",
+    "mla_attention": "FlashMLA",
+    "mla_decode": "MLADecode",
+    "native_sparse_attention": "NativeSparseAttention",
+    "page_attention": "PageAttention",
+    "ragged_decode_attention": "RaggedDecodeAttention",
+    "ragged_page_attention": "RaggedPageAttention",
+    "ragged_page_attention_v3": "RaggedPageAttentionv3",
+    "recurrent_attention": "RecurrentAttention",
+    "ring_attention": "RingAttention",
+    "scaled_dot_product_attention": "ScaledDotProductAttention",
 }
+"""The functions, each in a module of its name, and their Kernel classes."""
 
-CONFIGS = (
-    *(kernel + "Config" for _, kernel, _ in OPERATIONS.values()),
-    "RaggedPageAttentionv2Config",
-)
+ALIASES = {
+    "flash_mla": "mla_attention",
+    "ragged_page_attention_v2": "ragged_page_attention",
+}
+"""Other names of functions."""
+
+CONFIGS = (*(kernel + "Config" for kernel in OPERATIONS.values()), "RaggedPageAttentionv2Config")
 
 # registry names that differ from the function's
 REGISTRY_NAMES = {
@@ -57,16 +45,21 @@ REGISTRY_NAMES = {
 }
 
 
+def home(function: str) -> str:
+    """The module of an operation."""
+    return f"ejkernel.modules.operations.{function}"
+
+
 def exports() -> dict[str, tuple[str, str]]:
     """Public name -> (module, attribute) of everything the operations export."""
-    table: dict[str, tuple[str, str]] = {}
-    for module, (function, kernel, others) in OPERATIONS.items():
-        path = f"ejkernel.modules.operations.{module}"
-        for name, attribute in {function: function, kernel: kernel, **others}.items():
-            table[name] = (path, attribute)
-    for name in CONFIGS:
-        table[name] = ("ejkernel.modules._configs", name)
-    return table
+    return {
+        **{name: (home(name), name) for name in OPERATIONS},
+        **{kernel: (home(name), kernel) for name, kernel in OPERATIONS.items()},
+        **{alias: (home(name), name) for alias, name in ALIASES.items()},
+        **{name: (home("ring_attention"), name) for name in ("zigzag_shard", "zigzag_unshard")},
+        "RaggedPageAttentionv2": (home("ragged_page_attention"), "RaggedPageAttention"),
+        **{name: ("ejkernel.modules._configs", name) for name in CONFIGS},
+    }
 
 
 def load(path: str, attribute: str) -> Any:
@@ -82,9 +75,8 @@ def operation_class(name: str) -> type[Operation]:
     from ejkernel.ops import KernelNotFound
 
     word = name.strip().lower()
-    word = REGISTRY_NAMES.get(word, word)
-    for module, (function, kernel, others) in OPERATIONS.items():
-        if word == function or (word in others and others[word] == function):
-            return load(f"ejkernel.modules.operations.{module}", kernel)
-    known = ", ".join(sorted(function for function, _, _ in OPERATIONS.values()))
-    raise KernelNotFound(f"operation {name!r} is unknown: expected one of {known}")
+    word = {**REGISTRY_NAMES, **ALIASES}.get(word, word)
+    if word not in OPERATIONS:
+        known = ", ".join(sorted(OPERATIONS))
+        raise KernelNotFound(f"operation {name!r} is unknown: expected one of {known}")
+    return load(home(word), OPERATIONS[word])

@@ -65,7 +65,7 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
     outcome: dict[str, list[str]] = {}
     for config in stored.configs([stored.read(path)]):
         try:
-            cls = operation_class(config.kernel).config
+            cls = operation_class(config.kernel).config_cls
         except KernelNotFound:  # a kernel of the user's own: its class says what it is
             cls = None
             if not _declared(config.entry.plain.get("class")):

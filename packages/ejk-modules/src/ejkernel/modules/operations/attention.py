@@ -12,7 +12,9 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, F, Flags
+from ejkernel.types.calls.words import Array, AttentionMask, F
+
+__all__ = ["Attention", "attention"]
 
 
 def attention(
@@ -24,10 +26,7 @@ def attention(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     init_bias: Callable[[], Array] | None = None,
     deterministic: bool = True,
     softmax_scale: float | None = None,
@@ -109,4 +108,3 @@ class Attention(Operation[AttentionConfig]):
 
     spec = calls.Attention
     function = staticmethod(attention)
-    config = AttentionConfig

@@ -11,7 +11,9 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, B, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
+
+__all__ = ["BlockSparseAttention", "blocksparse_attention"]
 
 
 def blocksparse_attention(
@@ -28,10 +30,7 @@ def blocksparse_attention(
     q_block_size: int = 128,
     kv_block_size: int = 128,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -112,4 +111,3 @@ class BlockSparseAttention(Operation[BlockSparseAttentionConfig]):
 
     spec = calls.BlockSparseAttention
     function = staticmethod(blocksparse_attention)
-    config = BlockSparseAttentionConfig

@@ -9,7 +9,7 @@ from ejkernel.modules._configs import BlockSparseAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, B, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
 
 @overload
 def blocksparse_attention(
@@ -26,10 +26,7 @@ def blocksparse_attention(
     q_block_size: int = 128,
     kv_block_size: int = 128,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -60,10 +57,7 @@ def blocksparse_attention(
     q_block_size: int = 128,
     kv_block_size: int = 128,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -94,10 +88,7 @@ def blocksparse_attention(
     q_block_size: int = 128,
     kv_block_size: int = 128,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,

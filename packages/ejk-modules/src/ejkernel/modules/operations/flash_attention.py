@@ -13,7 +13,9 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
+
+__all__ = ["FlashAttention", "flash_attention"]
 
 
 def flash_attention(
@@ -26,10 +28,7 @@ def flash_attention(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | I[Array, ""] | None = None,
@@ -142,4 +141,3 @@ class FlashAttention(Operation[FlashAttentionConfig]):
 
     spec = calls.FlashAttention
     function = staticmethod(flash_attention)
-    config = FlashAttentionConfig

@@ -11,7 +11,7 @@ from ejkernel.modules._configs import FlashAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
 @overload
 def flash_attention(
@@ -24,10 +24,7 @@ def flash_attention(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | I[Array, ""] | None = None,
@@ -55,10 +52,7 @@ def flash_attention(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | I[Array, ""] | None = None,
@@ -86,10 +80,7 @@ def flash_attention(
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | I[Array, ""] | None = None,

@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
+__all__ = ["GLAttention", "gla_attention"]
+
 
 def gla_attention(
     query: F[Array, "batch seq heads key_dim"],
@@ -87,4 +89,3 @@ class GLAttention(Operation[GLAttentionConfig]):
 
     spec = calls.GLAttention
     function = staticmethod(gla_attention)
-    config = GLAttentionConfig

@@ -14,6 +14,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I, Weights
 
+__all__ = ["GroupedMatmul", "grouped_matmul"]
+
 
 def grouped_matmul(
     lhs: F[Array, "rows inner"],
@@ -97,7 +99,6 @@ class GroupedMatmul(Operation[GroupedMatmulConfig]):
 
     spec = calls.GroupedMatmul
     function = staticmethod(grouped_matmul)
-    config = GroupedMatmulConfig
 
     @staticmethod
     def spreadable(a: Arguments) -> frozenset[str]:

@@ -18,6 +18,8 @@ from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I
 
+__all__ = ["LightningAttention", "lightning_attention"]
+
 
 def lightning_attention(
     query: F[Array, "batch seq heads key_dim"],
@@ -106,7 +108,6 @@ class LightningAttention(Operation[LightningAttentionConfig]):
 
     spec = calls.LightningAttention
     function = staticmethod(lightning_attention)
-    config = LightningAttentionConfig
 
     @staticmethod
     def localise(a: Arguments, shard: Any) -> None:

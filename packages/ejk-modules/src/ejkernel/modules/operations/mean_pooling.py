@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
+__all__ = ["MeanPooling", "mean_pooling"]
+
 
 def mean_pooling(
     x: F[Array, "batch seq *channels"] | F[Array, " tokens *channels"],
@@ -77,7 +79,6 @@ class MeanPooling(Operation[MeanPoolingConfig]):
 
     spec = calls.MeanPooling
     function = staticmethod(mean_pooling)
-    config = MeanPoolingConfig
 
     @staticmethod
     def spreadable(a: Arguments) -> frozenset[str]:

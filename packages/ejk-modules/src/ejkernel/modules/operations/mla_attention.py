@@ -11,7 +11,9 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
+
+__all__ = ["FlashMLA", "mla_attention"]
 
 
 def mla_attention(
@@ -24,10 +26,7 @@ def mla_attention(
     cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,
@@ -113,6 +112,5 @@ class FlashMLA(Operation[FlashMLAConfig]):
 
     spec = calls.FlashMLA
     function = staticmethod(mla_attention)
-    config = FlashMLAConfig
 
     aliases = ("flash_mla",)

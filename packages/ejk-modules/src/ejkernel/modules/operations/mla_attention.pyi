@@ -9,7 +9,7 @@ from ejkernel.modules._configs import FlashMLAConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
 @overload
 def mla_attention(
@@ -22,10 +22,7 @@ def mla_attention(
     cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,
@@ -53,10 +50,7 @@ def mla_attention(
     cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,
@@ -84,10 +78,7 @@ def mla_attention(
     cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
     softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
     softmax_scale: float | None = None,

@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
+__all__ = ["MLADecode", "mla_decode"]
+
 
 def mla_decode(
     query: F[Array, "batch heads cache_dim"] | F[Array, "batch q_len heads cache_dim"],
@@ -95,6 +97,5 @@ class MLADecode(Operation[MLADecodeConfig]):
 
     spec = calls.MLADecode
     function = staticmethod(mla_decode)
-    config = MLADecodeConfig
 
     trained = False

@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
+__all__ = ["NativeSparseAttention", "native_sparse_attention"]
+
 
 def native_sparse_attention(
     query: F[Array, "batch seq heads head_dim"],
@@ -104,6 +106,5 @@ class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):
 
     spec = calls.NativeSparseAttention
     function = staticmethod(native_sparse_attention)
-    config = NativeSparseAttentionConfig
 
     whole_groups = True

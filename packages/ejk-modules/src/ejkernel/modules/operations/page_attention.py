@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
+__all__ = ["PageAttention", "page_attention"]
+
 
 def page_attention(
     query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
@@ -99,6 +101,5 @@ class PageAttention(Operation[PageAttentionConfig]):
 
     spec = calls.PageAttention
     function = staticmethod(page_attention)
-    config = PageAttentionConfig
 
     trained = False

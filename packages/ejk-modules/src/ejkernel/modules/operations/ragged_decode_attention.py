@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
+__all__ = ["RaggedDecodeAttention", "ragged_decode_attention"]
+
 
 def ragged_decode_attention(
     query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
@@ -81,6 +83,5 @@ class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):
 
     spec = calls.RaggedDecodeAttention
     function = staticmethod(ragged_decode_attention)
-    config = RaggedDecodeAttentionConfig
 
     trained = False

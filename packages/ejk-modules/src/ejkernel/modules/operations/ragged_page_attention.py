@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
+__all__ = ["RaggedPageAttention", "ragged_page_attention"]
+
 
 def ragged_page_attention(
     queries: F[Array, "tokens heads head_dim"],
@@ -93,6 +95,5 @@ class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):
 
     spec = calls.RaggedPageAttention
     function = staticmethod(ragged_page_attention)
-    config = RaggedPageAttentionConfig
 
     trained = False

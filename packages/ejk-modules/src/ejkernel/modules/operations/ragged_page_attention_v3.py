@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
+__all__ = ["RaggedPageAttentionv3", "ragged_page_attention_v3"]
+
 
 def ragged_page_attention_v3(
     queries: F[Array, "tokens heads head_dim"],
@@ -107,7 +109,6 @@ class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
 
     spec = calls.RaggedPageAttentionv3
     function = staticmethod(ragged_page_attention_v3)
-    config = RaggedPageAttentionv3Config
 
     trained = False
 

@@ -13,6 +13,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
+__all__ = ["RecurrentAttention", "recurrent_attention"]
+
 
 def recurrent_attention(
     query: F[Array, "batch seq heads key_dim"],
@@ -99,4 +101,3 @@ class RecurrentAttention(Operation[RecurrentAttentionConfig]):
 
     spec = calls.RecurrentAttention
     function = staticmethod(recurrent_attention)
-    config = RecurrentAttentionConfig

@@ -17,6 +17,8 @@ from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, F, I, given
 
+__all__ = ["RingAttention", "ring_attention", "zigzag_shard", "zigzag_unshard"]
+
 
 def ring_attention(
     query: F[Array, "batch q_len heads head_dim"],
@@ -122,7 +124,6 @@ class RingAttention(Operation[RingAttentionConfig]):
 
     spec = calls.RingAttention
     function = staticmethod(ring_attention)
-    config = RingAttentionConfig
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Always: without a mesh of its own it has to find where its axis is bound."""

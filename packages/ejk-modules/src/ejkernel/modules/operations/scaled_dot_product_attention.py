@@ -11,7 +11,9 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.default import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
+
+__all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
@@ -23,10 +25,7 @@ def scaled_dot_product_attention(
     cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-    | Flags[Array, "#batch q_len kv_len"]
-    | Flags[Array, "#batch kv_len"]
-    | None = None,
+    attention_mask: AttentionMask | None = None,
     init_bias: Callable[[], Array] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -90,4 +89,3 @@ class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):
 
     spec = calls.ScaledDotProductAttention
     function = staticmethod(scaled_dot_product_attention)
-    config = ScaledDotProductAttentionConfig

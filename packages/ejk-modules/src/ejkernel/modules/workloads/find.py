@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ejkernel.modules._table import OPERATIONS, REGISTRY_NAMES
+from ejkernel.modules._table import ALIASES, OPERATIONS, REGISTRY_NAMES
 from ejkernel.modules.workloads.call import WIDTH, Call, call_of
 from ejkernel.modules.workloads.families import FAMILIES, SHORT_NAMES, Shape
 from ejkernel.modules.workloads.shapes import SHAPES
@@ -54,22 +54,15 @@ def near(name: str, known: Iterable[str], count: int = 5) -> list[str]:
 
 def operation_names() -> list[str]:
     """The public functions."""
-    return sorted(function for function, _, _ in OPERATIONS.values())
+    return sorted(OPERATIONS)
 
 
 def operation_name(name: str) -> str:
     """The public function that a function's name, alias or registry name stands for."""
     word = name.strip().lower().replace("-", "_")
-    word = REGISTRY_NAMES.get(word, word)
-    aliases = {
-        alias: target
-        for function, _, others in OPERATIONS.values()
-        for alias, target in others.items()
-        if target == function
-    }
-    word = aliases.get(word, word)
-    if word not in operation_names():
-        raise UnknownName("operation", name, [*operation_names(), *aliases, *REGISTRY_NAMES])
+    word = {**REGISTRY_NAMES, **ALIASES}.get(word, word)
+    if word not in OPERATIONS:
+        raise UnknownName("operation", name, [*operation_names(), *ALIASES, *REGISTRY_NAMES])
     return word
 
 

@@ -56,20 +56,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=[p for p in parameters if p.name != "cfg"])
 
 
-@functools.lru_cache(maxsize=1024)
-def _declared_config_cls(cls: type) -> type | None:
-    """``MyConfig`` of ``class MyKernel(Kernel[MyConfig, Array])``, None when not said."""
-    for base in getattr(cls, "__orig_bases__", ()):
-        args = typing.get_args(base)
-        origin = typing.get_origin(base)
-        if args and isinstance(origin, type) and issubclass(origin, Kernel):
-            return args[0] if isinstance(args[0], type) and args[0] is not object else None
-    for base in cls.__mro__[1:]:
-        if base is not Kernel and issubclass(base, Kernel):
-            return _declared_config_cls(base)
-    return None
-
-
 class Kernel(Generic[Cfg, Out]):
     """An operation with tunable implementations.
 
@@ -86,6 +72,7 @@ class Kernel(Generic[Cfg, Out]):
         config_cls: class of the configs; None = the first type argument of ``Kernel[Cfg, Out]``.
     """
 
+    config_cls: type | None = None
     trained = True
     """Whether calls are usually differentiated: tuning then ranks by both passes together."""
     likeness = NOTHING_SAID
@@ -94,18 +81,21 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         allow_in_files(cls)
-        declared = _declared_config_cls(cls)
-        if declared is not None:
-            allow_in_files(declared)
+        for base in vars(cls).get("__orig_bases__", ()):
+            origin, args = typing.get_origin(base), typing.get_args(base)
+            if args and isinstance(origin, type) and issubclass(origin, Kernel):
+                named = isinstance(args[0], type) and args[0] is not object
+                cls.config_cls = args[0] if named else None
+        if cls.config_cls is not None:
+            allow_in_files(cls.config_cls)
 
     def __init__(
         self, name: str | None = None, *, version: int = 1, config_cls: type | None = None
     ):
         self.name = type(self).__name__ if name is None else name
         self.version = version
-        self.config_cls = _declared_config_cls(type(self)) if config_cls is None else config_cls
-        if self.config_cls is not None:
-            allow_in_files(self.config_cls)
+        if config_cls is not None:
+            self.config_cls = allow_in_files(config_cls)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, version={self.version})"

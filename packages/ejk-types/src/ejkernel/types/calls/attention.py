@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from ejkernel.types.calls import settle
 from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, Flags
+from ejkernel.types.calls.words import Array, AttentionMask, F
 from ejkernel.types.mask_info import MaskInfo
 
 
@@ -30,10 +30,7 @@ class Attention(Call):
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         *,
         mask_info: MaskInfo | None = None,
-        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-        | Flags[Array, "#batch q_len kv_len"]
-        | Flags[Array, "#batch kv_len"]
-        | None = None,
+        attention_mask: AttentionMask | None = None,
         init_bias: Callable[[], Array] | None = None,
         deterministic: bool = True,
         softmax_scale: float | None = None,

@@ -12,7 +12,7 @@ from ejkernel.types.calls import settle
 from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, B, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
 
@@ -41,10 +41,7 @@ class BlockSparseAttention(SoftmaxCall):
         q_block_size: int = 128,
         kv_block_size: int = 128,
         mask_info: MaskInfo | None = None,
-        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-        | Flags[Array, "#batch q_len kv_len"]
-        | Flags[Array, "#batch kv_len"]
-        | None = None,
+        attention_mask: AttentionMask | None = None,
         causal: bool = False,
         causal_offset: int = 0,
         sliding_window: int | tuple[int, int] | None = None,

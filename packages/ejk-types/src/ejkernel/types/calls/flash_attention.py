@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
 from ejkernel.types.mask_info import MaskInfo
 
 
@@ -26,10 +26,7 @@ class FlashAttention(SoftmaxCall):
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         *,
         mask_info: MaskInfo | None = None,
-        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-        | Flags[Array, "#batch q_len kv_len"]
-        | Flags[Array, "#batch kv_len"]
-        | None = None,
+        attention_mask: AttentionMask | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
         dropout_seed: int | I[Array, ""] | None = None,

@@ -9,7 +9,7 @@ from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
 
@@ -40,10 +40,7 @@ class FlashMLA(SoftmaxCall):
         cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
         *,
         mask_info: MaskInfo | None = None,
-        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-        | Flags[Array, "#batch q_len kv_len"]
-        | Flags[Array, "#batch kv_len"]
-        | None = None,
+        attention_mask: AttentionMask | None = None,
         bias: F[Array, "#batch #heads #q_len kv_len"] | None = None,
         softmax_aux: F[Array, "heads sinks"] | F[Array, " sinks"] | None = None,
         softmax_scale: float | None = None,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I
 from ejkernel.types.mask_info import MaskInfo
 
 
@@ -23,10 +23,7 @@ class ScaledDotProductAttention(SoftmaxCall):
         cum_seqlens_k: I[Array, " sequences_plus_1"] | None = None,
         *,
         mask_info: MaskInfo | None = None,
-        attention_mask: Flags[Array, "#batch #heads #q_len #kv_len"]
-        | Flags[Array, "#batch q_len kv_len"]
-        | Flags[Array, "#batch kv_len"]
-        | None = None,
+        attention_mask: AttentionMask | None = None,
         init_bias: Callable[[], Array] | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,

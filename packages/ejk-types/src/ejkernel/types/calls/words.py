@@ -65,6 +65,13 @@ else:
         dtypes = (*F.dtypes, *EIGHT_BIT)
 
 
+AttentionMask = (
+    Flags[Array, "#batch #heads #q_len #kv_len"]
+    | Flags[Array, "#batch q_len kv_len"]
+    | Flags[Array, "#batch kv_len"]
+)
+"""A mask given as an array, of whatever rank."""
+
 # unions of many arms that have a name of their own
 NAMED = {"PrecisionLike": jax.lax.PrecisionLike, "DTypeLike": DTypeLike}
 _QUALIFIER = re.compile(r"\b(?:\w+\.)+")
