@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+N = TypeVar("N", int, float)
 
 AUTOTUNE_POLICY = "EJKERNEL_AUTOTUNE_POLICY"
 AUTOTUNE_BUDGET_S = "EJKERNEL_AUTOTUNE_BUDGET_S"
@@ -16,18 +21,6 @@ OPS_RECORD = "EJKERNEL_OPS_RECORD"
 OPS_STAMP = "EJKERNEL_OPS_STAMP"
 TRITON_SMEM_LIMIT = "EJKERNEL_TRITON_SMEM_LIMIT"
 TYPECHECK = "EJKERNEL_TYPECHECK"
-
-VARIABLES = (
-    AUTOTUNE_POLICY,
-    AUTOTUNE_BUDGET_S,
-    CACHE_DIR,
-    INTERPRET,
-    LOG_AUTOTUNE,
-    OPS_RECORD,
-    OPS_STAMP,
-    TRITON_SMEM_LIMIT,
-    TYPECHECK,
-)
 
 
 class NoHome(OSError):
@@ -68,6 +61,19 @@ def _choice(name: str, legal: tuple[str, ...], default: str) -> str:
     return word
 
 
+def _number(
+    name: str, kind: Callable[[str], N], accept: Callable[[N], bool], legal: str, default: Any
+) -> Any:
+    value = os.environ.get(name)
+    if value is None or not value.strip():
+        return default
+    with contextlib.suppress(ValueError):
+        number = kind(value)
+        if accept(number):
+            return number
+    raise _illegal(name, value, legal)
+
+
 def autotune_policy() -> str:
     """``EJKERNEL_AUTOTUNE_POLICY``: "autotune" (default) or "heuristics"."""
     return _choice(AUTOTUNE_POLICY, ("autotune", "heuristics"), "autotune")
@@ -103,30 +109,14 @@ def triton_smem_limit() -> int | None:
 
     None (default) = ask the device.
     """
-    value = os.environ.get(TRITON_SMEM_LIMIT)
-    if value is None or not value.strip():
-        return None
-    try:
-        limit = int(value)
-    except ValueError:
-        limit = 0
-    if limit <= 0:
-        raise _illegal(TRITON_SMEM_LIMIT, value, "a positive number of bytes")
-    return limit
+    legal = "a positive number of bytes"
+    return _number(TRITON_SMEM_LIMIT, int, lambda n: n > 0, legal, None)
 
 
 def autotune_budget_s() -> float:
     """``EJKERNEL_AUTOTUNE_BUDGET_S``: seconds that tuning one key may take. Default 60."""
-    value = os.environ.get(AUTOTUNE_BUDGET_S)
-    if value is None or not value.strip():
-        return 60.0
-    try:
-        budget = float(value)
-    except ValueError:
-        budget = -1.0
-    if not 0.0 <= budget < float("inf"):
-        raise _illegal(AUTOTUNE_BUDGET_S, value, "a number of seconds >= 0")
-    return budget
+    legal = "a number of seconds >= 0"
+    return _number(AUTOTUNE_BUDGET_S, float, lambda s: 0.0 <= s < math.inf, legal, 60.0)
 
 
 def cache_dir() -> Path:
@@ -149,17 +139,22 @@ def check_values() -> None:
     Raises:
         ValueError: one of them has an unknown value; names it.
     """
-    for read in (
-        autotune_policy,
-        autotune_budget_s,
-        log_autotune,
-        ops_stamp,
-        ops_record,
-        typecheck,
-        interpret,
-        triton_smem_limit,
-    ):
+    for read in _READERS.values():
         read()
+
+
+_READERS: dict[str, Callable[[], Any]] = {
+    AUTOTUNE_POLICY: autotune_policy,
+    AUTOTUNE_BUDGET_S: autotune_budget_s,
+    CACHE_DIR: lambda: None,  # any text is the name of a folder
+    INTERPRET: interpret,
+    LOG_AUTOTUNE: log_autotune,
+    OPS_RECORD: ops_record,
+    OPS_STAMP: ops_stamp,
+    TRITON_SMEM_LIMIT: triton_smem_limit,
+    TYPECHECK: typecheck,
+}
+VARIABLES = tuple(_READERS)
 
 
 def env_state() -> tuple[object, ...]:

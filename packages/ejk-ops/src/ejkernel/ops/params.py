@@ -6,7 +6,9 @@ leaves the choice to the implementation.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -26,12 +28,6 @@ WARPS = (1, 2, 4, 8, 16)
 STAGES = (1, 8)
 
 
-def _integer(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError("a bool is not a size")
-    return operator.index(value)
-
-
 def _checked(
     legal: str, accept: Callable[[int], bool], *, optional: bool = True
 ) -> Callable[[Any], int | None]:
@@ -40,32 +36,14 @@ def _checked(
     def check(value: Any) -> int | None:
         if value is None and optional:
             return None
-        try:
-            number = _integer(value)
-        except TypeError:
-            raise ConfigError(f"expected {legal}") from None
-        if not accept(number):
-            raise ConfigError(f"expected {legal}")
-        return number
+        if not isinstance(value, bool):  # which is no size
+            with contextlib.suppress(TypeError):
+                number = operator.index(value)
+                if accept(number):
+                    return number
+        raise ConfigError(f"expected {legal}")
 
     return check
-
-
-_tile = _checked(
-    "a power of two from {} to {}".format(*TILE_RANGE),
-    lambda n: TILE_RANGE[0] <= n <= TILE_RANGE[1] and n & (n - 1) == 0,
-)
-_rows = _checked(
-    f"a multiple of 16 up to {TILE_RANGE[1]}",
-    lambda n: 0 < n <= TILE_RANGE[1] and n % 16 == 0,
-)
-_warps = _checked("one of " + ", ".join(map(str, WARPS)), lambda n: n in WARPS)
-_stages = _checked(
-    "an integer from {} to {}".format(*STAGES), lambda n: STAGES[0] <= n <= STAGES[1]
-)
-_count = _checked("an integer >= 1", lambda n: n >= 1)
-_groups = _checked("an integer >= 1", lambda n: n >= 1, optional=False)
-_nbytes = _checked("a positive number of bytes", lambda n: n > 0)
 
 
 def checked_field(check: Callable[[Any], Any], default: Any = None) -> Any:
@@ -73,29 +51,25 @@ def checked_field(check: Callable[[Any], Any], default: Any = None) -> Any:
     return field(default=default, metadata={_CHECK: check})
 
 
-def tile_field(default: int | None = None) -> Any:
-    """Tile size: a power of two in [16, 1024]."""
-    return checked_field(_tile, default)
+def _field_of(legal: str, accept: Callable[[int], bool]) -> Callable[..., Any]:
+    """A function ``(default=None)`` that declares such a field."""
+    return functools.partial(checked_field, _checked(legal, accept))
 
 
-def warps_field(default: int | None = None) -> Any:
-    """Warps of a Triton program: 1, 2, 4, 8 or 16."""
-    return checked_field(_warps, default)
-
-
-def stages_field(default: int | None = None) -> Any:
-    """Software pipeline stages: an integer in [1, 8]."""
-    return checked_field(_stages, default)
-
-
-def count_field(default: int | None = None) -> Any:
-    """Number of heads, splits or pages: an integer >= 1."""
-    return checked_field(_count, default)
-
-
-def bytes_field(default: int | None = None) -> Any:
-    """Amount of memory in bytes: an integer > 0."""
-    return checked_field(_nbytes, default)
+tile_field = _field_of(
+    "a power of two from {} to {}".format(*TILE_RANGE),
+    lambda n: TILE_RANGE[0] <= n <= TILE_RANGE[1] and n & (n - 1) == 0,
+)
+rows_field = _field_of(
+    f"a multiple of 16 up to {TILE_RANGE[1]}", lambda n: 0 < n <= TILE_RANGE[1] and n % 16 == 0
+)
+warps_field = _field_of("one of " + ", ".join(map(str, WARPS)), lambda n: n in WARPS)
+stages_field = _field_of(
+    "an integer from {} to {}".format(*STAGES), lambda n: STAGES[0] <= n <= STAGES[1]
+)
+count_field = _field_of("an integer >= 1", lambda n: n >= 1)  # of heads, splits, pages
+_GIVEN = _checked("an integer >= 1", lambda n: n >= 1, optional=False)
+bytes_field = _field_of("a positive number of bytes", lambda n: n > 0)
 
 
 def params_field(cls: type[Params], default: Params | None = None) -> Any:
@@ -111,20 +85,17 @@ def params_field(cls: type[Params], default: Params | None = None) -> Any:
     return checked_field(check, default)
 
 
-def _check_platform(value: Any) -> str:
-    try:
-        platform = parse_platform(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from None
-    return "auto" if platform is None else platform.value
+def _name_field(parse: Callable[[Any], Any], default: str) -> Any:
+    """The name of a platform or backend, in lower case; ``default`` for any."""
 
+    def check(value: Any) -> str:
+        try:
+            found = parse(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+        return default if found is None else found.value
 
-def _check_backend(value: Any) -> str:
-    try:
-        backend = parse_backend(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from None
-    return "any" if backend is None else backend.value
+    return checked_field(check, default)
 
 
 @dataclass(frozen=True)
@@ -247,9 +218,9 @@ class WarpgroupParams(FwdParams):
     kernel runs exactly these tiles or raises ConfigError.
     """
 
-    q_blocksize: int | None = checked_field(_rows)
-    kv_blocksize: int | None = checked_field(_rows)
-    warpgroups: int = field(kw_only=True, metadata={_CHECK: _groups})
+    q_blocksize: int | None = rows_field()
+    kv_blocksize: int | None = rows_field()
+    warpgroups: int = field(kw_only=True, metadata={_CHECK: _GIVEN})
 
 
 def warpgroups_of(cfg: Any) -> int | None:
@@ -270,5 +241,5 @@ class OpConfig(Params):
     stored as lower-case strings.
     """
 
-    platform: str = checked_field(_check_platform, "auto")
-    backend: str = checked_field(_check_backend, "any")
+    platform: str = _name_field(parse_platform, "auto")
+    backend: str = _name_field(parse_backend, "any")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=StrEnum)
 
 
 class Platform(StrEnum):
@@ -49,18 +52,8 @@ def parse_platform(value: str | Platform | None, name: str = "platform") -> Plat
         ValueError: unknown name; the message lists the legal ones.
         TypeError: neither a string nor a Platform nor None.
     """
-    if value is None or isinstance(value, Platform):
-        return value
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, a Platform or None, got {value!r}")
-    word = value.strip().lower()
-    if word == "auto":
-        return None
-    try:
-        return Platform(word)
-    except ValueError:
-        legal = ", ".join(["auto", *(p.value for p in Platform)])
-        raise ValueError(f"{name}={value!r} is unknown: expected one of {legal}") from None
+    auto = isinstance(value, str) and value.strip().lower() == "auto"
+    return None if auto else _member(Platform, value, name, "auto")
 
 
 def parse_backend(value: str | Backend | None, name: str = "backend") -> Backend | None:
@@ -70,12 +63,16 @@ def parse_backend(value: str | Backend | None, name: str = "backend") -> Backend
         ValueError: unknown name; the message lists the legal ones.
         TypeError: neither a string nor a Backend nor None.
     """
-    if value is None or isinstance(value, Backend):
+    return _member(Backend, value, name)
+
+
+def _member(kind: type[E], value: Any, name: str, *besides: str) -> E | None:
+    if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, a Backend or None, got {value!r}")
+        raise TypeError(f"{name} must be a string, a {kind.__name__} or None, got {value!r}")
     try:
-        return Backend(value.strip().lower())
+        return kind(value.strip().lower())
     except ValueError:
-        legal = ", ".join(b.value for b in Backend)
+        legal = ", ".join([*besides, *(member.value for member in kind)])
         raise ValueError(f"{name}={value!r} is unknown: expected one of {legal}") from None

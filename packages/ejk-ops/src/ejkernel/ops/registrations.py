@@ -70,16 +70,16 @@ class Registrations:
                 *identity,
                 priority,
                 fn,
-                supports,
-                heuristic,
-                candidates,
-                sample_inputs,
-                config_cls,
-                version,
-                differentiable,
-                priority_for,
-                remarks,
-                config_fields,
+                supports=supports,
+                heuristic=heuristic,
+                candidates=candidates,
+                sample_inputs=sample_inputs,
+                config_cls=config_cls,
+                version=version,
+                differentiable=differentiable,
+                priority_for=priority_for,
+                remarks=remarks,
+                config_fields=config_fields,
             )
             self._add(implementation, replace)
             return fn
@@ -94,17 +94,8 @@ class Registrations:
         priority: int = 0,
         *,
         target: str,
-        supports: Callable[[Any], str | None] | str | None = None,
-        heuristic: Callable[..., Any] | str | None = None,
-        candidates: Callable[..., Any] | str | None = None,
-        sample_inputs: Callable[..., Any] | str | None = None,
-        config_cls: type | None = None,
-        version: int = 1,
-        differentiable: bool = True,
-        priority_for: Callable[[Any], int] | str | None = None,
-        remarks: Callable[[Any], Sequence[str]] | str | None = None,
-        config_fields: Sequence[str] | None = None,
         replace: bool = False,
+        **options: Any,
     ) -> None:
         """Register the function ``target="package.module:function"`` without importing it.
 
@@ -120,22 +111,14 @@ class Registrations:
             )
 
         A module that cannot be imported makes automatic choice pass on, with one warning; a
-        forced platform raises. Other arguments and errors as for ``register``.
+        forced platform raises. Options and errors as for ``register``.
         """
+        lazy: dict[str, Any] = {name: lazily(value) for name, value in options.items()}
         implementation = Implementation(
             *identify(algorithm, platform, backend),
             priority,
             LazyFunction(target),
-            lazily(supports),
-            lazily(heuristic),
-            lazily(candidates),
-            lazily(sample_inputs),
-            config_cls,
-            version,
-            differentiable,
-            lazily(priority_for),
-            lazily(remarks),
-            config_fields,
+            **lazy,
             on_load=self._check_signature,
         )
         self._add(implementation, replace)

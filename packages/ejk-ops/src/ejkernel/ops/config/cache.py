@@ -9,6 +9,7 @@ from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from ejkernel.ops.execution.freeze import ByIdentity
 from ejkernel.ops.interpret import interpret_override
 
 _serials = itertools.count()
@@ -105,21 +106,6 @@ class ConfigCache:
         return f"ConfigCache({len(self)} configs)"
 
 
-class _Identity:
-    """Equal to another one only for the same object, which it keeps alive."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.held is other.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
 Overlay = ConfigCache | Mapping[Any, Any]
 
 _overlays: ContextVar[tuple[Overlay, ...]] = ContextVar("ejkernel_overlays", default=())
@@ -196,4 +182,4 @@ def _overlay_state(cache: Overlay) -> Hashable:
     if isinstance(cache, ConfigCache):
         return cache.state
     # A mapping may be changed by its owner: its content is its state.
-    return frozenset([(key, _Identity(cache.get(key))) for key in cache.keys()])
+    return frozenset([(key, ByIdentity(cache.get(key))) for key in cache.keys()])

@@ -16,7 +16,7 @@ from ejkernel.ops.config.cache import selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation, specs_key
+from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS, Invocation, specs_key
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Kernel, Resolved
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
+
+How = tuple[Any, ...]
+"""``cfg``, ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` of a call."""
 
 PLANS_LIMIT = 4096
 """Calls (shapes included) whose choice is remembered; the oldest are forgotten first."""
@@ -109,7 +112,7 @@ class Executor:
         if not isinstance(platform, str):  # a name is looked at once, when the call is new
             parse_platform(platform)
         args, kwargs = kernel.prepare(args, kwargs)
-        in_specs, out_specs = specs_key(in_specs), specs_key(out_specs)
+        how = (cfg, platform, mesh, specs_key(in_specs), specs_key(out_specs))
         try:
             flat = flatten(args, kwargs)
             call_key = (
@@ -118,10 +121,7 @@ class Executor:
                 flat.parts.treedef,
                 flat.statics,
                 None if cfg is None else freeze(cfg),
-                platform,
-                mesh,
-                in_specs,
-                out_specs,
+                how[1:],
                 selection_state(),
                 env.env_state(),
                 ambient_device(),
@@ -131,11 +131,9 @@ class Executor:
             state = self._state()
             plan = None if state is None else self._plans.get((call_key, flat.signature, state))
         except Unhashable:
-            return self._run_unremembered(
-                kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
-            )
+            return self._run_unremembered(kernel, args, kwargs, how)
         if plan is None:
-            settled = self._settle(kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs)
+            settled = self._settle(kernel, args, kwargs, how)
             try:
                 plan = self._function(call_key, settled, flat.parts.without_arrays())
             except Unhashable:  # the chosen config
@@ -147,28 +145,15 @@ class Executor:
         try:
             return plan(*flat.parts.arrays)
         except OtherOutputs:
-            return self._run_unremembered(
-                kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
-            )
+            return self._run_unremembered(kernel, args, kwargs, how)
 
     # ---- asking without running ------------------------------------------------------------
 
-    def choose_config(
-        self,
-        kernel: Kernel[Any, Any],
-        *args: Any,
-        cfg: Any = None,
-        platform: str | Platform | None = None,
-        mesh: Any = None,
-        in_specs: Any = None,
-        out_specs: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def choose_config(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
         """The config that a call would run with, tuning included; arrays may be abstract."""
+        how, kwargs = _how(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        return self._settle(
-            kernel, args, kwargs, cfg, platform, mesh, in_specs, out_specs
-        ).choice.cfg
+        return self._settle(kernel, args, kwargs, how).choice.cfg
 
     def explain(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
         """Print what ``explanation`` finds out about a call, and return it."""
@@ -176,27 +161,18 @@ class Executor:
         print(found)
         return found
 
-    def explanation(
-        self,
-        kernel: Kernel[Any, Any],
-        *args: Any,
-        cfg: Any = None,
-        platform: str | Platform | None = None,
-        mesh: Any = None,
-        in_specs: Any = None,
-        out_specs: Any = None,
-        **kwargs: Any,
-    ) -> Explanation:
+    def explanation(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
         """Which implementation and config a call would get and why; tunes and stores nothing.
 
         Arrays may be abstract. A call that no implementation can do is explained, not refused.
         """
+        how, kwargs = _how(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        cfg, route = self._route(kernel, cfg, platform, mesh, in_specs, out_specs)
+        cfg, route = _route(kernel, how)
         inv = bind_abstract(route.invocation(kernel, args, kwargs, cfg))
         error: str | None = None
         try:
-            choice = self._preview(inv, kernel, cfg)
+            choice = self._choice("preview", inv, kernel, cfg)
             error = None if choice.error is None else str(choice.error)
         except (KernelNotSupported, KernelNotFound) as refusal:
             choice, error = Choice(None, "error", inv.key), str(refusal)
@@ -233,57 +209,22 @@ class Executor:
         state = getattr(self.selector, "state", None)
         return None if state is None else (state, registry.generation())
 
-    def _route(
-        self,
-        kernel: Kernel[Any, Any],
-        cfg: Any,
-        platform: str | Platform | None,
-        mesh: Any,
-        in_specs: Any,
-        out_specs: Any,
-    ) -> tuple[Any, Route]:
-        """The config as the kernel's class, and where the call runs."""
-        env.check_values()
-        wanted = parse_platform(platform)
-        cfg = kernel.convert_config(cfg)
-        named = kernel.config_platform(cfg)
-        if wanted is not None and named is not None and wanted is not named:
-            raise ValueError(
-                f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
-                "contradict each other: give one, or make them equal"
-            )
-        return cfg, Route(wanted or named, mesh, in_specs, out_specs)
-
     def _settle(
-        self,
-        kernel: Kernel[Any, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cfg: Any,
-        platform: str | Platform | None,
-        mesh: Any,
-        in_specs: Any,
-        out_specs: Any,
+        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> _Settled:
         """Choose the config of a prepared call."""
-        cfg, route = self._route(kernel, cfg, platform, mesh, in_specs, out_specs)
+        cfg, route = _route(kernel, how)
         raw = route.invocation(kernel, args, kwargs, cfg)
         if env.ops_record():
             _record(kernel, raw)
         inv = bind_abstract(raw)
-        decide = getattr(self.selector, "decide", None)
-        if decide is not None:
-            choice = decide(inv, kernel, cfg)
-        elif cfg is not None:
-            choice = Choice(cfg, "override", inv.key)
-        else:
-            choice = Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
-        return _Settled(inv, choice, route)
+        return _Settled(inv, self._choice("decide", inv, kernel, cfg), route)
 
-    def _preview(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any) -> Choice:
-        preview = getattr(self.selector, "preview", None)
-        if preview is not None:
-            return preview(inv, kernel, cfg)
+    def _choice(self, ask: str, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any) -> Choice:
+        """What the selector's method ``ask`` says; a selector may have ``choose`` alone."""
+        method = getattr(self.selector, ask, None)
+        if method is not None:
+            return method(inv, kernel, cfg)
         if cfg is not None:
             return Choice(cfg, "override", inv.key)
         return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
@@ -325,12 +266,33 @@ class Executor:
             _trim(self._plans, PLANS_LIMIT)
 
     def _run_unremembered(
-        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
+        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> Any:
         """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
-        settled = self._settle(kernel, args, kwargs, *rest)
+        settled = self._settle(kernel, args, kwargs, how)
         flat = flatten(args, kwargs, hashable=False)
         return self._program(settled, flat.parts)(*flat.parts.arrays)
+
+
+def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
+    """The executor's keywords of a call, and those of the kernel."""
+    cfg, platform, mesh, *specs = (kwargs.pop(name, None) for name in EXECUTOR_KEYWORDS)
+    return (cfg, platform, mesh, *map(specs_key, specs)), kwargs
+
+
+def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
+    """The config as the kernel's class, and where the call runs."""
+    env.check_values()
+    cfg, platform, *spread = how
+    wanted = parse_platform(platform)
+    cfg = kernel.convert_config(cfg)
+    named = kernel.config_platform(cfg)
+    if wanted is not None and named is not None and wanted is not named:
+        raise ValueError(
+            f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
+            "contradict each other: give one, or make them equal"
+        )
+    return cfg, Route(wanted or named, *spread)
 
 
 def _trim(cache: dict[Hashable, Any], limit: int) -> None:
