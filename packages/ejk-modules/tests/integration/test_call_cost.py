@@ -11,15 +11,23 @@ import pytest
 
 from ejkernel.modules import flash_attention
 from ejkernel.ops import interpret_mode
+from ejkernel.types import MaskInfo
 from ejktest.device import H200, on
 
 
-def traced(platform, length):
+def traced(platform, length, *masks):
     q = jax.ShapeDtypeStruct((1, length, 4, 32), jnp.bfloat16)
-    jax.make_jaxpr(lambda q: flash_attention(q, q, q, causal=True, platform=platform))(q)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def call(q, ids):
+        every = {"attention_mask": ids, "mask_info": MaskInfo.from_segments(ids)}
+        given = {name: every[name] for name in masks}
+        return flash_attention(q, q, q, causal=True, platform=platform, **given)
+
+    jax.make_jaxpr(call)(q, ids)
 
 
-def counted(platform):
+def counted(platform, *masks):
     """Our calls by qualified name while a new call is traced, and the deepest stack of ours."""
     calls: collections.Counter[str] = collections.Counter()
     deepest: list[str] = []
@@ -34,10 +42,10 @@ def counted(platform):
                     deepest.append(frame.f_code.co_qualname)
                 frame = frame.f_back
 
-    traced(platform, 64)  # imports, versions, tables
+    traced(platform, 64, *masks)  # imports, versions, tables
     sys.setprofile(look)
     try:
-        traced(platform, 80)
+        traced(platform, 80, *masks)
     finally:
         sys.setprofile(None)
     return calls, deepest
@@ -54,12 +62,18 @@ def test_a_traced_call_of_triton_flash_settles_each_thing_once():
         calls, frames = counted("triton")
     assert calls.total() < 1000, calls.most_common(20)
     assert len(frames) <= 7, frames  # from the public function to the launch
-    # one for shapes alone, from which the config follows, and one for the arrays
-    assert calls["Operation.bind"] == 2
+    # for shapes alone, from which the config follows; what it does with arrays is done again
+    assert calls["Operation.bind"] == 1
     # a mask of numbers alone is one object for all calls that have it: made once, then found
     assert calls["combine_masks"] == calls["mask_of_rule"] == 0
     assert calls["KernelRegistry._survey"] == calls["CallKernel.supports"] == 1
     assert calls["payload_distance"] + calls["distance_of_alike"] == 0  # no table of this device
+
+
+@pytest.mark.parametrize("masks", [("mask_info",), ("mask_info", "attention_mask")])
+def test_the_masks_of_a_call_are_joined_once(masks):
+    calls, _ = counted("xla", *masks)
+    assert calls["combine_masks"] == calls["Operation.bind"] == 1
 
 
 def test_looking_up_a_cards_table_is_cheap():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -231,7 +232,7 @@ class Executor:
 
     def _program(self, settled: _Settled, parts: Parts, compiled: bool = False) -> Program:
         # the payload differs between buckets, as the key does, which a stamp carries
-        dropped = ("key", "payload") if env.ops_stamp() == "none" else ("key",)
+        dropped = ("binding", "key", *(() if env.ops_stamp() != "none" else ("payload",)))
         info = {k: v for k, v in settled.inv.info.items() if k not in dropped}
         return Program(
             settled.inv.kernel,
@@ -258,6 +259,10 @@ class Executor:
             with self._lock:
                 function = self._functions.setdefault(key, function)
                 _trim(self._functions, FUNCTIONS_LIMIT)
+        binding = settled.inv.info.get("binding")
+        if binding is not None and binding.positions == parts.positions:
+            program: Any = inspect.unwrap(function)
+            program.bindings[binding.types] = binding
         return function
 
     def _remember(self, key: Hashable, plan: Callable[..., Any]) -> None:

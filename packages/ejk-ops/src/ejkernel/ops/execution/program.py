@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.compat import Tracer
+from ejkernel.ops.core.abstract import Binding, array_types
 from ejkernel.ops.core.invocation import Invocation, distribution_info
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.execution.freeze import freeze
@@ -184,6 +185,8 @@ class Program:
         route: where it runs.
         key, info: of its invocation, for stamps.
         compiled: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
+        bindings: of calls that were bound for their shapes and not traced yet, by the types of
+            their arrays; not of those over a mesh.
     """
 
     kernel: Kernel[Any, Any]
@@ -194,24 +197,28 @@ class Program:
     key: str
     info: dict[str, Any]
     compiled: bool = False
+    bindings: dict[Hashable, Binding] = field(default_factory=dict)
 
     @property
     def __name__(self) -> str:
         return self.kernel.name
 
     def __call__(self, *arrays: Any) -> Any:
-        args, kwargs = self.parts.around(arrays)
         kernel, route = self.kernel, self.route
         run: Any = kernel.runner(self.resolved, self.cfg)
         if env.ops_stamp() != "none":
             run = partial(self._stamped, run)
-        args, kwargs = kernel.bind(args, kwargs)
-        given = not (route.mesh is route.in_specs is route.out_specs is None)
-        if given or kernel.distributes(args, kwargs):
-            specs = route.mesh, route.in_specs, route.out_specs
-            out = kernel.distribute(args, kwargs, *specs, lambda a, named: run(*a, **named))
-        else:
+        binding = self.bindings.pop(array_types(arrays), None)
+        if binding is not None:
+            args, kwargs = binding(arrays)
             out = run(*args, **kwargs)
+        else:
+            args, kwargs = kernel.bind(*self.parts.around(arrays))
+            specs = route.mesh, route.in_specs, route.out_specs
+            if specs != (None, None, None) or kernel.distributes(args, kwargs):
+                out = kernel.distribute(args, kwargs, *specs, lambda a, named: run(*a, **named))
+            else:
+                out = run(*args, **kwargs)
         if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
             raise OtherOutputs
         return out
