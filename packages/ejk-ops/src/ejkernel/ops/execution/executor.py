@@ -110,7 +110,7 @@ class Executor:
         """
         if isinstance(kernel, type):
             raise TypeError(f"kernel must be an instance: call {kernel.__name__}() first")
-        if not isinstance(platform, str):  # a name is looked at once, when the call is new
+        if not isinstance(platform, str | None):  # a name is looked at once, when the call is new
             parse_platform(platform)
         args, kwargs = kernel.prepare(args, kwargs)
         how = (cfg, platform, mesh, specs_key(in_specs), specs_key(out_specs))
