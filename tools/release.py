@@ -145,10 +145,14 @@ def problems_of(
     return list(dict.fromkeys(found))
 
 
-def check(package: Package, workspace: dict[str, Package]) -> None:
-    problems = problems_of([package], workspace)
+def refuse(problems: list[str]) -> None:
+    """Raise where there are any."""
     if problems:
         raise ReleaseError("\n".join(problems))
+
+
+def check(package: Package, workspace: dict[str, Package]) -> None:
+    refuse(problems_of([package], workspace))
 
 
 def build(package: Package, out: Path) -> list[Path]:
@@ -213,9 +217,7 @@ def import_problems(package: Package, wheel: Path) -> list[str]:
 
 def build_checked(package: Package, out: Path) -> list[Path]:
     sdist, wheel = build(package, out)
-    problems = wheel_problems(package, wheel) + sdist_problems(package, sdist)
-    if problems:
-        raise ReleaseError("\n".join(problems))
+    refuse(wheel_problems(package, wheel) + sdist_problems(package, sdist))
     return [sdist, wheel]
 
 
@@ -259,9 +261,7 @@ def build_commit(package: Package, commit: str, out: Path) -> list[Path]:
             files.extractall(Path(scratch) / "tree", filter="data")
         inside = Path(scratch) / "tree" / package.folder.relative_to(ROOT)
         built = build_checked(read_package(inside), out)
-        problems = import_problems(package, built[1])
-        if problems:
-            raise ReleaseError("\n".join(problems))
+        refuse(import_problems(package, built[1]))
         return built
 
 
@@ -280,9 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"name one or more of {', '.join(workspace)}")
     packages = [workspace[name] for name in names]
     try:
-        problems = problems_of(packages, workspace, ranges_only=options.ranges)
-        if problems:
-            raise ReleaseError("\n".join(problems))
+        refuse(problems_of(packages, workspace, ranges_only=options.ranges))
         for package in packages if not options.ranges else ():
             if options.check:
                 print(f"{package.name} {package.version}: version, changelog and ranges agree")

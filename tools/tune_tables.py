@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import signal
 import statistics
 import sys
@@ -35,12 +34,7 @@ import checkout
 checkout.use()
 
 from ejkernel.modules.workloads import Call  # noqa: E402
-from ejkernel.ops import (  # noqa: E402
-    AutotunePolicy,
-    Autotuner,
-    AutotuneResult,
-    target_device,
-)
+from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, target_device  # noqa: E402
 from ejkernel.ops.config.store import read_table  # noqa: E402
 from ejkernel.ops.core.invocation import Invocation  # noqa: E402
 from ejkernel.ops.execution import search  # noqa: E402
@@ -64,11 +58,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--workers", type=int, help="compiler threads; default: the cores, at most 16")
     p.add_argument("--again", action="store_true", help="tune what the table has already, too")
     p.add_argument("--out", type=Path, help="the table; default: those the kernel packages ship")
-    p.add_argument(
-        "--prepare",
-        metavar="PRODUCT",
-        help="compile the Triton candidates for a card that is not here, as 'NVIDIA H200'",
-    )
+    prepared = "compile the Triton candidates for a card that is not here, as 'NVIDIA H200'"
+    p.add_argument("--prepare", metavar="PRODUCT", help=prepared)
     p.add_argument("--cores", type=int, default=132, help="multiprocessors of that card")
     p.add_argument("--report", action="store_true", help="show what the table holds, and stop")
     p.add_argument("--page", type=Path, help="with --report: write it to this Markdown file too")
@@ -117,16 +108,14 @@ def tune_all(
     tuner: Autotuner,
     builder: TableBuilder,
     end: float,
-    *,
-    ahead: int = 0,
-    trials: bool = False,
+    args: argparse.Namespace,
 ) -> tuple[list[tuple[Call, AutotuneResult]], dict[str, str], int]:
     """``(results, failures, how many were not reached)``; the table is written as it grows."""
     results: list[tuple[Call, AutotuneResult]] = []
     failed: dict[str, str] = {}
     print(HEAD, flush=True)
-    queue = (pipeline.Job(job.inv, functools.partial(_inputs, job), job) for job in todo)
-    outcomes = pipeline.tune_in_turn(tuner, queue, ahead=ahead, end=end)
+    queue = (pipeline.Job(job.inv, lambda job=job: ((), job.call.concrete()), job) for job in todo)
+    outcomes = pipeline.tune_in_turn(tuner, queue, ahead=args.ahead, end=end)
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outcomes):
         for done, outcome in outcomes:
             job = done.about
@@ -137,13 +126,9 @@ def tune_all(
                 results.append((job.call, outcome))
                 builder.add(job.inv, outcome, job.call.name)
                 print(row(job.call, outcome), flush=True)
-                if trials:
+                if args.trials:
                     print(details(outcome), flush=True)
     return results, failed, len(todo) - len(results) - len(failed)
-
-
-def _inputs(job: TableCall) -> tuple[tuple[()], dict[str, Any]]:
-    return (), job.call.concrete()
 
 
 def details(result: AutotuneResult) -> str:
@@ -221,9 +206,7 @@ def main(argv: list[str] | None = None) -> int:
 
     tuner = Autotuner(policy, hopeless=out_of_question)
     end = started + args.budget
-    results, failed, left = tune_all(
-        todo, tuner, builder, end, ahead=args.ahead, trials=args.trials
-    )
+    results, failed, left = tune_all(todo, tuner, builder, end, args)
     print(summary(results, failed))
     print(f"{len(builder.entries)} entries in {path}, {time.monotonic() - started:.0f} s", end="")
     print(f"; {left} calls left: run it again" if left else "; all done")

@@ -19,14 +19,7 @@ SETS = {
     "ejk-types alone": ["ejk-types"],
     "ejk-ops alone": ["ejk-ops"],
     "ejk-modules": ["ejk-types", "ejk-ops", "ejk-kernels-xla", "ejk-kernels-pallas", "ejk-modules"],
-    "all six": [
-        "ejk-types",
-        "ejk-ops",
-        "ejk-kernels-xla",
-        "ejk-kernels-triton",
-        "ejk-kernels-pallas",
-        "ejk-modules",
-    ],
+    "all six": list(release.read_workspace(release.ROOT)),
 }
 
 SMOKE = """
@@ -52,12 +45,16 @@ def run(*command: str | Path, cwd: Path) -> None:
     subprocess.run(list(map(str, command)), cwd=cwd, env=clean_environment(), check=True)
 
 
-def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> None:
-    uv = os.environ.get("HATCH_UV", "uv")
-    python = folder / "bin" / "python"
+def new_environment(folder: Path, wheels: list[Path]) -> Path:
+    """The interpreter of a clean environment with these wheels."""
+    uv, python = os.environ.get("HATCH_UV", "uv"), folder / "bin" / "python"
     run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder, cwd=folder.parent)
-    chosen = [wheels[package.name] for package in members]
-    run(uv, "pip", "install", "--quiet", "--python", python, *chosen, cwd=folder.parent)
+    run(uv, "pip", "install", "--quiet", "--python", python, *wheels, cwd=folder.parent)
+    return python
+
+
+def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> None:
+    python = new_environment(folder, [wheels[package.name] for package in members])
     run(python, "-m", "pip", "check", cwd=folder.parent)
     portions = [package.portion.replace("/", ".") for package in members]
     run(python, "-I", "-c", SMOKE, *portions, cwd=folder.parent)
@@ -84,11 +81,9 @@ def try_beside_a_stranger(wheels: dict[str, Path], folder: Path) -> None:
     (source / "pyproject.toml").write_text(STRANGER)
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=source)
     (other,) = (source / "dist").glob("*.whl")
-    uv, python = os.environ.get("HATCH_UV", "uv"), folder / "bin" / "python"
-    run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder, cwd=folder.parent)
-    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
     chosen = [wheels[name] for name in SETS["ejk-modules"]]
-    run(uv, "pip", "install", "--quiet", "--python", python, *chosen, cwd=folder.parent)
+    python = new_environment(folder, chosen)
+    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
     for last in ([other], chosen):
         run(*pip, other, cwd=folder.parent)
         run(*pip, "--force-reinstall", *last, cwd=folder.parent)

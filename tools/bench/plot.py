@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
 
 from ejkernel.modules.bench.record import rates_text
 
@@ -18,11 +17,11 @@ INK, DIM, RULE = "#1b2330", "#667085", "#e4e7ec"
 ROW = 0.3  # inches
 
 
-def figure(result: dict, *, drop: Sequence[str] = ()):
-    """A matplotlib figure of a result; ``drop``: contenders to leave out."""
+def figure(result: dict):
+    """A matplotlib figure of a result."""
     from matplotlib.figure import Figure
 
-    rows = [r for r in result["rows"] if r.get("ms") is not None and r["contender"] not in drop]
+    rows = [r for r in result["rows"] if r.get("ms") is not None]
     cases = list(dict.fromkeys(r["case"] for r in rows))
     modes = list(dict.fromkeys(r["mode"] for r in rows)) or ["fwd"]
     contenders = list(dict.fromkeys(r["contender"] for r in rows))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ejkernel.modules.bench.record import config_fields, config_text
+
 
 def which(e: Any) -> str:
     """The implementation, and the configuration with where it comes from."""
-    config = e.cfg.to_dict() if hasattr(e.cfg, "to_dict") else {}
-    inner = {n: v for n, v in config.items() if v is not None and n not in ("platform", "backend")}
-    return f"{e.implementation}, {_compact(inner) or 'no tiles'} from {e.tier}"
+    fields = config_fields(e.cfg) or {}
+    tiles = {name: v for name, v in fields.items() if name not in ("platform", "backend")}
+    return f"{e.implementation}, {config_text(tiles) or 'no tiles'} from {e.tier}"
 
 
 def why(e: Any) -> str:
@@ -20,14 +22,3 @@ def why(e: Any) -> str:
     if not reasons:
         return f"the only implementation, and {e.device} can run it"
     return "; ".join(f"not {', '.join(names)}: {reason}" for reason, names in reasons.items())
-
-
-def _compact(fields: dict[str, Any]) -> str:
-    said = []
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            inner = ", ".join(f"{n}={v}" for n, v in value.items() if v is not None)
-            said.append(f"{name}({inner})")
-        else:
-            said.append(f"{name}={value}")
-    return " ".join(said)

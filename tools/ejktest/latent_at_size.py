@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejktest.attention_at_size import BF, F32, HALF, reference, reference_rows, relative
 from ejktest.oracles.paged import gather
-from ejktest.paged_at_size import E4, E5, I8, UNEVEN, drawn_sinks, repeated, shuffled_tables
+from ejktest.paged_at_size import E4, E5, I8, UNEVEN, drawn, drawn_sinks, repeated
 
 
 @dataclass(frozen=True)
@@ -63,21 +62,10 @@ def bound(name: str) -> float:
 
 
 def draw(name: str) -> tuple[jax.Array, ...]:
-    """q, a cache of the pages that are needed and three more, lengths, shuffled tables."""
+    """The arrays of a case."""
     s = CASES[name][0]
-    tables, pages = shuffled_tables(np.random.default_rng(len(name)), s.lens, s.ps)
-
-    @jax.jit
-    def make():
-        a, b = jax.random.split(jax.random.key(len(name)))
-        rows = () if s.rows is None else (s.rows,)
-        q = jax.random.normal(a, (len(s.lens), *rows, s.h, s.latent + s.rope), F32).astype(s.q)
-        c = jax.random.normal(b, (pages, s.ps, s.latent + s.rope), BF)
-        if s.kv is I8:
-            c = jnp.clip(jnp.round(c * 40), -128, 127)
-        return q, c.astype(s.kv)
-
-    return (*make(), jnp.asarray(s.lens, jnp.int32), jnp.asarray(tables))
+    width, rows = s.latent + s.rope, () if s.rows is None else (s.rows,)
+    return drawn(name, s, (*rows, s.h, width), (width,))
 
 
 def runner(name: str, mla_decode: Callable[..., Any]):

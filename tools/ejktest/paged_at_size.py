@@ -102,22 +102,28 @@ def shuffled_tables(rng, lens, page_size: int) -> tuple[np.ndarray, int]:
     return tables, pages
 
 
-def draw(name: str) -> tuple[jax.Array, ...]:
-    """q, caches of the pages that are needed and three more, lengths, shuffled tables."""
-    s = CASES[name][0]
+def drawn(name: str, s: Any, query: tuple[int, ...], *rows: tuple[int, ...]) -> tuple:
+    """q, caches with such rows of the pages that are needed and three more, lengths, tables."""
     tables, pages = shuffled_tables(np.random.default_rng(len(name)), s.lens, s.ps)
 
     @jax.jit
     def make():
-        a, b, c = jax.random.split(jax.random.key(len(name)), 3)
-        q = jax.random.normal(a, (len(s.lens), s.h, s.d), F32).astype(s.q)
-        k = jax.random.normal(b, (pages, s.ps, s.hk, s.d), BF)
-        v = jax.random.normal(c, (pages, s.ps, s.hk, s.dv), BF)
+        key, *keys = jax.random.split(jax.random.key(len(name)), 1 + len(rows))
+        q = jax.random.normal(key, (len(s.lens), *query), F32).astype(s.q)
+        caches = [
+            jax.random.normal(k, (pages, s.ps, *row), BF) for k, row in zip(keys, rows, strict=True)
+        ]
         if s.kv is I8:
-            k, v = (jnp.clip(jnp.round(x * 40), -128, 127) for x in (k, v))
-        return q, k.astype(s.kv), v.astype(s.kv)
+            caches = [jnp.clip(jnp.round(x * 40), -128, 127) for x in caches]
+        return q, *(x.astype(s.kv) for x in caches)
 
     return (*make(), jnp.asarray(s.lens, jnp.int32), jnp.asarray(tables))
+
+
+def draw(name: str) -> tuple[jax.Array, ...]:
+    """The arrays of a case."""
+    s = CASES[name][0]
+    return drawn(name, s, (s.h, s.d), (s.hk, s.d), (s.hk, s.dv))
 
 
 def drawn_sinks(heads: int, options: Mapping[str, Any]) -> jax.Array | None:

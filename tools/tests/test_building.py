@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,33 +12,15 @@ from ejkernel.ops import (
     Autotuner,
     AutotuneResult,
     Invocation,
-    Kernel,
-    OpConfig,
     Trial,
     target_device,
 )
 from ejkernel.ops.execution import timing
-from ejkernel.ops.params import tile_field
+from ejktest.tunable import Doubled, Tile
 from tuned import building
 from tuned.building import TableBuilder, table_name
 
-
-@dataclass(frozen=True)
-class Tile(OpConfig):
-    tile: int | None = tile_field()
-
-
-class Rows(Kernel[Tile, jax.Array]):
-    trained = False
-
-    def __init__(self):
-        super().__init__("rows")
-
-    def run(self, x, *, cfg):
-        return x * 2
-
-    def config_space(self, inv):
-        return [Tile("xla", tile=t) for t in (16, 32, 64)]
+ROWS = Doubled("rows", 16, 32, 64)
 
 
 def x(rows):
@@ -66,7 +46,7 @@ def table(tmp_path, clock):
     builder = TableBuilder(tmp_path / "table.json", target_device().fingerprint)
     tuner = Autotuner(AutotunePolicy(True, num_warmup=0, num_iters=2))
     for rows in clock:
-        inv = Invocation(Rows(), (x(rows),))
+        inv = Invocation(ROWS, (x(rows),))
         builder.add(inv, tuner.tune(inv, inputs=((x(rows),), {})), f"rows-{rows}")
     return builder
 
@@ -84,8 +64,8 @@ def test_the_file_says_where_it_comes_from(table):
 
 def test_a_run_goes_on_where_it_stopped(table, clock, monkeypatch):
     again = TableBuilder(table.path, target_device().fingerprint)
-    key = Invocation(Rows(), (x(64),)).key
-    assert again.done(key) and not again.done(Invocation(Rows(), (x(9000),)).key)
+    key = Invocation(ROWS, (x(64),)).key
+    assert again.done(key) and not again.done(Invocation(ROWS, (x(9000),)).key)
     monkeypatch.setattr(building, "versions_text", lambda: "jax 99")
     assert not again.done(key) and len(again.entries) == 2
     with pytest.raises(ValueError, match="table for"):
@@ -98,7 +78,7 @@ def test_a_run_goes_on_where_it_stopped(table, clock, monkeypatch):
 def test_platforms_that_lost_are_kept_for_calls_that_force_them(tmp_path):
     configs = [Tile("triton", tile=16), Tile("triton", tile=32), Tile("xla"), Tile("cuda")]
     trials = [Trial(c, ms) for c, ms in zip(configs, (3.0, 2.0, 1.0, None), strict=True)]
-    inv = Invocation(Rows(), (x(64),))
+    inv = Invocation(ROWS, (x(64),))
     builder = TableBuilder(tmp_path / "t.json", inv.device_fingerprint)
     builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[2], 1.0, trials), "case")
     stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]

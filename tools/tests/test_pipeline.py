@@ -5,26 +5,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, Invocation, Kernel, OpConfig
+from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, Invocation, Kernel
 from ejkernel.ops.execution import timing
 from ejkernel.ops.execution.candidates import Workbench
-from ejkernel.ops.params import tile_field
+from ejktest.tunable import Tile
 from tuned.pipeline import Job, tune_in_turn
 
 POLICY = AutotunePolicy(True, num_warmup=0, num_iters=4, validate_backward=False)
 TILES = (16, 32, 64)
-
-
-@dataclass(frozen=True)
-class Tile(OpConfig):
-    tile: int | None = tile_field()
 
 
 class Op(Kernel[Tile, jax.Array]):

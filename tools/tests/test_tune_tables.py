@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -11,34 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 import tune_tables
-from ejkernel.ops import Kernel, OpConfig
 from ejkernel.ops.config.store import Entry
 from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.core.keys import payload_key
 from ejkernel.ops.execution import timing
-from ejkernel.ops.params import tile_field
 from ejktest.device import described
+from ejktest.tunable import Doubled
 from tuned import prepare
 from tuned.calls import TableCall, hopeless, in_order
 from tuned.calls import calls as calls_of
 from tuned.shipped import FOLDERS, ShippedTable, shipped_names
-
-
-@dataclass(frozen=True)
-class Tile(OpConfig):
-    tile: int | None = tile_field()
-
-
-class Op(Kernel[Tile, jax.Array]):
-    trained = False
-
-    def run(self, x, *, cfg):
-        if x.shape == (3,):
-            raise RuntimeError("no such shape")
-        return x * 2
-
-    def config_space(self, inv):
-        return [Tile("xla", tile=16), Tile("xla", tile=32)]
 
 
 @pytest.fixture
@@ -61,7 +42,7 @@ def calls(monkeypatch):
             call = SimpleNamespace(
                 operation="op", name=f"n{n}", concrete=concrete, shape=None, source="", device="cpu"
             )
-            yield TableCall(call, call_invocation(Op(), (), {"x": x}))
+            yield TableCall(call, call_invocation(Doubled("op", 16, 32), (), {"x": x}))
 
     monkeypatch.setattr(timing.QueueClock, "seconds", seconds)
     monkeypatch.setattr(tune_tables, "calls", jobs)
@@ -216,13 +197,6 @@ def test_plain_attention_that_only_moves_logits_is_left_out(h200):
 def test_prepare_lowers_the_triton_candidates(h200, monkeypatch, capsys, tmp_path):
     lowered = []
     monkeypatch.setattr(prepare, "lower", lambda inv, cfg: lowered.append(cfg.platform))
-    arguments = [
-        "--cases",
-        "decode-b1-128k",
-        "--ops",
-        "page_attention",
-        "--out",
-        str(tmp_path / "t"),
-    ]
-    assert tune_tables.main(["--prepare", "NVIDIA H200", *arguments]) == 0
+    chosen = ["--cases", "decode-b1-128k", "--ops", "page_attention", "--out", str(tmp_path / "t")]
+    assert tune_tables.main(["--prepare", "NVIDIA H200", *chosen]) == 0
     assert "1 calls ready" in capsys.readouterr().out and set(lowered) == {"triton"}

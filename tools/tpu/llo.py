@@ -20,7 +20,6 @@ class Piece:
     """A straight piece of code: its bundles and the slots they use, summed by name of the slot."""
 
     bundles: int
-    products: int
     slots: dict[str, int]
     capacity: dict[str, int]
 
@@ -36,7 +35,6 @@ class KernelCode:
     ``vmem``: bytes of vector memory: windows, scratch and spilled registers.
     """
 
-    name: str
     bundles: int
     steady: Piece
     vmem: int
@@ -97,15 +95,14 @@ def kernel_code(folder: Path, name: str) -> KernelCode:
     (used,) = folder.glob(f"{stamp}-{kernel}-*-final_hlo-static-per-bundle-utilization.txt")
     names, capacity, rows = _utilization(used)
     pieces = _pieces(path)
-    first, count, products = max(pieces, key=lambda piece: piece[2])
+    first, count, _ = max(pieces, key=lambda piece: piece[2])
     sums = [sum(column) for column in zip(*rows[first : first + count], strict=True)]
     steady = Piece(
         count,
-        products,
         dict(zip(names, sums, strict=True)),
         dict(zip(names, capacity, strict=True)),
     )
-    return KernelCode(kernel, sum(n for _, n, _ in pieces), steady, _vmem(folder, stamp, kernel))
+    return KernelCode(sum(n for _, n, _ in pieces), steady, _vmem(folder, stamp, kernel))
 
 
 def _vmem(folder: Path, stamp: str, kernel: str) -> int:

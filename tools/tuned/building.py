@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.config.store import (
-    Entry,
-    encode_config,
-    format_file,
-    read_table,
-)
+from ejkernel.ops.config.store import Entry, encode_config, format_file, read_table
 from ejkernel.ops.config.versions import today, versions, versions_text
 from ejkernel.ops.core.keys import payload_key
 
@@ -54,12 +49,9 @@ class TableBuilder:
         return entry is not None and (entry.measured or {}).get("versions") == versions_text()
 
     def add(self, inv: Invocation, result: AutotuneResult, case: str) -> None:
-        """Add the outcome of tuning one call and write the file.
+        """Add the outcome of tuning one call, with its trials, and write the file.
 
-        Args:
-            inv: the call; its payload is what later calls are compared with.
-            result: with trials, so of the process that measured.
-            case: what people call it.
+        The payload of ``inv`` is what later calls are compared with; ``case``: its name.
         """
         payload = dict(inv.payload)
         made = {"date": today(), "versions": versions_text()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -25,10 +26,8 @@ SWITCH_S = 2e-4
 class Job:
     """One call to tune.
 
-    Attributes:
-        inv: the call.
-        inputs: makes the concrete ``(args, kwargs)`` to run on; None = as ``Autotuner.tune``.
-        about: whatever the caller wants to find it by.
+    ``inputs`` makes the concrete ``(args, kwargs)`` to run on; None = as ``Autotuner.tune``.
+    ``about``: whatever the caller wants to find it by.
     """
 
     inv: Invocation
@@ -70,8 +69,8 @@ def tune_in_turn(
             job = next(source, None)
             if job is None:
                 return
-            future = pool.submit(surroundings.run, _tune, tuner, job)
-            running[future] = job
+            tune = functools.partial(tuner.tune, job.inv, inputs=job.inputs)
+            running[pool.submit(surroundings.run, tune)] = job
 
     try:
         with _gives_way(ahead > 0):
@@ -89,10 +88,6 @@ def tune_in_turn(
         _give_up(tuner, running)
         pool.shutdown(wait=False, cancel_futures=True)
         tuner.gate = before
-
-
-def _tune(tuner: Autotuner, job: Job) -> AutotuneResult:
-    return tuner.tune(job.inv, inputs=job.inputs)
 
 
 def _outcome(future: futures.Future[AutotuneResult]) -> AutotuneResult | Exception:

@@ -28,16 +28,10 @@ def tiles(fields: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One tuned call.
+    """One tuned call: the times of the winner and of the heuristic config.
 
-    Attributes:
-        operation, case: what was called.
-        tuned_ms, heuristic_ms: milliseconds of the winner and of the heuristic config.
-        spread: of the winner's samples, relative.
-        passes: "fwd" or "fwd+bwd".
-        winner: its config in few words.
-        others: ``(platform, milliseconds)`` of the best of every platform that lost.
-        date: when it was measured.
+    ``spread``: of the winner's samples, relative. ``passes``: "fwd" or "fwd+bwd". ``others``:
+    ``(platform, milliseconds)`` of the best of every platform that lost.
     """
 
     operation: str

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
         module.arguments(sub)
-        _common(sub)
+        common(sub)
         sub.set_defaults(module=module)
     return top
 
@@ -107,12 +107,14 @@ def seconds(text: str) -> float:
     return value
 
 
-def _common(sub: argparse.ArgumentParser) -> None:
+def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
+    """What every command takes; ``nothing`` stands for options that are not given."""
     group = sub.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    group.add_argument("--plain", action="store_true", help="no colours, frames or bars")
+    flag = {"action": "store_true", "default": nothing or False}
+    group.add_argument("--json", help="print JSON and nothing else", **flag)
+    group.add_argument("--plain", help="no colours, frames or bars", **flag)
     sub.add_argument(
-        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        "--import", dest="imports", action="append", default=nothing or [], metavar="MODULE",
         help="import a module first, so that the kernels that it defines are known",
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules.cli.app import FAILED, CommandError
+from ejkernel.modules.cli.app import FAILED, CommandError, common
 from ejkernel.modules.cli.output import Output, counted
 
 
@@ -35,11 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--kernel", help="only this kernel's")
         sub.add_argument("--device", help="only those of devices with this in their name")
     for sub in (ls, show, export, bring, clear):
-        sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
-        sub.add_argument("--plain", action="store_true", default=argparse.SUPPRESS)
-        sub.add_argument(
-            "--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE"
-        )
+        common(sub, argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -32,6 +32,11 @@ class Check:
     fix: str = ""
 
 
+def judged(group: str, what: str, bad: str, found: str, fix: str) -> Check:
+    """A finding that is "ok" unless it is ``bad``: only then is there something to fix."""
+    return Check(group, what, bad or "ok", found, fix if bad else "")
+
+
 def machine() -> Iterator[Check]:
     memory = facts.memory_gib()
     text = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
@@ -45,11 +50,9 @@ def machine() -> Iterator[Check]:
 
 def python() -> Iterator[Check]:
     low, high = facts.PYTHON_RANGE
-    fine = low <= sys.version_info[:2] < high
-    yield Check(
-        "installation", "Python", "ok" if fine else "fail", platform.python_version(),
-        "" if fine else "use Python 3.11, 3.12 or 3.13: uv venv --python 3.12",
-    )  # fmt: skip
+    bad = "" if low <= sys.version_info[:2] < high else "fail"
+    fix = "use Python 3.11, 3.12 or 3.13: uv venv --python 3.12"
+    yield judged("installation", "Python", bad, platform.python_version(), fix)
 
 
 def namespace() -> Iterator[Check]:
@@ -76,11 +79,9 @@ def namespace() -> Iterator[Check]:
 def packages() -> Iterator[Check]:
     found = {name: facts.version(name) for name in ejk_command.OURS}
     text = ", ".join(f"{name} {v}" for name, v in found.items() if v)
-    mixed = len({facts.numbers(v)[:2] for v in found.values() if v}) > 1
-    yield Check(
-        "installation", "ejkernel", "warn" if mixed else "ok", text,
-        "python -m pip install --upgrade ejk-modules" if mixed else "",
-    )  # fmt: skip
+    mixed = "warn" if len({facts.numbers(v)[:2] for v in found.values() if v}) > 1 else ""
+    fix = "python -m pip install --upgrade ejk-modules"
+    yield judged("installation", "ejkernel", mixed, text, fix)
 
 
 def jax_versions() -> Iterator[Check]:
@@ -90,9 +91,8 @@ def jax_versions() -> Iterator[Check]:
     if jax is None or jaxlib is None:
         yield Check("installation", "JAX", "fail", "not installed", upgrade)
         return
-    fine = low <= facts.numbers(jax)[:2] < high
-    found = f"jax {jax}, jaxlib {jaxlib}"
-    yield Check("installation", "JAX", "ok" if fine else "warn", found, "" if fine else upgrade)
+    bad = "" if low <= facts.numbers(jax)[:2] < high else "warn"
+    yield judged("installation", "JAX", bad, f"jax {jax}, jaxlib {jaxlib}", upgrade)
     if facts.numbers(jaxlib)[:2] != facts.numbers(jax)[:2]:
         yield Check(
             "installation", "jaxlib", "fail", f"jaxlib {jaxlib} does not belong to jax {jax}",
@@ -107,10 +107,8 @@ def plugins() -> Iterator[Check]:
         if version is None:
             continue
         same = name == "libtpu" or facts.numbers(version)[:3] == facts.numbers(jax)[:3]
-        yield Check(
-            "installation", "JAX plugin", "ok" if same else "fail", f"{name} {version}",
-            "" if same else f'python -m pip install "{name}=={jax}" (to match jax {jax})',
-        )  # fmt: skip
+        fix = f'python -m pip install "{name}=={jax}" (to match jax {jax})'
+        yield judged("installation", "JAX plugin", "" if same else "fail", f"{name} {version}", fix)
     served = {facts.PLUGINS[d] for d, v in found.items() if v}
     seen = facts.hardware()
     extras = {"nvidia": ("gpu", "cuda13"), "amd": ("gpu", "rocm"), "tpu": ("tpu", "tpu")}
@@ -130,14 +128,9 @@ def triton() -> Iterator[Check]:
     has_gpu = "nvidia" in facts.hardware() or "amd" in facts.hardware()
     text = ", ".join(f"{name} {v or 'not installed'}" for name, v in versions.items())
     if all(versions.values()):
-        bad = (3, 4) <= facts.numbers(versions["triton"])[:2] and facts.numbers(
-            versions["triton"]
-        ) < (3, 7, 1)
-        yield Check(
-            "installation", "Triton", "warn" if bad and has_gpu else "ok", text,
-            "python -m pip install 'triton>=3.7.1' (3.4.0 to 3.7.0 miscompile on Hopper)"
-            if bad else "",
-        )  # fmt: skip
+        miscompiles = (3, 4) <= facts.numbers(versions["triton"]) < (3, 7, 1)
+        fix = "python -m pip install 'triton>=3.7.1' (3.4.0 to 3.7.0 miscompile on Hopper)"
+        yield judged("installation", "Triton", "warn" if miscompiles and has_gpu else "", text, fix)
         return
     missing = has_gpu and sys.platform == "linux"
     yield Check(

@@ -58,11 +58,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
         rows.append(("error", answer["error"]))
     out.fields(rows)
     out.title("tiers asked")
-    out.fields([(tier, said) for tier, said in answer["tiers"]])
+    out.fields(answer["tiers"])
     if answer["refused"]:
         out.title("not chosen")
-        out.fields([(name, why) for name, why in answer["refused"]])
+        out.fields(answer["refused"])
     return int(bool(answer["error"]))
+
+
+ANSWERS = ("device", "implementation", "platform", "tier", "key", "error")
 
 
 def explained(call: Any) -> dict[str, Any]:
@@ -78,15 +81,10 @@ def explained(call: Any) -> dict[str, Any]:
         "shape": call.name,
         "source": call.source,
         "arguments": sizes_text(call),
-        "device": found.device,
-        "implementation": found.implementation,
-        "platform": found.platform,
+        **{name: getattr(found, name) for name in ANSWERS},
         "config": config_fields(found.cfg),
         "unused": list(found.unused),
-        "tier": found.tier,
-        "key": found.key,
         "tiers": [list(pair) for pair in found.tiers],
         "refused": [list(pair) for pair in found.skipped],
         "remarks": list(found.remarks),
-        "error": found.error,
     }

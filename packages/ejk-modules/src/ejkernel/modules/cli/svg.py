@@ -57,6 +57,15 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
 
 
+def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {more}/>'
+
+
+def _document(width: float, height: float, parts: Sequence[str]) -> str:
+    sizes = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    return f'<svg {sizes} role="img">{"".join(parts)}</svg>'
+
+
 def _clip(text: str, letters: int = 34) -> str:
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
@@ -78,13 +87,11 @@ def dots(
     top, gap = 42, 86
     inner = (width - LABEL_WIDTH - gap * len(panels)) / len(panels)
     height = top + ROW * len(rows) + 10
-    parts = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">']
+    parts = []
     for i, (label, _) in enumerate(rows):
         y = top + ROW * i + ROW / 2
         if i % 2 == 0:
-            parts.append(
-                f'<rect x="0" y="{y - ROW / 2:.1f}" width="{width}" height="{ROW}" class="stripe"/>'
-            )
+            parts.append(_rect(0, y - ROW / 2, width, ROW, 'class="stripe"'))
         clipped = _text(4, y + 4, _clip(label), "label")
         parts.append(f"<g><title>{escape(label)}</title>{clipped}</g>")
     for p, panel in enumerate(panels):
@@ -108,8 +115,7 @@ def dots(
                 ends = [place(d.x) for d in marks]
                 parts.append(_line(min(ends), y, max(ends), y, "range"))
             parts += [_mark(place(d.x), y, d, colours.get(d.series, "var(--other)")) for d in marks]
-    parts.append("</svg>")
-    return "".join(parts)
+    return _document(width, height, parts)
 
 
 def _mark(x: float, y: float, dot: Dot, colour: str) -> str:
@@ -136,7 +142,6 @@ def heat(
     low, high = min(cells.values()), max(cells.values())
     span = math.log(high / low) if high > low else 1.0
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
         _text(left, 14, f"{names[0]} →", "tick"),
         _text(4, top - 8, f"{names[1]} ↓", "tick"),
     ]
@@ -148,23 +153,15 @@ def heat(
         for i, column in enumerate(across):
             ms = cells.get((column, row))
             x = left + side * i
+            field = (x + 1, y + 1, side - 2, tall - 2)
             if ms is None:
-                parts.append(
-                    f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{tall - 2}" rx="4" '
-                    'class="void"/>'
-                )
+                parts.append(_rect(*field, 'rx="4" class="void"'))
                 continue
             strength = 1.0 - 0.88 * math.log(ms / low) / span
-            frame = ' class="winner"' if (column, row) == best else ""
-            parts.append(
-                f"<g><title>{escape(f'{names[0]}={column} {names[1]}={row}: {ms:.4f} ms')}</title>"
-                f'<rect x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{tall - 2}" rx="4" '
-                f'fill="var(--accent)" fill-opacity="{strength:.2f}"{frame}/>'
-                + _text(
-                    x + side / 2, y + tall / 2 + 4, f"{ms:.4g}",
-                    "on" if strength > 0.55 else "label", "middle",
-                )
-                + "</g>"
-            )  # fmt: skip
-    parts.append("</svg>")
-    return "".join(parts)
+            hint = escape(f"{names[0]}={column} {names[1]}={row}: {ms:.4f} ms")
+            paint = f'rx="4" fill="var(--accent)" fill-opacity="{strength:.2f}"'
+            paint += ' class="winner"' if (column, row) == best else ""
+            kind = "on" if strength > 0.55 else "label"
+            said = _text(x + side / 2, y + tall / 2 + 4, f"{ms:.4g}", kind, "middle")
+            parts.append(f"<g><title>{hint}</title>{_rect(*field, paint)}{said}</g>")
+    return _document(width, height, parts)

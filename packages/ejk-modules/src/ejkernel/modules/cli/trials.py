@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ejkernel.modules.cli.checks import Check
+from ejkernel.modules.cli.checks import Check, judged
 
 PLATFORMS = ("triton", "pallas", "cuda", "xla")
 
@@ -96,11 +96,11 @@ def small_call() -> Iterator[Check]:
     expected = np.einsum("bhqk,bkhd->bqhd", p / p.sum(-1, keepdims=True), v)
     error = float(np.abs(out - expected).max())
     sound = error < 5e-3 and bool(np.isfinite(gradient).all())
-    yield Check(
-        "kernels", "a small call", "ok" if sound else "fail",
+    yield judged(
+        "kernels", "a small call", "" if sound else "fail",
         f"flash_attention and its gradient, largest error {error:.1e}, "
         f"{time.perf_counter() - start:.1f} s with compilation",
-        "" if sound else "report this with the output of: ejk doctor --json",
+        "report this with the output of: ejk doctor --json",
     )  # fmt: skip
 
 
@@ -146,9 +146,9 @@ def gated_gradients(platform: str) -> Iterator[Check]:
         float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(found, expected, strict=True)
     ]
     sound = bool(np.max(errors) < 2e-2)  # NaN is not
-    yield Check(
-        "kernels", what, "ok" if sound else "fail",
+    yield judged(
+        "kernels", what, "" if sound else "fail",
         "recurrent_attention: largest errors of dq, dk, dv, dg are "
         + ", ".join(f"{e:.1e}" for e in errors) + " of the largest value",
-        "" if sound else "python -m pip install -U triton   # 3.4 to 3.7.0 compile them wrongly",
+        "python -m pip install -U triton   # 3.4 to 3.7.0 compile them wrongly",
     )  # fmt: skip
