@@ -136,7 +136,7 @@ def test_backward_is_the_vjp_at_the_output():
 def test_short_programs_are_timed_by_the_device_where_it_tells(monkeypatch):
     from ejkernel.modules.bench import timing
 
-    timed = timing.Timing(1e-6, 0.0, 1, 50, "device")
+    timed = timing.Timing(1e-6, 0.0, "device")
     monkeypatch.setattr(timing, "device_timing", lambda fn: timed)
     case = Case("c", lambda: (jnp.ones(4),), {"ours": jnp.sin}, 1.0, 1.0, "float32")
     (row,) = run_case(case, "fwd", Limits({"float32": 1e9}, 1e9), rounds=1, target_s=0.001)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+
+from ejkernel.ops.execution.timing import QueueClock
 
 SHORT_S = 3e-4
 """Below this a GPU waits for the host: such programs are timed by the kernels' own clock."""
@@ -28,8 +29,6 @@ class Timing:
 
     median: float
     spread: float
-    rounds: int
-    calls: int
     clock: str = "host"
 
 
@@ -44,15 +43,6 @@ class Program:
         return self.compiled(*self.arguments)
 
 
-def _run(fn: Callable[[], Any], calls: int) -> float:
-    start = time.perf_counter()
-    out = None
-    for _ in range(calls):
-        out = fn()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / calls
-
-
 def time_together(
     contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 9, target_s: float = 0.2
 ) -> dict[str, Timing]:
@@ -63,16 +53,17 @@ def time_together(
     (on a GPU, where the contender is a ``Program``) are timed once more by the device itself; if
     one is, all are, so that their times compare.
     """
+    run = QueueClock().seconds
     calls: dict[str, int] = {}
     for name, fn in contenders.items():
         jax.block_until_ready(fn())
-        calls[name] = max(1, min(1000, round(target_s / max(_run(fn, 1), 1e-7))))
+        calls[name] = max(1, min(1000, round(target_s / max(run(fn, 1), 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     gc.collect()
     for number in range(rounds):
         for name in _turns(list(contenders), number):
-            samples[name].append(_run(contenders[name], calls[name]))
-    result = {name: _timing(values, calls[name]) for name, values in samples.items()}
+            samples[name].append(run(contenders[name], calls[name]))
+    result = {name: _timing(values) for name, values in samples.items()}
     if min((t.median for t in result.values()), default=1.0) < SHORT_S:
         on_device = {name: device_timing(fn) for name, fn in contenders.items()}
         if all(on_device.values()):
@@ -90,26 +81,21 @@ def _turns(names: list[str], number: int) -> list[str]:
     return turned[::-1] if number % 2 else turned
 
 
-def _timing(seconds: list[float], calls: int, clock: str = "host") -> Timing:
+def _timing(seconds: list[float], clock: str = "host") -> Timing:
     low, middle, high = np.percentile(seconds, [25, 50, 75])
-    return Timing(float(middle), float(high - low) / 2, len(seconds), calls, clock)
+    return Timing(float(middle), float(high - low) / 2, clock)
 
 
-def device_timing(fn: Callable[[], Any], calls: int = KERNEL_CALLS) -> Timing | None:
+def device_timing(fn: Callable[[], Any]) -> Timing | None:
     """The kernels' own time per call; None where the device does not tell."""
     if jax.default_backend() != "gpu" or not isinstance(fn, Program):
         return None
     try:
         from ejkernel.ops.compat import kernel_times
 
-        milliseconds = kernel_times(fn.compiled, fn.arguments, _affordable(fn, calls))
+        size = getattr(fn.compiled.memory_analysis(), "output_size_in_bytes", 0) or 1
+        calls = int(max(2, min(KERNEL_CALLS, HELD_BYTES // size)))
+        milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
     except Exception:  # a machine without CUPTI, or one where somebody else holds it
         return None
-    return _timing([ms * 1e-3 for ms in milliseconds], calls, "device") if milliseconds else None
-
-
-def _affordable(fn: Program, calls: int) -> int:
-    """As many calls as may keep their results at once."""
-    stats = fn.compiled.memory_analysis()
-    size = getattr(stats, "output_size_in_bytes", 0) or 1
-    return int(max(2, min(calls, HELD_BYTES // size)))
+    return _timing([ms * 1e-3 for ms in milliseconds], "device") if milliseconds else None
