@@ -36,9 +36,8 @@ PAGES, PAGE, BLOCKS = 7, 4, 3
 INNER, COLUMNS = 5, 6
 
 
-def _normal(seed: int, *shape: int, scale: float = 1.0) -> Any:
-    draw = np.random.default_rng(seed).standard_normal(shape)
-    return jnp.asarray(scale * draw, jnp.float32)
+def _normal(seed: int, *shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def _ints(*values: Any) -> Any:
@@ -51,11 +50,11 @@ def _per_row(*values: Any) -> Any:
     return jnp.resize(rows, (B, *rows.shape[1:]))
 
 
-def _qkv(dv: int = DV) -> dict[str, Any]:
+def _qkv() -> dict[str, Any]:
     return {
         "query": _normal(1, B, S, H, D),
         "key": _normal(2, B, S, HK, D),
-        "value": _normal(3, B, S, HK, dv),
+        "value": _normal(3, B, S, HK, DV),
     }
 
 

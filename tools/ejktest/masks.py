@@ -79,13 +79,13 @@ def single_masks(draw, batch, q_len, kv_len):
 
 
 @st.composite
-def drawn_masks(draw, most=2, lengths=None):
+def drawn_masks(draw, lengths=None):
     """``(mask, q_len, kv_len)``: the AND of one or two masks of random fields."""
     q_len = draw(st.integers(1, 13))
     kv_len = draw(st.one_of(st.just(q_len), st.integers(1, 13)))
     q_len, kv_len = lengths or (q_len, kv_len)
     batch = draw(st.sampled_from([1, 2]))
     mask = draw(single_masks(batch, q_len, kv_len))
-    for _ in range(draw(st.integers(0, most - 1))):
+    if draw(st.booleans()):
         mask = mask & draw(single_masks(draw(st.sampled_from([1, batch])), q_len, kv_len))
     return mask, q_len, kv_len

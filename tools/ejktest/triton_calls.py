@@ -133,10 +133,10 @@ def _grouped(rows: int, inner: int, columns: int, groups: int, dtype: str = BF) 
     return Called("grouped_matmul", arrays, {}, ("lhs", "rhs"))
 
 
-def _linear(operation: str, *gates: str, dtype: str = BF, s: int = 8192, **options: Any) -> Called:
+def _linear(operation: str, *gates: str, s: int = 8192, **options: Any) -> Called:
     b, h, d = (2, 16, 128) if s > 1 else (64, 16, 128)
     shapes = {"g": (b, s, h), "gk": (b, s, h, d), "gv": (b, s, h, d), "g of channels": (b, s, h, d)}
-    arrays: Arrays = {name: ((b, s, h, d), dtype) for name in ("query", "key", "value")}
+    arrays: Arrays = {name: ((b, s, h, d), BF) for name in ("query", "key", "value")}
     arrays |= {name.split()[0]: (shapes[name], F32) for name in gates}
     if s == 1:
         arrays["initial_state"] = ((b, h, d, d), F32)

@@ -108,22 +108,9 @@ def hash_word(seed: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return _fmix(r + j * p5 & M32, _fmix(r ^ p1))
 
 
-def dropout_factor(
-    prob: float,
-    seed: int,
-    shape: tuple[int, int, int, int],
-    *,
-    batch_offset: int = 0,
-    head_offset: int = 0,
-    q_index: Any = None,
-    kv_index: Any = None,
-) -> np.ndarray:
+def dropout_factor(prob: float, seed: int, shape: tuple[int, int, int, int]) -> np.ndarray:
     """float64 ``[batch, heads, q, k]``: 0 for dropped probabilities, 1 / (1 - prob) for kept."""
-    batch, heads, q_len, kv_len = shape
-    rows = np.arange(q_len) if q_index is None else np.asarray(q_index)
-    cols = np.arange(kv_len) if kv_index is None else np.asarray(kv_index)
-    places = (np.arange(batch) + batch_offset, np.arange(heads) + head_offset, rows, cols)
-    word = hash_word(seed & M32, *np.ix_(*(x.astype(np.uint64) for x in places)))
+    word = hash_word(seed & M32, *np.ix_(*(np.arange(n, dtype=np.uint64) for n in shape)))
     return ((word >> 8) >= round(prob * 2**24)) / (1.0 - prob)
 
 

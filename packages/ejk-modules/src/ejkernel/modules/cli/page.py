@@ -72,9 +72,9 @@ class Markup(str):
     """Text that is HTML already."""
 
 
-def tag(text: str, kind: str = "") -> Markup:
+def tag(text: str) -> Markup:
     """A word in a frame."""
-    return Markup(f'<span class="tag {escape(kind)}">{escape(text)}</span>')
+    return Markup(f'<span class="tag">{escape(text)}</span>')
 
 
 def legend(colours: Mapping[str, str]) -> str:

@@ -24,7 +24,6 @@ class StoredFile:
     path: Path
     status: str
     entries: Mapping[str, Entry] = field(default_factory=dict)
-    header: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
 
 
@@ -64,13 +63,13 @@ def root() -> Path:
 def read(path: Path) -> StoredFile:
     """A file with its status. Raises OSError when it cannot be read."""
     try:
-        header, entries = read_table(path)
+        _, entries = read_table(path)
     except OtherSchema as error:
         newer = f"{error}: written by another version of ejkernel, left alone"
         return StoredFile(path, "foreign", problem=newer)
     except (CorruptFile, UnicodeDecodeError) as error:
         return StoredFile(path, "corrupt", problem=f"corrupt: {error}")
-    return StoredFile(path, "ok", entries, header)
+    return StoredFile(path, "ok", entries)
 
 
 def scan(folder: Path | None = None) -> list[StoredFile]:

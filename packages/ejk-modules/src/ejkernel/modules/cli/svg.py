@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ejkernel.modules.cli.output import escape
 
-LABEL_WIDTH = 230
+WIDTH, LABEL_WIDTH, LETTERS = 1040, 230, 34
 ROW = 26
 MARK = 5.5
 
@@ -66,32 +66,24 @@ def _document(width: float, height: float, parts: Sequence[str]) -> str:
     return f'<svg {sizes} role="img">{"".join(parts)}</svg>'
 
 
-def _clip(text: str, letters: int = 34) -> str:
-    return text if len(text) <= letters else text[: letters - 1] + "…"
+def _clip(text: str) -> str:
+    return text if len(text) <= LETTERS else text[: LETTERS - 1] + "…"
 
 
 def dots(
     panels: Sequence[Panel],
     rows: Sequence[tuple[str, Sequence[Lane]]],
     colours: Mapping[str, str],
-    *,
-    width: int = 1040,
 ) -> str:
-    """A dot plot: one line per row, one column per panel.
-
-    Args:
-        panels: the columns.
-        rows: ``(label, lane of each panel)``.
-        colours: CSS colour of each series.
-    """
+    """A dot plot: one column per panel, one line per row, ``(label, lane of each panel)``."""
     top, gap = 42, 86
-    inner = (width - LABEL_WIDTH - gap * len(panels)) / len(panels)
+    inner = (WIDTH - LABEL_WIDTH - gap * len(panels)) / len(panels)
     height = top + ROW * len(rows) + 10
     parts = []
     for i, (label, _) in enumerate(rows):
         y = top + ROW * i + ROW / 2
         if i % 2 == 0:
-            parts.append(_rect(0, y - ROW / 2, width, ROW, 'class="stripe"'))
+            parts.append(_rect(0, y - ROW / 2, WIDTH, ROW, 'class="stripe"'))
         clipped = _text(4, y + 4, _clip(label), "label")
         parts.append(f"<g><title>{escape(label)}</title>{clipped}</g>")
     for p, panel in enumerate(panels):
@@ -115,7 +107,7 @@ def dots(
                 ends = [place(d.x) for d in marks]
                 parts.append(_line(min(ends), y, max(ends), y, "range"))
             parts += [_mark(place(d.x), y, d, colours.get(d.series, "var(--other)")) for d in marks]
-    return _document(width, height, parts)
+    return _document(WIDTH, height, parts)
 
 
 def _mark(x: float, y: float, dot: Dot, colour: str) -> str:

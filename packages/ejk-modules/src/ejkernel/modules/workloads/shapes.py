@@ -24,21 +24,15 @@ from ejkernel.modules.workloads.families import (
 # ---- attention ------------------------------------------------------------------------------
 
 
-def _grid(
-    name: str,
-    lengths: Iterable[int],
-    *,
-    dims: Iterable[int],
-    tokens: int = 16384,
-    width: int = 2048,
-) -> Iterator[AttentionShape]:
+def _grid(lengths: Iterable[int], dims: Iterable[int]) -> Iterator[AttentionShape]:
     """Equal-work sweep: batch * q_len and heads * head_dim stay fixed."""
+    tokens, width = 16384, 2048
     for d in dims:
         for s in lengths:
             for causal in (False, True):
                 mask = "causal" if causal else "full"
                 yield AttentionShape(
-                    f"{name}-d{d}-s{s}-{mask}", max(1, tokens // s), s, width // d, width // d, d,
+                    f"sweep-d{d}-s{s}-{mask}", max(1, tokens // s), s, width // d, width // d, d,
                     causal=causal,
                 )  # fmt: skip
 
@@ -60,8 +54,8 @@ CPU_ATTENTION = (
 )  # fmt: skip
 
 GPU_SWEEP = (
-    *_grid("sweep", (1024, 4096, 8192, 16384), dims=(64, 128, 256)),
-    *_grid("sweep", (2048,), dims=(64,)),
+    *_grid((1024, 4096, 8192, 16384), dims=(64, 128, 256)),
+    *_grid((2048,), dims=(64,)),
     AttentionShape("sweep-d192-s8192-full", 2, 8192, 16, 16, 192, v_dim=128, causal=False),
     AttentionShape("sweep-d192-s8192-causal", 2, 8192, 16, 16, 192, v_dim=128),
 )
