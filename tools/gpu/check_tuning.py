@@ -22,7 +22,6 @@ import jax  # noqa: E402
 
 import checkout  # noqa: E402
 import tune_tables  # noqa: E402
-from ejkernel.modules._table import operation_class  # noqa: E402
 from ejkernel.modules.workloads import call_of  # noqa: E402
 from ejkernel.modules.workloads.shapes import SHAPES  # noqa: E402
 from ejkernel.ops import (  # noqa: E402
@@ -35,7 +34,6 @@ from ejkernel.ops import (  # noqa: E402
     target_device,
 )
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
-from ejkernel.ops.core.invocation import call_invocation  # noqa: E402
 from ejkernel.ops.execution import timing  # noqa: E402
 from ejkernel.ops.execution.candidates import Workbench  # noqa: E402
 from tuned.building import TableBuilder  # noqa: E402
@@ -56,8 +54,7 @@ def the_call(operation: str, name: str):
 
 def tuning_time() -> None:
     call = the_call("flash_attention", "llama3-8b-4k")
-    kernel = operation_class("flash_attention").shared()
-    inv = call_invocation(kernel, (), call.abstract())
+    inv = call.invocation()
     builder = TableBuilder(Path(FOLDER) / "table.json", target_device().fingerprint)
     best = []
     for state in ("cold", "warm", "warm"):
@@ -72,28 +69,28 @@ def tuning_time() -> None:
     print("     winners of the three runs: " + "; ".join(ours))
     builder.add(inv, best[-1], call.name)
     kernel_registry.add_config_table(builder.path)
-    known_card(kernel, call)
+    known_card(call)
 
 
-def known_card(kernel, call) -> None:
+def known_card(call) -> None:
     events = []
     chain = ConfigSelectorChain(ConfigCache(), on_event=lambda name, _: events.append(name))
     run = Executor(chain)
     arguments = call.concrete()
     start = time.perf_counter()
-    jax.block_until_ready(run(kernel, **arguments))
+    jax.block_until_ready(run(call.kernel, **arguments))
     check("first call on a known card", events == ["persistent"],
           f"{events}, {time.perf_counter() - start:.2f} s with compilation")  # fmt: skip
     half = {k: v[:, : v.shape[1] // 2] if hasattr(v, "shape") else v for k, v in arguments.items()}
-    run.choose_config(kernel, **half)
+    run.choose_config(call.kernel, **half)
     check("half the length", events[-1] == "persistent", events[-1])
 
 
 def clocks() -> None:
     """A decoding step: what the host sees, what is queued, what the kernels take."""
     call = the_call("page_attention", "decode-b1-8k")
-    kernel = operation_class("page_attention").shared()
-    inv = bind_abstract(call_invocation(kernel, (), call.abstract()))
+    inv = bind_abstract(call.invocation())
+    kernel = inv.kernel
     cfg = kernel.heuristic_cfg(inv)
     bound = kernel.bind(*kernel.prepare((), call.concrete()))
     ready = Workbench(inv, [cfg], False, bound).compile(cfg).forward

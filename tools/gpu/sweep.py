@@ -35,8 +35,6 @@ checkout.use()
 
 import jax  # noqa: E402
 
-from ejkernel.modules import get_default_executor  # noqa: E402
-from ejkernel.modules._table import operation_class  # noqa: E402
 from ejkernel.modules.bench.case import case_of  # noqa: E402
 from ejkernel.modules.bench.runner import compile_ahead  # noqa: E402
 from ejkernel.modules.bench.timing import Program  # noqa: E402
@@ -44,7 +42,6 @@ from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
-from ejkernel.ops.core.invocation import call_invocation  # noqa: E402
 from ejkernel.ops.execution.timing import race  # noqa: E402
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
 from ejkernel.ops.platforms import Platform, parse_platform  # noqa: E402
@@ -158,16 +155,14 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     Raises:
         LookupError: nothing can do the call here; says why.
     """
-    kernel: Any = operation_class(call.operation).shared()
-    arguments = call.abstract()
-    found = get_default_executor().explanation(kernel, platform=platform, **arguments)
+    found = call.explanation(platform)
     if found.error is not None:
         raise LookupError(f"{call.name}: {found.error}")
-    inv = bind_abstract(call_invocation(kernel, (), arguments))
-    impl = kernel.implementation(inv, parse_platform(found.platform)).impl
+    inv = bind_abstract(call.invocation())
+    impl = inv.kernel.implementation(inv, parse_platform(found.platform)).impl
     if not isinstance(impl.fn, CallKernel):
         raise LookupError(f"{impl.name} has no tiles: it is a function, no CallKernel")
-    kernel = impl.fn
+    kernel: Any = impl.fn
     problem, target = kernel.facts(inv)[0], kernel.target()
     chosen = kernel.choose(problem, target)
     near = (chosen, *kernel.near(problem, target, chosen))

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ejkernel.modules._table import operation_class
 from ejkernel.modules.workloads import Call, call_of
 from ejkernel.modules.workloads.families import AttentionShape
 from ejkernel.modules.workloads.find import matching
 from ejkernel.modules.workloads.shapes import SHAPES
 from ejkernel.ops.config.nearness import payload_distance
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation, call_invocation
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.platforms import Platform
 
 # Operations with kernels of their own for GPUs, by how many people wait for them; others last.
@@ -53,8 +52,7 @@ def calls(ops: str, cases: str, device: str) -> Iterator[TableCall]:
             continue
         for operation in matching(filter(shape.serves, shape.operations), ops):
             call = call_of(shape, operation)
-            kernel = operation_class(operation).shared()
-            inv = call_invocation(kernel, (), call.abstract())
+            inv = call.invocation()
             if "mesh" in call.options or inv.key in seen:
                 continue
             seen.add(inv.key)

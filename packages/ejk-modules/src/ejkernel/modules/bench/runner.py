@@ -101,12 +101,8 @@ def _chosen(case: Case) -> dict[str, str]:
     """What the first contender runs, as far as it is a call of an operation."""
     if case.call is None:
         return {}
-    from ejkernel.modules._executor import get_default_executor
-    from ejkernel.modules._table import operation_class
-
-    kernel = operation_class(case.call.operation).shared()
     try:
-        found = get_default_executor().explanation(kernel, **case.call.abstract())
+        found = case.call.explanation()
     except Exception as error:
         return {"tier": "error", "config": str(error)[:120]}
     return {

@@ -110,7 +110,7 @@ def seconds(text: str) -> float:
 def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
     """What every command takes; ``nothing`` stands for options that are not given."""
     group = sub.add_argument_group("output")
-    flag = {"action": "store_true", "default": nothing or False}
+    flag: dict[str, Any] = {"action": "store_true", "default": nothing or False}
     group.add_argument("--json", help="print JSON and nothing else", **flag)
     group.add_argument("--plain", help="no colours, frames or bars", **flag)
     sub.add_argument(

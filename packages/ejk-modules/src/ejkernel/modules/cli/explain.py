@@ -70,12 +70,9 @@ ANSWERS = ("device", "implementation", "platform", "tier", "key", "error")
 
 def explained(call: Any) -> dict[str, Any]:
     """The explanation of a call as JSON values."""
-    from ejkernel.modules._executor import get_default_executor
-    from ejkernel.modules._table import operation_class
     from ejkernel.modules.bench.record import config_fields
 
-    kernel = operation_class(call.operation).shared()
-    found = get_default_executor().explanation(kernel, **call.abstract())
+    found = call.explanation()
     return {
         "operation": call.operation,
         "shape": call.name,

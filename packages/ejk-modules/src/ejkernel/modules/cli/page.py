@@ -18,7 +18,7 @@ def page(title: str, subtitle: str, tiles: Mapping[str, str], sections: Sequence
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in tiles.items()
     )
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    style = resources.files("ejkernel.modules.cli").joinpath("page.css").read_text(encoding="utf-8")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -17,23 +17,19 @@ def operations() -> list[dict[str, Any]]:
     ``{"operation", "chosen", "platforms": {platform: "yes" | reason}}``; nothing is run.
     """
     from ejkernel.modules import supports
-    from ejkernel.modules._executor import get_default_executor
-    from ejkernel.modules._table import operation_class
     from ejkernel.modules.workloads.call import call_of
     from ejkernel.modules.workloads.find import device_meant, operation_names, shapes_of
 
     found = []
     for name in operation_names():
         shape = (shapes_of(name, device=device_meant()) or shapes_of(name))[0]
-        arguments = call_of(shape, name).abstract()
-        answers = {p: supports(name, platform=p, **arguments) for p in PLATFORMS}
-        kernel = operation_class(name).shared()
-        chosen = get_default_executor().explanation(kernel, **arguments)
+        call = call_of(shape, name)
+        answers = {p: supports(name, platform=p, **call.abstract()) for p in PLATFORMS}
         found.append(
             {
                 "operation": name,
                 "shape": shape.name,
-                "chosen": chosen.platform or "none",
+                "chosen": call.explanation().platform or "none",
                 "platforms": {p: "yes" if a else a.reason for p, a in answers.items()},
             }
         )

@@ -93,21 +93,14 @@ def _tasks(args: argparse.Namespace, out: Output) -> list[Task]:
         if args.operation or args.shape:
             raise CommandError("--recorded says itself what to tune: give no OP and no --shape")
         return list(_recorded(args.recorded))
-    from ejkernel.modules._table import operation_class
     from ejkernel.modules.workloads.find import operation_names
-    from ejkernel.ops.core.invocation import call_invocation
 
     if args.operation is None and args.shape is None:
         raise CommandError("give an operation, --shapes, or --recorded FILE; see ejk tune --help")
     names = operation_names() if args.operation is None else [args.operation]
     calls = [call for name in names for call in calls_of(name, args.shape, args.words)]
     say_where(out, calls)
-    tasks = []
-    for call in calls:
-        kernel = operation_class(call.operation).shared()
-        inv = call_invocation(kernel, (), call.abstract())
-        tasks.append(Task(call.operation, call.name, inv))
-    return tasks
+    return [Task(call.operation, call.name, call.invocation()) for call in calls]
 
 
 def _recorded(path: Path) -> Iterator[Task]:

@@ -6,9 +6,15 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ejkernel.modules._table import operation_class
 from ejkernel.modules.workloads.families import Shape
+
+if TYPE_CHECKING:
+    from ejkernel.modules._op import Operation
+    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.execution.explanation import Explanation
 
 WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1,
          "float8_e5m2": 1}  # fmt: skip
@@ -68,6 +74,24 @@ class Call:
     def concrete(self) -> dict[str, Any]:
         """All arguments by name, arrays filled."""
         return {**self.make(), **self.options}
+
+    @property
+    def kernel(self) -> Operation:
+        return operation_class(self.operation).shared()
+
+    def invocation(self) -> Invocation:
+        """The abstract call as the tuner takes it."""
+        from ejkernel.ops.core.invocation import call_invocation
+
+        return call_invocation(self.kernel, (), self.abstract())
+
+    def explanation(self, platform: str | None = None) -> Explanation:
+        """What would run for it here, and why."""
+        from ejkernel.modules._executor import get_default_executor
+
+        return get_default_executor().explanation(
+            self.kernel, **{"platform": platform, **self.abstract()}
+        )
 
 
 def call_of(shape: Shape, operation: str | None = None, **options: Any) -> Call:
