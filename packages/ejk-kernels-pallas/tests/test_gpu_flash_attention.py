@@ -277,15 +277,15 @@ def doubles(monkeypatch):
 
 
 HALF = ("float16",) * 3
-SIZES = {"b": 2, "q": 400, "k": 400, "h": 4, "hk": 2, "d": 64, "dtypes": HALF}
+SIZES = {"b": 2, "q": 200, "k": 200, "h": 4, "hk": 2, "d": 64, "dtypes": HALF}
 SIZES |= {"blocks": (128, 128)}
 CALLS = [
-    Call("plain", **SIZES | {"k": 300}),
+    Call("plain", **SIZES | {"k": 150}),
     Call("offset", **SIZES, mask={"causal": True, "causal_offset": -150}),
     Call("window", **SIZES, mask={"sliding_window": (30, 10)}, sinks=(4, 2), cap=5.0),
     Call(
         "packed",
-        **SIZES | {"b": 1},
+        **SIZES | {"b": 1, "q": 400, "k": 400},
         mask={"cum_seqlens_q": np.array([0, 60, 60, 342, 380]), "causal": True},
     ),
 ]
@@ -299,7 +299,7 @@ def test_operands_describe_the_call(doubles, call):
 
 IDS = np.searchsorted([60, 142, 180], np.arange(200), side="right").astype(np.int32)[None]
 IDS[IDS > 2] = -1
-FEW = SIZES | {"b": 1, "q": 200, "k": 200, "h": 2, "hk": 1}
+FEW = SIZES | {"b": 1, "h": 2, "hk": 1}
 SPARSE = [
     (Call("across", **FEW | {"k": 150}, mask={"causal": True}), (32, 48), (1, 2)),
     (

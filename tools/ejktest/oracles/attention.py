@@ -13,8 +13,8 @@ the error of a single order may be small by luck.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -136,6 +136,14 @@ class Case:
     cap: float | None = None
     drop: Any = None
     logits: Any = None
+    # what several results of a call are made from, by what it is and the order of its sums
+    parts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, make: Callable[[Case, _Arithmetic], Any], ar: _Arithmetic) -> Any:
+        key = make, ar.order
+        if key not in self.parts:
+            self.parts[key] = make(self, ar)
+        return self.parts[key]
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,7 @@ class Gradients:
 
 
 ORDERS = 4
+IN_CACHE = 2**15  # elements
 
 
 def summed_in_order(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
@@ -168,9 +177,24 @@ def summed_in_order(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
     terms = np.arange(a.shape[-1])
     terms = np.random.default_rng(order).permutation(terms) if order else terms
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
-    for j in terms:
-        total += a[..., :, j, None] * b[..., None, j, :]
+    for part, left, right in _parts(total, a, b):
+        product = np.empty_like(part)
+        for j in terms:
+            np.multiply(left[..., :, j, None], right[..., None, j, :], out=product)
+            part += product
     return total
+
+
+def _parts(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Pieces of a product's result that a processor's cache holds, with what they are made of."""
+    if total.size <= IN_CACHE:
+        yield total, a, b
+        return
+    rows = max(1, IN_CACHE // total.shape[-1])
+    for place in np.ndindex(total.shape[:-2]):
+        for first in range(0, total.shape[-2], rows):
+            some = slice(first, first + rows)
+            yield total[place][some], a[place][some], b[place]
 
 
 class _Arithmetic:
@@ -235,7 +259,7 @@ def _logits(case: Case, ar: _Arithmetic) -> tuple[np.ndarray, np.ndarray]:
 def _probabilities(case: Case, ar: _Arithmetic):
     """p, the sinks' p and lse."""
     h = case.q.shape[2]
-    x, _ = _logits(case, ar)
+    x, _ = case.once(_logits, ar)
     sinks = ar.array(np.zeros((h, 0)) if case.sinks is None else case.sinks)
     sinks = np.broadcast_to(sinks, (h, sinks.shape[-1]))
     top = np.max(x, axis=-1, initial=-np.inf)
@@ -254,10 +278,9 @@ def _probabilities(case: Case, ar: _Arithmetic):
 def _recomputed(case: Case, ar: _Arithmetic, p: np.ndarray, lse: np.ndarray):
     """p and the slope of the cap as a backward pass has them: in the working dtype exp(x - lse),
     with the rounded lse and x summed in another order."""
-    x, slope = _logits(case, ar)
     if ar.order is None:
-        return p, slope
-    x, slope = _logits(case, _Arithmetic(case, (ar.order + 1) % ORDERS))
+        return p, case.once(_logits, ar)[1]
+    x, slope = case.once(_logits, _Arithmetic(case, (ar.order + 1) % ORDERS))
     end = np.where(np.isneginf(lse), np.inf, lse).astype(ar.wide)
     return ar.rounded(np.exp, x - end[..., None]), slope
 
@@ -289,7 +312,7 @@ def attention(case: Case, *, plain: bool = False) -> Result:
 
 
 def _attention(case: Case, ar: _Arithmetic) -> Result:
-    p, _, lse = _probabilities(case, ar)
+    p, _, lse = case.once(_probabilities, ar)
     w = p if case.drop is None else p * ar.array(case.drop)
     o = ar.dot(w, ar.heads_first(case.v, case.q.shape[2])).transpose(0, 2, 1, 3)
     return Result(ar.stored(o, case.q), lse.transpose(0, 2, 1), w)
@@ -308,7 +331,7 @@ def gradients(case: Case, do: Any, dlse: Any = None, *, plain: bool = False) -> 
 
 
 def _gradients(case: Case, do: Any, dlse: Any, ar: _Arithmetic) -> Gradients:
-    p, p_sink, lse = _probabilities(case, ar)
+    p, p_sink, lse = case.once(_probabilities, ar)
     h = case.q.shape[2]
     q, k, v, g = (ar.heads_first(x, h) for x in (case.q, case.k, case.v, do))
     drop = ar.wide.type(1) if case.drop is None else ar.array(case.drop)
