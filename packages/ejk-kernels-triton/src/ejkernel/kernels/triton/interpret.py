@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from ejkernel.kernels.triton.compiled import TRITON_LOCK
+from ejkernel.kernels.triton.interpret_types import constructors, quicken
 from ejkernel.kernels.triton.launch import (
     In,
     Launch,
@@ -169,11 +170,15 @@ def _prepare() -> None:
         builder.create_masked_store,
     )
 
+    known: dict[str, np.dtype] = {}
+
     def np_dtype(kind):
         scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
-        if isinstance(scalar, tl.pointer_type) or scalar not in extended:
-            return storage_dtype(kind)
-        return extended[scalar]
+        if scalar.name not in known:
+            pointer = isinstance(scalar, tl.pointer_type)
+            own = not pointer and scalar in extended
+            known[scalar.name] = extended[scalar] if own else storage_dtype(kind)
+        return known[scalar.name]
 
     def wide(x):
         return x.data.astype(np.float32) if x.dtype.scalar in extended else x.data
@@ -214,6 +219,7 @@ def _prepare() -> None:
     builder.create_fp_trunc = builder.create_fp_to_fp = cast
     builder.create_dot = dot
     builder.create_masked_load, builder.create_masked_store = load, store
+    quicken(rt.interpreter_semantic)
 
 
 @functools.cache
@@ -269,6 +275,8 @@ def _interpreted_library():
     for module, name, value in replaced:
         setattr(module, name, interpreted(value))
     scope = rt._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    for made, constructor in constructors():
+        scope.set_attr(made, "__init__", constructor)
     try:
         yield
     finally:
