@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
+import contextlib
+import multiprocessing
 import os
-import queue
 import statistics
-import subprocess
 import sys
-import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the worker's source
 
 import checkout
 
-MARK = "@@"
+Wanted = list[tuple[str, str]]  # case, mode
+START = multiprocessing.get_context("spawn")  # the parent's sources are not the worker's
 
 
-def worker(root: Path, operation: str, platform: str | None, wanted: list[list[str]]) -> None:
-    """Compiles ``wanted`` from the sources in ``root``, then answers each line ``case mode``."""
+def worker(
+    asks: Connection, root: Path, operation: str, platform: str | None, wanted: Wanted
+) -> None:
+    """Compiles ``wanted`` from the sources in ``root``, then answers each ``case, mode``."""
     checkout.use(root)
     import jax
 
@@ -59,20 +61,30 @@ def worker(root: Path, operation: str, platform: str | None, wanted: list[list[s
         for key, found in programs.items():
             if error := found.exception():
                 told(*key, error)
-    print(MARK, json.dumps("ready"), flush=True)
+    asks.send("ready")
     held, given = "", ()
-    for line in sys.stdin:
-        case, mode = line.split()
-        answer = None
-        try:
-            program = programs[case, mode].result()
-            if case != held:
-                given = ()
-                given, held = jax.block_until_ready(tuple(calls[case].make().values())), case
-            answer = milliseconds(program, given)
-        except Exception as error:
-            told(case, mode, error)
-        print(MARK, json.dumps(answer), flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            case, mode = asks.recv()
+            answer = None
+            try:
+                program = programs[case, mode].result()
+                if case != held:
+                    given = ()
+                    given, held = jax.block_until_ready(tuple(calls[case].make().values())), case
+                answer = milliseconds(program, given)
+            except Exception as error:
+                told(case, mode, error)
+            asks.send(answer)
+
+
+def logged(log: Path | None, *given: Any) -> None:
+    """A worker in a process of its own, which writes to ``log`` what it and compilers print."""
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(descriptor, stream.fileno())
+    worker(*given)
 
 
 def milliseconds(program: Any, given: tuple[Any, ...]) -> float:
@@ -91,99 +103,66 @@ def milliseconds(program: Any, given: tuple[Any, ...]) -> float:
     return statistics.median(run(calls) for _ in range(3))
 
 
-class Process:
-    """A worker on the sources under ``root``; what else it prints goes to ``log``."""
-
-    def __init__(self, root: Path, wanted: list[str], log: Path | None) -> None:
-        mine = sorted(map(str, root.glob("packages/*/src")))
-        if not mine:
-            sys.exit(f"{root}: no packages/*/src there")
-        kept = [p for p in os.environ.get("PYTHONPATH", "").split(":") if "/packages/" not in p]
-        env = os.environ | {"PYTHONPATH": ":".join([*mine, *kept])}
-        env |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self.log = open(log, "w") if log else None
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", str(root), *wanted],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
-            stderr=None if self.log is None else self.log,
-        )  # fmt: skip
-        self.answers: queue.Queue = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        """Both workers compile at once: neither may wait for its output to be read."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                self.answers.put(json.loads(line[len(MARK) :]))
-            elif self.log:
-                self.log.write(line)
-        self.answers.put("ended")
-
-    def answer(self) -> Any:
-        answer = self.answers.get()
-        if answer == "ended":
-            sys.exit("a worker ended early: see what it printed, or --logs")
-        return answer
-
-    def ask(self, case: str, mode: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{case} {mode}\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def start(root: Path, log: Path | None, *given: Any) -> Connection:
+    """A worker on the sources under ``root``: what it is asked by, and answers."""
+    if not any(root.glob("packages/*/src")):
+        sys.exit(f"{root}: no packages/*/src there")
+    here, there = START.Pipe()
+    START.Process(target=logged, args=(log, there, root, *given), daemon=True).start()
+    there.close()
+    return here
 
 
-def asked(operation: str, globs: str) -> list[list[str]]:
+def answer(asks: Connection, *question: Any) -> Any:
+    """What a worker says to a question, or first of all."""
+    try:
+        if question:
+            asks.send(question)
+        return asks.recv()
+    except (EOFError, OSError):
+        sys.exit("a worker ended early: see what it printed, or --logs")
+
+
+def asked(operation: str, globs: str) -> Wanted:
     """Cases for this device, each with its modes, as this checkout lists them."""
     checkout.use()
     from ejkernel.modules.workloads.find import calls_here
 
     calls = calls_here(operation, globs)
-    return [[c.name, m] for c in calls for m in ("fwd", "fwd+bwd") if c.gradients or m == "fwd"]
+    return [(c.name, m) for c in calls for m in ("fwd", "fwd+bwd") if c.gradients or m == "fwd"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    if sys.argv[1:2] == ["--worker"] and argv is None:
-        root, operation, platform, wanted = sys.argv[2:]
-        worker(Path(root), operation, platform or None, json.loads(wanted))
-        return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("operation")
     parser.add_argument("--cases", default="*", help="comma-separated globs on case names")
-    parser.add_argument("--platform", default="", help="of both; default: what each chooses")
+    parser.add_argument("--platform", help="of both; default: what each chooses")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--logs", type=Path)
     options = parser.parse_args(argv)
     # in a process of its own: the workers have the device to themselves
-    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, START) as pool:
         wanted = pool.submit(asked, options.operation, options.cases).result()
     if not wanted:
         print(f"no case of {options.operation} matches {options.cases!r}", file=sys.stderr)
         return 2
-    start, pair = time.time(), {}
+    os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    began, pair = time.time(), {}
     for label, root in (("old", options.old.resolve()), ("new", checkout.ROOT)):
         log = options.logs / f"{label}.txt" if options.logs else None
-        words = [options.operation, options.platform, json.dumps(wanted)]
-        pair[label] = Process(root, words, log)
-    for process in pair.values():
-        process.answer()
-    print(f"compiled in {time.time() - start:.0f}s", flush=True)
+        pair[label] = start(root, log, options.operation, options.platform, wanted)
+    for asks in pair.values():
+        answer(asks)
+    print(f"compiled in {time.time() - began:.0f}s", flush=True)
     found: dict[tuple[str, str], list[float]] = {}
     for turn in range(options.rounds):
         for case, mode in wanted:
             for label in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                ms = pair[label].ask(case, mode)
+                ms = answer(pair[label], case, mode)
                 if ms is not None:
                     found.setdefault((f"{case} {mode}", label), []).append(ms)
-        print(f"round {turn + 1} after {time.time() - start:.0f}s", flush=True)
-    for process in pair.values():
-        process.end()
+        print(f"round {turn + 1} after {time.time() - began:.0f}s", flush=True)
     print(f"\n{'case':45s} {'old ms':>8s} {'new ms':>8s} {'old/new':>8s}  by rounds")
     for name in (f"{case} {mode}" for case, mode in wanted):
         old, new = found.get((name, "old"), []), found.get((name, "new"), [])

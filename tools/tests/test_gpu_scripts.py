@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import io
-import json
+import multiprocessing
 import sys
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -84,11 +84,15 @@ def test_calls_launch_outside_of_jit(memory, monkeypatch):
 
 
 def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
-    asked = [["cpu-g8", "fwd"], ["no-such-case", "fwd"]]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("cpu-g8 fwd\nno-such-case fwd\n"))
+    wanted = [("cpu-g8", "fwd"), ("no-such-case", "fwd")]
     monkeypatch.setattr(compare, "milliseconds", lambda program, given: program(*given).shape[1])
-    compare.worker(checkout.ROOT, "grouped_matmul", "xla", asked)
-    told = capsys.readouterr()
-    lines = [line.removeprefix(compare.MARK) for line in told.out.splitlines()]
-    assert [json.loads(line) for line in lines] == ["ready", 1024, None]
-    assert "no-such-case fwd: KeyError" in told.err
+    here, there = multiprocessing.Pipe()
+    work = threading.Thread(
+        target=compare.worker, args=(there, checkout.ROOT, "grouped_matmul", "xla", wanted)
+    )
+    work.start()
+    assert compare.answer(here) == "ready"
+    assert [compare.answer(here, *question) for question in wanted] == [1024, None]
+    here.close()
+    work.join(30)
+    assert not work.is_alive() and "no-such-case fwd: KeyError" in capsys.readouterr().err
