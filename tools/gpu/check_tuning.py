@@ -25,18 +25,17 @@ import tune_tables  # noqa: E402
 from ejkernel.modules.workloads import call_of  # noqa: E402
 from ejkernel.modules.workloads.shapes import SHAPES  # noqa: E402
 from ejkernel.ops import (  # noqa: E402
-    AutotunePolicy,
-    Autotuner,
     ConfigCache,
     ConfigSelectorChain,
     Executor,
     kernel_registry,
     target_device,
 )
+from ejkernel.ops.config.store import read_table  # noqa: E402
 from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.execution import timing  # noqa: E402
 from ejkernel.ops.execution.candidates import Workbench  # noqa: E402
-from tuned.building import TableBuilder  # noqa: E402
+from tuned import report  # noqa: E402
 
 SECONDS = 20.0  # the target for one flash shape on a warm machine
 failed: list[str] = []
@@ -53,23 +52,18 @@ def the_call(operation: str, name: str):
 
 
 def tuning_time() -> None:
-    call = the_call("flash_attention", "llama3-8b-4k")
-    inv = call.invocation()
-    builder = TableBuilder(Path(FOLDER) / "table.json", target_device().fingerprint)
-    best = []
+    table, winners = Path(FOLDER) / "table.json", set()
+    words = ["--ops", "flash_attention", "--cases", "llama3-8b-4k", "--out", str(table)]
     for state in ("cold", "warm", "warm"):
-        result = Autotuner(AutotunePolicy(True)).tune(inv, inputs=((), call.concrete()))
-        best.append(result)
-        phases = ", ".join(f"{k} {v:.1f}" for k, v in result.phases.items())
-        good = state == "cold" or result.seconds < SECONDS
-        check(f"tuning {call.name}, {state}", good, f"{result.seconds:.1f} s ({phases})")
-    print(f"{tune_tables.HEAD}\n{tune_tables.row(call, best[-1])}")
-    print(tune_tables.details(best[-1]))
-    ours = sorted({tune_tables.tiles(r.best) for r in best})
-    print("     winners of the three runs: " + "; ".join(ours))
-    builder.add(inv, best[-1], call.name)
-    kernel_registry.add_config_table(builder.path)
-    known_card(call)
+        tune_tables.main([*words, "--again", "--trials"])
+        (line,) = report.of_table(*read_table(table)).lines
+        (entry,) = (e for e in read_table(table)[1].values() if e.facts["platform"] == "auto")
+        seconds = entry.measured["seconds"]
+        check(f"tuning, {state}", state == "cold" or seconds < SECONDS, f"{seconds:.1f} s")
+        winners.add(line.winner)
+    print("     winners of the three runs: " + "; ".join(sorted(winners)))
+    kernel_registry.add_config_table(table)
+    known_card(the_call("flash_attention", "llama3-8b-4k"))
 
 
 def known_card(call) -> None:
