@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_lm.single.common import features, report, text
-from ejkernel import modules
 from ejktest.oracles import paged as oracle
 
 HEADS, KV_HEADS, DIM, PAGE, COLUMNS = 4, 2, 16, 4, 5
@@ -63,11 +62,10 @@ def page_attention() -> None:
     k, v = (_paged(_rows(KV_HEADS, DIM, s), tables) for s in (1, 2))
     q = _query(ROWS)
     _draw(tables, np.ones(ROWS, int))
-    out = modules.page_attention(q, k, v, LENS, tables)
     exact = _exact(
         lambda q, k, v: oracle.page_attention(q, k, v, LENS, tables, scale=DIM**-0.5), q, k, v
     )
-    report("page_attention", out, exact, q, k, v, LENS, tables)
+    report("page_attention", exact, q, k, v, LENS, tables)
 
 
 def ragged_decode_attention() -> None:
@@ -76,11 +74,10 @@ def ragged_decode_attention() -> None:
     for r in range(ROWS):
         line = "".join("x" if start[r] <= j < LENS[r] else "·" for j in range(COLUMNS * PAGE))
         print(f"  row {r} reads {line}")
-    out = modules.ragged_decode_attention(q, k, v, start, LENS)
     exact = _exact(
         lambda *a: oracle.ragged_decode_attention(*a, start, LENS, scale=DIM**-0.5), q, k, v
     )
-    report("ragged_decode_attention", out, exact, q, k, v, start, LENS)
+    report("ragged_decode_attention", exact, q, k, v, start, LENS)
 
 
 def mla_decode() -> None:
@@ -88,15 +85,13 @@ def mla_decode() -> None:
     cache = _paged(_rows(1, width, 1)[:, :, 0], tables)
     q = _query(ROWS, width)
     _draw(tables, np.ones(ROWS, int))
-    call = {"latent_dim": latent}
-    out = modules.mla_decode(q, cache, LENS, tables, **call)
     exact = _exact(
         lambda q, c: oracle.mla_decode(
             q[:, None], c, LENS, tables, latent, scale=width**-0.5
         )[0][:, 0],
         q, cache,
     )  # fmt: skip
-    report("mla_decode", out, exact, q, cache, LENS, tables, **call)
+    report("mla_decode", exact, q, cache, LENS, tables, latent_dim=latent)
 
 
 def _ragged():
@@ -120,9 +115,8 @@ def _ragged_exact(q, pages, tables, starts):
 
 def ragged_page_attention() -> None:
     _, starts, tables, _, _, pages, q = _ragged()
-    args = (q, pages, LENS, tables, starts, ROWS)
-    out = modules.ragged_page_attention(*args)
-    report("ragged_page_attention", out, _ragged_exact(q, pages, tables, starts), *args)
+    exact = _ragged_exact(q, pages, tables, starts)
+    report("ragged_page_attention", exact, q, pages, LENS, tables, starts, ROWS)
 
 
 def ragged_page_attention_v3() -> None:
@@ -135,6 +129,6 @@ def ragged_page_attention_v3() -> None:
         for t in range(LENS[r] - n, LENS[r]):
             erased[tables[r, t // PAGE], t % PAGE] = 0
     args = (q, keys, values, erased, LENS, tables, starts, np.array([0, 0, ROWS], np.int32))
-    out, cache = modules.ragged_page_attention_v3(*args)
+    exact = _ragged_exact(q, pages, tables, starts)
+    _, cache = report("ragged_page_attention_v3", exact, *args)
     print(f"cache after the write equals the full cache: {bool(jnp.array_equal(cache, pages))}")
-    report("ragged_page_attention_v3", out, _ragged_exact(q, pages, tables, starts), *args)

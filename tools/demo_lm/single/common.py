@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_lm.why import which, why
+from ejkernel import modules
 from ejkernel.modules import get_default_executor
 from ejkernel.modules._table import operation_class
 from ejktest.tolerance import measure
@@ -31,12 +32,15 @@ def features(data: bytes, heads: int, dim: int, seed: int) -> jax.Array:
     return jnp.asarray(x[None], jnp.float32)
 
 
-def report(name: str, out, reference, *args, **options) -> None:
-    """Which kernel ran, why, and how far it is from the oracle."""
+def report(name: str, reference, *args, **options):
+    """Run an operation: which kernel ran, why, and how far it is from the oracle; its result."""
+    out = getattr(modules, name)(*args, **options)
     kernel = operation_class(name).shared()
     e = get_default_executor().explanation(kernel, *args, **options)
     print(f"ran       {which(e)}\nwhy       {why(e)}")
-    print(f"error     {measure(out, reference)} against float64")
+    first = out[0] if isinstance(out, tuple) else out
+    print(f"error     {measure(first, reference)} against float64")
+    return out
 
 
 def bars(values) -> str:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_lm.single.common import features, grid, report, text
-from ejkernel import modules
 from ejkernel.types import MaskInfo
 from ejktest.oracles import attention as oracle
 from ejktest.oracles.latent import Latent, latent_attention
@@ -35,15 +34,12 @@ def _packed(name: str, **options) -> None:
     call = {"mask_info": mask, "causal": True, **options}
     see = oracle.visible(1, LENGTH, LENGTH, q_segment_ids=ids, kv_segment_ids=ids, causal=True)
     result = oracle.attention(oracle.Case(q, k, v, see=see, cap=options.get("logits_soft_cap")))
-    out = getattr(modules, name)(q, k, v, **call)
+    print("visible keys (rows: query byte), three documents and padding:")
+    grid(see[0, 0], data)
+    out = report(name, result.o, q, k, v, **call)
     if name == "attention":
-        out, weights = out
         print("weights of head 0 (rows: query byte):")
-        grid(weights[0, 0], data)
-    else:
-        print("visible keys (rows: query byte), three documents and padding:")
-        grid(see[0, 0], data)
-    report(name, out, result.o, q, k, v, **call)
+        grid(out[1][0, 0], data)
 
 
 def flash_attention() -> None:
@@ -64,13 +60,12 @@ def ring_attention() -> None:
     mesh = jax.sharding.Mesh(devices, ("sp",))
     see = oracle.visible(1, LENGTH, LENGTH, causal=True)
     result = oracle.attention(oracle.Case(q, k, v, see=see))
-    out = modules.ring_attention(q, k, v, axis_name="sp", mesh=mesh, causal=True)
     held = LENGTH // devices.size
     print("which device holds the keys a row sees (rows: query byte):")
     for i in range(0, LENGTH, 2):
         line = "".join(str(j // held) if j <= i else "·" for j in range(LENGTH))
         print(f"{chr(data[i])!r:>5} {line}")
-    report("ring_attention", out, result.o, q, k, v, axis_name="sp", mesh=mesh, causal=True)
+    report("ring_attention", result.o, q, k, v, axis_name="sp", mesh=mesh, causal=True)
 
 
 def blocksparse_attention() -> None:
@@ -82,10 +77,9 @@ def blocksparse_attention() -> None:
     dense = np.kron(pattern, np.ones((size, size), bool))[None, None]
     see = oracle.visible(1, LENGTH, LENGTH, causal=True) & dense
     result = oracle.attention(oracle.Case(q, k, v, see=see))
-    out = modules.blocksparse_attention(q, k, v, **call)
     print("visible keys (rows: query byte):")
     grid(see[0, 0], data)
-    report("blocksparse_attention", out, result.o, q, k, v, **call)
+    report("blocksparse_attention", result.o, q, k, v, **call)
 
 
 def mla_attention() -> None:
@@ -102,7 +96,6 @@ def mla_attention() -> None:
     )  # fmt: skip
     see = oracle.visible(1, LENGTH, LENGTH, causal=True)
     result = latent_attention(x, see=see)
-    out = modules.mla_attention(*x, causal=True)
     print(f"a token is kept as {rank + rope} numbers instead of {KV_HEADS * (nope + rope + value)}")
     grid(see[0, 0], data)
-    report("mla_attention", out, result.o, *x, causal=True)
+    report("mla_attention", result.o, *x, causal=True)

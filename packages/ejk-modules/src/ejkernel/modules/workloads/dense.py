@@ -12,6 +12,7 @@ import numpy as np
 
 from ejkernel.modules.workloads.call import WIDTH
 from ejkernel.modules.workloads.families import AttentionShape
+from ejkernel.modules.workloads.paged import normals
 from ejkernel.types import MaskInfo
 
 BLOCK = 128  # of block-sparse patterns
@@ -20,16 +21,13 @@ SELECTED, SELECTED_BLOCK = 16, 64  # of native sparse attention: blocks per toke
 
 
 def qkv(shape: AttentionShape) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
     b, h, hk = shape.batch, shape.heads, shape.kv_heads
-    arrays: dict[str, Any] = {
-        "query": jax.random.normal(keys[0], (b, shape.q_len, h, shape.head_dim), shape.dtype),
-        "key": jax.random.normal(keys[1], (b, shape.keys, hk, shape.head_dim), shape.dtype),
-        "value": jax.random.normal(keys[2], (b, shape.keys, hk, shape.value_dim), shape.dtype),
+    shapes = {
+        "query": (b, shape.q_len, h, shape.head_dim),
+        "key": (b, shape.keys, hk, shape.head_dim),
+        "value": (b, shape.keys, hk, shape.value_dim),
     }
-    if shape.bias:
-        arrays["bias"] = jax.random.normal(keys[3], shape.bias_shape, shape.dtype)
-    return arrays
+    return normals(shape.dtype, **shapes, **({"bias": shape.bias_shape} if shape.bias else {}))
 
 
 def _documents(length: int, shape: AttentionShape) -> jax.Array:
@@ -61,13 +59,9 @@ def _branches(shape: AttentionShape) -> tuple[str, ...]:
 
 
 def _gates(shape: AttentionShape) -> dict[str, jax.Array]:
-    names = _branches(shape)
-    keys = jax.random.split(jax.random.key(1), len(names))
     size = (shape.batch, shape.q_len, shape.heads)
-    return {
-        name: jax.nn.sigmoid(jax.random.normal(key, size))
-        for name, key in zip(names, keys, strict=True)
-    }
+    drawn = normals("float32", **dict.fromkeys(_branches(shape), size))
+    return {name: jax.nn.sigmoid(x) for name, x in drawn.items()}
 
 
 def _pattern(shape: AttentionShape) -> np.ndarray:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.workloads.call import WIDTH
 from ejkernel.modules.workloads.families import GroupedShape, PoolShape
+from ejkernel.modules.workloads.paged import normals
 
 
 def group_sizes(shape: GroupedShape) -> np.ndarray:
@@ -28,15 +29,10 @@ def group_sizes(shape: GroupedShape) -> np.ndarray:
 
 
 def _operands(shape: GroupedShape) -> dict[str, Any]:
-    a, b = jax.random.split(jax.random.key(0))
-    rhs = jax.random.normal(b, (shape.groups, shape.k, shape.n), shape.dtype)
-    given = {
-        "lhs": jax.random.normal(a, (shape.m, shape.k), shape.dtype),
-        "rhs": rhs,
-        "group_sizes": jnp.asarray(group_sizes(shape)),
-    }
+    given = normals(shape.dtype, lhs=(shape.m, shape.k), rhs=(shape.groups, shape.k, shape.n))
+    given["group_sizes"] = jnp.asarray(group_sizes(shape))
     if shape.stored is not None:
-        given["rhs"] = (rhs * 16).astype(shape.stored)
+        given["rhs"] = (given["rhs"] * 16).astype(shape.stored)
         given["rhs_scale"] = jnp.full((shape.groups, shape.n), 1 / 16, jnp.float32)
     return given
 
@@ -56,16 +52,12 @@ def product(shape: GroupedShape, _: str) -> dict[str, Any]:
     }
 
 
-def _rows(shape: PoolShape) -> dict[str, Any]:
-    size = (shape.batch, shape.length, shape.channels)
-    return {"x": jax.random.normal(jax.random.key(0), size, shape.dtype)}
-
-
 def means(shape: PoolShape, _: str) -> dict[str, Any]:
     """The fields of a Call."""
-    numbers = float(shape.batch * shape.length * shape.channels)
+    size = (shape.batch, shape.length, shape.channels)
+    numbers = float(math.prod(size))
     return {
-        "make": functools.partial(_rows, shape),
+        "make": functools.partial(normals, shape.dtype, x=size),
         "options": {} if shape.chunk is None else {"chunk_size": shape.chunk},
         "flops": numbers,
         "moved": numbers * WIDTH[shape.dtype],

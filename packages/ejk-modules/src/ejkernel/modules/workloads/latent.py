@@ -15,21 +15,18 @@ from ejkernel.modules.workloads.paged import (
     columns,
     contexts,
     filled,
+    normals,
     scattered,
 )
 
 
 def _expanded(shape: LatentShape) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 5)
     b, s, h, r = shape.batch, shape.length, shape.heads, shape.latent
-    normal = functools.partial(jax.random.normal, dtype=shape.dtype)
-    return {
-        "query": normal(keys[0], (b, s, h, shape.nope + shape.rope)),
-        "key_value": normal(keys[1], (b, s, r)),
-        "w_kc": normal(keys[2], (r, h, shape.nope)) * r**-0.5,
-        "w_vc": normal(keys[3], (r, h, shape.v_dim)) * r**-0.5,
-        "b_k": normal(keys[4], (b, s, shape.rope)),
-    }
+    drawn = normals(
+        shape.dtype, query=(b, s, h, shape.nope + shape.rope), key_value=(b, s, r),
+        w_kc=(r, h, shape.nope), w_vc=(r, h, shape.v_dim), b_k=(b, s, shape.rope),
+    )  # fmt: skip
+    return {name: x * r**-0.5 if name in ("w_kc", "w_vc") else x for name, x in drawn.items()}
 
 
 def prefill(shape: LatentShape, _: str) -> dict[str, Any]:

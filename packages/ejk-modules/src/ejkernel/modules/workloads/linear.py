@@ -9,26 +9,23 @@ import jax
 
 from ejkernel.modules.workloads.call import WIDTH
 from ejkernel.modules.workloads.families import LinearShape
+from ejkernel.modules.workloads.paged import normals
 
 LAYER, LAYERS = 0, 24  # of lightning attention: the decay depends on them
 
 
 def _arrays(shape: LinearShape, operation: str) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
     b, s, h, d = shape.batch, shape.length, shape.heads, shape.head_dim
     hk = h if shape.kv_heads is None else shape.kv_heads
-    arrays = {
-        "query": jax.random.normal(keys[0], (b, s, h, d), shape.dtype),
-        "key": jax.random.normal(keys[1], (b, s, hk, d), shape.dtype),
-        "value": jax.random.normal(keys[2], (b, s, hk, shape.value_dim), shape.dtype),
-    }
+    arrays = normals(
+        shape.dtype, query=(b, s, h, d), key=(b, s, hk, d), value=(b, s, hk, shape.value_dim)
+    )
     if operation != "lightning_attention":
         size = (b, s, h) if shape.per_head else (b, s, h, d)
-        decay = -jax.nn.softplus(jax.random.normal(keys[3], size)) / 16
+        decay = -jax.nn.softplus(jax.random.normal(jax.random.key(1), size)) / 16
         arrays["g"] = decay.astype(shape.dtype)
     if shape.state:
-        key = jax.random.fold_in(keys[3], 1)
-        arrays["initial_state"] = jax.random.normal(key, (b, h, d, shape.value_dim), "float32")
+        arrays |= normals("float32", initial_state=(b, h, d, shape.value_dim))
     return arrays
 
 

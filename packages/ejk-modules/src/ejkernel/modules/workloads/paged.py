@@ -15,6 +15,13 @@ from ejkernel.modules.workloads.families import DecodeShape, LatentDecodeShape, 
 QUANTISED_SCALE = 0.05
 
 
+def normals(dtype: str, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Random numbers by name."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    named = zip(shapes.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape, dtype) for (name, shape), key in named}
+
+
 def contexts(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> np.ndarray:
     """Even contexts, or the same total spread between 16 and four times the mean.
 
@@ -88,14 +95,11 @@ def _page_arrays(shape: DecodeShape) -> dict[str, Any]:
 
 
 def _contiguous_arrays(shape: DecodeShape) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 3)
     cache = (shape.batch, columns(shape) * shape.page, shape.kv_heads, shape.head_dim)
     query = (shape.batch, shape.heads, shape.head_dim)
     ends = jnp.asarray(contexts(shape))
     return {
-        "query": jax.random.normal(keys[0], query, shape.dtype),
-        "key": jax.random.normal(keys[1], cache, shape.dtype),
-        "value": jax.random.normal(keys[2], cache, shape.dtype),
+        **normals(shape.dtype, query=query, key=cache, value=cache),
         "sequence_start": jnp.zeros_like(ends),
         "sequence_end": ends,
         **_sinks(shape),
@@ -120,30 +124,24 @@ def decode(shape: DecodeShape, operation: str) -> dict[str, Any]:
 
 
 def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
     pages = columns(shape)
     cache = (shape.sequences * pages, shape.page, 2 * shape.kv_heads, shape.head_dim)
     starts = np.concatenate([[0], np.cumsum(new_tokens(shape))]).astype(np.int32)
     lengths = jnp.asarray(contexts(shape))
     new = (shape.tokens, shape.kv_heads, shape.head_dim)
-    queries = jax.random.normal(keys[0], (shape.tokens, shape.heads, shape.head_dim), shape.dtype)
+    drawn = normals(
+        shape.dtype, queries=(shape.tokens, shape.heads, shape.head_dim), keys=new, values=new
+    )
     tables = jnp.asarray(scattered(shape.sequences, pages))
-    held = filled(keys[1], cache, shape.dtype, shape.cache_dtype or shape.dtype)
+    held = filled(jax.random.key(1), cache, shape.dtype, shape.cache_dtype or shape.dtype)
     where = {"block_tables": tables, "query_start_loc": jnp.asarray(starts)}
     if operation == "ragged_page_attention":
-        sequences = {"num_seqs": jnp.asarray(shape.sequences, jnp.int32)}
-        own = {"kv_pages": held, "context_lens": lengths, **where, **sequences}
-    else:
-        counts = (shape.decodes, shape.decodes, shape.sequences)
-        own = {
-            "keys": jax.random.normal(keys[2], new, shape.dtype),
-            "values": jax.random.normal(keys[3], new, shape.dtype),
-            "kv_cache": held,
-            "kv_lens": lengths,
-            **where,
-            "distribution": jnp.asarray(counts, jnp.int32),
-        }
-    return {"queries": queries, **own, **_sinks(shape)}
+        count = jnp.asarray(shape.sequences, jnp.int32)
+        own = {"queries": drawn["queries"], "kv_pages": held, "context_lens": lengths}
+        return {**own, **where, "num_seqs": count, **_sinks(shape)}
+    ends = jnp.asarray((shape.decodes, shape.decodes, shape.sequences), jnp.int32)
+    own = {**drawn, "kv_cache": held, "kv_lens": lengths}
+    return {**own, **where, "distribution": ends, **_sinks(shape)}
 
 
 def ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
