@@ -29,9 +29,9 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config import failures
 from ejkernel.ops.execution import progress, timing
+from ejkernel.ops.execution.autotuner import shortlist
 from ejkernel.ops.execution.candidates import Workbench
 from ejkernel.ops.execution.search import Search
-from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.params import params_field, tile_field
 
 X = jnp.ones(4)

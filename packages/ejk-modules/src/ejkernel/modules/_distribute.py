@@ -11,17 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ejkernel.modules._explicit import explicit_mesh, own_spec, read_types
 from ejkernel.modules._specs import (
     Argument,
     Layout,
     check_divisible,
+    explicit_mesh,
     mesh_axes,
+    own_spec,
     read_specs,
+    read_types,
     settle_heads,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
-from ejkernel.ops.core.distribution import check_mesh_and_specs
+from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.axes import Kind, mask_axes, meaning
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from ejkernel.modules._op import Operation
 
 Arguments = dict[str, Any]
-Call = Callable[[tuple, dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,16 @@ class Shard:
 def distribute(
     op: Operation,
     a: Arguments,
-    mesh: Any,
-    in_specs: Any,
-    out_specs: Any,
-    call: Call,
+    how: tuple[Any, Any, Any],
+    call: LocalCall,
     *,
     ring_axis: str | None = None,
 ) -> Any:
-    """Run bound arguments on every shard of ``mesh``; the result equals the whole call.
+    """Run bound arguments on every shard of a mesh; the result equals the whole call.
 
-    Without mesh and specs, the arguments' own types say both; axes of the mesh that are not
-    explicit are then left to the compiler, and the outputs lie as the arguments do.
+    ``how``: the mesh, in_specs and out_specs. Without them, the arguments' own types say both; axes
+    of the mesh that are not explicit are then left to the compiler, and the outputs lie as the
+    arguments do.
     ``ring_axis`` is the mesh axis that an operation which talks between devices shards its
     sequence over.
 
@@ -87,7 +87,8 @@ def distribute(
         ValueError: mesh without specs or specs without mesh, or specs that do not fit.
         InvalidArgument: an axis that the mesh does not divide.
     """
-    check_mesh_and_specs(op.spec.name, mesh, in_specs, out_specs)
+    mesh, in_specs, out_specs = how
+    check_mesh_and_specs(op.spec.name, *how)
     typed = mesh is None
     if typed:
         mesh = explicit_mesh(a)
@@ -129,7 +130,7 @@ def distribute(
         local = rebuild(leaves)
         if pick:
             _pick_kv_heads(local, by_name, shard)
-        op.localise(local, shard)
+        op.spec.localise(local, shard)
         return call((), local)
 
     single = len(outputs) == 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.modules._op import Operation
 from ejkernel.modules._table import operation_class
 from ejkernel.ops import Kernel
-from ejkernel.ops.execution.default import create_default_executor, get_default_executor
+from ejkernel.ops.execution.executor import create_default_executor, get_default_executor
 
 if TYPE_CHECKING:
     from ejkernel.ops import Platform, Support

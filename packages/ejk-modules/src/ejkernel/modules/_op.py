@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 
-from ejkernel.modules._distribute import distribute
-from ejkernel.modules._explicit import explicit_mesh
-from ejkernel.modules._help import show_signature
+from ejkernel.modules._distribute import LocalCall, distribute
+from ejkernel.modules._specs import explicit_mesh
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
@@ -28,6 +27,7 @@ from ejkernel.types import MaskInfo
 from ejkernel.types.calls.axes import mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Call
+from ejkernel.types.calls.words import shown
 
 Arguments = dict[str, Any]
 
@@ -97,11 +97,6 @@ class Operation(RegisteredKernel[Cfg, Any]):
         """Axes that may be sharded besides batch and heads."""
         return frozenset()
 
-    @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
-        """Adapt one shard's arguments to what the operation means globally."""
-        cls.spec.localise(a, shard)
-
     # ---- the steps of a call ----------------------------------------------------------------
 
     def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -123,16 +118,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
         return explicit_mesh((args, kwargs)) is not None
 
     def distribute(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        mesh: Any,
-        in_specs: Any,
-        out_specs: Any,
-        call: Callable[[tuple, dict[str, Any]], Any],
+        self, args: tuple, kwargs: dict[str, Any], how: tuple[Any, Any, Any], call: LocalCall
     ) -> Any:
-        arguments = self.spec.boundary.by_name(args, kwargs)
-        return distribute(self, arguments, mesh, in_specs, out_specs, call)
+        return distribute(self, self.spec.boundary.by_name(args, kwargs), how, call)
 
     def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         kernel = resolved.fn
@@ -159,3 +147,34 @@ class Operation(RegisteredKernel[Cfg, Any]):
 def _bucketed(words: Sequence[str], shape: Sequence[int]) -> tuple[int, ...]:
     """A shape with the axes that vary from call to call rounded up."""
     return tuple(bucket(n) if meaning(w).varies else n for w, n in zip(words, shape, strict=True))
+
+
+WIDTH = 100
+
+
+class ShownSignature(inspect.Signature):
+    """A signature for ``help``: short annotations, one parameter a line where it is long."""
+
+    @classmethod
+    def of(cls, signature: inspect.Signature) -> ShownSignature:
+        parameters = [
+            p.replace(annotation=shown(p.annotation)) for p in signature.parameters.values()
+        ]
+        return cls(parameters, return_annotation=shown(signature.return_annotation))
+
+    def __str__(self) -> str:
+        line = super().__str__()
+        if len(line) <= WIDTH:
+            return line
+        lines: list[str] = []
+        for p in self.parameters.values():
+            if p.kind is p.KEYWORD_ONLY and "*" not in lines:
+                lines.append("*")
+            lines.append(str(p))
+        return "(\n    " + ",\n    ".join(lines) + f",\n) -> {self.return_annotation}"
+
+
+def show_signature(function: Callable[..., Any]) -> None:
+    """Let ``help`` show the function's signature in short words; its annotations stay."""
+    if not hasattr(function, "__signature__"):
+        vars(function)["__signature__"] = ShownSignature.of(inspect.signature(function))

@@ -7,13 +7,16 @@ mesh axes a word is spread over; all arguments and outputs follow from that.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
+from ejkernel.modules.compat import explicit_axes, typed_sharding
 from ejkernel.ops import InvalidArgument
+from ejkernel.ops.core.keys import ARRAYS
 from ejkernel.types.calls.axes import AXES, Kind, meaning
 
 MeshAxes = tuple[str, ...]
@@ -203,3 +206,48 @@ def check_divisible(layout: Layout, arguments: Sequence[Argument]) -> None:
                     f"{argument.name}: axis {word.lstrip('#')} of size {size} is not divisible by "
                     f"the {parts} devices of mesh axes {', '.join(layout.axes(word))}"
                 )
+
+
+def explicit_mesh(values: Any) -> Any:
+    """The mesh over which an array in ``values`` carries its sharding, None without one."""
+    for x in jax.tree_util.tree_leaves(values):
+        sharding = typed_sharding(x) if isinstance(x, ARRAYS) else None
+        if sharding is not None and explicit_axes(sharding.mesh):
+            return sharding.mesh
+    return None
+
+
+def read_types(layout: Layout, arrays: Iterable[tuple[Argument, Any]]) -> Layout:
+    """Fill ``layout.spread`` from the types of the arrays.
+
+    Returns:
+        What every word is spread over in the first array that has it: the outputs' layout.
+
+    Raises:
+        ValueError: as ``read_specs``, naming the array.
+    """
+    own = replace(layout, spread=dict(layout.spread))
+    seen = set(own.spread)
+    for argument, x in arrays:
+        for word, axes in zip(argument.words, _axes(layout, x), strict=False):
+            word = word.lstrip("#")
+            if word not in layout.legal:  # an axis of one device splits nothing
+                axes = tuple(axis for axis in axes if layout.mesh_sizes[axis] > 1)
+            spread(layout, argument.name, word, axes)
+            if word not in seen and axes:
+                own.spread[word] = axes
+            seen.add(word)
+    return own
+
+
+def own_spec(layout: Layout, argument: Argument, x: Any) -> Any:
+    """The spec in the type of ``x``, without what may not be spread."""
+    alone = replace(layout, spread={})
+    read_types(alone, [(argument, x)])
+    return alone.spec(argument.words, argument.shape)
+
+
+def _axes(layout: Layout, x: Any) -> Sequence[tuple[str, ...]]:
+    sharding = typed_sharding(x)
+    entries = () if sharding is None else sharding.spec
+    return [tuple(a for a in mesh_axes(e) if a in layout.mesh_sizes) for e in entries]

@@ -9,9 +9,9 @@ from ejkernel.ops.config.choice import AutotunePolicy, Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation, default_key_builder_with_sharding
-from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.core.kernel import Kernel, Resolved, Support
+from ejkernel.ops.core.keys import sharding_fingerprint
 from ejkernel.ops.core.registered import RegisteredKernel
-from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import (
     AutotuneError,
@@ -24,8 +24,7 @@ from ejkernel.ops.errors import (
     NoConfigError,
 )
 from ejkernel.ops.execution.batch import pmap_with_config, vmap_with_config
-from ejkernel.ops.execution.default import create_default_executor, get_default_executor
-from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.execution.executor import Executor, create_default_executor, get_default_executor
 from ejkernel.ops.execution.explanation import Explanation
 from ejkernel.ops.execution.stamps import labels_to_configs
 from ejkernel.ops.execution.tuning import (
@@ -64,7 +63,6 @@ from ejkernel.ops.utils.serialization import (
     stable_json,
     to_json,
 )
-from ejkernel.ops.utils.sharding import sharding_fingerprint
 
 __all__ = [
     "AutotuneError",

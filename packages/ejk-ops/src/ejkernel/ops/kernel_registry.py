@@ -7,13 +7,15 @@ from dataclasses import replace as with_fields
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from ejkernel.ops import discovery, inspection, refusal
+from ejkernel.ops import discovery, lookup
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.implementation import (
     Implementation,
     KernelSpec,
     LazyLoadError,
     normalized,
+    signature_differences,
+    table,
 )
 from ejkernel.ops.lookup import (
     Refusal,
@@ -205,15 +207,15 @@ class KernelRegistry(Registrations):
             names = sorted(self._by_algorithm)
         failure = self._packages.failure(forced)
         if not known and failure is None:
-            return refusal.unknown_algorithm(algorithm, names, self._packages)
+            return lookup.unknown_algorithm(algorithm, names, self._packages)
         everything = self._survey(algorithm, None, None, inv, survey.target)
         if forced is None:
-            return refusal.nobody_supports(survey, everything)
+            return lookup.nobody_supports(survey, everything)
         if survey.refused:
-            return refusal.forced_refuses(survey, everything)
+            return lookup.forced_refuses(survey, everything)
         if failure is not None:
-            return refusal.package_failed(survey, everything, failure)
-        return refusal.nothing_registered(survey, everything, known, self._packages)
+            return lookup.package_failed(survey, everything, failure)
+        return lookup.nothing_registered(survey, everything, known, self._packages)
 
     # Inspection
 
@@ -241,7 +243,7 @@ class KernelRegistry(Registrations):
         found = [i for name in names for i in self.list_implementations(name)]
         if not found:
             return f"nothing registered{'' if algorithm is None else f' for {algorithm!r}'}"
-        return inspection.table(found)
+        return table(found)
 
     def validate_signatures(self, algorithm: str | None = None) -> list[str]:
         """Differences between the signatures of implementations, one per line; empty = none.
@@ -253,7 +255,7 @@ class KernelRegistry(Registrations):
         lines = []
         for name in names:
             implementations = sorted(self.list_implementations(name), key=lambda i: i.order)
-            lines += inspection.signature_differences(implementations)
+            lines += signature_differences(implementations)
         return lines
 
 

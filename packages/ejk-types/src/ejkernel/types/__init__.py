@@ -1,6 +1,7 @@
 """What an attention mask means: MaskInfo and its helpers for JAX."""
 
 from ejkernel.types._version import __version__
+from ejkernel.types.apply import intersect
 from ejkernel.types.combine import combine_masks
 from ejkernel.types.convert import (
     cu_seqlens_to_mask,
@@ -9,7 +10,6 @@ from ejkernel.types.convert import (
     segment_ids_to_qkv_masks,
 )
 from ejkernel.types.errors import InvalidArgument
-from ejkernel.types.intersection import intersect
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.prepare import PreparedMask, prepare_mask
 from ejkernel.types.rules import Rule

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.types.apply import NO_POSITIONS, intersect
 from ejkernel.types.arrays import mask_array, namespace
 from ejkernel.types.errors import invalid
 from ejkernel.types.fields import (
@@ -18,7 +19,6 @@ from ejkernel.types.fields import (
     rule_fields,
     with_private,
 )
-from ejkernel.types.intersection import NO_POSITIONS, intersect
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.rules import Rule
 from ejkernel.types.segments import cu_seqlens_mask_fields

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ejkernel.types import apply, convert, sharding, summary, visual
+from ejkernel.types import apply, convert, sharding, summary
+from ejkernel.types.apply import intersect
 from ejkernel.types.arrays import static_int
 from ejkernel.types.constructors import Constructors
 from ejkernel.types.errors import invalid
 from ejkernel.types.fields import NO_RULE, Lengths, lengths_of, register, with_private
-from ejkernel.types.intersection import intersect
 from ejkernel.types.rules import MAX_DISTANCE, Rule, window_tuple
 from ejkernel.types.segments import segment_ids_to_cu_seqlens
 from ejkernel.types.sharding import MaskSharding
@@ -322,7 +322,7 @@ class MaskInfo(Constructors):
         return_str: bool = False,
     ) -> str | None:
         """Print a block map of one batch row and head, or return it with ``return_str``."""
-        text = visual.block_map(self, block_size, batch, head, q_len, kv_len, charset)
+        text = summary.block_map(self, block_size, batch, head, q_len, kv_len, charset)
         if return_str:
             return text
         print(text)

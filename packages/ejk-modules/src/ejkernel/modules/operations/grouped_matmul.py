@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from ejkernel.modules._configs import GroupedMatmulConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I, Weights
 

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Resolved
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RaggedPageAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 

@@ -1,7 +1,8 @@
 """Attention with the sequence axis spread over devices, and the zigzag layout helpers."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -9,15 +10,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ejkernel.modules import _ring
 from ejkernel.modules._configs import RingAttentionConfig
+from ejkernel.modules._distribute import LocalCall, distribute
 from ejkernel.modules._op import Operation, own_errors
+from ejkernel.modules._specs import explicit_mesh
+from ejkernel.modules.compat import ambient_mesh, explicit_axes
 from ejkernel.ops import InvalidArgument, Platform, Support
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
+from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
 from ejkernel.types.calls.words import Array, F, I, given
 
 __all__ = ["RingAttention", "ring_attention", "zigzag_shard", "zigzag_unshard"]
+
+_asking: ContextVar[bool] = ContextVar("ejkernel_ring_asking", default=False)
+"""Whether a call is only asked about, so that arrays without a mesh stand for one device's."""
 
 
 def ring_attention(
@@ -130,26 +137,54 @@ class RingAttention(Operation[RingAttentionConfig]):
         return True
 
     def distribute(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        mesh: Any,
-        in_specs: Any,
-        out_specs: Any,
-        call: Callable[[tuple, dict[str, Any]], Any],
+        self, args: tuple, kwargs: dict[str, Any], how: tuple[Any, Any, Any], call: LocalCall
     ) -> Any:
-        arguments = self.spec.boundary.by_name(args, kwargs)
+        """Local arrays go straight to the kernel, global ones through a shard_map over the ring.
+
+        Raises:
+            ValueError: neither a bound axis nor a mesh, or both.
+        """
+        a = self.spec.boundary.by_name(args, kwargs)
+        axis, (mesh, in_specs, out_specs) = a["axis_name"], how
         with own_errors():
-            return _ring.run(self, arguments, mesh, in_specs, out_specs, call)
+            if axis_is_bound(axis):
+                named = zip(("mesh", "in_specs", "out_specs"), how, strict=True)
+                extra = [name for name, value in named if value is not None]
+                if extra:
+                    raise ValueError(
+                        f"{extra[0]}: given where axis_name {axis!r} is already bound, "
+                        "expected None"
+                    )
+                return call((), a)
+            typed = explicit_mesh(a) if mesh is in_specs is out_specs is None else None
+            if typed is not None and axis in explicit_axes(typed):
+                check_ring_lengths(a, typed.shape[axis], whole_keys=1)
+                return distribute(self, a, how, call, ring_axis=axis)
+            mesh = ambient_mesh() if mesh is None else mesh
+            if mesh is None or axis not in mesh.shape:
+                if _asking.get():
+                    return call((), a)
+                has = (
+                    "no mesh is given" if mesh is None else f"the mesh has {', '.join(mesh.shape)}"
+                )
+                raise ValueError(
+                    f"axis_name: {axis!r} is not bound here and {has}; expected one of: "
+                    "call it inside shard_map where the axis is bound, pass mesh=, or enter a mesh "
+                    "(with mesh: or jax.set_mesh)"
+                )
+            check_ring_lengths(a, mesh.shape[axis], whole_keys=1)
+            if in_specs is None:
+                in_specs = (PartitionSpec(None, axis, None, None),) * 3
+            return distribute(self, a, (mesh, in_specs, out_specs), call, ring_axis=axis)
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
     ) -> Support:
-        token = _ring.asking.set(True)
+        token = _asking.set(True)
         try:
             return super().supports(*args, platform=platform, **kwargs)
         finally:
-            _ring.asking.reset(token)
+            _asking.reset(token)
 
 
 def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:

@@ -19,8 +19,7 @@ from ejkernel.ops.errors import (
     NoConfigError,
 )
 from ejkernel.ops.execution import multihost
-from ejkernel.ops.execution.autotuner import Autotuner
-from ejkernel.ops.execution.shortlist import shortlist
+from ejkernel.ops.execution.autotuner import Autotuner, shortlist
 from ejkernel.ops.platforms import parse_platform
 from ejkernel.ops.utils.device import target_device
 

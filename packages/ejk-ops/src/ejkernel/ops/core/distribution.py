@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec
 
 from ejkernel.ops.core.parts import Parts
 
+LocalCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""The call of one shard, from its arguments."""
+
 
 def check_mesh_and_specs(name: str, mesh: Any, in_specs: Any, out_specs: Any) -> None:
     """Raises ValueError for a mesh without specs or specs without a mesh."""
@@ -38,13 +41,12 @@ def distribute_by_specs(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mesh: Any,
-    in_specs: Any,
-    out_specs: Any,
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    how: tuple[Any, Any, Any],
+    call: LocalCall,
 ) -> Any:
     """``call`` under ``jax.shard_map``; specs follow the array leaves, the rest is replicated."""
-    check_mesh_and_specs(name, mesh, in_specs, out_specs)
+    check_mesh_and_specs(name, *how)
+    mesh, in_specs, out_specs = how
     names = list(kwargs)  # flattening a dict would sort them
     parts = Parts.of((args, [kwargs[n] for n in names]))
     arrays = parts.arrays

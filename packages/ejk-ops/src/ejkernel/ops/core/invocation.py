@@ -14,9 +14,9 @@ import jax
 from ejkernel.ops.core.keys import key_payload, payload_key
 from ejkernel.ops.errors import InvalidArgument
 from ejkernel.ops.platforms import parse_platform
+from ejkernel.ops.utils.buckets import has_symbols, with_numbers
 from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.serialization import abstractify
-from ejkernel.ops.utils.symbolic import has_symbols, with_numbers
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.kernel import Kernel

@@ -12,14 +12,13 @@ from typing import Any, Generic
 import numpy as np
 
 from ejkernel.ops.config.nearness import NOTHING_SAID
-from ejkernel.ops.core.distribution import distribute_by_specs
+from ejkernel.ops.core.distribution import LocalCall, distribute_by_specs
 from ejkernel.ops.core.invocation import Invocation, call_invocation
 from ejkernel.ops.core.samples import random_like
-from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.vjp import call_with_custom_vjp
 from ejkernel.ops.errors import ConfigError, KernelNotSupported
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.second_order import running
@@ -175,23 +174,18 @@ class Kernel(Generic[Cfg, Out]):
         return False
 
     def distribute(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        mesh: Any,
-        in_specs: Any,
-        out_specs: Any,
-        call: Callable[[tuple, dict[str, Any]], Any],
+        self, args: tuple, kwargs: dict[str, Any], how: tuple[Any, Any, Any], call: LocalCall
     ) -> Any:
         """Third step, for calls over a mesh: run ``call(args, kwargs)`` on every shard.
 
-        By default ``in_specs`` follow the array arguments in order, missing ones and None are
-        replicated, and ``out_specs`` defaults to the first spec.
+        ``how``: the mesh, in_specs and out_specs. By default ``in_specs`` follow the array
+        arguments in order, missing ones and None are replicated, and ``out_specs`` defaults to the
+        first spec.
         """
         order = list(self.signature.parameters)
         ordered = sorted(kwargs, key=lambda n: order.index(n) if n in order else len(order))
         named = {name: kwargs[name] for name in ordered}
-        return distribute_by_specs(self.name, args, named, mesh, in_specs, out_specs, call)
+        return distribute_by_specs(self.name, args, named, how, call)
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """Fourth step: the function that runs this call on ``platform`` (None = any).
@@ -348,3 +342,23 @@ class Kernel(Generic[Cfg, Out]):
             if f"run_{platform.value}" in own:
                 return platform.value
         return native.value if "run" in own else None
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a call can be done; truthy iff ``ok``.
+
+    Attributes:
+        ok: yes or no.
+        reason: why not, empty when ok.
+        argument: the argument that stands in the way, None when no single one does.
+        nearest: the platform that can do the call, None when unknown.
+    """
+
+    ok: bool
+    reason: str = ""
+    argument: str | None = None
+    nearest: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.ok

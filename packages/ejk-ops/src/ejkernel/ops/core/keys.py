@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ejkernel.ops.utils.buckets import Bucket
-from ejkernel.ops.utils.sharding import sharding_fingerprint
-from ejkernel.ops.utils.symbolic import is_symbolic
+from ejkernel.ops.utils.buckets import Bucket, is_symbolic
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
@@ -146,3 +144,41 @@ def payload_key(payload: Mapping[str, Any]) -> str:
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
     return f"{payload['kernel']}.v{payload['version']}@{payload['device']}#{digest}"
+
+
+def sharding_fingerprint(array: Any) -> str | None:
+    """Mesh axis sizes and partition of an array, e.g. ``"mesh(x=2,y=4)spec(x,-,y+z)"``.
+
+    Args:
+        array: a jax or numpy array, a tracer, or a ShapeDtypeStruct.
+
+    Returns:
+        None for numpy arrays and for arrays that every device holds whole. Device ids never
+        enter, so equal layouts on different hosts have equal fingerprints.
+    """
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:  # a tracer keeps it in its type
+        sharding = getattr(getattr(array, "aval", None), "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return _named(sharding)
+    if sharding.is_fully_replicated or sharding.num_devices == 1:
+        return None
+    local = sharding.shard_shape(tuple(array.shape))
+    return f"{type(sharding).__name__}(devices={sharding.num_devices})shard{tuple(local)}"
+
+
+def _named(sharding: jax.sharding.NamedSharding) -> str | None:
+    sizes = dict(sharding.mesh.shape)
+    entries = []
+    for entry in sharding.spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        # an axis of size one, or one left to the compiler, does not split anything
+        entries.append([n for n in names if isinstance(n, str) and sizes.get(n, 1) > 1])
+    while entries and not entries[-1]:
+        entries.pop()
+    if not entries:
+        return None
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
+    return f"mesh({mesh})spec({','.join('+'.join(names) or '-' for names in entries)})"

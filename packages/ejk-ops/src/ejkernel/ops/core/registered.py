@@ -9,9 +9,8 @@ import numpy as np
 
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation, call_invocation
-from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.core.kernel import Kernel, Resolved, Support
 from ejkernel.ops.core.samples import random_like
-from ejkernel.ops.core.support import Support
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.implementation import Implementation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,10 +17,10 @@ from ejkernel.ops.errors import AutotuneError, KernelNotSupported
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.progress import Reporter
 from ejkernel.ops.execution.search import Gate, Search
-from ejkernel.ops.execution.shortlist import shortlist
 from ejkernel.ops.execution.timing import check_counts
 from ejkernel.ops.execution.trials import AutotuneResult, Trial
 from ejkernel.ops.utils.device import target_device
+from ejkernel.ops.utils.serialization import to_plain
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
@@ -198,3 +199,43 @@ def _bound(
     """Arguments as implementations receive them."""
     args, kwargs = inputs if isinstance(inputs, tuple) else inputs()
     return kernel.bind(*kernel.prepare(tuple(args), dict(kwargs)))
+
+
+def shortlist(kernel: Kernel[Any, Any], configs: Sequence[Any], limit: int) -> list[Any]:
+    """At most ``limit`` of the configs, in their order; the first one is always kept.
+
+    Implementations leave out what their own arithmetic on registers, shared memory and waves
+    rules out, and list their heuristic config first. What is left is ranked by the steps it lies
+    from that, and platforms take turns, so that none is crowded out by another's length.
+    """
+    if len(configs) <= limit:
+        return list(configs)
+    queues: dict[Any, list[int]] = {}
+    for index, cfg in enumerate(configs):
+        queues.setdefault(kernel.config_platform(cfg), []).append(index)
+    for queue in queues.values():
+        first = _plain(configs[queue[0]])
+        queue.sort(key=lambda index: _steps(_plain(configs[index]), first))
+    kept: list[int] = []
+    for turn in range(max(map(len, queues.values()))):
+        kept += [queue[turn] for queue in queues.values() if turn < len(queue)]
+    return [configs[index] for index in sorted(kept[: max(limit, 1)])]
+
+
+def _plain(cfg: Any) -> Any:
+    try:
+        return to_plain(cfg)
+    except TypeError:
+        return None
+
+
+def _steps(a: Any, b: Any) -> float:
+    """How many doublings two configs lie apart; a field that only one of them sets is half one."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return sum(_steps(a.get(k), b.get(k)) for k in {**a, **b})
+    if a == b:
+        return 0.0
+    if a is None or b is None:
+        return 0.5
+    numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+    return abs(math.log2(a / b)) if numbers and a > 0 and b > 0 else 1.0

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS
 from ejkernel.ops.core.parts import Parts
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.execution.freeze import Unhashable, freeze
 from ejkernel.ops.utils.serialization import abstractify
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import jax
 
 from ejkernel.ops import env, registry
 from ejkernel.ops.compat import ambient_mesh, settings
-from ejkernel.ops.config.cache import selection_state
+from ejkernel.ops.config.cache import ConfigCache, selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS, Invocation, specs_key
@@ -288,7 +290,7 @@ def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
 def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
     """The config as the kernel's class, and where the call runs."""
     env.check_values()
-    cfg, platform, *spread = how
+    cfg, platform, mesh, in_specs, out_specs = how
     wanted = parse_platform(platform)
     cfg = kernel.convert_config(cfg)
     named = kernel.config_platform(cfg)
@@ -297,7 +299,7 @@ def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
             f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
             "contradict each other: give one, or make them equal"
         )
-    return cfg, Route(wanted or named, *spread)
+    return cfg, Route(wanted or named, (mesh, in_specs, out_specs))
 
 
 def _trim(cache: dict[Hashable, Any], limit: int) -> None:
@@ -319,3 +321,33 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
         return ()
     known = {"platform", "backend", *read}
     return tuple(name for name in given_fields(cfg) if name not in known)
+
+
+_default: Executor | None = None
+_lock = threading.Lock()
+
+
+def create_default_executor(
+    *, persistent_path: str | os.PathLike[str] | None = None, autotune: bool | None = None
+) -> Executor:
+    """A new executor with a ConfigCache and a PersistentCache of its own.
+
+    Args:
+        persistent_path: directory of the persistent cache; None = ``$EJKERNEL_CACHE_DIR/configs``.
+        autotune: whether to tune unknown calls; None = ``EJKERNEL_AUTOTUNE_POLICY``.
+    """
+    return Executor(
+        ConfigSelectorChain(
+            cache=ConfigCache(), persistent=PersistentCache(persistent_path), autotune=autotune
+        )
+    )
+
+
+def get_default_executor() -> Executor:
+    """The shared executor, built on first use."""
+    global _default
+    if _default is None:
+        with _lock:
+            if _default is None:
+                _default = create_default_executor()
+    return _default

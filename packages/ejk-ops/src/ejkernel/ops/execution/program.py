@@ -142,13 +142,11 @@ class Route:
 
     Attributes:
         platform: forced platform, None = automatic.
-        mesh, in_specs, out_specs: distribution, None = none.
+        spread: mesh, in_specs and out_specs.
     """
 
-    platform: Platform | None = None
-    mesh: Any = None
-    in_specs: Any = None
-    out_specs: Any = None
+    platform: Platform | None
+    spread: tuple[Any, Any, Any]
 
     def invocation(
         self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
@@ -161,7 +159,7 @@ class Route:
         backend = getattr(cfg, "backend", None)
         if isinstance(backend, str) and backend != "any":
             info["requested_backend"] = backend
-        info |= distribution_info(self.mesh, self.in_specs, self.out_specs)
+        info |= distribution_info(*self.spread)
         return Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
 
 
@@ -214,9 +212,9 @@ class Program:
             out = run(*args, **kwargs)
         else:
             args, kwargs = kernel.bind(*self.parts.around(arrays))
-            specs = route.mesh, route.in_specs, route.out_specs
-            if specs != (None, None, None) or kernel.distributes(args, kwargs):
-                out = kernel.distribute(args, kwargs, *specs, lambda a, named: run(*a, **named))
+            if route.spread != (None, None, None) or kernel.distributes(args, kwargs):
+                spread = route.spread
+                out = kernel.distribute(args, kwargs, spread, lambda a, named: run(*a, **named))
             else:
                 out = run(*args, **kwargs)
         if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.kernel_registry import kernel_registry
 from ejkernel.ops.utils.labels import DIGITS, key_digits, stamped_config
 from ejkernel.ops.utils.serialization import from_plain

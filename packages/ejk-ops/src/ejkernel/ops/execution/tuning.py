@@ -14,7 +14,7 @@ from ejkernel.ops.core.invocation import Invocation, call_invocation
 from ejkernel.ops.errors import AutotuneError, ConfigError, warn_once
 from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, OnTrial, TuningInterrupted
-from ejkernel.ops.execution.default import get_default_executor
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.execution.timing import benchmark, check_counts, race
 from ejkernel.ops.execution.trials import BUDGET_SPENT, AutotuneResult, Trial
 

@@ -124,43 +124,31 @@ def stamped_calls(name: str) -> list[Any]:
     return [] if made is None else list(made.calls.values())
 
 
-def stamp_name(
+def stamped(
     kernel: str, version: int, key: str, cfg: Any, mode: str, call: Any = None
-) -> str | None:
-    """The label of an executor call, without prefix.
+) -> contextlib.AbstractContextManager[Any]:
+    """A scope that stamps what is traced within with a label.
+
+    A stamp that cannot be made (a config without JSON form) is left out with one warning.
 
     Args:
         kernel: name of the kernel; characters that a program text cannot carry are encoded.
         version: its version.
         key: its key from the key builder.
         cfg: the config it runs with.
-        mode: "hash", "json" or "none", as ``EJKERNEL_OPS_STAMP``.
+        mode: "hash", "json" or "none" (no stamp), as ``EJKERNEL_OPS_STAMP``.
         call: the abstract invocation, kept for ``stamped_calls``.
-
-    Returns:
-        None for mode "none".
     """
     if mode == "none":
-        return None
-    content = key_digits(key) if mode == "hash" else quote(stable_json(cfg), safe="")
+        return contextlib.nullcontext()
+    try:
+        content = key_digits(key) if mode == "hash" else quote(stable_json(cfg), safe="")
+    except Exception as error:
+        warn_once(("stamp", kernel), f"calls of {kernel} are not stamped: {error}")
+        return contextlib.nullcontext()
     name = f"{quote(kernel, safe='')}.v{version}#{content}"
     if len(_stamped) >= _STAMPED_LIMIT:
         _stamped.pop(next(iter(_stamped)), None)
     calls = _stamped[name].calls if name in _stamped else {}
     _stamped[name] = _Stamped(key, cfg, calls if call is None else {**calls, key: call})
-    return name
-
-
-def stamped(
-    kernel: str, version: int, key: str, cfg: Any, mode: str, call: Any = None
-) -> contextlib.AbstractContextManager[Any]:
-    """A scope that stamps what is traced within; does nothing for mode "none".
-
-    A stamp that cannot be made (a config without JSON form) is left out with one warning.
-    """
-    try:
-        name = stamp_name(kernel, version, key, cfg, mode, call)
-    except Exception as error:
-        warn_once(("stamp", kernel), f"calls of {kernel} are not stamped: {error}")
-        name = None
-    return contextlib.nullcontext() if name is None else jax.named_scope(PREFIX + name)
+    return jax.named_scope(PREFIX + name)

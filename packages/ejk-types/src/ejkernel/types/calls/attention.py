@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, AttentionMask, F
+from ejkernel.types.calls.words import Array, AttentionMask, F, invalid
 from ejkernel.types.mask_info import MaskInfo
 
 

@@ -9,10 +9,9 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, invalid
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
 

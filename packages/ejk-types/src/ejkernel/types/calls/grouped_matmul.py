@@ -10,9 +10,8 @@ from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.calls import drawn, settle, values
-from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, I, Weights
+from ejkernel.types.calls.words import Array, F, I, Weights, invalid, out_of_range
 
 
 class GroupedMatmul(Call):

@@ -8,9 +8,8 @@ import numpy as np
 
 from ejkernel.types import softmax
 from ejkernel.types.calls import settle
-from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
 
 
 class LinearCall(Call):

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.types.arrays import as_bool, at_most
 from ejkernel.types.calls import settle, values
-from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, Flags, I
+from ejkernel.types.calls.words import Array, F, Flags, I, invalid
 
 
 class MeanPooling(Call):

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, invalid
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.problem import Problem
 

@@ -1,9 +1,8 @@
 """The call of mla_decode."""
 
 from ejkernel.types.calls import values
-from ejkernel.types.calls.errors import out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, Cache, F, I, out_of_range
 
 
 class MLADecode(Call):

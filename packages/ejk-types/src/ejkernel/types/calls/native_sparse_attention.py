@@ -7,9 +7,8 @@ import numpy as np
 
 from ejkernel.types.arrays import at_most
 from ejkernel.types.calls import settle, values
-from ejkernel.types.calls.errors import out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, out_of_range
 
 
 class NativeSparseAttention(Call):

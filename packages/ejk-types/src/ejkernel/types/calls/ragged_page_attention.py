@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.calls import settle, values
-from ejkernel.types.calls.errors import invalid, out_of_range
 from ejkernel.types.calls.spec import Arguments, Call
-from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
 SCALES = ("k_scale", "v_scale")
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, invalid
 from ejkernel.types.combine import mask_of
 from ejkernel.types.mask_info import MaskInfo
 

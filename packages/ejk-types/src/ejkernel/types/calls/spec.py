@@ -12,8 +12,8 @@ import numpy as np
 
 from ejkernel.types.arrays import check_int32, is_symbolic
 from ejkernel.types.calls import drawn, settle, values
-from ejkernel.types.calls.errors import invalid
 from ejkernel.types.calls.signature import REQUIRED, Boundary, axes_of
+from ejkernel.types.calls.words import invalid
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
 

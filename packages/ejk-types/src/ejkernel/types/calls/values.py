@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.types.calls.errors import invalid, out_of_range
+from ejkernel.types.calls.words import invalid, out_of_range
 
 Arguments = dict[str, Any]
 

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import AbstractDtype
 
 from ejkernel.types.arrays import EIGHT_BIT
+from ejkernel.types.errors import InvalidArgument
 
 Array = jax.Array | np.ndarray
 
@@ -154,3 +155,17 @@ def given(value: Any) -> str:
         return f"{prefix}{value.dtype}[{', '.join(map(str, value.shape))}]"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+MAX_LENGTH = 2**30
+"""No axis is longer; sums of two lengths of at most this still fit int32 positions."""
+
+
+def invalid(name: str, legal: str, value: Any) -> InvalidArgument:
+    """Wrong class, dtype, rank, size or inconsistent axes."""
+    return InvalidArgument(f"{name}: expected {legal}, given {given(value)}")
+
+
+def out_of_range(name: str, legal: str, value: Any) -> ValueError:
+    """A bad value."""
+    return ValueError(f"{name}: given {value!r}, expected {legal}")
