@@ -20,10 +20,10 @@ WORDS = ["s=64", "d=16", "dtype=float32"]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """A cache directory, and a default executor, of the test's own."""
-    from ejkernel.ops.execution import default
+    from ejkernel.ops.execution import executor
 
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(default, "_default", None)
+    monkeypatch.setattr(executor, "_default", None)
     return tmp_path / "cache"
 
 
@@ -36,9 +36,9 @@ def candidates(monkeypatch):
 
 def asked(capsys, *words: str) -> tuple[int, object]:
     """Exit status and parsed output of ``ejk words --json``, as in a process of its own."""
-    from ejkernel.ops.execution import default
+    from ejkernel.ops.execution import executor
 
-    default._default = None
+    executor._default = None
     capsys.readouterr()
     status = main([*words, "--json"])
     return status, json.loads(capsys.readouterr().out)

@@ -33,10 +33,10 @@ MADE: list[str] = []
 
 @pytest.fixture(autouse=True)
 def nothing_happens(tmp_path, monkeypatch):
-    from ejkernel.ops.execution import default
+    from ejkernel.ops.execution import executor
 
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(default, "_default", None)
+    monkeypatch.setattr(executor, "_default", None)
     monkeypatch.setattr(subprocess.Popen, "__init__", lambda *a, **k: MADE.append("Popen"))
     MADE.clear()
     yield
@@ -127,9 +127,9 @@ def changed(content: object, chance: random.Random) -> str:
 def run(*words: object) -> tuple[int | str, str]:
     """Exit status of ``ejk`` (or the traceback it would end in) and all it says."""
     from ejkernel.ops.errors import reset_warnings
-    from ejkernel.ops.execution import default
+    from ejkernel.ops.execution import executor
 
-    default._default = None
+    executor._default = None
     reset_warnings()
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):

@@ -34,9 +34,9 @@ class Mine(Kernel[Tiles, jax.Array]):
 
 def ejk(capsys, *words):
     """Exit status, and the JSON that was printed."""
-    from ejkernel.ops.execution import default
+    from ejkernel.ops.execution import executor
 
-    default._default = None
+    executor._default = None
     reset_warnings()
     status = main([*map(str, words), "--json"])
     return status, json.loads(capsys.readouterr().out)
