@@ -65,13 +65,16 @@ def _overloads(head: str, flag: str) -> list[str]:
 def _imports(tree: ast.Module, body: str) -> list[str]:
     """The module's imports that the stub needs, and typing's two words for overloads."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    groups: dict[int, list[str]] = {}
+    groups: list[list[str]] = [[]]
+    end = 0
     for node in tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         names = [(a.name, a.asname or a.name) for a in node.names]
         source = node.module if isinstance(node, ast.ImportFrom) else names[0][0]
-        group = _group(source or "")
+        if node.lineno > end + 1:  # a blank line between groups
+            groups.append([])
+        end = node.end_lineno or 0
         if source == "typing":
             names += [(word, word) for word in ("Literal", "overload")]
         kept = sorted(
@@ -79,15 +82,10 @@ def _imports(tree: ast.Module, body: str) -> list[str]:
             key=lambda n: (not n[0].isupper(), n.lower()),
         )
         if kept and isinstance(node, ast.Import):
-            groups.setdefault(group, []).append(f"import {kept[0]}")
+            groups[-1].append(f"import {kept[0]}")
         elif kept:
-            groups.setdefault(group, []).append(f"from {source} import {', '.join(kept)}")
-    return "\n\n".join("\n".join(groups[g]) for g in sorted(groups)).splitlines()
-
-
-def _group(source: str) -> int:
-    top = source.partition(".")[0]
-    return 0 if top in sys.stdlib_module_names else 2 if top == "ejkernel" else 1
+            groups[-1].append(f"from {source} import {', '.join(kept)}")
+    return "\n\n".join("\n".join(lines) for lines in groups if lines).splitlines()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import triton
 import triton.language as tl
 
@@ -20,10 +19,6 @@ from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target
 
 HOPPER = cuda_target(90)
-
-
-def numbers(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 @dataclass

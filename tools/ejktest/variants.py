@@ -11,14 +11,11 @@ import numpy as np
 
 from ejkernel.types import MaskInfo
 from ejktest.calls import DV, HK, B, Call, D, H, S, call
+from ejktest.drawn import normal
 
 
 def ids(*rows: Any) -> Any:
     return jnp.asarray(rows, jnp.int32)
-
-
-def normal(*shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(11).standard_normal(shape), jnp.float32)
 
 
 def is_float(x: Any) -> bool:

@@ -45,13 +45,9 @@ def device(chip: str) -> Any:
 
 def targeting(device: Any) -> Any:
     """Context in which ``device`` is the device that calls are traced for."""
-    import jax
-    from jax.sharding import AbstractDevice, AbstractMesh
+    from ejktest.device import described
 
-    abstract = AbstractDevice(
-        device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
-    )
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=abstract))
+    return described(device.device_kind, "tpu", device.num_cores)
 
 
 def compile_for(device: Any, function: Callable[..., Any], *shapes: Any) -> Any:

@@ -48,20 +48,11 @@ def _ls(args: argparse.Namespace, out: Output) -> int:
 
     files = stored.scan()
     root = stored.root()
-    out.data(
-        {
-            "path": str(root),
-            "files": [
-                {
-                    "path": str(f.path),
-                    "status": f.status,
-                    "configs": len(f.entries),
-                    "problem": f.problem,
-                }
-                for f in files
-            ],
-        }
-    )
+    listed = [
+        {"path": str(f.path), "status": f.status, "configs": len(f.entries), "problem": f.problem}
+        for f in files
+    ]
+    out.data({"path": str(root), "files": listed})
     out.text(f"{root}" + ("" if files else ": nothing tuned yet (ejk tune)"))
     rows = []
     for f in files:
