@@ -65,13 +65,13 @@ def lower_case(name: str, target: Target) -> None:
     lower(kernel(name, flash_attention), target, *jax.eval_shape(lambda: inputs(name)))
 
 
-def _lower_drawn(module: str, operation: str, name: str, target: Target) -> None:
+def _lower_drawn(module: str, operation: str, name: Any, target: Target) -> None:
     cases = importlib.import_module(module)
     function = getattr(importlib.import_module("ejkernel.kernels.triton"), operation)
     lower(cases.runner(name, function), target, *jax.eval_shape(lambda: cases.draw(name)))
 
 
-def compile_cases(cases: Any, operation: str, names: Iterable[str], target: Target) -> None:
+def compile_cases(cases: Any, operation: str, names: Iterable[Any], target: Target) -> None:
     """The Triton kernels of cases of a module that has ``runner`` and ``draw``, side by side."""
     jobs = ((_lower_drawn, cases.__name__, operation, name, target) for name in names)
     compile_side_by_side(jobs)

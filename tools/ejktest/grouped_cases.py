@@ -88,19 +88,13 @@ def errors(
     return found
 
 
-def _lower(sizes_name: str, kind: str, transposed: bool, target: Any) -> None:
-    from ejkernel.kernels.triton.grouped_matmul import grouped_matmul
-    from ejktest.ahead import lower
-
-    run, arrays = pull(grouped_matmul, sizes_name, kind, transposed)
-    lower(run, target, *arrays)
+def runner(case: tuple[str, str, bool], grouped_matmul: Callable[..., Any]):
+    """A case through an implementation, as a jitted function of ``draw(case)``."""
+    return pull(grouped_matmul, *case)[0]
 
 
-def compile_ahead(target: Any) -> None:
-    """The Triton kernels of every case, by processes side by side, into the disk cache."""
-    from ejktest.ahead import compile_side_by_side
-
-    compile_side_by_side((_lower, *case, target) for case in CASES)
+def draw(case: tuple[str, str, bool]) -> tuple[Any, ...]:
+    return pull(oracle.grouped_matmul, *case)[1]
 
 
 # shape of the scales of 8-bit matrices, by the number of groups and of columns
@@ -175,15 +169,10 @@ STORED: dict[str, tuple[str, str, int, int, bool, dict[str, Any]]] = {
     "e5m2": ("float8_e5m2", "group", 192, 264, False, {}),
     "e5m2 transposed": ("float8_e5m2", "column", 90, 131, True, {}),
     "int8 float32": (
-        "int8",
-        "column",
-        128,
-        96,
-        False,
-        {"dtype": "float32", "precision": "highest"},
+        "int8", "column", 128, 96, False, {"dtype": "float32", "precision": "highest"},
     ),
     "few rows": ("int8", "column", 512, 256, False, {"rows": 40}),
-}
+}  # fmt: skip
 
 
 def stored_case(fn: Callable[..., Any], case: str):
@@ -191,17 +180,8 @@ def stored_case(fn: Callable[..., Any], case: str):
     stored_as, scale, inner, columns, transposed, options = STORED[case]
     sizes = [3, 0, 9, 1, 7, 5, 0, 2] if "rows" in options else [3, 0, 129, 1, 64, 17, 128, 20]
     matrices = MATRICES, inner, columns
-    return pull_stored(
-        fn,
-        stored_as,
-        scale,
-        sizes,
-        matrices,
-        transposed=transposed,
-        offset=1,
-        added=True,
-        **options,
-    )
+    given = {"transposed": transposed, "offset": 1, "added": True, **options}
+    return pull_stored(fn, stored_as, scale, sizes, matrices, **given)
 
 
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B

@@ -14,13 +14,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import grouped_matmul
 from ejkernel.kernels.triton.targets import current_target
+from ejktest.ahead import compile_cases
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
-    cases.compile_ahead(current_target())
+    compile_cases(cases, "grouped_matmul", cases.CASES, current_target())
 
 
 @pytest.mark.parametrize(("sizes", "kind", "transposed"), cases.CASES)
