@@ -5,19 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ejkernel.modules.workloads.call import WIDTH
 from ejkernel.modules.workloads.families import LatentDecodeShape, LatentShape
-from ejkernel.modules.workloads.paged import (
-    QUANTISED_SCALE,
-    columns,
-    contexts,
-    filled,
-    normals,
-    scattered,
-)
+from ejkernel.modules.workloads.paged import QUANTISED_SCALE, cached, contexts, normals
 
 
 def _expanded(shape: LatentShape) -> dict[str, Any]:
@@ -47,19 +37,6 @@ def prefill(shape: LatentShape, _: str) -> dict[str, Any]:
     }
 
 
-def _cached(shape: LatentDecodeShape) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 2)
-    width = shape.latent + shape.rope
-    pages = columns(shape)
-    cache = (shape.batch * pages, shape.page, width)
-    return {
-        "query": jax.random.normal(keys[0], (shape.batch, shape.heads, width), shape.dtype),
-        "latent_cache": filled(keys[1], cache, shape.dtype, shape.cache_dtype),
-        "context_lens": jnp.asarray(contexts(shape)),
-        "block_tables": jnp.asarray(scattered(shape.batch, pages)),
-    }
-
-
 def decode(shape: LatentDecodeShape, _: str) -> dict[str, Any]:
     """The fields of a Call."""
     tokens = int(contexts(shape).sum())
@@ -68,7 +45,7 @@ def decode(shape: LatentDecodeShape, _: str) -> dict[str, Any]:
     if WIDTH[shape.cache_dtype] == 1:
         options["k_scale"] = QUANTISED_SCALE
     return {
-        "make": functools.partial(_cached, shape),
+        "make": functools.partial(cached, shape, (shape.heads, width), latent_cache=(width,)),
         "options": options,
         "flops": 2.0 * tokens * shape.heads * (width + shape.latent),
         "moved": float(tokens * width * WIDTH[shape.cache_dtype]),

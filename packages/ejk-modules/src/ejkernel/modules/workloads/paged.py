@@ -79,19 +79,28 @@ def _options(shape: DecodeShape | RaggedShape, cache_dtype: str) -> dict[str, An
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _page_arrays(shape: DecodeShape) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 3)
+def cached(
+    shape: DecodeShape | LatentDecodeShape, query: tuple[int, ...], **rows: tuple[int, ...]
+) -> dict[str, Any]:
+    """A query a sequence, and a cache in pages for each of ``rows``, the shapes of a token's."""
+    keys = jax.random.split(jax.random.key(0), len(rows))
     pages = columns(shape)
-    cache = (shape.batch * pages, shape.page, shape.kv_heads, shape.head_dim)
-    query = (shape.batch, shape.heads, shape.head_dim)
+    caches = {
+        name: filled(key, (shape.batch * pages, shape.page, *row), shape.dtype, shape.cache_dtype)
+        for key, (name, row) in zip(keys, rows.items(), strict=True)
+    }
     return {
-        "query": jax.random.normal(keys[0], query, shape.dtype),
-        "key_cache": filled(keys[1], cache, shape.dtype, shape.cache_dtype),
-        "value_cache": filled(keys[2], cache, shape.dtype, shape.cache_dtype),
+        **normals(shape.dtype, query=(shape.batch, *query)),
+        **caches,
         "context_lens": jnp.asarray(contexts(shape)),
         "block_tables": jnp.asarray(scattered(shape.batch, pages)),
-        **_sinks(shape),
     }
+
+
+def _page_arrays(shape: DecodeShape) -> dict[str, Any]:
+    row = (shape.kv_heads, shape.head_dim)
+    query = (shape.heads, shape.head_dim)
+    return {**cached(shape, query, key_cache=row, value_cache=row), **_sinks(shape)}
 
 
 def _contiguous_arrays(shape: DecodeShape) -> dict[str, Any]:
