@@ -19,7 +19,8 @@ from ejkernel.kernels.triton.launch import RUNS, In, TensorMap, leaves, runs_map
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
-from ejktest.launcher import Affine, custom_calls, lowered, numbers
+from ejktest.drawn import normal as numbers
+from ejktest.launcher import Affine, custom_calls, lowered
 
 HOPPER, AMPERE = cuda_target(90), cuda_target(80)
 

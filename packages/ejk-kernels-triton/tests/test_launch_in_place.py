@@ -20,7 +20,8 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejktest.launcher import custom_calls, lowered, numbers
+from ejktest.drawn import normal as numbers
+from ejktest.launcher import custom_calls, lowered
 
 HOPPER = cuda_target(90)
 

@@ -26,7 +26,8 @@ from ejkernel.kernels.triton.compiled import (
 from ejkernel.kernels.triton.launch import In, Launch, Out
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, current_target, rocm_target
 from ejkernel.ops import interpret_mode
-from ejktest.launcher import Affine, lowered, numbers, source_of
+from ejktest.drawn import normal as numbers
+from ejktest.launcher import Affine, lowered, source_of
 
 HOPPER, AMPERE = cuda_target(90), cuda_target(80)
 
