@@ -180,7 +180,7 @@ def stored_case(fn: Callable[..., Any], case: str):
     stored_as, scale, inner, columns, transposed, options = STORED[case]
     sizes = [3, 0, 9, 1, 7, 5, 0, 2] if "rows" in options else [3, 0, 129, 1, 64, 17, 128, 20]
     matrices = MATRICES, inner, columns
-    given = {"transposed": transposed, "offset": 1, "added": True, **options}
+    given: dict[str, Any] = {"transposed": transposed, "offset": 1, "added": True, **options}
     return pull_stored(fn, stored_as, scale, sizes, matrices, **given)
 
 
