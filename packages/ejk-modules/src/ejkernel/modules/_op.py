@@ -97,6 +97,11 @@ class Operation(RegisteredKernel[Cfg, Any]):
         """Axes that may be sharded besides batch and heads."""
         return frozenset()
 
+    @classmethod
+    def localise(cls, a: Arguments, shard: Any) -> None:
+        """Adapt one shard's arguments to what the operation means globally."""
+        cls.spec.localise(a, shard)
+
     # ---- the steps of a call ----------------------------------------------------------------
 
     def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
