@@ -59,17 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)))
     rows: list[Row] = []
-
-    def tell(row: Row) -> None:
-        print(f"{row.case} {row.mode} {row.contender}: {row.ms}", file=sys.stderr)
-        rows.append(row)
-
+    pace = {"rounds": args.rounds, "target_s": args.target_s}
     try:
-        for _ in run_cases(
-            cases, args.modes.split(","), limits, on_row=tell, rounds=args.rounds,
-            target_s=args.target_s,
-        ):  # fmt: skip
-            pass
+        for row in run_cases(cases, args.modes.split(","), limits, **pace):
+            print(f"{row.case} {row.mode} {row.contender}: {row.ms}", file=sys.stderr)
+            rows.append(row)
     except KeyboardInterrupt:
         print("stopped; writing what was measured", file=sys.stderr)
     paths = report.write(rows, limits, args.op, args.out)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejktest.attention_at_size import BF, F32, HALF, reference, reference_rows, relative
 from ejktest.oracles.paged import gather
-from ejktest.paged_at_size import E4, E5, I8, UNEVEN, drawn, drawn_sinks, repeated
+from ejktest.paged_at_size import E4, E5, I8, UNEVEN, called, drawn, repeated, seen_and_capped
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,14 @@ def draw(name: str) -> tuple[jax.Array, ...]:
 def runner(name: str, mla_decode: Callable[..., Any]):
     """A case through an implementation, as a jitted function of ``draw(name)``."""
     s, options = CASES[name]
-    aux = drawn_sinks(s.h, options)
-    options = {n: x for n, x in options.items() if n != "sinks"}
-    return jax.jit(
-        lambda *x: mla_decode(*x, latent_dim=s.latent, softmax_aux=aux, return_lse=True, **options)
-    )
+    return called(mla_decode, s, options, latent_dim=s.latent, return_lse=True)
 
 
 def truth(name: str):
     """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    options = {"window": o.get("sliding_window"), "cap": o.get("logits_soft_cap")}
-    options |= {"sinks": drawn_sinks(s.h, o)}
-    options["scale"] = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
+    scale = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
+    options = seen_and_capped(s, o) | {"scale": scale}
     rows = s.rows or 1
 
     def row(c, q, n, table):

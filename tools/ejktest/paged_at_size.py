@@ -141,18 +141,28 @@ def in_context(lens: Sequence[int], tables: Any, pages: int, page_size: int) -> 
     return seen
 
 
+def called(function: Callable[..., Any], s: Any, given: Mapping[str, Any], **more: Any):
+    """A jitted function of the arrays of a case with these options."""
+    aux = drawn_sinks(s.h, given)
+    options = {n: x for n, x in given.items() if n != "sinks"} | more
+    return jax.jit(lambda *x: function(*x, softmax_aux=aux, **options))
+
+
+def seen_and_capped(s: Any, o: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reference is told of a case's window, cap and sinks."""
+    sinks = drawn_sinks(s.h, o)
+    return {"window": o.get("sliding_window"), "cap": o.get("logits_soft_cap"), "sinks": sinks}
+
+
 def runner(name: str, page_attention: Callable[..., Any]):
     """A case through an implementation, as a jitted function of ``draw(name)``."""
-    options = {n: x for n, x in CASES[name][1].items() if n != "sinks"}
-    aux = drawn_sinks(CASES[name][0].h, CASES[name][1])
-    return jax.jit(lambda *x: page_attention(*x, softmax_aux=aux, **options))
+    return called(page_attention, *CASES[name])
 
 
 def truth(name: str):
     """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    options = {"window": o.get("sliding_window"), "cap": o.get("logits_soft_cap")}
-    options |= {"sinks": drawn_sinks(s.h, o), "scale": s.d**-0.5 * o.get("k_scale", 1.0)}
+    options = seen_and_capped(s, o) | {"scale": s.d**-0.5 * o.get("k_scale", 1.0)}
 
     def row(k, v, q, n, table):
         out, _ = reference_rows(q[None], gather(k, table), gather(v, table), n[None] - 1, **options)

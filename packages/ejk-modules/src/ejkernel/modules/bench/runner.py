@@ -196,11 +196,9 @@ def run_cases(
     cases: Iterable[Case],
     modes: Sequence[str],
     limits: Limits,
-    *,
-    on_row: Callable[[Row], None] = lambda row: None,
     **options: Any,
 ) -> Iterator[Row]:
-    """The rows of all cases in all modes, one after the other; ``on_row`` hears of each.
+    """The rows of all cases in all modes, one after the other.
 
     On a GPU everything is compiled before anything is timed, unless tracing would tune.
     """
@@ -211,6 +209,4 @@ def run_cases(
     made = compile_ahead(runs) if ahead else [None] * len(runs)
     for (case, mode), programs in zip(runs, made, strict=True):
         tier = tiers[id(case)]
-        for row in run_case(case, mode, limits, tier=tier, programs=programs, **options):
-            on_row(row)
-            yield row
+        yield from run_case(case, mode, limits, tier=tier, programs=programs, **options)

@@ -9,7 +9,6 @@ that a large matrix product and a large copy set in the same run.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)), **pace)
         advance("limits of this machine")
         try:
-            rows.extend(run_cases(cases, modes, limits, on_row=_teller(advance), **pace))
+            for row in run_cases(cases, modes, limits, **pace):
+                took = "not run" if row.ms is None else f"{row.ms:.4g} ms"
+                advance(f"{row.case} {row.mode} {row.contender} {took}")
+                rows.append(row)
         except KeyboardInterrupt:
             status = INTERRUPTED
     if status:
@@ -68,14 +70,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.note(f"not recorded: {error}")
     failed = rows and all(r.ms is None for r in rows if r.contender == "ejkernel")
     return status or (FAILED if failed else 0)
-
-
-def _teller(advance: Callable[[str], None]) -> Callable[[Any], None]:
-    def tell(row: Any) -> None:
-        took = "not run" if row.ms is None else f"{row.ms:.4g} ms"
-        advance(f"{row.case} {row.mode} {row.contender} {took}")
-
-    return tell
 
 
 def keep_peers(cases: list[Any], patterns: str) -> None:
