@@ -9,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.drawn import array
+
 
 @dataclass(frozen=True)
 class Call:
@@ -37,17 +39,21 @@ INNER, COLUMNS = 5, 6
 
 
 def _normal(seed: int, *shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def _decay(seed: int, *shape: int) -> Any:
+    return array(-np.abs(np.random.default_rng(seed).standard_normal(shape)), jnp.float32)
 
 
 def _ints(*values: Any) -> Any:
-    return jnp.asarray(values, jnp.int32)
+    return array(values, jnp.int32)
 
 
 def _per_row(*values: Any) -> Any:
     """The values for batch rows 0, 1, 0, 1 ..."""
-    rows = _ints(*values)
-    return jnp.resize(rows, (B, *rows.shape[1:]))
+    rows = np.asarray(values)
+    return array(np.resize(rows, (B, *rows.shape[1:])), jnp.int32)
 
 
 def _qkv() -> dict[str, Any]:
@@ -114,7 +120,7 @@ def _ragged_decode() -> Call:
 
 def _blocksparse() -> Call:
     blocks = -(-S // 4)
-    mask = jnp.asarray(np.random.default_rng(9).random((B, 1, blocks, blocks)) < 0.6)
+    mask = array(np.random.default_rng(9).random((B, 1, blocks, blocks)) < 0.6)
     arrays = {**_qkv(), "block_mask": mask}
     return Call(
         "blocksparse_attention", arrays, {"q_block_size": 4, "kv_block_size": 4, "causal": True}
@@ -129,10 +135,10 @@ def _native_sparse() -> Call:
 
 def _linear(operation: str, *names: str, **static: Any) -> Call:
     gates = {
-        "g": -jnp.abs(_normal(6, B, S, H, D)),
-        "g_gamma": -jnp.abs(_normal(7, H)),
-        "gk": -jnp.abs(_normal(8, B, S, H, D)),
-        "gv": -jnp.abs(_normal(9, B, S, H, DV)),
+        "g": _decay(6, B, S, H, D),
+        "g_gamma": _decay(7, H),
+        "gk": _decay(8, B, S, H, D),
+        "gv": _decay(9, B, S, H, DV),
         "initial_state": _normal(10, B, H, D, DV),
     }
     arrays = {**_qkv(), **{name: gates[name] for name in names}}

@@ -13,9 +13,15 @@ from ejktest.oracles import linear, pooling
 from ejktest.tolerance import check_close
 
 
+def array(x: Any, dtype: Any = None) -> jax.Array:
+    """``jnp.asarray``, which compiles a program for every shape: this compiles none."""
+    x = np.asarray(x)
+    return jax.device_put(x if dtype is None else x.astype(jnp.dtype(dtype)))
+
+
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     """Normal numbers, others for every shape."""
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+    return array(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
 def wild_tables(
@@ -51,10 +57,10 @@ def linear_arguments(
     rng = np.random.default_rng(seed)
 
     def drawn(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+        return array(rng.standard_normal(shape), dtype)
 
     def gate(*shape: int) -> jax.Array:
-        return jnp.asarray(-size * np.abs(rng.standard_normal(shape)), dtype)
+        return array(-size * np.abs(rng.standard_normal(shape)), dtype)
 
     args = dict(query=drawn(b, s, h, dk), key=drawn(b, s, hk, dk), value=drawn(b, s, hk, dv))
     shapes = dict(g4=(b, s, h, dk), g3=(b, s, h), g_gamma=(h,), gk=(b, s, h, dk), gv=(b, s, h, dv))
@@ -68,9 +74,9 @@ def linear_cotangents(args: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Arr
     """Those of the output and of the last state."""
     rng = np.random.default_rng(1)
     q, v, table = args["query"], args["value"], args["initial_state"]
-    do = jnp.asarray(rng.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)
+    do = array(rng.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    return do, jnp.asarray(rng.standard_normal(table.shape), wide)
+    return do, array(rng.standard_normal(table.shape), wide)
 
 
 def check_linear(

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.drawn import array
+
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def check(function, arrays: dict, queries, keys=None, *, of_queries=("query",), whole=()) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.drawn import array
 from ejktest.tolerance import check_close
 
 
@@ -45,7 +46,7 @@ def draw(case: Case) -> dict[str, Any]:
     s, h, hk = case.length, case.heads, case.kv_heads
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), case.dtype)
+        return array(rng.standard_normal(shape), case.dtype)
 
     indices = rng.integers(-1, s // case.size + 1, (1, s, hk, case.slots)).astype(np.int32)
     indices[..., 0] = (np.arange(s) // case.size)[None, :, None]

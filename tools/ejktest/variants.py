@@ -11,11 +11,11 @@ import numpy as np
 
 from ejkernel.types import MaskInfo
 from ejktest.calls import DV, HK, B, Call, D, H, S, call
-from ejktest.drawn import normal
+from ejktest.drawn import array, normal
 
 
 def ids(*rows: Any) -> Any:
-    return jnp.asarray(rows, jnp.int32)
+    return array(rows, jnp.int32)
 
 
 def is_float(x: Any) -> bool:

@@ -41,6 +41,7 @@ from ejkernel.types.structure import Rules
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.bound import on, struct
+from ejktest.drawn import array
 from ejktest.tolerance import check_close
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
@@ -332,10 +333,10 @@ def test_lists_describe_the_call(doubles, call, blocks, lead):
 def test_a_mapped_axis_joins_the_batch(doubles):
     rng = np.random.default_rng(0)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, 2, n, h, 64)), jnp.float16)
+        array(rng.standard_normal((2, 2, n, h, 64)), jnp.float16)
         for n, h in ((130, 4), (150, 2), (150, 2))
     )
-    ids = jnp.asarray(np.sort(rng.integers(-1, 3, (2, 2, 150)), -1), jnp.int32)
+    ids = array(np.sort(rng.integers(-1, 3, (2, 2, 150)), -1), jnp.int32)
 
     def loss(q, k, v, ids, sinks):
         mask = MaskInfo.from_segments(ids[:, :130], ids)
@@ -345,7 +346,7 @@ def test_a_mapped_axis_joins_the_batch(doubles):
         return jnp.sum(o.astype(jnp.float32) ** 2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 4)))
-    sinks = jnp.asarray(rng.standard_normal((2, 4)), jnp.float32)
+    sinks = array(rng.standard_normal((2, 4)), jnp.float32)
     for axes in ((0, 0, None, 0, None), (0, None, None, None, 0)):
         args = [
             x if axis == 0 else x[0] for x, axis in zip((q, k, v, ids, sinks), axes, strict=True)

@@ -22,6 +22,7 @@ from ejkernel.types import MaskInfo
 from ejkernel.types.structure import Unsupported
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.drawn import array
 
 
 @pytest.fixture(autouse=True)
@@ -180,8 +181,8 @@ def test_empty_lengths():
 def test_vmap_equals_stacking_and_runs_repeat():
     """Also where the segment ids are mapped, so that each call has its own table."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 130, 1, 64)), "float32") for _ in range(3))
-    segments = jnp.asarray(rng.integers(0, 3, (2, 1, 130)).cumsum(-1) // 60, jnp.int32)
+    q, k, v = (array(rng.standard_normal((2, 1, 130, 1, 64)), "float32") for _ in range(3))
+    segments = array(rng.integers(0, 3, (2, 1, 130)).cumsum(-1) // 60, jnp.int32)
     cfg = {n: {"q_blocksize": 128, "kv_blocksize": 128} for n in ("fwd_params", "bwd_params")}
 
     def loss(q, k, v, segments):

@@ -23,6 +23,7 @@ from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types.pattern import inside_blocks
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import split_mask
+from ejktest.drawn import array
 
 
 @pytest.fixture(autouse=True)
@@ -178,10 +179,8 @@ def test_long_rows_come_first(heads: int, by_key: bool) -> None:
 
 def example(*lead: int):
     rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((*lead, 1, 32, h, 16)), jnp.float32) for h in (2, 1, 1)
-    )
-    return q, k, v, jnp.asarray(rng.random((*lead, 1, 2, 4, 2)) < 0.6)
+    q, k, v = (array(rng.standard_normal((*lead, 1, 32, h, 16)), jnp.float32) for h in (2, 1, 1))
+    return q, k, v, array(rng.random((*lead, 1, 2, 4, 2)) < 0.6)
 
 
 TILES = dict.fromkeys(("q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n"), 16)

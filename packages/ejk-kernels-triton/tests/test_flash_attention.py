@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
+from ejktest.drawn import array
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +141,7 @@ CFG = {
 def small_arrays(n: int | None = None, b: int = 2):
     rng = np.random.default_rng(0)
     lead = () if n is None else (n,)
-    return tuple(
-        jnp.asarray(rng.standard_normal((*lead, b, 20, h, 16)), jnp.float32) for h in (2, 1, 1)
-    )
+    return tuple(array(rng.standard_normal((*lead, b, 20, h, 16)), jnp.float32) for h in (2, 1, 1))
 
 
 def same(a, b) -> None:
@@ -175,8 +174,8 @@ def test_vmap_of_grad_equals_stacking() -> None:
     """Mapped, shared and broadcast operands; the mapped axis does not enter the dropout mask."""
     q, k, v = small_arrays(2, b=1)
     rng = np.random.default_rng(3)
-    segment_ids = jnp.asarray(np.sort(rng.integers(-1, 3, (2, 1, 20)), -1), jnp.int32)
-    bias = jnp.asarray(rng.standard_normal((1, 2, 20, 20)), jnp.float32)
+    segment_ids = array(np.sort(rng.integers(-1, 3, (2, 1, 20)), -1), jnp.int32)
+    bias = array(rng.standard_normal((1, 2, 20, 20)), jnp.float32)
     grad = jax.grad(loss, (0, 1, 2, 4))
     mapped = jax.jit(jax.vmap(grad, in_axes=(0, None, 0, 0, None)))(q, k[0], v, segment_ids, bias)
     single = jax.jit(grad)
@@ -227,7 +226,7 @@ def test_one_query_row_is_decoded(call: Call, monkeypatch) -> None:
 
 def test_scaled_dot_product_attention_is_the_same_kernel() -> None:
     q, k, v = small_arrays()
-    bias = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 20, 20)), jnp.float32)
+    bias = array(np.random.default_rng(1).standard_normal((1, 2, 20, 20)), jnp.float32)
 
     def total(function):
         def run(q, k, v, bias):

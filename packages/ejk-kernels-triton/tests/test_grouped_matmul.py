@@ -15,6 +15,7 @@ from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejkernel.types.structure import Unsupported
 from ejktest import grouped_cases as cases
+from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
@@ -32,7 +33,7 @@ def few_programs():
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+    return array(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
 def narrower(a, b):

@@ -10,6 +10,7 @@ import pytest
 from ejkernel.kernels.triton import mla_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
+from ejktest.drawn import array
 from ejktest.oracles.attention import visible
 from ejktest.oracles.latent import Latent, latent_attention, latent_gradients
 from ejktest.tolerance import check_close
@@ -33,7 +34,7 @@ def case(form: str, batch: int = B, dtype=np.float32) -> Latent:
     rng = np.random.default_rng(0)
 
     def normal(*shape, scale=1.0):
-        return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+        return array(rng.standard_normal(shape) * scale, dtype)
 
     return Latent(
         normal(batch, S, H, DN + DR if form == "key" else DN),

@@ -17,6 +17,7 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.structure import Unsupported
 from ejkernel.types.token_blocks import block_means, find_blocks
+from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.sparse_cases import compare
 from ejktest.tolerance import check_close
@@ -35,7 +36,7 @@ def interpreted():
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return array(RNG.standard_normal(shape), jnp.float32)
 
 
 def inputs(group, gates=3, length=S, hk=HK):

@@ -15,6 +15,7 @@ from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.types import InvalidArgument, MaskInfo, combine_masks
 from ejkernel.types.prepare import Tiling
 from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.drawn import array
 
 IDS = np.array([[0] * 11 + [3] * 18 + [-1] * 4 + [1] * 7, [2] * 40], np.int32)
 HEAD_DENSE = np.random.default_rng(2).random((1, 4, 40, 40)) < 0.6
@@ -67,10 +68,10 @@ def test_against_oracle(call: Call, blocks: tuple[int, int], lead: tuple[int, ..
 def problem(seed: int = 0, heads: int = 4, length: int = 256):
     rng = np.random.default_rng(seed)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, length, h, 8)), jnp.float32)
+        array(rng.standard_normal((2, length, h, 8)), jnp.float32)
         for h in (heads, heads // 2, heads // 2)
     )
-    return q, k, v, jnp.asarray(rng.random((2, heads, length // 64, length // 64)) < 0.4)
+    return q, k, v, array(rng.random((2, heads, length // 64, length // 64)) < 0.4)
 
 
 def value_and_grad(q, k, v, chosen):

@@ -15,6 +15,7 @@ from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import TargetDevice
 from ejkernel.types import MaskInfo
+from ejktest.drawn import array
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 
@@ -131,9 +132,7 @@ def test_the_repeatable_backward(monkeypatch):
 
     monkeypatch.setattr(core, "_cudnn", forward)
     rng = np.random.default_rng(0)
-    q, k, v, do = (
-        jnp.asarray(rng.standard_normal((2, 96, h, 64)), jnp.float16) for h in (4, 2, 2, 4)
-    )
+    q, k, v, do = (array(rng.standard_normal((2, 96, h, 64)), jnp.float16) for h in (4, 2, 2, 4))
     _, back = jax.vjp(lambda *a: cudnn.flash_attention(*a, causal=True), q, k, v)
     see = np.tril(np.ones((96, 96), bool))[None, None]
     want = oracle.gradients(oracle.Case(q, k, v, see=see), do)

@@ -13,6 +13,7 @@ import pytest
 from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.types import InvalidArgument, MaskInfo
 from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.drawn import array
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 
@@ -112,9 +113,7 @@ small_grad = jax.grad(small_loss, (0, 1, 2))
 def small_arrays(n: int | None = None, seed: int = 0):
     rng = np.random.default_rng(seed)
     lead = () if n is None else (n,)
-    return tuple(
-        jnp.asarray(rng.standard_normal((*lead, 2, 24, h, 16)), jnp.float32) for h in (2, 1, 1)
-    )
+    return tuple(array(rng.standard_normal((*lead, 2, 24, h, 16)), jnp.float32) for h in (2, 1, 1))
 
 
 def close(a, b) -> None:
@@ -128,7 +127,7 @@ def close(a, b) -> None:
 def test_vmap_of_grad_equals_stacking() -> None:
     """Mapped segment ids give every mapped call its own range of blocks."""
     q, k, v = small_arrays(3)
-    ids = jnp.asarray(np.sort(np.random.default_rng(3).integers(0, 4, (3, 2, 24)), -1), jnp.int32)
+    ids = array(np.sort(np.random.default_rng(3).integers(0, 4, (3, 2, 24)), -1), jnp.int32)
     mapped = jax.jit(jax.vmap(small_grad, in_axes=(0, None, 0, 0)))(q, k[0], v, ids)
     single = jax.jit(small_grad)
     close(
@@ -167,7 +166,7 @@ def test_shard_map(check_vma: bool) -> None:
     """Traced ranges of blocks; keys replicated over the mesh get the summed gradient."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: min(2, jax.device_count())]), ("x",))
     q, k, v = small_arrays()
-    ids = jnp.asarray(np.sort(np.random.default_rng(3).integers(-1, 3, (2, 24)), -1), jnp.int32)
+    ids = array(np.sort(np.random.default_rng(3).integers(-1, 3, (2, 24)), -1), jnp.int32)
     P = jax.sharding.PartitionSpec
 
     def attend(q, k, v, ids):
@@ -285,7 +284,7 @@ def test_bad_arguments_are_named(change, name: str) -> None:
 def test_one_bfloat16_query_of_many_keys_differentiates():
     """A product XLA's CPU backend refuses in bfloat16."""
     q = jnp.ones((4, 1, 8, 128), jnp.bfloat16)
-    k = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2048, 2, 128)), jnp.bfloat16)
+    k = array(np.random.default_rng(0).standard_normal((4, 2048, 2, 128)), jnp.bfloat16)
     grad = jax.jit(
         jax.grad(lambda q, k: flash_attention(q, k, k).astype(jnp.float32).sum(), (0, 1))
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ejkernel.kernels.xla.grouped_matmul import grouped_matmul
 from ejkernel.types import InvalidArgument
 from ejktest import grouped_cases as cases
+from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
@@ -22,7 +23,7 @@ SMALL = (("block_m", 4),)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+    return array(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
 @partial(jax.jit, static_argnames=("tile", "options"))

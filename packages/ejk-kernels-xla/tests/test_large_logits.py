@@ -23,6 +23,7 @@ from ejkernel.kernels.xla.page_attention import page_attention
 from ejkernel.kernels.xla.ring_attention import ring_attention
 from ejkernel.kernels.xla.scaled_dot_product_attention import scaled_dot_product_attention
 from ejktest import large_logits
+from ejktest.drawn import array
 from ejktest.large_logits import MAX, MIN
 
 # what the others add to these, a causal mask and bfloat16, shares its code with them
@@ -60,7 +61,7 @@ def test_other_walks(function, name: str) -> None:
 
 N = 24
 Q, K, V = (
-    jnp.asarray(np.random.default_rng(i).standard_normal((1, n, 1, 16)), jnp.float32)
+    array(np.random.default_rng(i).standard_normal((1, n, 1, 16)), jnp.float32)
     for i, n in enumerate((3, N, N))
 )
 
@@ -144,7 +145,7 @@ def test_a_float64_bias_is_a_number_to_float32_logits(function) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_page_attention_with_sinks_and_inputs_of_any_size(splits: int) -> None:
-    pages = jnp.asarray(np.random.default_rng(3).standard_normal((4, 4, 2, 16)), jnp.float32)
+    pages = array(np.random.default_rng(3).standard_normal((4, 4, 2, 16)), jnp.float32)
     table = np.arange(4, dtype=np.int32)[None]
 
     def out(q, pages, sinks):
@@ -154,7 +155,7 @@ def test_page_attention_with_sinks_and_inputs_of_any_size(splits: int) -> None:
         ).sum()
 
     every = jax.jit(jax.value_and_grad(out, (0, 1, 2)))
-    q = jnp.asarray(np.random.default_rng(4).standard_normal((1, 2, 16)), jnp.float32)
+    q = array(np.random.default_rng(4).standard_normal((1, 2, 16)), jnp.float32)
     for size in (1.0, 1e5):
         for sink in (1e10, MIN, MAX):
             sinks = jnp.full((2, 2), sink)

@@ -10,6 +10,7 @@ import pytest
 from ejkernel.kernels.xla.mla_attention import mla_attention
 from ejkernel.kernels.xla.mla_decode import mla_decode
 from ejkernel.types import InvalidArgument
+from ejktest.drawn import array
 from ejktest.oracles.attention import visible
 from ejktest.oracles.latent import Latent, latent_attention, latent_gradients
 from ejktest.tolerance import check_close
@@ -21,7 +22,7 @@ def case(form: str, seed: int = 0, batch: int = B, dtype=np.float32) -> Latent:
     rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=1.0):
-        return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+        return array(rng.standard_normal(shape) * scale, dtype)
 
     dq = DN + DR if form == "key" else DN
     return Latent(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
+from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.sparse_cases import compare
 from ejktest.tolerance import check_close
@@ -20,7 +21,7 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return array(RNG.standard_normal(shape), jnp.float32)
 
 
 def inputs(group, gates=3, length=S):

@@ -15,6 +15,7 @@ from ejkernel.kernels.xla.page_attention import page_attention
 from ejkernel.kernels.xla.ragged_decode_attention import ragged_decode_attention
 from ejkernel.kernels.xla.ragged_page_attention import ragged_page_attention
 from ejkernel.kernels.xla.ragged_page_attention_v3 import ragged_page_attention_v3
+from ejktest.drawn import array
 from ejktest.oracles import paged as oracle
 from ejktest.tolerance import check_close
 
@@ -24,7 +25,7 @@ PAGES = B * COLUMNS + 2
 
 
 def normal(*shape, dtype=np.float32):
-    return jnp.asarray(RNG.standard_normal(shape), dtype)
+    return array(RNG.standard_normal(shape), dtype)
 
 
 def wide(*arrays):

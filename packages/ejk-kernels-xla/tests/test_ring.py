@@ -16,6 +16,7 @@ from ejkernel.kernels.xla.ring_attention import ring_attention
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
 from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.drawn import array
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 TOKENS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
@@ -122,8 +123,8 @@ def test_against_oracle(n: int, layout: str, call: Call) -> None:
 def test_vmap_inside_and_scan_over_steps() -> None:
     """Under vmap, with replicated keys of a batch, and with a loop over the middle steps."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((3, 1, 16, 2, 8)), jnp.float32)
-    k, v = jnp.asarray(rng.standard_normal((2, 1, 16, 1, 8)), jnp.float32)
+    q = array(rng.standard_normal((3, 1, 16, 2, 8)), jnp.float32)
+    k, v = array(rng.standard_normal((2, 1, 16, 1, 8)), jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
     many, one_spec = P(None, None, "sp"), P(None, "sp")
 

@@ -29,6 +29,18 @@ def _tokens(b, s, cu_seqlens, reverse):
     return [(i, m, t[::-1] if reverse else t) for i, m, t in runs]
 
 
+def _outer(x, y):
+    return x[:, :, None] * y[:, None, :]
+
+
+def _left(x, matrix):
+    return (x[:, None, :] @ matrix)[:, 0]
+
+
+def _right(matrix, x):
+    return (matrix @ x[:, :, None])[:, :, 0]
+
+
 def linear_attention(
     query,
     key,
@@ -62,48 +74,50 @@ def linear_attention(
     grads = {name: np.zeros_like(x) for name, x in given.items()}
     grads["initial_state"] = np.zeros_like(table)
 
-    def log_decay(i, t, head):
-        total = np.zeros((dk, dv))
+    def log_decay(i, t):
+        total = np.zeros((h, dk, dv))
         if "g" in given:
-            gate = given["g"][i, t, head]
-            total += gate[:, None] if gate.ndim else gate
+            gate = given["g"][i, t]
+            total += gate[:, :, None] if gate.ndim == 2 else gate[:, None, None]
         if "g_gamma" in given:
-            total += given["g_gamma"][head]
+            total += given["g_gamma"][:, None, None]
         if "gk" in given:
-            total += given["gk"][i, t, head][:, None]
+            total += given["gk"][i, t][:, :, None]
         if "gv" in given:
-            total += given["gv"][i, t, head][None, :]
+            total += given["gv"][i, t][:, None, :]
         return total
 
-    for i, m, tokens in _tokens(b, s, cu_seqlens, reverse):
-        for head in range(h):
-            kv = head // groups
-            states, decays = [table[m, head]], []
-            for t in tokens:
-                decays.append(np.exp(log_decay(i, t, head)))
-                states.append(decays[-1] * states[-1] + np.outer(k[i, t, kv], v[i, t, kv]))
-                o[i, t, head] = scale * q[i, t, head] @ states[-1]
-            state[m, head] = states[-1]
+    def per_kv_head(x):
+        return x.reshape(h // groups, groups, -1).sum(1)
 
-            later = dstate[m, head].copy()
-            for step in range(len(tokens) - 1, -1, -1):
-                t = tokens[step]
-                later += scale * np.outer(q[i, t, head], do[i, t, head])
-                grads["query"][i, t, head] = scale * states[step + 1] @ do[i, t, head]
-                grads["key"][i, t, kv] += later @ v[i, t, kv]
-                grads["value"][i, t, kv] += k[i, t, kv] @ later
-                later = later * decays[step]
-                through = later * states[step]
-                if "g" in given:
-                    rank = given["g"].ndim
-                    grads["g"][i, t, head] = through.sum(1) if rank == 4 else through.sum()
-                if "g_gamma" in given:
-                    grads["g_gamma"][head] += through.sum()
-                if "gk" in given:
-                    grads["gk"][i, t, head] = through.sum(1)
-                if "gv" in given:
-                    grads["gv"][i, t, head] = through.sum(0)
-            grads["initial_state"][m, head] = later
+    keys, values = (np.repeat(x, groups, 2) for x in (k, v))
+    for i, m, tokens in _tokens(b, s, cu_seqlens, reverse):  # all heads at once: [h, dk, dv]
+        states, decays = [table[m]], []
+        for t in tokens:
+            decays.append(np.exp(log_decay(i, t)))
+            states.append(decays[-1] * states[-1] + _outer(keys[i, t], values[i, t]))
+            o[i, t] = scale * _left(q[i, t], states[-1])
+        state[m] = states[-1]
+
+        later = dstate[m].copy()
+        for step in range(len(tokens) - 1, -1, -1):
+            t = tokens[step]
+            later += scale * _outer(q[i, t], do[i, t])
+            grads["query"][i, t] = scale * _right(states[step + 1], do[i, t])
+            grads["key"][i, t] = per_kv_head(_right(later, values[i, t]))
+            grads["value"][i, t] = per_kv_head(_left(keys[i, t], later))
+            later = later * decays[step]
+            through = later * states[step]
+            if "g" in given:
+                rank = given["g"].ndim
+                grads["g"][i, t] = through.sum(2) if rank == 4 else through.sum((1, 2))
+            if "g_gamma" in given:
+                grads["g_gamma"] += through.sum((1, 2))
+            if "gk" in given:
+                grads["gk"][i, t] = through.sum(2)
+            if "gv" in given:
+                grads["gv"][i, t] = through.sum(1)
+        grads["initial_state"][m] = later
     return Result(o, state, grads)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice
 from ejkernel import modules
 from ejkernel.ops import interpret_mode
 from ejktest.bound import on, struct
+from ejktest.drawn import array
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 PATTERN = np.tri(4, dtype=bool) & (np.arange(4) != 1)
@@ -45,7 +46,7 @@ def test_triton_gives_the_same_bits(monkeypatch):
         "ejkernel.kernels.triton.flash_attention.implementation", exc_type=ImportError
     )
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 64, 2, 16)), jnp.float32) for _ in range(3))
+    q, k, v = (array(rng.standard_normal((1, 64, 2, 16)), jnp.float32) for _ in range(3))
 
     def gradients(q, k, v, pattern):
         def attend(*x):
