@@ -7,6 +7,7 @@ have pytest alone: then what needs hypothesis or sybil is left out. Packages tha
 are taken from this checkout.
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -124,6 +125,15 @@ class NotePassed:
         if report.when == "call" and report.passed:
             with self.path.open("a") as file:
                 file.write(report.nodeid + "\n")
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: the collector need not look at it again after every file."""
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
