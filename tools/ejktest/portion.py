@@ -80,11 +80,8 @@ def check_portion(name: str, distribution: str) -> None:
 def check_silent_import(name: str, home: Path, *blocked: str, may_import: tuple[str, ...]) -> dict:
     """Importing changes nothing and starts nothing; of the siblings only ``may_import`` load."""
     facts = import_facts(name, home, *blocked)
-    assert facts["environment"] == []
-    assert facts["config"] == []
-    assert facts["triton"] == []
-    assert facts["files"] == []
-    assert not facts["device"]
+    changed = {what: facts[what] for what in ("environment", "config", "triton", "files", "device")}
+    assert not any(changed.values()), changed
     allowed = (name, *may_import)
     strangers = [
         m for m in facts["siblings"] if not any(m == a or m.startswith(a + ".") for a in allowed)
