@@ -105,7 +105,7 @@ FAULTS = (
     ),
     # ---- masks
     Fault(
-        "joined masks forget the second ids", f"{TYPES}/intersection.py",
+        "joined masks forget the second ids", f"{TYPES}/apply.py",
         "return mask if same else None", "return mask", f"{TYPES_TESTS}/test_combine.py",
     ),
     Fault(
