@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels.triton.bridge import describe, merge_leading
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.bridge import describe
+from ejkernel.kernels.triton.launch import In, Launch, Out, merge_leading
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target
 
 HOPPER = cuda_target(90)

@@ -10,7 +10,7 @@ from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.page_attention.tiles import honour, share_count
+from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.resources import measure, plan_source
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 
@@ -39,7 +39,7 @@ def planned(name, target):
         b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, shared=True, lse=True,
         **options,
     )  # fmt: skip
-    t = honour(tiles.choose(p, target), p, None)
+    t = tiles.choose(p, target).honouring(None, p, target)
     given = {
         "q": ((b, p.tokens * heads, 576), kind),
         "k": ((pages, page, 576), cache),

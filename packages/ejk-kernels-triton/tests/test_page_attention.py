@@ -104,9 +104,10 @@ def test_against_the_formula(name):
 
 def test_no_more_splits_than_tokens():
     problem = Problem(1, 4, 2, 64, 64, 3, 16, 3, "bfloat16", "bfloat16", "bfloat16", 0.125)
-    chosen = tiles.choose(problem, cuda_target(90))
-    assert tiles.honour(chosen, replace(problem, splits=10**12), None).splits == 3 * 16
-    assert tiles.honour(chosen, problem, {"num_splits": 5}).splits == 5
+    target = cuda_target(90)
+    chosen = tiles.choose(problem, target)
+    assert chosen.honouring(None, replace(problem, splits=10**12), target).splits == 3 * 16
+    assert chosen.honouring({"num_splits": 5}, problem, target).splits == 5
 
 
 def test_config_and_splits_change_rounding_only_and_runs_repeat():

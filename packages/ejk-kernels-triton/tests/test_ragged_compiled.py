@@ -120,10 +120,12 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     fair = tiles.fair_parts(p, launch, target)
     # two programs of four warps a multiprocessor, for eight kv heads
     assert (launch.rows, fair) == (64, 2 * 132 // 8)
-    tokens = launch.tile(p.paged.group)
+    tokens = launch.tile
     assert tiles.most_pieces(p, launch, fair) == 16440 // tokens + 64 + fair
-    with_config = tiles.honour(launch, p, dict(num_queries_per_block=32, num_kv_pages_per_block=2))
+    with_config = launch.honouring(
+        dict(num_queries_per_block=32, num_kv_pages_per_block=2), p, target
+    )
     assert (with_config.rows, with_config.block, with_config.decode.block) == (128, 32, 32)
-    of_three = tiles.honour(launch, p, dict(num_splits=3))
+    of_three = launch.honouring(dict(num_splits=3), p, target)
     assert plans.decode_plan(p, of_three, target, ()).shares == 64 * 3
     assert plans.decode_plan(p, launch, target, ()).shares == 2 * 132 // 8

@@ -99,22 +99,6 @@ def _batch(arrays, dims, *, plan):
 batching.primitive_batchers[_primitive] = _batch
 
 
-def merge_leading(
-    size: int, array: jax.Array, batched: bool, inner: int, *, keep_one: bool = False
-) -> jax.Array:
-    """One operand of a folded plan: its leading axis (``inner`` or 1) becomes ``size * inner``.
-
-    An operand that is neither batched nor ``inner`` long stays as it is when ``keep_one``.
-    """
-    if not batched and keep_one and array.shape[0] == 1:
-        return array
-    if not batched:
-        array = jax.numpy.broadcast_to(array[None], (size, *array.shape))
-    if array.shape[1] != inner:
-        array = jax.numpy.broadcast_to(array, (size, inner, *array.shape[2:]))
-    return array.reshape(size * inner, *array.shape[2:])
-
-
 def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Source:
     """The specialisation a launch needs: types, alignment, constants.
 

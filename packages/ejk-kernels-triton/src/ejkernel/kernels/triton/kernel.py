@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.targets import Target, current_target, too_old
 from ejkernel.ops.call_kernel import CallKernel
+from ejkernel.types.attention import field
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_DIM = 256
 
 
 class TritonKernel(CallKernel):
@@ -15,3 +23,26 @@ class TritonKernel(CallKernel):
 
     def target(self) -> Target:
         return current_target()
+
+
+def unsupported(
+    dtypes: Mapping[str, str],
+    dims: Mapping[str, int],
+    among: Collection[str] = DTYPES,
+    least: int = 0,
+) -> str | None:
+    """Why a kernel does not take arguments of these dtypes and head dims; None when it does."""
+    for argument, dtype in dtypes.items():
+        if dtype not in among:
+            return f"{argument}: {dtype} is not supported, only {', '.join(among)}"
+    for argument, dim in dims.items():
+        if not least <= dim <= MAX_DIM or dim % 8:
+            allowed = f"from {least} to {MAX_DIM}" if least else f"up to {MAX_DIM}"
+            return f"{argument}: head dim {dim} is not a multiple of 8 {allowed}"
+    return None
+
+
+def overridden(tiles: Any, cfg: Any, names: Mapping[str, str]) -> Any:
+    """``tiles`` with what a config says instead; ``names``: the config's of their fields."""
+    given = {mine: field(cfg, theirs) for mine, theirs in names.items()}
+    return replace(tiles, **{mine: int(x) for mine, x in given.items() if x is not None})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.triton.targets import Target
 
@@ -99,6 +102,42 @@ class Launch:
     interpreted: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[int, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, kernel: Any, given: Mapping[str, Any], grid: tuple[int, ...], *how: Any,
+        known: Mapping[str, Any] | None = None, **more: Any,
+    ) -> Launch:  # fmt: skip
+        """A launch with what is ``given`` and what else the kernel asks for of what is ``known``.
+
+        The kernel says itself which of its parameters are constants.
+        """
+        asked = {p.name: p.is_constexpr for p in kernel.params}
+        values = {name: x for name, x in (known or {}).items() if name in asked} | dict(given)
+        constants = {name: values.pop(name) for name in list(values) if asked.get(name)}
+        return cls(kernel, values, constants, grid, *how, **more)
+
+
+def inputs(known: Mapping[str, Any], first: int = 0) -> dict[str, In | None]:
+    """Operands in order from ``first`` on by name, None for those that are not there."""
+    numbers = itertools.count(first)
+    return {name: In(next(numbers)) if there else None for name, there in known.items()}
+
+
+def results(known: Mapping[str, Any]) -> dict[str, Out | None]:
+    """The same of results."""
+    numbers = itertools.count()
+    return {name: Out(next(numbers)) if there else None for name, there in known.items()}
+
+
+def filled(group: Any, known: Mapping[str, Any], *first: Any) -> Any:
+    """A group of ``first`` and, for its other fields, what is ``known`` by their names."""
+    return group(*first, **{name: known[name] for name in group._fields[len(first) :]})
+
+
+def struct(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """The type of a result."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
 
 class Plan(Protocol):
     """What ``call`` needs to know of an operation; implementations are frozen and hashable."""
@@ -120,6 +159,86 @@ class Plan(Protocol):
         of the old one with the mapped axis merged into their leading axis, mapped axis slowest.
         """
         ...
+
+
+@dataclass(frozen=True)
+class KernelPlan(Plan):
+    """A plan of what is computed and how; further fields are the kernel's own.
+
+    ``module``: under this package, whose function ``launch`` takes the fields, the target behind
+    the first two. It imports triton, so it is imported where a kernel is lowered.
+    """
+
+    problem: Any
+    tiles: Any
+    module: ClassVar[str]
+
+    def launch(self, target: Target) -> Launch:
+        module = importlib.import_module(f"{__package__}.{self.module}")
+        more = (getattr(self, f.name) for f in fields(self)[2:])
+        return module.launch(self.problem, self.tiles, target, *more)
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Plan, Sequence[jax.Array]]:
+        raise NotImplementedError("mapped axes are laid out before the kernels are planned")
+
+
+class Batched:
+    """A plan whose operands and results all have the batch in front, alone or times something."""
+
+    def folded(self: Any, size: int) -> Any:
+        """The plan of ``size`` calls at once."""
+        return replace(self, problem=self.problem.folded(size))
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Any, list[jax.Array]]:
+        merged = [
+            merge_leading(size, x, on, x.shape[1 if on else 0])
+            for x, on in zip(arrays, batched, strict=True)
+        ]
+        return self.folded(size), merged
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Named:
+    """Of a plan whose operands have names; ``shapes`` has them in order, with their shapes."""
+
+    shapes: Shapes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return dict(self.shapes).get(name)
+
+    def operand(self, name: str, view: str | None = None) -> In | None:
+        return In(self.names.index(name), view) if name in self.names else None
+
+
+def shapes_of(arrays: Mapping[str, Any]) -> Shapes:
+    """The shapes of a ``Named`` plan."""
+    return tuple((name, tuple(x.shape)) for name, x in arrays.items())
+
+
+def merge_leading(
+    size: int, array: jax.Array, batched: bool, inner: int, *, keep_one: bool = False
+) -> jax.Array:
+    """One operand of a folded plan: its leading axis (``inner`` or 1) becomes ``size * inner``.
+
+    An operand that is neither batched nor ``inner`` long stays as it is when ``keep_one``.
+    """
+    if not batched and keep_one and array.shape[0] == 1:
+        return array
+    if not batched:
+        array = jnp.broadcast_to(array[None], (size, *array.shape))
+    if array.shape[1] != inner:
+        array = jnp.broadcast_to(array, (size, inner, *array.shape[2:]))
+    return array.reshape(size * inner, *array.shape[2:])
 
 
 def rebuilt(

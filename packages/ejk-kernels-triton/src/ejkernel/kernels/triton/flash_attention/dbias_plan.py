@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-
 from ejkernel.kernels.triton.flash_attention.plans import AttentionPlan
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor
-from ejkernel.kernels.triton.launch import Launch, Out
+from ejkernel.kernels.triton.launch import Launch, Out, struct
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class DbiasPlan(AttentionPlan):
     def outputs(self):
         p = self.problem
         rows, heads = p.batch // self.sum_batch, p.heads // self.sum_heads
-        return (jax.ShapeDtypeStruct((rows, heads, p.q_len, p.kv_len), jnp.float32),)
+        return (struct("float32", rows, heads, p.q_len, p.kv_len),)
 
     def launch(self, target):
         from ejkernel.kernels.triton.flash_attention.dbias_kernel import flash_bwd_dbias

@@ -32,7 +32,8 @@ from ejkernel.kernels.triton.flash_attention.plans import (
 )
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles
-from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, softmax
@@ -41,9 +42,6 @@ from ejkernel.types.latent import FromLatent
 from ejkernel.types.pattern import rows_see_tiles
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
-
-DTYPES = ("float16", "bfloat16", "float32")
-MAX_DIM = 256
 
 
 class FlashAttention(TritonKernel):
@@ -59,30 +57,22 @@ class FlashAttention(TritonKernel):
     """
 
     call = calls.FlashAttention
+    choose = staticmethod(tiles.choose)
+    near = staticmethod(near)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         return replace(self.call.problem(a), precision=dot_precision(a.get("precision")))
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if problem.dtype not in DTYPES:
-            return f"query: {problem.dtype} is not supported, only {', '.join(DTYPES)}"
         if problem.logits_dtype == "float64":
             return "logits_dtype: float64 is not supported"
-        for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
-            if not 0 < dim <= MAX_DIM or dim % 8:
-                return f"{argument}: head dim {dim} is not a multiple of 8 from 8 to {MAX_DIM}"
-        return None
+        dims = {"query": problem.dim, "value": problem.value_dim}
+        return unsupported({"query": problem.dtype}, dims, least=8)
 
     def comments(self, problem: Problem, target: Target) -> tuple[str, ...]:
         if walks_lists(problem, target):
             return (LISTED,)
         return (HULL,) if problem.rules.arrays else ()
-
-    def choose(self, problem: Problem, target: Target) -> FlashTiles:
-        return tiles.choose(problem, target)
-
-    def near(self, problem: Problem, target: Target, chosen: FlashTiles) -> Iterable[FlashTiles]:
-        return near(problem, target, chosen)
 
     def known(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
@@ -95,23 +85,14 @@ class FlashAttention(TritonKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []
-        tensors = {name: x for name, x in arrays.items() if name != "mask"}
-        o, lse, *saved = call(*_planned(ForwardPlan, work, work.tiles.fwd, arrays["mask"], tensors))
+        o, lse, *saved = _launch(ForwardPlan, work, work.tiles.fwd, arrays)
         return (o, lse), saved
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
         if t.decode is not None:
-            tensors = {name: x for name, x in arrays.items() if name != "mask"}
-            o, lse, *saved = call(*_planned(ForwardPlan, work, t.fwd, mask, tensors))
+            o, lse, *saved = _launch(ForwardPlan, work, t.fwd, arrays)
         q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
@@ -122,18 +103,18 @@ class FlashAttention(TritonKernel):
             q, do, dlse = cleared_rows(lse, q, do, dlse)
         delta = softmax.row_delta(o, do, dlse)
         base, *rest = saved
-        tensors = {name: x for name, x in arrays.items() if name not in ("mask", "sink")}
+        tensors = {name: x for name, x in arrays.items() if name != "sink"}
         tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
-        (dq,) = call(*_planned(DqPlan, work, t.dq, mask, tensors))
+        (dq,) = _launch(DqPlan, work, t.dq, tensors)
         found = {"q": dq}
         for parts, part_tiles in passes:
-            grads = call(*_planned(DkvPlan, work, part_tiles, mask, tensors, parts=parts))
+            grads = _launch(DkvPlan, work, part_tiles, tensors, parts=parts)
             found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
         bias = arrays.get("bias")
         if bias is not None:
             shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
             tile = tiles.bias_tiles(t.dq, work.target)
-            (found["bias"],) = call(*_planned(DbiasPlan, work, tile, mask, tensors, **shared))
+            (found["bias"],) = _launch(DbiasPlan, work, tile, tensors, **shared)
         if "sink" in arrays:
             found["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
         return found
@@ -145,13 +126,13 @@ def walks_lists(problem: Problem, target: Target) -> bool:
     return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
 
 
-def _planned(
-    kind: type[AttentionPlan], work: Work, tile: Tiles, mask: Any, tensors: Arrays, **fields: Any
+def _launch(
+    kind: type[AttentionPlan], work: Work, tile: Tiles, tensors: Arrays, **fields: Any
 ) -> tuple[Any, ...]:
-    """The plan of one kernel and its operands; which blocks it visits follows from the mask."""
-    p = work.problem
+    """The results of one kernel; which blocks it visits follows from the mask."""
+    p, tensors = work.problem, dict(tensors)
+    mask = tensors.pop("mask")
     rules, arrays = split_mask(mask)
-    tensors = dict(tensors)
     if "seed" in tensors:
         tensors["words"] = row_words(tensors.pop("seed"), p.batch, p.heads, p.q_len)
     tensors |= operands(mask, arrays, p.q_len, p.kv_len)
@@ -172,8 +153,7 @@ def _planned(
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan
         )
-    shapes = tuple((name, tuple(x.shape)) for name, x in tensors.items())
-    return kind(p, rules, tile, shapes, **fields), *tensors.values()
+    return call(kind(p, rules, tile, shapes_of(tensors), **fields), *tensors.values())
 
 
 class ScaledDotProductAttention(FlashAttention):

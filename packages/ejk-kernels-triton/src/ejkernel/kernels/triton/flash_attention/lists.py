@@ -7,16 +7,15 @@ mask unless all are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import call, merge_leading
+from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.flash_attention.plans import last_first
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.launch import Batched, In, Launch, Out, power_of_two, struct
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.mask_info import MaskInfo
@@ -29,7 +28,7 @@ PROGRAMS = 4096  # programs that are ordered together
 
 
 @dataclass(frozen=True)
-class ListsPlan:
+class ListsPlan(Batched):
     """state int8 ``[rows, heads, q blocks, kv blocks]`` -> lists, and counts int32.
 
     Lists are ``[rows, heads, blocks, others + 3]``, of key blocks for each query block;
@@ -46,9 +45,9 @@ class ListsPlan:
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         blocks, others = self._blocks()
-        lead, shape = (self.rows, self.heads, blocks), jax.ShapeDtypeStruct
-        number = jnp.int16 if others < 2**15 else jnp.int32
-        return shape((*lead, others + 3), number), shape(lead, jnp.int32)
+        lead = (self.rows, self.heads, blocks)
+        number = "int16" if others < 2**15 else "int32"
+        return struct(number, *lead, others + 3), struct("int32", *lead)
 
     def _blocks(self) -> tuple[int, int]:
         q, k = (-(-n // t) for n, t in zip(self.lengths, self.tile, strict=True))
@@ -76,23 +75,18 @@ class ListsPlan:
             "other_stride": steps[1],
             "lo": lo,
             "hi": hi,
-        }
-        constants = {
             "BLOCK": block,
             "OTHER": walked,
             "CHUNK": min(CHUNK, power_of_two(others)),
         }
-        return Launch(block_lists, arguments, constants, (self.rows * self.heads * blocks,), 1, 1)
+        return Launch.of(block_lists, arguments, (self.rows * self.heads * blocks,), 1, 1)
 
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[ListsPlan, list[jax.Array]]:
-        state = merge_leading(size, arrays[0], batched[0], self.rows)
-        return replace(self, rows=size * self.rows), [state]
+    def folded(self, size: int) -> ListsPlan:
+        return replace(self, rows=size * self.rows)
 
 
 @dataclass(frozen=True)
-class OrderPlan:
+class OrderPlan(Batched):
     """counts ``[rows, list_heads, blocks]`` -> order int32 ``[rows, programs]``.
 
     There is a program for each block of ``heads`` heads; ``group``: lists of a program, where
@@ -107,7 +101,7 @@ class OrderPlan:
     last_first: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((self.rows, self.heads * self.blocks), jnp.int32),)
+        return (struct("int32", self.rows, self.heads * self.blocks),)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.flash_attention.lists_kernel import long_rows_first
@@ -120,19 +114,14 @@ class OrderPlan:
             "heads": self.heads,
             "list_rows": self.list_heads * self.blocks,
             "head_step": 0 if self.list_heads == 1 else group * self.blocks,
-        }
-        constants = {
             "LAST_FIRST": self.last_first,
             "GROUP": group,
             "CHUNK": min(PROGRAMS, power_of_two(self.heads * self.blocks)),
         }
-        return Launch(long_rows_first, arguments, constants, (self.rows,), 8, 1)
+        return Launch.of(long_rows_first, arguments, (self.rows,), 8, 1)
 
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[OrderPlan, list[jax.Array]]:
-        counts = merge_leading(size, arrays[0], batched[0], self.rows)
-        return replace(self, rows=size * self.rows), [counts]
+    def folded(self, size: int) -> OrderPlan:
+        return replace(self, rows=size * self.rows)
 
 
 def walk_operands(

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import merge_leading
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention import groups
 from ejkernel.kernels.triton.flash_attention.groups import (
@@ -32,7 +31,17 @@ from ejkernel.kernels.triton.flash_attention.groups import (
 )
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
-from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap
+from ejkernel.kernels.triton.launch import (
+    Launch,
+    Named,
+    Out,
+    Plan,
+    Shapes,
+    TensorMap,
+    merge_leading,
+    shapes_of,
+    struct,
+)
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band, Rules
@@ -43,7 +52,7 @@ TINY = 2.0**-120
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(Named, Plan):
     """Common to the kernels here.
 
     Attributes:
@@ -56,19 +65,9 @@ class AttentionPlan:
     problem: Problem
     rules: Rules
     tiles: Tiles
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: Shapes
     tensor_maps: bool | None = None
     mask_block: tuple[int, int] = (1, 1)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return dict(self.shapes).get(name)
-
-    def operand(self, name: str) -> In | None:
-        return In(self.names.index(name)) if name in self.names else None
 
     def uses_tensor_maps(self, target: Target) -> bool:
         if self.tensor_maps is not None:
@@ -224,15 +223,8 @@ class AttentionPlan:
                 inner = batch if rows[name] == 1 and not shared else max(rows[name], 1)
             keep = shared and rows[name] == 1 and not whole
             new.append(merge_leading(size, array, mapped, inner, keep_one=keep))
-        shapes = tuple((n, tuple(a.shape)) for n, a in zip(self.names, new, strict=True))
-        folded = replace(self, problem=self.problem.folded(size), shapes=shapes)
-        return folded, new
-
-    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        raise NotImplementedError
-
-    def launch(self, target: Target) -> Launch:
-        raise NotImplementedError
+        shapes = shapes_of(dict(zip(self.names, new, strict=True)))
+        return replace(self, problem=self.problem.folded(size), shapes=shapes), new
 
 
 def last_first(rules: Rules, by_key: bool) -> bool:
@@ -249,10 +241,6 @@ def strides(shape: tuple[int, ...], rows: int) -> tuple[int, int]:
     return 0 if shape[0] == 1 else shape[1] * rows, 0 if shape[1] == 1 else rows
 
 
-def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
 @dataclass(frozen=True)
 class ForwardPlan(AttentionPlan):
     """q, k, v -> o ``[b, q, h, dv]``, lse float32 ``[b, h, q]`` and lse for the backward kernels.
@@ -266,8 +254,8 @@ class ForwardPlan(AttentionPlan):
     def outputs(self):
         p = self.problem
         return (
-            _struct((p.batch, p.q_len, p.heads, p.value_dim), p.dtype),
-            *(_struct((p.batch, p.heads, p.q_len), FLOAT),) * (3 if p.biased else 2),
+            struct(p.dtype, p.batch, p.q_len, p.heads, p.value_dim),
+            *(struct(FLOAT, p.batch, p.heads, p.q_len),) * (3 if p.biased else 2),
         )
 
     def launch(self, target):
@@ -307,7 +295,7 @@ class DqPlan(AttentionPlan):
 
     def outputs(self):
         p = self.problem
-        return (_struct((p.batch, p.q_len, p.heads, p.dim), p.dtype),)
+        return (struct(p.dtype, p.batch, p.q_len, p.heads, p.dim),)
 
     def launch(self, target):
         from ejkernel.kernels.triton.flash_attention.dq_kernel import flash_bwd_dq
@@ -346,7 +334,7 @@ class DkvPlan(AttentionPlan):
         p = self.problem
         width = {"dk": p.dim, "dv": p.value_dim}
         return tuple(
-            _struct((p.batch, p.kv_len, p.kv_heads, width[part]), p.dtype) for part in self.parts
+            struct(p.dtype, p.batch, p.kv_len, p.kv_heads, width[part]) for part in self.parts
         )
 
     def launch(self, target):

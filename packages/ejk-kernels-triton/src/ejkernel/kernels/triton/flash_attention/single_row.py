@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.page_attention import problem as paged
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
-from ejkernel.kernels.triton.page_attention.implementation import NAMES, decoder
+from ejkernel.kernels.triton.page_attention.decoding import NAMES, decoder
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work

@@ -8,8 +8,8 @@ from typing import Any
 
 from ejkernel.kernels.triton.common.dims import exact_dim, split_dim
 from ejkernel.kernels.triton.flash_attention import single_row
+from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.page_attention.tiles import Tiles as DecodeTiles
-from ejkernel.kernels.triton.page_attention.tiles import honour_block
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 from ejkernel.types.problem import Problem
@@ -64,7 +64,7 @@ class FlashTiles:
         decode = self.decode
         if decode is None or field(fwd, "q_blocksize") is not None:
             return FlashTiles(override(self.fwd, fwd), dq, dkv)
-        return FlashTiles(self.fwd, dq, dkv, honour_block(decode, fwd))
+        return FlashTiles(self.fwd, dq, dkv, decode.honouring_block(fwd))
 
 
 def choose(problem: Problem, target: Target) -> FlashTiles:
@@ -294,8 +294,7 @@ DQ_FIELDS = FIELDS | {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
     """``tiles`` with what ``fwd_params`` or ``bwd_params`` of a config says instead."""
-    given = {mine: field(params, theirs) for mine, theirs in fields.items()}
-    new = replace(tiles, **{k: int(v) for k, v in given.items() if v is not None})
+    new = overridden(tiles, params, fields)
     # a bound on registers was chosen for these sizes only
     return tiles if new == tiles else replace(new, registers=None)
 

@@ -36,6 +36,7 @@ class GroupedMatmul(TritonKernel):
     """
 
     call = calls.GroupedMatmul
+    choose = staticmethod(choice.choose_all)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         reason = choice.refusal(a)
@@ -43,17 +44,8 @@ class GroupedMatmul(TritonKernel):
             raise self.call.Unsupported(reason)
         return choice.problem_of(a)
 
-    def choose(self, problem: Problem, target: Target) -> Passes:
-        return choice.choose_all(problem, target)
-
     def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
         return (replace(chosen, fwd=t) for t in choice.near(problem, target))
-
-    def honour(self, chosen: Passes, cfg: Any, problem: Problem, target: Target) -> Passes:
-        return choice.honour(chosen, cfg)
-
-    def fields(self, chosen: Passes) -> dict[str, Any]:
-        return chosen.fwd.fields
 
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         given = super().operands(a, problem)
@@ -67,14 +59,7 @@ class GroupedMatmul(TritonKernel):
         added = arrays.get("existing_out"), _scale(arrays, p)
         return (product(lhs, rhs, *_rows(arrays), *added),), ()
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, passes, (dout,) = work.problem, work.tiles, cotangents
         found = {"existing_out": dout} if "existing_out" in arrays else {}
         if p.dtype == "float16" and p.out != "float16":

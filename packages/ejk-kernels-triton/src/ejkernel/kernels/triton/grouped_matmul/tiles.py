@@ -123,6 +123,18 @@ class Passes:
     dlhs: Tiles
     drhs: Tiles
 
+    @property
+    def fields(self) -> dict[str, int]:
+        """As fields of the config: those of the product."""
+        return self.fwd.fields
+
+    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Passes:
+        """These launches with what the config says of the product and of the gradient of lhs."""
+        given = {n: int(field(cfg, n)) for n in FIELDS if field(cfg, n) is not None}
+        if {"block_m", "block_n"} & given.keys():
+            given["per_core"] = 1
+        return replace(self, fwd=replace(self.fwd, **given), dlhs=replace(self.dlhs, **given))
+
 
 def uses_maps(p: Problem, target: Target) -> bool:
     """Whether tiles are read through TMA descriptors, whose unit is a row of whole 16 bytes."""
@@ -246,14 +258,6 @@ def _pointers(p: Problem, t: Tiles, target: Target) -> Tiles:
 def choose_all(p: Problem, target: Target) -> Passes:
     """The heuristic launches of all passes."""
     return Passes(choose(p, target), choose(p.flipped(), target), choose_weights(p, target))
-
-
-def honour(passes: Passes, cfg: Any) -> Passes:
-    """``passes`` with what the config says of the product, and of the gradient of lhs, instead."""
-    given = {n: int(field(cfg, n)) for n in FIELDS if field(cfg, n) is not None}
-    if {"block_m", "block_n"} & given.keys():
-        given["per_core"] = 1
-    return replace(passes, fwd=replace(passes.fwd, **given), dlhs=replace(passes.dlhs, **given))
 
 
 def precision_name(precision: Any, dtype: str) -> str | None:

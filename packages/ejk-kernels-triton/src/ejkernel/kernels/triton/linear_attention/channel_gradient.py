@@ -41,10 +41,11 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap
+from ejkernel.kernels.triton.common.sequences import find_segment
+from ejkernel.kernels.triton.launch import Launch, TensorMap, inputs, results
 from ejkernel.kernels.triton.linear_attention.channels import load_cut, middle, near, sees
 from ejkernel.kernels.triton.linear_attention.gather import gather_by_halves, gather_near
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import (
@@ -239,15 +240,15 @@ def channel_gradient(
 
 
 def launch(
-    p: Problem, t: Tiles, target: Target, of_values: bool, results: tuple[str, ...]
+    p: Problem, t: Tiles, target: Target, of_values: bool, wanted: tuple[tuple[str, str], ...]
 ) -> Launch:
     """Of operands (a), b, c, d, the gate, sums of its halves, cuts, (pairs and totals of the other
     gate), states, (their gradients) before every chunk, (cu): a and gradients of states where
-    ``results``, of dreader, dsource and dgate, are more than what rows read."""
-    pieces = piece_count(p.rows, p.sequences, t.segment)
+    ``wanted``, of dreader, dsource and dgate with their dtypes, are more than what rows read."""
+    known, made = facts(p, t, target), [name for name, _ in wanted]
     channels, others = (p.value_dim, p.dim) if of_values else (p.dim, p.value_dim)
     mine, other = (p.value_parts, p.key_parts) if of_values else (p.key_parts, p.value_parts)
-    gradients = "dsource" in results
+    gradients = "dsource" in made
     some = min(CHANNELS if gradients else 2 * CHANNELS, width(channels))
     rest = min(64 if p.operand == "bfloat16" else 32, width(others))
     maps = maps_of(p, t.chunk, ((channels, some), (others, rest)), target)
@@ -260,7 +261,7 @@ def launch(
         "source_other": (second, others, rest),
         "gate": (p.heads, channels, some),
     }
-    known = {
+    operands = {
         **dict.fromkeys(arrays, True),
         "reader": gradients,
         "halves": True,
@@ -271,46 +272,35 @@ def launch(
         "dstates": gradients,
         "cu": p.sequences > 0,
     }
-    names = [name for name, there in known.items() if there]
+    chunks = p.batch * known["pieces"] * (t.segment // t.chunk) * p.heads
 
-    def given(name: str) -> Any:
-        if name not in names:
-            return None
-        if name in ("reader_other", "source_other"):
-            return row_operand(names.index(name), p, t.chunk, *arrays[name], maps)
-        if name in ("states", "dstates") and maps:
-            shape = (p.batch * pieces * (t.segment // t.chunk) * p.heads * p.dim, p.value_dim)
-            return TensorMap(names.index(name), shape, (rest, some) if of_values else (some, rest))
-        return In(names.index(name))
+    def given(name: str, operand: Any) -> Any:
+        if operand is not None and name in ("reader_other", "source_other"):
+            return row_operand(operand.index, p, t.chunk, *arrays[name], maps)
+        if operand is not None and name in ("states", "dstates") and maps:
+            block = (rest, some) if of_values else (some, rest)
+            return TensorMap(operand.index, (chunks * p.dim, p.value_dim), block)
+        return operand
 
-    made = ("dreader", "dsource", "dgate")
     arguments: dict[str, Any] = {
-        **{name: given(name) for name in known},
-        **{name: Out(results.index(name)) if name in results else None for name in made},
-        "rows": p.rows,
-        "heads": p.heads,
+        **{name: given(name, operand) for name, operand in inputs(operands).items()},
+        **results({name: name in made for name in ("dreader", "dsource", "dgate")}),
         **{f"{name}_heads": arrays[name][0] for name in arrays if name != "gate"},
         "channels": channels,
         "others": others,
-        "sequences": p.sequences,
-        "pieces": pieces,
-        "scale": float(p.scale),
-    }
-    constants = {
         "OF_VALUES": of_values,
-        "REVERSED": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
         "CHANNELS": some,
         "OTHERS": rest,
-        "LANES": lane_count(p.sequences),
-        "LEVELS": t.chunk.bit_length() - 1,
         "NEAR": near(p, subtracts=gradients),
         "PARTS": mine,
         "MAPS": maps,
-        "OPERAND": getattr(tl, p.operand),
-        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
-    grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads * -(-channels // some),)
-    options = channel_options(p, mine, target) if gradients else {}
-    return Launch(channel_gradient, arguments, constants, grid, t.num_warps, t.num_stages, options)
+    return Launch.of(
+        channel_gradient,
+        arguments,
+        (chunks * -(-channels // some),),
+        t.num_warps,
+        t.num_stages,
+        channel_options(p, mine, target) if gradients else {},
+        known=known,
+    )

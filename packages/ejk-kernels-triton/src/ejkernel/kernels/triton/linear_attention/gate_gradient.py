@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_segment
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import Launch, Out, inputs
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
@@ -117,12 +117,7 @@ def launch(p: Problem, t: Tiles, target: Target) -> Launch:
     """Of operands q, k, v, do, sums of the gate, states and their gradients before every chunk,
     (cu)."""
     of = opening(p, t, target, min(t.columns, 32, width(p.value_dim)))
-    arguments = {
-        "of": of,
-        "states": In(7),
-        "dstates": In(8),
-        "cu": In(9) if p.sequences else None,
-        "dgate": Out(0),
-    }
+    others = inputs({"states": True, "dstates": True, "cu": p.sequences > 0}, first=7)
+    arguments = {"of": of, **others, "dgate": Out(0)}
     grid = (p.batch * of.pieces * (t.segment // t.chunk) * p.heads,)
     return Launch(gate_gradient, arguments, {}, grid, t.num_warps, t.num_stages)

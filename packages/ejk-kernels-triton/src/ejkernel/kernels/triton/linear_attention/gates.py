@@ -16,15 +16,15 @@ for them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.common.sequences import find_segment
+from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import WHOLE
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
 
 
 @triton.jit
@@ -120,28 +120,18 @@ def pair_decays(high, low, LATER: tl.constexpr, CHUNK: tl.constexpr):
     return tl.exp(between)
 
 
-def launch(p: Problem, t: Tiles, given: tuple[str, ...], shared: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool) -> Launch:
     """Of the operands ``given`` of gate, constant and cu; ``shared``: one constant for all batch
     rows."""
-    pieces = piece_count(p.rows, p.sequences, t.segment)
-    block = min(32, power_of_two(p.heads))
-    arguments: dict[str, Any] = {
-        **{n: In(given.index(n)) if n in given else None for n in ("gate", "constant", "cu")},
+    known, block = facts(p, t, target), min(32, power_of_two(p.heads))
+    arguments = {
+        **inputs({name: name in given for name in ("gate", "constant", "cu")}),
         "high": Out(0),
         "low": Out(1),
         "totals": Out(2),
-        "rows": p.rows,
-        "heads": p.heads,
-        "sequences": p.sequences,
-        "pieces": pieces,
         "constants": 0 if shared else p.heads,
-    }
-    constants = {
         "EXCLUSIVE": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
         "HEADS": block,
-        "LANES": lane_count(p.sequences),
     }
-    grid = (p.batch * pieces * (t.segment // t.chunk) * -(-p.heads // block),)
-    return Launch(gate_sums, arguments, constants, grid, 4, 1)
+    grid = (p.batch * known["pieces"] * (t.segment // t.chunk) * -(-p.heads // block),)
+    return Launch.of(gate_sums, arguments, grid, 4, 1, known=known)

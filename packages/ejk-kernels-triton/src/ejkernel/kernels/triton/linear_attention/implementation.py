@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from ejkernel.kernels.triton.linear_attention.plans import (
 )
 from ejkernel.kernels.triton.linear_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.linear_attention.roles import Roles
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -37,23 +36,12 @@ GATES = ("g", "g_gamma", "gk", "gv")
 class LinearAttention(TritonKernel):
     """What the three have in common."""
 
-    def problem(self, a: Mapping[str, Any]) -> Problem:
-        return problem_of(a)
+    problem = staticmethod(problem_of)
+    choose = staticmethod(choice.choose)
+    near = staticmethod(choice.near)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
-
-    def choose(self, problem: Problem, target: Target) -> Tiles:
-        return choice.choose(problem, target)
-
-    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
-        return choice.near(problem, chosen, target)
-
-    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return choice.honour(chosen, cfg, problem, target)
-
-    def fields(self, chosen: Tiles) -> dict[str, Any]:
-        return choice.fields(chosen)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if choice.few_tokens(work.problem):
@@ -63,14 +51,7 @@ class LinearAttention(TritonKernel):
         starts, state = run.scan(ends, arrays.get("initial_state"), later=False)
         return (run.output(starts), state), starts
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p = work.problem
         do, dstate = cotangents
         run = Passes(work, arrays | {"do": do})

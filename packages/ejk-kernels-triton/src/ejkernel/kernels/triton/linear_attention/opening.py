@@ -1,4 +1,4 @@
-"""What kernels that read q, k, v and do of one head are launched with, whatever they make of it."""
+"""What kernels are launched with, whatever they make of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
-from ejkernel.kernels.triton.launch import In
+from ejkernel.kernels.triton.launch import In, filled
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import maps_of, row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
@@ -15,8 +15,30 @@ from ejkernel.kernels.triton.targets import Target
 Given = Any  # an operand of a launch; in a kernel a pointer or a descriptor
 
 
+def facts(p: Problem, t: Tiles, target: Target) -> dict[str, Any]:
+    """Numbers and constants of a call, which kernels ask for by these names."""
+    return {
+        "rows": p.rows,
+        "heads": p.heads,
+        "kv_heads": p.kv_heads,
+        "dim": p.dim,
+        "columns": p.value_dim,
+        "sequences": p.sequences,
+        "pieces": piece_count(p.rows, p.sequences, t.segment),
+        "scale": float(p.scale),
+        "REVERSED": p.reverse,
+        "CHUNK": t.chunk,
+        "SEGMENT": t.segment,
+        "DIM": width(p.dim),
+        "LANES": lane_count(p.sequences),
+        "LEVELS": t.chunk.bit_length() - 1,
+        "OPERAND": getattr(tl, p.operand),
+        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
+    }
+
+
 class Opening(NamedTuple):
-    """Rows of all heads and sums of their gates, sizes, and how rows are read.
+    """Rows of q, k, v, do of all heads and sums of their gates, sizes, and how rows are read.
 
     Fields in capitals are constants of a compiled kernel.
     """
@@ -57,24 +79,5 @@ def opening(p: Problem, t: Tiles, target: Target, block: int) -> Opening:
         row_operand(i, p, t.chunk, count, *size, maps)
         for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
     )
-    return Opening(
-        *rows,
-        *(In(4 + i) if p.scalar else None for i in range(3)),
-        rows=p.rows,
-        heads=p.heads,
-        kv_heads=p.kv_heads,
-        dim=p.dim,
-        columns=p.value_dim,
-        sequences=p.sequences,
-        pieces=piece_count(p.rows, p.sequences, t.segment),
-        scale=float(p.scale),
-        REVERSED=p.reverse,
-        CHUNK=t.chunk,
-        SEGMENT=t.segment,
-        DIM=dim[1],
-        COLUMNS=block,
-        LANES=lane_count(p.sequences),
-        MAPS=maps,
-        OPERAND=getattr(tl, p.operand),
-        PRECISION="tf32" if target.platform == "cuda" else "ieee",
-    )
+    known = facts(p, t, target) | {"COLUMNS": block, "MAPS": maps}
+    return filled(Opening, known, *rows, *(In(4 + i) if p.scalar else None for i in range(3)))

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import Plan, merge_leading
 from ejkernel.kernels.triton.common.sequences import piece_count
-from ejkernel.kernels.triton.launch import Launch
+from ejkernel.kernels.triton.launch import Batched, KernelPlan, Plan, merge_leading, struct
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import Roles
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
-from ejkernel.kernels.triton.targets import Target
-
-
-def _shape(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 @dataclass(frozen=True)
-class LinearPlan(Plan):
-    """Common to all: every operand has the batch in front, alone or times something."""
+class LinearPlan(Batched, KernelPlan):
+    """Common to all."""
 
     problem: Problem
     tiles: Tiles
@@ -35,20 +27,12 @@ class LinearPlan(Plan):
         p = self.problem
         return p.batch * piece_count(p.rows, p.sequences, self.tiles.segment)
 
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[Plan, Sequence[jax.Array]]:
-        merged = [
-            merge_leading(size, x, on, x.shape[1 if on else 0])
-            for x, on in zip(arrays, batched, strict=True)
-        ]
-        return replace(self, problem=self.problem.folded(size)), merged
-
 
 @dataclass(frozen=True)
 class WalkPlan(LinearPlan):
     """One launch of the walk, in the roles given."""
 
+    module = "linear_attention.walk"
     roles: Roles
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -56,20 +40,15 @@ class WalkPlan(LinearPlan):
         columns = self.roles.sizes(p)[1]
         state, segments = (p.heads, p.dim, p.value_dim), self.segments
         found = {
-            "out": _shape(self.roles.out, p.batch, p.rows, p.heads, columns),
-            "ends": _shape("float32", segments, *state),
-            "decays": _shape("float32", segments, p.heads),
-            "key_decays": _shape("float32", segments, p.heads, p.dim),
-            "value_decays": _shape("float32", segments, p.heads, p.value_dim),
-            "states": _shape(p.operand, segments * (t.segment // t.chunk), *state),
-            "reached": _shape("float32", p.batch, p.rows, p.heads, -(-columns // t.columns)),
+            "out": struct(self.roles.out, p.batch, p.rows, p.heads, columns),
+            "ends": struct("float32", segments, *state),
+            "decays": struct("float32", segments, p.heads),
+            "key_decays": struct("float32", segments, p.heads, p.dim),
+            "value_decays": struct("float32", segments, p.heads, p.value_dim),
+            "states": struct(p.operand, segments * (t.segment // t.chunk), *state),
+            "reached": struct("float32", p.batch, p.rows, p.heads, -(-columns // t.columns)),
         }
         return tuple(found[name] for name in self.roles.results(p))
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import walk
-
-        return walk.launch(self.problem, self.tiles, target, self.roles)
 
 
 @dataclass(frozen=True)
@@ -98,51 +77,40 @@ class ConstantPlan(LinearPlan):
 class SumsPlan(ConstantPlan):
     """gate, constant, cu -> prefix sums of a log decay a row and head, totals of chunks."""
 
+    module = "linear_attention.gates"
+
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        rows = _shape("float32", p.batch, p.rows, p.heads)
+        rows = struct("float32", p.batch, p.rows, p.heads)
         chunks = self.segments * (self.tiles.segment // self.tiles.chunk)
-        return rows, rows, _shape("float32", chunks, 2, p.heads)
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import gates
-
-        return gates.launch(self.problem, self.tiles, self.given, self.shared)
+        return rows, rows, struct("float32", chunks, 2, p.heads)
 
 
 @dataclass(frozen=True)
 class StepPlan(ConstantPlan):
     """-> o, final state; see ``steps``."""
 
+    module = "linear_attention.steps"
     in_place: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        state = _shape("float32", p.batch * p.states, p.heads, p.dim, p.value_dim)
-        return _shape(p.out, p.batch, p.rows, p.heads, p.value_dim), state
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import steps
-
-        return steps.launch(self.problem, self.tiles, self.given, self.shared, self.in_place)
+        state = struct("float32", p.batch * p.states, p.heads, p.dim, p.value_dim)
+        return struct(p.out, p.batch, p.rows, p.heads, p.value_dim), state
 
 
 @dataclass(frozen=True)
 class ScanPlan(LinearPlan):
     """ends, (decays), (initial), (cu) -> the states before every segment, and the last one."""
 
+    module = "linear_attention.scan"
     later: bool
     initial: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         state = (p.heads, p.dim, p.value_dim)
-        return tuple(_shape("float32", n, *state) for n in (self.segments, p.batch * p.states))
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import scan
-
-        return scan.launch(self.problem, self.tiles, self.later, self.initial)
+        return tuple(struct("float32", n, *state) for n in (self.segments, p.batch * p.states))
 
 
 @dataclass(frozen=True)
@@ -150,6 +118,7 @@ class ReadPlan(LinearPlan):
     """q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu) -> dk and dv of every head,
     and where it is ``gated`` what PullPlan needs: over, leaving, read, reading."""
 
+    module = "linear_attention.read_gradients"
     gated: bool
     dtypes: tuple[str, str]
 
@@ -157,46 +126,35 @@ class ReadPlan(LinearPlan):
         p = self.problem
         rows = (p.batch, p.rows, p.heads)
         dims = zip(self.dtypes, (p.dim, p.value_dim), strict=True)
-        found = tuple(_shape(dtype, *rows, n) for dtype, n in dims)
+        found = tuple(struct(dtype, *rows, n) for dtype, n in dims)
         if not self.gated:
             return found
         from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN
 
-        sums = (_shape("float32", *rows, n) for n in (ACROSS.value, 1, DOWN.value))
-        return (*found, _shape("float32", self.segments, p.heads), *sums)
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import read_gradients
-
-        return read_gradients.launch(self.problem, self.tiles, target, self.gated)
+        sums = (struct("float32", *rows, n) for n in (ACROSS.value, 1, DOWN.value))
+        return (*found, struct("float32", self.segments, p.heads), *sums)
 
 
 @dataclass(frozen=True)
 class PullPlan(LinearPlan):
     """over, leaving, read, reading, reached, totals of the gate, (cu) -> its gradient."""
 
+    module = "linear_attention.pull"
+
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        return (_shape("float32", p.batch, p.rows, p.heads),)
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import pull
-
-        return pull.launch(self.problem, self.tiles)
+        return (struct("float32", p.batch, p.rows, p.heads),)
 
 
 @dataclass(frozen=True)
 class GatePlan(LinearPlan):
     """q, k, v, do, sums of the gate, states, dstates, (cu) -> the gradient of the gate."""
 
+    module = "linear_attention.gate_gradient"
+
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        return (_shape("float32", p.batch, p.rows, p.heads),)
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import gate_gradient
-
-        return gate_gradient.launch(self.problem, self.tiles, target)
+        return (struct("float32", p.batch, p.rows, p.heads),)
 
 
 @dataclass(frozen=True)
@@ -207,19 +165,14 @@ class ChannelPlan(LinearPlan):
     and of the gate (dsource, dgate); alone, the first is also what rows read, and asks for no array
     that reads and no dstates."""
 
+    module = "linear_attention.channel_gradient"
     of_values: bool
     results: tuple[tuple[str, str], ...]
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         channels = p.value_dim if self.of_values else p.dim
-        return tuple(_shape(d, p.batch, p.rows, p.heads, channels) for _, d in self.results)
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import channel_gradient
-
-        names = tuple(name for name, _ in self.results)
-        return channel_gradient.launch(self.problem, self.tiles, target, self.of_values, names)
+        return tuple(struct(d, p.batch, p.rows, p.heads, channels) for _, d in self.results)
 
 
 @dataclass(frozen=True)
@@ -227,6 +180,7 @@ class PreparePlan(LinearPlan):
     """q, k, gates of keys (or do, v, gates of values), cuts, (cu) -> pairs, both decayed,
     sums of the gates of chunks, and of their halves. Where nothing ``reads``, k or v alone."""
 
+    module = "linear_attention.prepare"
     of_values: bool
     reads: bool
 
@@ -236,17 +190,12 @@ class PreparePlan(LinearPlan):
         p, t = self.problem, self.tiles
         channels = p.value_dim if self.of_values else p.dim
         chunks = self.segments * (t.segment // t.chunk)
-        rows = _shape(p.operand, p.batch, p.rows, p.heads, channels)
+        rows = struct(p.operand, p.batch, p.rows, p.heads, channels)
         found = {
-            "pairs": _shape(p.operand, chunks, p.heads, t.chunk, t.chunk),
+            "pairs": struct(p.operand, chunks, p.heads, t.chunk, t.chunk),
             "reading": rows,
             "entering": rows,
-            "totals": _shape("float32", chunks, p.heads, channels),
-            "halves": _shape("float32", chunks, p.heads, 2, channels),
+            "totals": struct("float32", chunks, p.heads, channels),
+            "halves": struct("float32", chunks, p.heads, 2, channels),
         }
         return tuple(found[name] for name in results_of(self.reads))
-
-    def launch(self, target: Target) -> Launch:
-        from ejkernel.kernels.triton.linear_attention import prepare
-
-        return prepare.launch(self.problem, self.tiles, target, self.of_values, self.reads)

@@ -18,12 +18,10 @@ chunks 0.23 ms, by halving 0.77 ms, one array alone 0.085 ms.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.common.sequences import find_segment
+from ejkernel.kernels.triton.launch import Launch, inputs, results
 from ejkernel.kernels.triton.linear_attention.channels import (
     load_cut,
     middle,
@@ -32,6 +30,7 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     sees,
     sums,
 )
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import (
@@ -149,44 +148,29 @@ def results_of(reads: bool) -> tuple[str, ...]:
 
 def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -> Launch:
     """Of operands (q), k and the gates of keys, or (do), v and those of values; then cuts, (cu)."""
-    pieces = piece_count(p.rows, p.sequences, t.segment)
-    channels = p.value_dim if of_values else p.dim
+    known, channels = facts(p, t, target), p.value_dim if of_values else p.dim
     parts = p.value_parts if of_values else p.key_parts
     some = min(CHANNELS, width(channels))
     maps = maps_of(p, t.chunk, ((channels, some),), target)
-    results = results_of(reads)
+    made = results_of(reads)
     heads = {"reader": p.heads, "source": p.kv_heads, "gate": p.heads}
     given = [name for name in heads if reads or name != "reader"]
     rows = {
         name: row_operand(i, p, t.chunk, heads[name], channels, some, maps)
         for i, name in enumerate(given)
     }
-    arguments: dict[str, Any] = {
+    arguments = {
         **{name: rows.get(name) for name in heads},
-        "cuts": In(len(given)),
-        "cu": In(len(given) + 1) if p.sequences else None,
-        **{n: Out(results.index(n)) if n in results else None for n in results_of(True)},
-        "rows": p.rows,
-        "heads": p.heads,
+        **inputs({"cuts": True, "cu": p.sequences > 0}, first=len(given)),
+        **results({name: name in made for name in results_of(True)}),
         "reader_heads": p.heads,
         "source_heads": p.kv_heads,
         "channels": channels,
-        "sequences": p.sequences,
-        "pieces": pieces,
-    }
-    constants = {
-        "REVERSED": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
         "CHANNELS": some,
-        "LANES": lane_count(p.sequences),
-        "LEVELS": t.chunk.bit_length() - 1,
         "NEAR": near(p),
         "PARTS": parts,
         "MAPS": maps,
-        "OPERAND": getattr(tl, p.operand),
-        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
-    grid = (p.batch * pieces * (t.segment // t.chunk) * p.heads,)
+    grid = (p.batch * known["pieces"] * (t.segment // t.chunk) * p.heads,)
     options = channel_options(p, parts, target)
-    return Launch(prepare, arguments, constants, grid, t.num_warps, t.num_stages, options)
+    return Launch.of(prepare, arguments, grid, t.num_warps, t.num_stages, options, known=known)

@@ -25,15 +25,15 @@ of 16 heads on an H200: 0.016 ms.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.common.sequences import find_segment
+from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = ("over", "leaving", "read", "reading", "reached", "totals", "cu")
 
@@ -106,26 +106,14 @@ def pull(
         tl.store(dgate + place, tl.where(inside, dg + outside[None, :], 0.0), mask=written)
 
 
-def launch(p: Problem, t: Tiles) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target) -> Launch:
     """Of OPERANDS in their order, cu where there is one."""
-    pieces = piece_count(p.rows, p.sequences, t.segment)
-    block = min(2, power_of_two(p.heads))
-    names = OPERANDS if p.sequences else OPERANDS[:-1]
-    arguments: dict[str, Any] = {
-        **{name: In(names.index(name)) if name in names else None for name in OPERANDS},
+    known, block = facts(p, t, target), min(2, power_of_two(p.heads))
+    arguments = {
+        **inputs({name: name != "cu" or p.sequences > 0 for name in OPERANDS}),
         "dgate": Out(0),
-        "rows": p.rows,
-        "heads": p.heads,
-        "sequences": p.sequences,
-        "pieces": pieces,
-    }
-    constants = {
-        "REVERSED": p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
         "HEADS": block,
         "PARTS": -(-p.dim // t.columns),
-        "LANES": lane_count(p.sequences),
     }
-    grid = (p.batch * pieces * -(-p.heads // block),)
-    return Launch(pull, arguments, constants, grid, 1, 1)
+    grid = (p.batch * known["pieces"] * -(-p.heads // block),)
+    return Launch.of(pull, arguments, grid, 1, 1, known=known)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import Launch, inputs, results
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
@@ -188,19 +188,12 @@ def read_gradients(
         store_rows(dkey, dk, row, written, head, heads, 0, dim, CHUNK, DIM, MAPS)
 
 
-def launch(p: Problem, t: Tiles, target: Target, gated: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, gated: bool, dtypes: tuple[str, str]) -> Launch:
     """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu)."""
     of = opening(p, t, target, width(p.value_dim))
     known = {"dstarts": True, "starts": gated, "final": gated, "cu": p.sequences > 0}
-    order = [name for name, given in known.items() if given]
-    first = 7 if p.scalar else 4
-    arguments = {
-        "of": of,
-        **{name: In(first + order.index(name)) if name in order else None for name in known},
-        "dkey": Out(0),
-        "dvalue": Out(1),
-        **{n: Out(i + 2) if gated else None for i, n in enumerate(OF_GATE)},
-    }
+    made = {"dkey": True, "dvalue": True, **dict.fromkeys(OF_GATE, gated)}
+    arguments = {"of": of, **inputs(known, first=7 if p.scalar else 4), **results(made)}
     grid = (p.batch * of.pieces * p.heads,)
     warps = 8 if of.DIM * of.COLUMNS > 64 * 64 else 4
     stages = min(t.num_stages, 2)  # three do not fit

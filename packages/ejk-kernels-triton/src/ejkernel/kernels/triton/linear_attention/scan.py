@@ -13,14 +13,14 @@ Sources: as ``walk``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import piece_count, pieces_of
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.common.sequences import pieces_of
+from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.targets import Target
 
 BLOCK = 1024
 
@@ -89,11 +89,11 @@ def scan(
     tl.store(final + state_at, state, mask=held)
 
 
-def launch(p: Problem, t: Tiles, later: bool, initial: bool) -> Launch:
+def launch(p: Problem, t: Tiles, target: Target, later: bool, initial: bool) -> Launch:
     """Of operands ends, then decays (three kinds), initial and cu as far as they are given."""
     block = power_of_two(p.value_dim)
     tall = min(max(1, BLOCK // block), power_of_two(p.dim))
-    known = {
+    given = {
         "ends": True,
         "decays": p.scalar,
         "key_decays": p.key_parts > 0,
@@ -101,19 +101,13 @@ def launch(p: Problem, t: Tiles, later: bool, initial: bool) -> Launch:
         "initial": initial,
         "cu": p.sequences > 0,
     }
-    order = [name for name, given in known.items() if given]
-    arguments: dict[str, Any] = {
-        **{name: In(order.index(name)) if name in order else None for name in known},
+    arguments = {
+        **inputs(given),
         "starts": Out(0),
         "final": Out(1),
-        "rows": p.rows,
-        "heads": p.heads,
-        "dim": p.dim,
-        "columns": p.value_dim,
-        "sequences": p.sequences,
-        "pieces": piece_count(p.rows, p.sequences, t.segment),
+        "BACKWARD": later != p.reverse,
+        "DIM": tall,
+        "COLUMNS": block,
     }
-    constants = {"BACKWARD": later != p.reverse, "SEGMENT": t.segment}
-    constants |= {"DIM": tall, "COLUMNS": block}
     grid = (p.batch * p.states * p.heads * -(-p.dim // tall),)
-    return Launch(scan, arguments, constants, grid, 4, 1)
+    return Launch.of(scan, arguments, grid, 4, 1, known=facts(p, t, target))

@@ -16,14 +16,14 @@ Sources: as ``walk``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import sequence_start
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import Launch, Out, inputs
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = (
     "query",
@@ -124,25 +124,21 @@ def steps(
     tl.store(final + place, state, mask=held)
 
 
-def launch(p: Problem, t: Tiles, given: tuple[str, ...], shared: bool, in_place: bool) -> Launch:
+def launch(
+    p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool, in_place: bool
+) -> Launch:
     """Of the operands ``given``, in the order of OPERANDS; ``shared``: one constant for all batch
     rows."""
     block = min(t.columns, width(p.value_dim))
-    arguments: dict[str, Any] = {
-        **{name: In(given.index(name)) if name in given else None for name in OPERANDS},
+    arguments = {
+        **inputs({name: name in given for name in OPERANDS}),
         "out": Out(0),
         "final": Out(1),
-        "rows": p.rows,
-        "heads": p.heads,
-        "kv_heads": p.kv_heads,
-        "dim": p.dim,
-        "columns": p.value_dim,
-        "sequences": p.sequences,
         "constants": 0 if shared else p.heads,
-        "scale": float(p.scale),
+        "COLUMNS": block,
     }
-    constants = {"REVERSED": p.reverse, "DIM": width(p.dim), "COLUMNS": block}
     owners = p.sequences + 1 if p.sequences else 1
     grid = (p.batch * owners * p.heads * -(-p.value_dim // block),)
     aliases = {given.index("initial"): 1} if in_place else {}
-    return Launch(steps, arguments, constants, grid, t.num_warps, 1, aliases=aliases)
+    known = facts(p, t, target)
+    return Launch.of(steps, arguments, grid, t.num_warps, 1, known=known, aliases=aliases)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,26 @@ class Tiles:
     columns: int
     num_warps: int
     num_stages: int
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """As fields of the config."""
+        return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
+
+    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        """These tiles with what the config says instead."""
+        changed = overridden(self, cfg, FIELDS)
+        if changed == self:
+            return self
+        return replace(changed, segment=segment_of(problem, changed, target))
+
+
+FIELDS = {
+    "chunk": "time_tile",
+    "columns": "dv_tile",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}
 
 
 def width(dim: int) -> int:
@@ -118,28 +138,7 @@ def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
     return bool(maps) and small and t.chunk <= 64 and not (p.key_parts or p.value_parts)
 
 
-def honour(t: Tiles, cfg: Any, p: Problem, target: Target) -> Tiles:
-    """``t`` with what the config says instead."""
-    names = {"chunk": "time_tile", "columns": "dv_tile"}
-    names |= {"num_warps": "num_warps", "num_stages": "num_stages"}
-    given = {n: field(cfg, name) for n, name in names.items()}
-    changed = replace(t, **{n: int(x) for n, x in given.items() if x is not None})
-    if changed == t:
-        return t
-    return replace(changed, segment=segment_of(p, changed, target))
-
-
-def fields(t: Tiles) -> dict[str, int]:
-    """As fields of the config."""
-    return {
-        "time_tile": t.chunk,
-        "dv_tile": t.columns,
-        "num_warps": t.num_warps,
-        "num_stages": t.num_stages,
-    }
-
-
-def near(p: Problem, t: Tiles, target: Target) -> list[Tiles]:
+def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Launches worth timing."""
     found = [replace(t, chunk=c) for c in (32, 64, 128)]
     found += [replace(t, columns=n) for n in (32, 64, 128) if n <= width(p.value_dim)]

@@ -51,9 +51,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_segment, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.common.sequences import find_segment
+from ejkernel.kernels.triton.launch import In, Launch, results
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.products import parts, product
 from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
@@ -315,10 +316,7 @@ def walk(
 
 def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     """Of the operands that ``roles`` names, in its order."""
-    pieces = piece_count(p.rows, p.sequences, t.segment)
-    names = list(roles.operands(p))
-    results = roles.results(p)
-
+    names, made = list(roles.operands(p)), roles.results(p)
     dim, columns = roles.sizes(p)
     # registers that decays between rows would take are free where pairs come prepared
     block = min(t.columns * (2 if p.key_parts or p.value_parts else 1), width(columns))
@@ -343,41 +341,34 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
             return row_operand(names.index(name), p, t.chunk, *row_arrays[name], maps)
         return In(names.index(name))
 
-    def made(name: str) -> Out | None:
-        return Out(results.index(name)) if name in results else None
-
+    known = facts(p, t, target)
     arguments: dict[str, Any] = {
         **{n: given(n) for n in (*row_arrays, *GATE_SUMS, *PREPARED, "cu", "starts")},
-        **{n: made(n) for n in RESULTS},
-        "rows": p.rows,
-        "heads": p.heads,
+        **results({name: name in made for name in RESULTS}),
         "query_heads": query_heads,
         "key_heads": key_heads,
         "value_heads": value_heads,
         "partner_heads": partner_heads,
         "dim": dim,
         "columns": columns,
-        "sequences": p.sequences,
-        "pieces": pieces,
         "scale_in": p.scale if roles.later else 1.0,
         "scale_out": 1.0 if roles.later else p.scale,
-    }
-    constants = {
         "SWAPPED": roles.swapped,
         "LATER": roles.later != p.reverse,
-        "CHUNK": t.chunk,
-        "SEGMENT": t.segment,
         "DIM": width(dim),
         "COLUMNS": block,
-        "LANES": lane_count(p.sequences),
         "TRANSPOSED": roles.later,
         "ASYNCHRONOUS": target.hopper,
         "AHEAD": target.hopper and not roles.states,
         "MAPS": maps,
-        "OPERAND": getattr(tl, p.operand),
         "SPLIT": split,
-        "PRECISION": "tf32" if target.platform == "cuda" else "ieee",
     }
-    grid = (p.batch * pieces * p.heads * -(-columns // block),)
-    exact = {"SPLIT": False}  # products of float32 numbers as they are
-    return Launch(walk, arguments, constants, grid, t.num_warps, t.num_stages, interpreted=exact)
+    return Launch.of(
+        walk,
+        arguments,
+        (p.batch * known["pieces"] * p.heads * -(-columns // block),),
+        t.num_warps,
+        t.num_stages,
+        known=known,
+        interpreted={"SPLIT": False},  # products of float32 numbers as they are
+    )

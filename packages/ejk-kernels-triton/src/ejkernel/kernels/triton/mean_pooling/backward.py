@@ -11,12 +11,10 @@ Bound: dx is written once, dout is read once: memory, as in ``forward``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
+from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
 from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
 
 
@@ -104,25 +102,15 @@ def launch(p: Problem, t: Tiles) -> Launch:
         units = piece_count(p.rows, p.sequences, block)
     else:
         units = -(-p.rows // block)
-    arguments: dict[str, Any] = {
-        "dout": In(0),
-        "count": In(1) if p.masked else None,
-        "kept": In(2) if p.masked else None,
-        "cu": In(1 + 2 * p.masked) if p.sequences else None,
+    given = {"dout": True, "count": p.masked, "kept": p.masked, "cu": p.sequences > 0}
+    arguments = {
+        **inputs(given),
         "dx": Out(0),
-        "rows": p.rows,
-        "channels": p.channels,
-        "chunk": p.chunk,
-        "sequences": p.sequences,
-        "per_sequence": p.per_sequence,
         "units": units,
-    }
-    constants = {
         "ONE": one,
         "BLOCK": block,
         "CHANNELS": channels,
         "LANES": lane_count(p.sequences),
-        "STREAMED": p.streamed,
     }
     grid = (p.batch * units * -(-p.channels // channels),)
-    return Launch(spread, arguments, constants, grid, t.num_warps, 1)
+    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.facts)

@@ -17,8 +17,6 @@ larger than the cache, are not to be kept there). Parts add their float32 sums t
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import (
@@ -28,7 +26,7 @@ from ejkernel.kernels.triton.common.sequences import (
     pieces_of,
     sequence_start,
 )
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import Launch, inputs, results
 from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
 
 
@@ -245,21 +243,11 @@ def launch(p: Problem, t: Tiles) -> Launch:
     """Of operands x, then what is kept and cu as far as they are given."""
     units, parts = split(p, t)
     groups, each = t.shape(p)
-    arguments: dict[str, Any] = {
-        "x": In(0),
-        "kept": In(1) if p.masked else None,
-        "cu": In(1 + p.masked) if p.sequences else None,
-        "out": Out(0),
-        "count": Out(1) if p.masked else None,
-        "rows": p.rows,
-        "channels": p.channels,
-        "chunk": p.chunk,
-        "sequences": p.sequences,
-        "per_sequence": p.per_sequence,
+    arguments = {
+        **inputs({"x": True, "kept": p.masked, "cu": p.sequences > 0}),
+        **results({"out": True, "count": p.masked}),
         "units": units,
         "parts": parts,
-    }
-    constants = {
         "GROUPS": groups,
         "ROWS": each,
         "CHANNELS": t.channels,
@@ -269,30 +257,23 @@ def launch(p: Problem, t: Tiles) -> Launch:
         "EVEN": not (p.sequences or p.masked or t.part)
         and p.rows % p.chunk == p.chunk % each == p.per_sequence % groups == 0
         and p.channels % t.channels == 0,
-        "STREAMED": p.streamed,
     }
     grid = (p.batch * units * -(-p.channels // t.channels),)
-    return Launch(sums_of_groups, arguments, constants, grid, t.num_warps, 1)
+    return Launch.of(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.facts)
 
 
 def merge_launch(p: Problem, t: Tiles) -> Launch:
     """Of operands sums, then counts and cu as far as they are given."""
     slots, parts = split(p, t)
     channels = min(64, t.channels)  # parts are few: more programs rather than whole lines
-    arguments: dict[str, Any] = {
-        "sums": In(0),
-        "counts": In(1) if p.masked else None,
-        "cu": In(1 + p.masked) if p.sequences else None,
-        "out": Out(0),
-        "count": Out(1) if p.masked else None,
-        "rows": p.rows,
-        "channels": p.channels,
-        "chunk": p.chunk,
-        "sequences": p.sequences,
-        "groups": p.groups,
+    arguments = {
+        **inputs({"sums": True, "counts": p.masked, "cu": p.sequences > 0}),
+        **results({"out": True, "count": p.masked}),
         "slots": slots,
         "parts": parts,
+        "ROWS": 32,
+        "CHANNELS": channels,
+        "PART": t.part or 1,
     }
-    constants = {"ROWS": 32, "CHANNELS": channels, "PART": t.part or 1}
     grid = (p.batch * p.groups * -(-p.channels // channels),)
-    return Launch(means_of_parts, arguments, constants, grid, 4, 1)
+    return Launch.of(means_of_parts, arguments, grid, 4, 1, known=p.facts)

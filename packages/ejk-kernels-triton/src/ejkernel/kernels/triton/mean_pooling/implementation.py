@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import Plan, call, merge_leading
-from ejkernel.kernels.triton.kernel import TritonKernel
-from ejkernel.kernels.triton.launch import Launch
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
+from ejkernel.kernels.triton.launch import Batched, KernelPlan, Launch, struct
 from ejkernel.kernels.triton.mean_pooling import tiles as choice
-from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
+from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -30,26 +29,12 @@ class MeanPooling(TritonKernel):
     """
 
     call = calls.MeanPooling
-
-    def problem(self, a: Mapping[str, Any]) -> Problem:
-        return choice.problem_of(a)
+    problem = staticmethod(choice.problem_of)
+    choose = staticmethod(choice.choose)
+    near = staticmethod(choice.near)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if problem.dtype not in BYTES:
-            return f"x: {problem.dtype} is not supported, only {', '.join(BYTES)}"
-        return None
-
-    def choose(self, problem: Problem, target: Target) -> Tiles:
-        return choice.choose(problem, target)
-
-    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
-        return choice.near(problem, chosen)
-
-    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return choice.honour(chosen, cfg, problem)
-
-    def fields(self, chosen: Tiles) -> dict[str, Any]:
-        return choice.fields(chosen)
+        return unsupported({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t = work.problem, work.tiles
@@ -61,14 +46,7 @@ class MeanPooling(TritonKernel):
         mean, *count = found
         return (mean,), tuple(count)
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p = work.problem
         cu = [arrays["cu_seqlens"][None]] if p.sequences else []
         kept = [*saved, arrays["kept"]] if p.masked else []
@@ -76,7 +54,7 @@ class MeanPooling(TritonKernel):
 
 
 @dataclass(frozen=True)
-class PoolPlan(Plan):
+class PoolPlan(Batched, KernelPlan):
     """One of the three launches: means or sums of parts, the parts' means, the gradient."""
 
     problem: Problem
@@ -86,14 +64,14 @@ class PoolPlan(Plan):
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         from ejkernel.kernels.triton.mean_pooling import forward
 
-        p, dtype = self.problem, jnp.dtype(self.problem.dtype)
+        p, dtype = self.problem, self.problem.dtype
         if self.kind == "spread":
-            return (jax.ShapeDtypeStruct((p.batch, p.rows, p.channels), dtype),)
+            return (struct(dtype, p.batch, p.rows, p.channels),)
         rows = p.batch * p.groups
         if self.kind == "sums" and self.tiles.part:
-            rows, dtype = p.batch * forward.split(p, self.tiles)[0], jnp.dtype(jnp.float32)
-        found = (jax.ShapeDtypeStruct((rows, p.channels), dtype),)
-        return (*found, jax.ShapeDtypeStruct((rows,), jnp.float32)) if p.masked else found
+            rows, dtype = p.batch * forward.split(p, self.tiles)[0], "float32"
+        found = (struct(dtype, rows, p.channels),)
+        return (*found, struct("float32", rows)) if p.masked else found
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.mean_pooling import backward, forward
@@ -104,16 +82,6 @@ class PoolPlan(Plan):
             "spread": backward.launch,
         }[self.kind]
         return make(self.problem, self.tiles)
-
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[Plan, Sequence[jax.Array]]:
-        p = self.problem
-        merged = [
-            merge_leading(size, x, on, x.shape[1 if on else 0])
-            for x, on in zip(arrays, batched, strict=True)
-        ]
-        return replace(self, problem=replace(p, batch=size * p.batch)), merged
 
 
 mean_pooling = MeanPooling()

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+FIELDS = {"rows": "token_tile", "channels": "channel_tile", "num_warps": "num_warps"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,23 @@ class Problem:
         """Of one call."""
         return max(self.sequences, 1) * self.per_sequence
 
+    def folded(self, size: int) -> Problem:
+        """``size`` times as many calls."""
+        return replace(self, batch=size * self.batch)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Numbers and constants that kernels ask for by these names."""
+        return {
+            "rows": self.rows,
+            "channels": self.channels,
+            "chunk": self.chunk,
+            "sequences": self.sequences,
+            "per_sequence": self.per_sequence,
+            "groups": self.groups,
+            "STREAMED": self.streamed,
+        }
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -67,6 +85,16 @@ class Tiles:
     channels: int
     num_warps: int
     part: int = 0
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """As fields of the config."""
+        return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
+
+    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        """These tiles with what the config says instead."""
+        t = overridden(self, cfg, FIELDS)
+        return replace(t, part=max(t.part, t.rows) if t.part else 0)
 
     def shape(self, p: Problem) -> tuple[int, int]:
         """(groups, rows of each) that a program reads at once."""
@@ -94,20 +122,7 @@ def choose(p: Problem, target: Target) -> Tiles:
     return replace(t, part=max(128, min(4096, power_of_two(part))))
 
 
-def honour(t: Tiles, cfg: Any, p: Problem) -> Tiles:
-    """``t`` with what the config says instead."""
-    names = {"rows": "token_tile", "channels": "channel_tile", "num_warps": "num_warps"}
-    given = {n: field(cfg, name) for n, name in names.items()}
-    t = replace(t, **{n: int(x) for n, x in given.items() if x is not None})
-    return replace(t, part=max(t.part, t.rows) if t.part else 0)
-
-
-def fields(t: Tiles) -> dict[str, int]:
-    """As fields of the config."""
-    return {"token_tile": t.rows, "channel_tile": t.channels, "num_warps": t.num_warps}
-
-
-def near(p: Problem, t: Tiles) -> list[Tiles]:
+def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Launches worth timing."""
     found = [replace(t, rows=r) for r in (16, 32, 64, 128)]
     found += [replace(t, num_warps=w) for w in (2, 8)]

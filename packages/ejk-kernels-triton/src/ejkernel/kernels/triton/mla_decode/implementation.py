@@ -10,28 +10,21 @@ the heads of all new tokens of a sequence are its query rows, 64 to a program.
 Bound: one token costs 2 * heads * (dc + latent) operations and dc elements. At B64, context 8192,
 dc 576, latent 512 in bfloat16: 604 MB, 0.14 ms at 4.3 TB/s; with 128 heads 146 GFLOP, 0.21 ms at
 690 TFLOP/s, so that products decide from about 90 heads on.
-
-Gradients, which decoding rarely needs, are those of the XLA implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.mla_decode import tiles
-from ejkernel.kernels.triton.page_attention.implementation import (
-    DTYPES,
-    NAMES,
-    decoder,
-    xla_gradients,
-)
+from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
 from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
-from ejkernel.kernels.triton.page_attention.tiles import Tiles, honour
+from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -40,7 +33,7 @@ from ejkernel.types.softmax import named
 MAX_LATENT, MAX_ROPE = 512, 128
 
 
-class MLADecode(TritonKernel):
+class MLADecode(CacheKernel):
     """Latent attention of the last tokens over a paged cache, on a GPU; see the operation of this
     name.
 
@@ -54,6 +47,8 @@ class MLADecode(TritonKernel):
     """
 
     call = calls.MLADecode
+    choose = staticmethod(tiles.choose)
+    near = staticmethod(tiles.near)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         q, cache, window = a["query"], a["latent_cache"], a["sliding_window"]
@@ -81,10 +76,11 @@ class MLADecode(TritonKernel):
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         p = problem
-        if p.query not in DTYPES:
-            return f"query: {p.query} is not supported, only {', '.join(DTYPES)}"
-        if p.key not in BYTES:
-            return f"latent_cache: {p.key} is not supported, only {', '.join(BYTES)}"
+        reason = unsupported({"query": p.query}, {}) or unsupported(
+            {"latent_cache": p.key}, {}, among=BYTES
+        )
+        if reason is not None:
+            return reason
         least = 32 if BYTES[p.key] == 1 else 16
         if not least <= p.value_dim <= MAX_LATENT or p.value_dim != power_of_two(p.value_dim):
             return f"latent_dim: {p.value_dim} is not a power of two from {least} to {MAX_LATENT}"
@@ -100,17 +96,11 @@ class MLADecode(TritonKernel):
         lse = jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
         return jnp.zeros((*query.shape[:-1], p.value_dim), query.dtype), lse
 
-    def choose(self, problem: Problem, target: Target) -> Tiles:
-        return tiles.choose(problem, target)
-
-    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
-        return tiles.near(problem, target, chosen)
-
     def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return tiles.settled(honour(chosen, problem, cfg), problem, target)
+        return tiles.settled(super().honour(chosen, cfg, problem, target), problem, target)
 
-    def fields(self, chosen: Tiles) -> dict[str, Any]:
-        return chosen.fields
+    def options(self, problem: Problem) -> dict[str, Any]:
+        return {"latent_dim": problem.value_dim, "return_lse": problem.lse}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, query = work.problem, arrays["query"]
@@ -127,21 +117,6 @@ class MLADecode(TritonKernel):
         o, *lse = decoder(work)(*(given.get(name) for name in NAMES))
         o = o.reshape(*query.shape[:-1], p.value_dim)
         return named(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
-
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
-        p = work.problem
-        fixed = {"context_lens", "block_tables"}
-        fixed |= {"latent_cache"} if BYTES[p.key] == 1 else set()
-        return xla_gradients(
-            self.call.name, p, arrays, fixed, cotangents, latent_dim=p.value_dim, return_lse=p.lse
-        )
 
 
 mla_decode = MLADecode()

@@ -34,14 +34,7 @@ class Gated:
         total = sum(_times(arrays, name, arrays[name]) for name in _branches(arrays))
         return (total.astype(work.problem),), ()
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         names, (do,) = _branches(arrays), cotangents
         parts = [_times(arrays, name, do).astype(arrays[name].dtype) for name in names]
         # XLA makes one kernel of these products and the sums below, which takes twice the time

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention import flash_attention
-from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.gates import add
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
@@ -36,9 +36,6 @@ from ejkernel.types.token_blocks import (
     find_blocks,
     means_mask,
 )
-
-DTYPES = ("float16", "bfloat16", "float32")
-MAX_DIM = 256
 
 
 @partial(jax.jit, static_argnums=0)
@@ -71,26 +68,17 @@ class NativeSparseAttention(TritonKernel):
         return self.call.given(a)
 
     def refuse(self, problem: Any, target: Target) -> str | None:
-        dtype = _dtype(problem)
-        if dtype not in DTYPES:
-            return f"query: {dtype} is not supported, only {', '.join(DTYPES)}"
-        for argument in ("query", "value"):
-            dim = getattr(problem, argument).shape[3]
-            if dim > MAX_DIM or dim % 8:
-                return f"{argument}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
-        return None
+        dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}
+        return unsupported({"query": _dtype(problem)}, dims)
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
         return tiles.choose(selected_problem(problem), target)
 
     def near(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
-        return tiles.near(chosen, selected_problem(problem))
+        return tiles.near(selected_problem(problem), target, chosen)
 
     def honour(self, chosen: Any, cfg: Any, problem: Any, target: Target) -> tiles.SparseTiles:
-        return tiles.honour(chosen, cfg, selected_problem(problem))
-
-    def fields(self, chosen: tiles.SparseTiles) -> dict[str, Any]:
-        return tiles.fields(chosen)
+        return chosen.honouring(cfg, selected_problem(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, cu = work.problem, arrays.get("cu_seqlens")

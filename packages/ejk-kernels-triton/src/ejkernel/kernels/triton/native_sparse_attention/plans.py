@@ -5,18 +5,23 @@ Every operand and result has a leading axis of batch rows, which a ``vmap`` axis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.kernels.triton.bridge import merge_leading
 from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
-from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
-from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, padded, piece_length
+from ejkernel.kernels.triton.launch import (
+    Batched,
+    In,
+    KernelPlan,
+    Launch,
+    Out,
+    power_of_two,
+    struct,
+)
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
+from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, piece_length
 from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = {
@@ -34,7 +39,7 @@ PACKED = {
 
 
 @dataclass(frozen=True)
-class SelectedPlan:
+class SelectedPlan(Batched, KernelPlan):
     """One of the four launches: ``forward``, ``dq``, ``pieces`` and ``sums`` of dk and dv."""
 
     problem: Problem
@@ -62,7 +67,7 @@ class SelectedPlan:
         }
         kinds = {"forward": (p.dtype, "float32", "float32"), "pieces": ("float32",) * 2}
         found = zip(shapes[self.kind], kinds.get(self.kind, (p.dtype,) * 2), strict=False)
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in found)
+        return tuple(struct(kind, *shape) for shape, kind in found)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.native_sparse_attention import (
@@ -78,43 +83,27 @@ class SelectedPlan:
             "pieces": ("dk_parts", "dv_parts"),
             "sums": ("dk", "dv"),
         }
-        parts, walks = p.parts(t.keys), kind in ("forward", "dq")
+        parts = p.parts(t.keys)
+        members = min(power_of_two(p.group), t.heads)
         arguments: dict[str, Any] = dict.fromkeys(PACKED[kind])
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         arguments |= {name: Out(i) for i, name in enumerate(results[kind])}
-        arguments |= {"length": p.length, "kv_heads": p.kv_heads, "size": p.size}
-        constants: dict[str, Any] = {
-            "D": p.dim,
-            "DV": p.value_dim,
-            "COLUMNS": padded(p.dim),
+        known = p.facts | {
             "VALUE_COLUMNS": padded(p.value_dim),
             "KEYS": t.keys,
             "PARTS": parts,
+            "entries": p.entries,
+            "pieces": self.pieces,
+            "PRECISION": p.precision,
+            "ROWS": min(padded(p.group), t.heads),
+            "SPLITS": -(-p.group // (members if kind == "pieces" else t.heads)),
+            "SLOTS": power_of_two(p.slots),
+            "EVEN": p.size % t.keys == 0,
+            "LENGTH": piece_length(p),
+            "MEMBERS": members,
+            "TOKENS": max(t.tokens, 16 // members),
+            "LANES": lane_count(p.blocks),
         }
-        if kind != "sums":
-            arguments |= {"heads": p.heads, "slope": p.slope, "sign": p.sign}
-            constants |= {"GROUP": p.group, "PRECISION": p.precision}
-        if kind in ("dq", "pieces"):
-            arguments |= {"scale": float(p.scale)}
-        if walks:
-            arguments |= {"slots": p.slots}
-            constants |= {
-                "ROWS": min(padded(p.group), t.heads),
-                "SPLITS": -(-p.group // t.heads),
-                "SLOTS": power_of_two(p.slots),
-                "EVEN": p.size % t.keys == 0,
-            }
-        else:
-            arguments |= {"blocks": p.blocks, "entries": p.entries, "pieces": self.pieces}
-            constants |= {"LENGTH": piece_length(p)}
-        if kind == "pieces":
-            members = min(power_of_two(p.group), t.heads)
-            constants |= {
-                "MEMBERS": members,
-                "SPLITS": -(-p.group // members),
-                "TOKENS": max(t.tokens, 16 // members),
-                "LANES": lane_count(p.blocks),
-            }
         programs = {
             "forward": p.length * -(-p.group // t.heads),
             "dq": p.length * -(-p.group // t.heads),
@@ -129,13 +118,4 @@ class SelectedPlan:
         }[kind]
         warps, stages = (4, 1) if kind == "sums" else (t.num_warps, t.num_stages)
         grid = (p.batch * p.kv_heads * programs,)
-        return Launch(kernel, arguments, constants, grid, warps, stages)
-
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[SelectedPlan, Sequence[jax.Array]]:
-        merged = [
-            merge_leading(size, x, on, x.shape[1 if on else 0])
-            for x, on in zip(arrays, batched, strict=True)
-        ]
-        return replace(self, problem=self.problem.folded(size)), merged
+        return Launch.of(kernel, arguments, grid, warps, stages, known=known)

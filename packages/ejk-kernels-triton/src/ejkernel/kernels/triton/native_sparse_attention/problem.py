@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.types.problem import LOG2E
 
 TINY = 2.0**-120
+
+
+def padded(n: int) -> int:
+    """The power of two that holds ``n`` rows or columns of a product."""
+    return max(16, power_of_two(n))
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,25 @@ class Problem:
     def precision(self) -> str:
         """Of float32 products, in Triton's words."""
         return "tf32"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Numbers and constants that kernels ask for by these names."""
+        return {
+            "length": self.length,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "size": self.size,
+            "blocks": self.blocks,
+            "slots": self.slots,
+            "scale": float(self.scale),
+            "slope": self.slope,
+            "sign": self.sign,
+            "D": self.dim,
+            "DV": self.value_dim,
+            "COLUMNS": padded(self.dim),
+            "GROUP": self.group,
+        }
 
     def folded(self, size: int) -> Problem:
         """``size`` calls at once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.triton.bridge import call, merge_leading
-from ejkernel.kernels.triton.launch import In, Launch, Out, power_of_two
-from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
-from ejkernel.kernels.triton.native_sparse_attention.tiles import padded
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.launch import (
+    Batched,
+    In,
+    KernelPlan,
+    Launch,
+    Out,
+    power_of_two,
+    struct,
+)
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.token_blocks import Blocks, block_means
 
@@ -61,7 +67,7 @@ def choose(p: Problem, target: Target) -> Tiles:
 
 
 @dataclass(frozen=True)
-class SelectPlan:
+class SelectPlan(Batched, KernelPlan):
     """One launch: ``ranks``, or ``scores`` for XLA to rank."""
 
     problem: Problem
@@ -79,12 +85,9 @@ class SelectPlan:
         p, t = self.problem, self.tiles
         lead = (p.batch, p.length, p.kv_heads)
         if self.kind == "scores":
-            return (jax.ShapeDtypeStruct((*lead, p.blocks), jnp.dtype("float32")),)
+            return (struct("float32", *lead, p.blocks),)
         scores = (p.batch, t.programs * t.tokens(p), p.blocks)
-        return (
-            jax.ShapeDtypeStruct((*lead, p.slots), jnp.dtype("int32")),
-            jax.ShapeDtypeStruct(scores, jnp.dtype("float32")),
-        )
+        return struct("int32", *lead, p.slots), struct("float32", *scores)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.native_sparse_attention import select_kernel
@@ -94,22 +97,9 @@ class SelectPlan:
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         results = ("chosen", "scores") if ranks else ("scores",)
         arguments |= {name: Out(i) for i, name in enumerate(results)}
-        arguments |= {
-            "length": p.length,
-            "heads": p.heads,
-            "kv_heads": p.kv_heads,
-            "blocks": p.blocks,
-            "size": p.size,
-            "slots": p.slots,
-            "programs": t.programs,
-            "slope": p.slope,
-            "sign": p.sign,
-        }
         count = p.slots - 1 if ranks else 1
-        constants = {
-            "D": p.dim,
-            "COLUMNS": padded(p.dim),
-            "GROUP": p.group,
+        arguments |= {
+            "programs": t.programs,
             "MEMBERS": t.members(p),
             "SPLITS": -(-p.group // t.members(p)),
             "TOKENS": t.tokens(p),
@@ -123,16 +113,7 @@ class SelectPlan:
         grid = (p.batch * t.programs,)
         kernel = select_kernel.score_blocks
         options = {} if t.registers is None or not ranks else {"maxnreg": t.registers}
-        return Launch(kernel, arguments, constants, grid, t.num_warps, t.num_stages, options)
-
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[SelectPlan, Sequence[jax.Array]]:
-        merged = [
-            merge_leading(size, x, on, x.shape[1 if on else 0])
-            for x, on in zip(arrays, batched, strict=True)
-        ]
-        return replace(self, problem=self.problem.folded(size)), merged
+        return Launch.of(kernel, arguments, grid, t.num_warps, t.num_stages, options, known=p.facts)
 
 
 def exact_terms(means: jax.Array) -> tuple[jax.Array, jax.Array]:

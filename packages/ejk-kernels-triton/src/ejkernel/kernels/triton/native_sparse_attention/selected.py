@@ -41,14 +41,7 @@ class Selected:
         o, *rows = _launch(work, work.tiles.fwd, "forward", tensors, arrays["places"])
         return (o,), tuple(rows)
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         tensors = {name: arrays[name] for name in ("q", "k", "v", "chosen")}
         blocks: Blocks = arrays["places"]
         (o,), (do,) = outputs, cotangents

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
@@ -36,10 +36,27 @@ class SparseTiles:
     dq: Tiles
     dkv: Tiles
 
+    @property
+    def fields(self) -> dict[str, int]:
+        """As fields of the config."""
+        found = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
+        return found | {"q_tile": self.dkv.tokens}
 
-def padded(n: int) -> int:
-    """The power of two that holds ``n`` rows or columns of a product."""
-    return max(16, power_of_two(n))
+    def honouring(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
+        """These tiles with what the config says instead of the forward pass's.
+
+        Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
+        ``q_tile``: tokens of a step of the key gradients.
+        """
+        given = {mine: field(cfg, theirs) for mine, theirs in FIELDS.items()}
+        new = {n: int(x) for n, x in given.items() if x not in (None, getattr(self.fwd, n))}
+        dkv, tokens = self.dkv, field(cfg, "q_tile")
+        if "keys" in new:
+            new["keys"] = min(power_of_two(max(16, new["keys"])), padded(problem.size))
+            dkv = replace(dkv, keys=new["keys"])
+        if tokens is not None:
+            dkv = replace(dkv, tokens=power_of_two(int(tokens)))
+        return SparseTiles(replace(self.fwd, **new), replace(self.dq, **new), dkv)
 
 
 def choose(p: Problem, target: Target) -> SparseTiles:
@@ -111,30 +128,7 @@ def _transposed(p: Problem, target: Target) -> Tiles:
 FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile"}
 
 
-def honour(t: SparseTiles, cfg: Any, p: Problem) -> SparseTiles:
-    """``t`` with what the config says instead of the forward pass's tiles.
-
-    Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
-    ``q_tile``: tokens of a step of the key gradients.
-    """
-    given = {mine: field(cfg, theirs) for mine, theirs in FIELDS.items()}
-    new = {n: int(x) for n, x in given.items() if x not in (None, getattr(t.fwd, n))}
-    dkv, tokens = t.dkv, field(cfg, "q_tile")
-    if "keys" in new:
-        new["keys"] = min(power_of_two(max(16, new["keys"])), padded(p.size))
-        dkv = replace(dkv, keys=new["keys"])
-    if tokens is not None:
-        dkv = replace(dkv, tokens=power_of_two(int(tokens)))
-    return SparseTiles(replace(t.fwd, **new), replace(t.dq, **new), dkv)
-
-
-def fields(t: SparseTiles) -> dict[str, int]:
-    """As fields of the config."""
-    found = {theirs: getattr(t.fwd, mine) for mine, theirs in FIELDS.items()}
-    return found | {"q_tile": t.dkv.tokens}
-
-
-def near(t: SparseTiles, p: Problem) -> list[SparseTiles]:
+def near(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
     """Tiles worth timing: another stage, twice the warps, half the keys."""
     changes = [
         {"num_stages": t.fwd.num_stages + 1},
@@ -143,7 +137,7 @@ def near(t: SparseTiles, p: Problem) -> list[SparseTiles]:
     ]
     if t.fwd.keys > 16:
         changes += [{"kv_tile": t.fwd.keys // 2, "num_stages": t.fwd.num_stages + 2}]
-    return [honour(t, change, p) for change in changes]
+    return [t.honouring(change, p, target) for change in changes]
 
 
 def piece_length(p: Problem) -> int:

@@ -20,8 +20,8 @@ from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
 
 
 @triton.jit
-def whole_sums(m, l, sink, sink_row, heads, inside, sinks, SINKS: tl.constexpr):  # noqa: E741
-    """(alive, weight, top, total), float32, of rows with state (m, l) and their sinks.
+def whole_sums(m, l, sinks, b, heads, inside):  # noqa: E741
+    """(alive, weight, top, total), float32, of rows with state (m, l) and the sinks of their heads.
 
     Sums relative to m count ``weight`` of those relative to ``top``, the larger of m and the sinks;
     ``total`` is relative to top. Rows that saw nothing are not ``alive``: 0 and 1 for them.
@@ -31,12 +31,11 @@ def whole_sums(m, l, sink, sink_row, heads, inside, sinks, SINKS: tl.constexpr):
     total = tl.where(alive, l, 1.0)
     weight = total * 0.0 + 1.0
     top = base
-    if sink is not None:
-        s = tl.arange(0, SINKS)
-        mask = inside[:, None] & (s < sinks)[None, :]
-        logits = tl.load(
-            sink + sink_row + heads[:, None] * sinks + s[None, :], mask=mask, other=float("-inf")
-        )
+    if sinks.array is not None:
+        s = tl.arange(0, sinks.PADDED)
+        mask = inside[:, None] & (s < sinks.count)[None, :]
+        at = sinks.array + b * sinks.row + heads[:, None] * sinks.count + s[None, :]
+        logits = tl.load(at, mask=mask, other=float("-inf"))
         logits = tl.minimum(logits.to(tl.float32) * LOG2E, 3.4028234e38)  # finite ones stay so
         top = tl.maximum(base, tl.max(logits, 1))
         weight = tl.exp2(base - top)
@@ -45,27 +44,13 @@ def whole_sums(m, l, sink, sink_row, heads, inside, sinks, SINKS: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    m,
-    l,  # noqa: E741
-    sink,
-    sink_row,
-    heads,
-    inside,
-    sinks,
-    v_scale,
-    scale_at,
-    SINKS: tl.constexpr,
-):
-    """float32 factor of the unnormalised outputs of rows with state (m, l); 0 for empty rows.
-
-    sink: float ``[rows, sinks]`` by query head from ``sink_row`` on, or None. SINKS: their
-    number as a power of two.
-    """
-    alive, factor, _, total = whole_sums(m, l, sink, sink_row, heads, inside, sinks, SINKS)
+def finish(m, l, sinks, b, heads, inside, v_scale, hk):  # noqa: E741
+    """float32 factor of the unnormalised outputs of rows with state (m, l); 0 for empty rows."""
+    alive, factor, _, total = whole_sums(m, l, sinks, b, heads, inside)
     factor = factor / total
-    if v_scale is not None:
-        factor = factor * tl.load(v_scale + scale_at).to(tl.float32)
+    if v_scale.array is not None:
+        at = v_scale.array + (b * v_scale.row + hk * v_scale.head)
+        factor = factor * tl.load(at).to(tl.float32)
     return tl.where(alive, factor, 0.0)
 
 
@@ -134,15 +119,11 @@ def paged_merge(
     l_in,
     starts,
     v_scale,
-    sink,
+    sinks,
     o,
     lse_out,
     batch,
     shares,
-    v_scale_row,
-    v_scale_head,
-    sink_row,
-    sinks,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -150,7 +131,6 @@ def paged_merge(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * HEADS
     b = tl.program_id(0) // ROWS
@@ -161,14 +141,11 @@ def paged_merge(
         acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, DV, COLUMNS, PARTS
     )
     one = tl.arange(0, 1)
-    factor = finish(
-        m, l, sink, b * sink_row, h + one, one < 1, sinks, v_scale,
-        b * v_scale_row + h // GROUP * v_scale_head, SINKS,
-    )  # fmt: skip
+    factor = finish(m, l, sinks, b, h + one, one < 1, v_scale, h // GROUP)
     column = tl.arange(0, COLUMNS)
     row += b.to(tl.int64) * ROWS
     if lse_out is not None:
-        alive, _, top, total = whole_sums(m, l, sink, b * sink_row, h + one, one < 1, sinks, SINKS)
+        alive, _, top, total = whole_sums(m, l, sinks, b, h + one, one < 1)
         lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse_out + row + one, lse)
     tl.store(

@@ -215,10 +215,7 @@ def paged_split(
         m = m * slopes
         acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, dims.DV_REST, cache.V_KIND)
         if o is not None:
-            factor = finish(
-                m, l, sinks.array, b * sinks.row, heads, inside, sinks.count, v_scale.array,
-                b * v_scale.row + hk * v_scale.head, sinks.PADDED,
-            )  # fmt: skip
+            factor = finish(m, l, sinks, b, heads, inside, v_scale, hk)
             acc = acc * factor[:, None]
             if dims.DV_REST > 0:
                 acc_more = acc_more * factor[:, None]

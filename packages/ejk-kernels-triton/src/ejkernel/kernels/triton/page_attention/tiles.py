@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
 
+LAUNCHED = {"num_warps": "num_warps", "num_stages": "num_stages"}  # and a config's names of them
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
 
 
@@ -50,6 +52,23 @@ class Tiles:
         """As fields of a config."""
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
+
+    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        """These tiles with what a config says instead, then the splits that the call asks for."""
+        tiles, pages = overridden(self, cfg, LAUNCHED), field(cfg, "pages_per_block")
+        if pages is not None:
+            tiles = replace(tiles, block=max(16, power_of_two(int(pages) * problem.page_size)))
+        splits = field(cfg, "num_splits") if problem.splits is None else problem.splits
+        if splits is None:
+            return tiles
+        return replace(tiles, splits=min(int(splits), max(problem.capacity, 1)))  # a token each
+
+    def honouring_block(self, params: Any) -> Tiles:
+        """The same with forward params of a config, for caches without pages."""
+        tiles, block = overridden(self, params, LAUNCHED), field(params, "kv_blocksize")
+        if block is not None:
+            tiles = replace(tiles, block=max(16, power_of_two(int(block))))
+        return tiles
 
 
 def query_rows(problem: Problem, most: int = MAX_ROWS) -> tuple[int, int]:
@@ -116,31 +135,6 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     shares = room // heads if 4 * heads <= room else -(-4 * room // heads)
     longest = -(-problem.capacity // tiles.block)
     return max(1, min(shares, problem.batch * longest))
-
-
-def honour(tiles: Tiles, problem: Problem, cfg: Any) -> Tiles:
-    """``tiles`` with what the config says instead, then the splits that the call asks for."""
-    pages = field(cfg, "pages_per_block")
-    if pages is not None:
-        tiles = replace(tiles, block=max(16, power_of_two(int(pages) * problem.page_size)))
-    for name in ("num_warps", "num_stages"):
-        if field(cfg, name) is not None:
-            tiles = replace(tiles, **{name: int(field(cfg, name))})
-    splits = field(cfg, "num_splits") if problem.splits is None else problem.splits
-    if splits is None:
-        return tiles
-    return replace(tiles, splits=min(int(splits), max(problem.capacity, 1)))  # a token each
-
-
-def honour_block(tiles: Tiles, params: Any) -> Tiles:
-    """``tiles`` with what the forward params of a config say, for caches without pages."""
-    block = field(params, "kv_blocksize")
-    if block is not None:
-        tiles = replace(tiles, block=max(16, power_of_two(int(block))))
-    for name in ("num_warps", "num_stages"):
-        if field(params, name) is not None:
-            tiles = replace(tiles, **{name: int(field(params, name))})
-    return tiles
 
 
 def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:

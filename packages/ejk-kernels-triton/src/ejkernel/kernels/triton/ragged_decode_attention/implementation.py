@@ -1,7 +1,4 @@
-"""Decoding from a contiguous cache in Triton: paged decoding whose sequences have one page each.
-
-Gradients, which decoding rarely needs, are those of the XLA implementation.
-"""
+"""Decoding from a contiguous cache in Triton: paged decoding whose sequences have one page each."""
 
 from __future__ import annotations
 
@@ -11,17 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.kernel import TritonKernel
+from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.implementation import (
-    DTYPES,
-    MAX_DIM,
-    NAMES,
-    decoder,
-    xla_gradients,
-)
+from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
 from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes, honour_block
+from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -29,7 +20,7 @@ from ejkernel.types.attention import field
 from ejkernel.types.softmax import named_out
 
 
-class RaggedDecodeAttention(TritonKernel):
+class RaggedDecodeAttention(CacheKernel):
     """One new token per sequence over a slice of its contiguous cache, on a GPU; see the operation
     of this name.
 
@@ -41,6 +32,7 @@ class RaggedDecodeAttention(TritonKernel):
     """
 
     call = calls.RaggedDecodeAttention
+    choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         q, k, v, window = a["query"], a["key"], a["value"], a["sliding_window"]
@@ -63,23 +55,14 @@ class RaggedDecodeAttention(TritonKernel):
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         p = problem
-        kinds = {"query": p.query, "key": p.key, "value": p.value}
-        for name, kind in kinds.items():
-            if kind not in DTYPES:
-                return f"{name}: {kind} is not supported, only {', '.join(DTYPES)}"
-        for name, dim in (("key", p.dim), ("value", p.value_dim)):
-            if dim > MAX_DIM or dim % 8:
-                return f"{name}: head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
-        return None
+        dtypes = {"query": p.query, "key": p.key, "value": p.value}
+        return unsupported(dtypes, {"key": p.dim, "value": p.value_dim})
 
     def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
         query, value = a["query"], a["value"]
         shape = (*query.shape[:-1], value.shape[3])
         empty = 0 in (*shape, query.shape[-1], value.shape[1])
         return (jnp.zeros(shape, query.dtype),) if empty else None
-
-    def choose(self, problem: Problem, target: Target) -> Tiles:
-        return tiles.choose(problem, target)
 
     def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
         return (
@@ -90,7 +73,7 @@ class RaggedDecodeAttention(TritonKernel):
         )
 
     def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return honour_block(chosen, field(cfg, "fwd_params"))
+        return chosen.honouring_block(field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}
@@ -110,17 +93,6 @@ class RaggedDecodeAttention(TritonKernel):
             given["sink"] = arrays["softmax_aux"][None]
         (o,) = decoder(work)(*(given.get(name) for name in NAMES))
         return (named_out(o if query.ndim == 3 else o[:, None]),), ()
-
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
-        fixed = ("sequence_start", "sequence_end")
-        return xla_gradients(self.call.name, work.problem, arrays, fixed, cotangents)
 
 
 ragged_decode_attention = RaggedDecodeAttention()

@@ -28,15 +28,11 @@ def ragged_merge(
     p_m,
     p_l,
     v_scale,
-    sink,
+    sinks,
     given,
     o,
     n,
     shares,
-    v_scale_row,
-    v_scale_head,
-    sink_row,
-    sinks,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -49,7 +45,6 @@ def ragged_merge(
     PARTS: tl.constexpr,
     LINES: tl.constexpr,
     LANES: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
@@ -66,9 +61,7 @@ def ragged_merge(
                 d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, D, COLUMNS, PARTS
             )
             one = tl.arange(0, 1)
-            factor = finish(
-                m, l, sink, 0, h + one, one < 1, sinks, v_scale, h // GROUP * v_scale_head, SINKS
-            )  # fmt: skip
+            factor = finish(m, l, sinks, 0, h + one, one < 1, v_scale, h // GROUP)
             row = (start + token).to(tl.int64) * HEADS + h
             acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
             tl.store(o + row * D + column, acc, mask=column < D)
@@ -106,9 +99,7 @@ def ragged_merge(
                     m = top
                     l = l * alpha + tl.load(p_l + kept) * weight  # noqa: E741
                     acc = acc * alpha[:, None] + acc_i * weight[:, None]
-                factor = finish(
-                    m, l, sink, 0, heads, inside, sinks, v_scale, hk * v_scale_head, SINKS
-                )  # fmt: skip
+                factor = finish(m, l, sinks, 0, heads, inside, v_scale, hk)
                 acc = (acc * factor[:, None]).to(o.dtype.element_ty)
                 where = o + row[:, None] * D + column[None, :]
                 tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])

@@ -206,10 +206,7 @@ def ragged_prefill(
                 m = m * slopes
                 acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, cache.V_KIND)
                 if parts == 1:
-                    share = finish(
-                        m, l, sinks.array, 0, heads, inside, sinks.count, v_scale.array,
-                        hk * v_scale.head, sinks.PADDED,
-                    )  # fmt: skip
+                    share = finish(m, l, sinks, 0, heads, inside, v_scale, hk)
                     o_more = acc_more
                     if D_REST > 0:
                         o_more = acc_more * share[:, None]

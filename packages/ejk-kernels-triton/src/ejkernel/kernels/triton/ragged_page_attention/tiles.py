@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import RUNS, power_of_two
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
 from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED
 from ejkernel.kernels.triton.ragged_page_attention.problem import Long, Ragged
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.attention import field
@@ -26,6 +28,7 @@ class Tiles:
         decode: the launch of decoded sequences.
         least: keys of a part, where a tile's keys are cut into parts.
         splits: parts of a decoded sequence on average; None: as many as fill the chip.
+        group: query heads of a kv head, a fact of the call.
         long: another kernel for sequences of many rows, see ``problem.Long``.
     """
 
@@ -36,20 +39,36 @@ class Tiles:
     decode: paged_tiles.Tiles
     least: int
     splits: int | None = None
+    group: int = 1
     long: Long | None = None
 
-    def members(self, group: int) -> int:
+    def honouring(self, cfg: Any, problem: Ragged, target: Target) -> Tiles:
+        """These tiles with what a config says instead."""
+        p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
+        queries, pages = field(cfg, "num_queries_per_block"), field(cfg, "num_kv_pages_per_block")
+        if queries is not None:
+            rows = power_of_two(int(queries) * self.members)
+            tiles = replace(tiles, rows=max(16, min(256, rows)))
+        if pages is not None:
+            block = max(16, power_of_two(int(pages) * p.page_size))
+            tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
+        return tiles
+
+    @property
+    def members(self) -> int:
         """Query heads of one kv head in a tile."""
-        return min(group, self.rows)
+        return min(self.group, self.rows)
 
-    def tile(self, group: int) -> int:
+    @property
+    def tile(self) -> int:
         """Tokens of a tile."""
-        return self.rows // self.members(group)
+        return self.rows // self.members
 
-    def fields(self, problem: Ragged) -> dict[str, int]:
+    @property
+    def fields(self) -> dict[str, int]:
         """As fields of a config."""
         return {
-            "num_queries_per_block": self.tile(problem.paged.group),
+            "num_queries_per_block": self.tile,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
@@ -66,7 +85,7 @@ def choose(problem: Ragged, target: Target) -> Tiles:
     block = max(16, min(block, power_of_two(p.capacity)))
     if rows < 64:
         warps = min(warps, 4)
-    return _fit(Tiles(rows, block, warps, stages, decode, LEAST), problem, target)
+    return _fit(Tiles(rows, block, warps, stages, decode, LEAST, group=p.group), problem, target)
 
 
 def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int, int]:
@@ -147,7 +166,7 @@ def fair_parts(problem: Ragged, tiles: Tiles, target: Target) -> int:
     Few tiles of one length then are one round of programs, and what is kept of them is small. A
     program of eight warps has a multiprocessor to itself, of four half of it.
     """
-    chunks = -(-problem.paged.group // tiles.members(problem.paged.group))
+    chunks = -(-tiles.group // tiles.members)
     programs = target.cores * max(1, 8 // tiles.num_warps)
     return max(1, programs // (problem.paged.kv_heads * chunks))
 
@@ -156,26 +175,7 @@ def most_pieces(problem: Ragged, tiles: Tiles, fair: int) -> int:
     """Pieces of any mix of sequences: full tiles, one more a sequence, parts of cut ones."""
     p, t = problem.paged, problem.rows
     prefilled = min(p.batch, t // (p.tokens + 1))
-    return t // tiles.tile(p.group) + prefilled + fair
-
-
-def honour(tiles: Tiles, problem: Ragged, cfg: Any) -> Tiles:
-    """``tiles`` with what the config says instead."""
-    p = problem.paged
-    queries = field(cfg, "num_queries_per_block")
-    if queries is not None:
-        rows = power_of_two(int(queries) * min(p.group, tiles.rows))
-        tiles = replace(tiles, rows=max(16, min(256, rows)))
-    pages = field(cfg, "num_kv_pages_per_block")
-    if pages is not None:
-        block = max(16, power_of_two(int(pages) * p.page_size))
-        tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
-    for theirs, mine in (
-        ("num_warps", "num_warps"), ("num_stages", "num_stages"), ("num_splits", "splits")
-    ):  # fmt: skip
-        if field(cfg, theirs) is not None:
-            tiles = replace(tiles, **{mine: int(field(cfg, theirs))})
-    return tiles
+    return t // tiles.tile + prefilled + fair
 
 
 def near(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:

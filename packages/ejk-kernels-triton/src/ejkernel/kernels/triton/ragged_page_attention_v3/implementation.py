@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import Launch, Out, power_of_two
-from ejkernel.kernels.triton.page_attention.plans import scale_arguments
+from ejkernel.kernels.triton.launch import Launch, Out, power_of_two, struct
+from ejkernel.kernels.triton.page_attention.decoding import as_rows
+from ejkernel.kernels.triton.page_attention.plans import scale_of
 from ejkernel.kernels.triton.page_attention.problem import BYTES
 from ejkernel.kernels.triton.ragged_page_attention.attend import (
     NAMES,
@@ -20,7 +21,7 @@ from ejkernel.kernels.triton.ragged_page_attention.attend import (
     launch,
     scheduled,
 )
-from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel, small
+from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel
 from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedPlan
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, problem_of
 from ejkernel.kernels.triton.targets import Target
@@ -45,7 +46,6 @@ class RaggedPageAttentionv3(RaggedKernel):
 
     call = calls.RaggedPageAttentionv3
     cache = "kv_cache"
-    integers = frozenset({"kv_lens", "block_tables", "query_start_loc", "distribution"})
 
     def problem(self, a: Mapping[str, Any]) -> Ragged:
         found = problem_of(a, "kv_cache", "kv_lens", a["keys"].shape[1])
@@ -66,7 +66,7 @@ class RaggedPageAttentionv3(RaggedKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem.paged
-        scales = small(arrays, "k_scale", "v_scale")
+        scales = as_rows(arrays, "k_scale", "v_scale")
         given = {
             "q": arrays["queries"],
             "k": arrays["kv_cache"],
@@ -121,7 +121,7 @@ class WritePlan(RaggedPlan):
     """keys, values, tables, schedule, scales, cache -> the cache, in its own memory."""
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct(dict(self.shapes)["k"], jnp.dtype(self.problem.paged.key)),)
+        return (struct(self.problem.paged.key, *dict(self.shapes)["k"]),)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import ragged_write
@@ -130,26 +130,20 @@ class WritePlan(RaggedPlan):
         eight = BYTES[p.key] == 1
         view = "int8" if eight else None
         arguments = {
-            "keys": self("keys", view if key == p.key else None),
-            "values": self("values", view if value == p.key else None),
-            "tables": self("tables"),
-            "first_rows": self("d_rows"),
-            "work": self("work"),
-            "facts": self("facts"),
-            **scale_arguments(self.shapes, "k_scale"),
-            **scale_arguments(self.shapes, "v_scale"),
-            "given": self("k", view),
+            **{name: self.operand(name) for name in ("tables", "work", "facts")},
+            "keys": self.operand("keys", view if key == p.key else None),
+            "values": self.operand("values", view if value == p.key else None),
+            "first_rows": self.operand("d_rows"),
+            "k_scale": scale_of(self, "k_scale"),
+            "v_scale": scale_of(self, "v_scale"),
+            "given": self.operand("k", view),
             "cache": Out(0, view),
             "n": p.batch,
             "max_pages": p.max_pages,
             "pages": p.pages,
-        }
-        constants = {
             "KV_HEADS": p.kv_heads,
             "D": p.dim,
             "COLUMNS": max(16, power_of_two(p.dim)),
-            "K_HEADS": p.places["K_HEADS"],
-            "K_STEP": p.places["K_STEP"],
             "PAGE": p.page_size,
             "BLOCK": BLOCK,
             "LANES": LANES,
@@ -159,8 +153,8 @@ class WritePlan(RaggedPlan):
             "VERBATIM_V": value == p.key,
         }
         grid = (-(-self.problem.rows // BLOCK), p.kv_heads)
-        aliases = {arguments["given"].index: 0}
-        return Launch(ragged_write, arguments, constants, grid, 4, 1, aliases=aliases)
+        aliases = {self.names.index("k"): 0}
+        return Launch.of(ragged_write, arguments, grid, 4, 1, known=p.places, aliases=aliases)
 
 
 ragged_page_attention_v3 = RaggedPageAttentionv3()

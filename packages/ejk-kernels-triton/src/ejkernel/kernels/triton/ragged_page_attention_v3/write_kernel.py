@@ -19,13 +19,14 @@ from ejkernel.kernels.triton.common.narrow import eight_bits
 
 @triton.jit
 def _stored(
-    x, scale, scale_at, kind: tl.constexpr, KIND: tl.constexpr, VERBATIM: tl.constexpr,
+    x, scale, head, kind: tl.constexpr, KIND: tl.constexpr, VERBATIM: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
     if not VERBATIM:
         x = x.to(tl.float32)
-        if scale is not None:
-            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + scale_at).to(tl.float32))
+        if scale.array is not None:
+            factor = tl.load(scale.array + head * scale.head).to(tl.float32)
+            x = tl.div_rn(x, tl.zeros_like(x) + factor)
         if KIND != "":
             x = eight_bits(x, KIND)
         else:
@@ -48,10 +49,6 @@ def ragged_write(
     n,
     max_pages,
     pages,
-    k_scale_row,
-    k_scale_head,
-    v_scale_row,
-    v_scale_head,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -88,8 +85,8 @@ def ragged_write(
     target = cache + ((place * K_HEADS + head) * K_STEP)[:, None] + column[None, :]
     kind: tl.constexpr = cache.dtype.element_ty
     x = tl.load(keys + source, mask=mask, other=0)
-    x = _stored(x, k_scale, head * k_scale_head, kind, KIND, VERBATIM_K, LARGEST)
+    x = _stored(x, k_scale, head, kind, KIND, VERBATIM_K, LARGEST)
     tl.store(target, x, mask=mask)
     x = tl.load(values + source, mask=mask, other=0)
-    x = _stored(x, v_scale, head * v_scale_head, kind, KIND, VERBATIM_V, LARGEST)
+    x = _stored(x, v_scale, head, kind, KIND, VERBATIM_V, LARGEST)
     tl.store(target + K_STEP // 2, x, mask=mask)

@@ -111,7 +111,7 @@ class Ragged(BesideTriton):
 
     def heuristic(self, inv: Any) -> dict[str, Any]:
         problem = self.facts(inv)[0]
-        return self.choose(problem, self.target()).fields(problem)
+        return self.choose(problem, self.target()).fields
 
     def candidates(self, inv: Any) -> list[dict[str, Any]]:
         return [self.heuristic(inv)]
