@@ -90,11 +90,11 @@ class CallKernel:
         """Sentences about how a call is done, from its facts."""
         return ()
 
-    def choose(self, problem: Any, target: Any) -> Any:
+    def choose(self, problem: Any, target: Any, /) -> Any:
         """The tiles of a call, from its facts alone."""
         return None
 
-    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+    def near(self, problem: Any, target: Any, chosen: Any, /) -> Iterable[Any]:
         """Tiles worth timing beside the chosen ones."""
         return ()
 

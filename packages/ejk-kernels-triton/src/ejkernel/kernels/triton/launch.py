@@ -178,9 +178,11 @@ class KernelPlan(Plan):
         more = (getattr(self, f.name) for f in fields(self)[2:])
         return module.launch(self.problem, self.tiles, target, *more)
 
-    def fold(
-        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[Plan, Sequence[jax.Array]]:
+
+class Unmapped:
+    """A plan that no mapped axis reaches."""
+
+    def fold(self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]) -> Any:
         raise NotImplementedError("mapped axes are laid out before the kernels are planned")
 
 
@@ -207,13 +209,11 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 class Named:
     """Of a plan whose operands have names; ``shapes`` has them in order, with their shapes."""
 
-    shapes: Shapes
-
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self: Any) -> tuple[str, ...]:
         return tuple(name for name, _ in self.shapes)
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
+    def shape(self: Any, name: str) -> tuple[int, ...] | None:
         return dict(self.shapes).get(name)
 
     def operand(self, name: str, view: str | None = None) -> In | None:

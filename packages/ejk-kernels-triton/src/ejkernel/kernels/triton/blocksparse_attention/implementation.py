@@ -28,7 +28,8 @@ class BlockSparseAttention(FlashAttention):
 
     call = calls.BlockSparseAttention
 
-    def choose(self, problem: Problem, target: Target) -> FlashTiles:
+    @staticmethod
+    def choose(problem: Problem, target: Target) -> FlashTiles:
         chosen = tiles.choose(problem, target)
         if problem.pattern_blocks is None:
             return chosen

@@ -6,7 +6,7 @@ recomputed tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -164,8 +164,9 @@ class ScaledDotProductAttention(FlashAttention):
 
     call = calls.ScaledDotProductAttention
 
-    def near(self, problem: Problem, target: Target, chosen: FlashTiles) -> Iterable[FlashTiles]:
-        return ()
+    @staticmethod
+    def near(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
+        return []
 
     def fields(self, chosen: FlashTiles) -> dict[str, Any]:
         return {}

@@ -35,7 +35,6 @@ from ejkernel.kernels.triton.launch import (
     Launch,
     Named,
     Out,
-    Plan,
     Shapes,
     TensorMap,
     merge_leading,
@@ -52,7 +51,7 @@ TINY = 2.0**-120
 
 
 @dataclass(frozen=True)
-class AttentionPlan(Named, Plan):
+class AttentionPlan(Named):
     """Common to the kernels here.
 
     Attributes:

@@ -35,12 +35,11 @@ from ejkernel.kernels.triton.grouped_matmul.groups import find_lane, lane_rows, 
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
-    compiler_options,
-    precision,
+    launched,
     tensor_map,
     uses_maps,
 )
-from ejkernel.kernels.triton.launch import In, Launch, Out
+from ejkernel.kernels.triton.launch import Launch, Out, inputs
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -188,34 +187,11 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -
     arguments: dict[str, Any] = {
         "lhs": tensor_map(0, (p.batch * p.rows, p.inner), (t.block_m, t.block_k), maps),
         "rhs": tensor_map(1, shape, block, maps),
-        "sizes": In(2),
-        "offset": In(3) if offsets else None,
-        "existing": In(3 + bool(offsets)) if existing else None,
+        **inputs({"sizes": True, "offset": offsets, "existing": existing}, first=2),
         "out": Out(0),
-        "rows": p.batch * p.rows,
-        "inner": p.inner,
-        "columns": p.columns,
-        "given": p.given,
-        "batches": p.batch,
-        "each": p.each,
-        "held": p.held,
         "offset_step": int(offsets > 1),
-        "held_step": 0 if p.shared else p.held,
-    }
-    constants = {
-        "TRANSPOSED": p.transposed,
         "TMA": maps,
         "EVEN_K": even,
-        "LANES": p.lanes,
-        "WIDE": p.wide,
-        "BLOCK_M": t.block_m,
-        "BLOCK_N": t.block_n,
-        "BLOCK_K": t.block_k,
-        "BAND": t.band,
-        "PARTS": t.parts,
         "FLATTEN": maps,
-        "PRECISION": precision(p, target),
     }
-    grid = (target.cores * t.per_core,)
-    options = compiler_options(t, target)
-    return Launch(grouped_rows, arguments, constants, grid, t.num_warps, t.num_stages, options)
+    return launched(grouped_rows, p, t, target, arguments)

@@ -99,3 +99,12 @@ def rows_of(lane, starts, ends):
     pair = (starts.to(tl.int64) << 32) | ends.to(tl.int64)
     pair = tl.max(tl.where(here, pair, 0), 0)
     return (pair >> 32).to(tl.int32), (pair & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def read_tile(source, row, row_end, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile by pointers, 0 outside."""
+    r = row + tl.arange(0, ROWS)
+    c = column + tl.arange(0, COLUMNS)
+    inside = (r < row_end)[:, None] & (c < columns)[None, :]
+    return tl.load(source + r.to(tl.int64)[:, None] * columns + c[None, :], inside, other=0)

@@ -15,7 +15,7 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.grouped_matmul import tiles as choice
 from ejkernel.kernels.triton.grouped_matmul.tiles import MAX_LANES, Passes, Problem, Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel
-from ejkernel.kernels.triton.launch import Launch
+from ejkernel.kernels.triton.launch import Launch, Unmapped, struct
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.second_order import not_differentiable
@@ -88,7 +88,7 @@ def _scale(arrays: Arrays, p: Problem) -> jax.Array | None:
 
 
 @dataclass(frozen=True)
-class RowsPlan:
+class RowsPlan(Unmapped):
     """lhs, rhs, sizes, (offset), (existing), (scale) -> ``[batch * rows, columns]``."""
 
     problem: Problem
@@ -99,16 +99,13 @@ class RowsPlan:
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        return (jax.ShapeDtypeStruct((p.batch * p.rows, p.columns), jnp.dtype(p.out)),)
+        return (struct(p.out, p.batch * p.rows, p.columns),)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.grouped_matmul import forward, stored
 
         given = self.problem, self.tiles, target, self.offsets, self.existing
         return stored.launch(*given, self.scaled) if self.problem.stored else forward.launch(*given)
-
-    def fold(self, size: Any, arrays: Any, batched: Any) -> Any:
-        raise NotImplementedError("mapped axes become more groups before the kernels are planned")
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class WeightsPlan(RowsPlan):
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         shape = (p.columns, p.inner) if p.transposed else (p.inner, p.columns)
-        return (jax.ShapeDtypeStruct((p.batch * p.held, *shape), jnp.dtype(p.dtype)),)
+        return (struct(p.dtype, p.batch * p.held, *shape),)
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.grouped_matmul import weights

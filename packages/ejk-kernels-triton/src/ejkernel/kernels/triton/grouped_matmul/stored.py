@@ -26,27 +26,18 @@ from ejkernel.kernels.triton.grouped_matmul.forward import store_rest, store_til
 from ejkernel.kernels.triton.grouped_matmul.groups import (
     lane_rows,
     matrix_of,
+    read_tile,
     row_tile,
 )
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
-    compiler_options,
-    precision,
+    launched,
     tensor_map,
     uses_maps,
 )
-from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap
+from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, inputs
 from ejkernel.kernels.triton.targets import Target, instructions
-
-
-@triton.jit
-def _read(source, row, row_end, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile by pointers, 0 outside."""
-    r = row + tl.arange(0, ROWS)
-    c = column + tl.arange(0, COLUMNS)
-    inside = (r < row_end)[:, None] & (c < columns)[None, :]
-    return tl.load(source + r.to(tl.int64)[:, None] * columns + c[None, :], inside, other=0)
 
 
 @triton.jit
@@ -105,13 +96,13 @@ def grouped_stored(
                 else:
                     pairs = rhs.load([matrix * inner + k, column // 2])
             else:
-                a = _read(lhs, row, row_end, k, inner, BLOCK_M, BLOCK_K)
+                a = read_tile(lhs, row, row_end, k, inner, BLOCK_M, BLOCK_K)
                 base = rhs + matrix.to(tl.int64) * inner * (columns // 2)
                 if TRANSPOSED:
                     base = rhs + matrix.to(tl.int64) * columns * (inner // 2)
-                    pairs = _read(base, column, columns, k // 2, inner // 2, BLOCK_N, HALF_K)
+                    pairs = read_tile(base, column, columns, k // 2, inner // 2, BLOCK_N, HALF_K)
                 else:
-                    pairs = _read(base, k, inner, column // 2, columns // 2, BLOCK_K, HALF_N)
+                    pairs = read_tile(base, k, inner, column // 2, columns // 2, BLOCK_K, HALF_N)
             if TRANSPOSED:
                 even, odd = pair_operands(pairs, KIND, PTX, a.dtype)
                 a_even, a_odd = tl.split(tl.reshape(a, (BLOCK_M, HALF_K, 2)))
@@ -149,46 +140,16 @@ def launch(
     shape, block = (matrices * p.inner, p.columns // 2), (t.block_k, t.block_n // 2)
     if p.transposed:
         shape, block = (matrices * p.columns, p.inner // 2), (t.block_n, t.block_k // 2)
-    last = 3 + bool(offsets) + existing
+    given = {"sizes": True, "offset": offsets, "existing": existing, "scale": scaled}
     arguments: dict[str, Any] = {
         "lhs": tensor_map(0, (p.batch * p.rows, p.inner), (t.block_m, t.block_k), maps),
         "rhs": TensorMap(1, shape, block, view="int16") if maps else In(1, "int16"),
-        "sizes": In(2),
-        "offset": In(3) if offsets else None,
-        "existing": In(3 + bool(offsets)) if existing else None,
-        "scale": In(last) if scaled else None,
+        **inputs(given, first=2),
         "out": Out(0),
-        "rows": p.batch * p.rows,
-        "inner": p.inner,
-        "columns": p.columns,
-        "given": p.given,
-        "batches": p.batch,
-        "each": p.each,
-        "held": p.held,
         "offset_step": int(offsets > 1),
-        "held_step": 0 if p.shared else p.held,
-    }
-    constants = {
         "KIND": p.stored,
         "PTX": instructions(target),
-        "TRANSPOSED": p.transposed,
         "TMA": maps,
-        "LANES": p.lanes,
-        "WIDE": p.wide,
-        "BLOCK_M": t.block_m,
-        "BLOCK_N": t.block_n,
-        "BLOCK_K": t.block_k,
-        "BAND": t.band,
         "FLATTEN": maps,
-        "PRECISION": precision(p, target),
     }
-    return Launch(
-        grouped_stored,
-        arguments,
-        constants,
-        (target.cores * t.per_core,),
-        t.num_warps,
-        t.num_stages,
-        compiler_options(t, target),
-        interpreted={"PTX": 0},
-    )
+    return launched(grouped_stored, p, t, target, arguments, interpreted={"PTX": 0})

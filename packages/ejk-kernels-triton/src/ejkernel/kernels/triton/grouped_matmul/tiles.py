@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, TensorMap, power_of_two
+from ejkernel.kernels.triton.launch import In, Launch, TensorMap, power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.attention import field
@@ -149,15 +149,45 @@ def tensor_map(
     return TensorMap(index, shape, block) if maps else In(index)
 
 
-def precision(p: Problem, target: Target) -> str:
-    """Of the products, as the target's compiler knows it."""
-    return p.precision if target.platform == "cuda" else "ieee"
-
-
 def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
     """Registers of a thread: left alone the assembler spills to fit programs that never run."""
     most = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
     return {"maxnreg": most} if target.platform == "cuda" else {}
+
+
+def launched(
+    kernel: Any, p: Problem, t: Tiles, target: Target, arguments: Mapping[str, Any], **more: Any
+) -> Launch:
+    """The launch of a kernel that takes work tiles in turn; it asks for facts of the call by name."""
+    known = {
+        "rows": p.batch * p.rows,
+        "inner": p.inner,
+        "columns": p.columns,
+        "given": p.given,
+        "batches": p.batch,
+        "each": p.each,
+        "held": p.held,
+        "held_step": 0 if p.shared else p.held,
+        "TRANSPOSED": p.transposed,
+        "LANES": p.lanes,
+        "WIDE": p.wide,
+        "BLOCK_M": t.block_m,
+        "BLOCK_N": t.block_n,
+        "BLOCK_K": t.block_k,
+        "BAND": t.band,
+        "PARTS": t.parts,
+        "PRECISION": p.precision if target.platform == "cuda" else "ieee",
+    }
+    return Launch.of(
+        kernel,
+        arguments,
+        (target.cores * t.per_core,),
+        t.num_warps,
+        t.num_stages,
+        compiler_options(t, target),
+        known=known,
+        **more,
+    )
 
 
 def held_bytes(p: Problem, t: Tiles) -> int:

@@ -42,29 +42,20 @@ from ejkernel.kernels.triton.grouped_matmul.groups import (
     lane_of,
     lane_rows,
     matrix_of,
+    read_tile,
     rows_of,
 )
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
-    compiler_options,
-    precision,
+    launched,
     uses_maps,
 )
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
-from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, runs_map
+from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, inputs, runs_map
 from ejkernel.kernels.triton.targets import Target
 
 RUNS = tl.constexpr(_RUNS)
-
-
-@triton.jit
-def _masked(source, row, row_end, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile by pointers, 0 outside."""
-    r = row + tl.arange(0, ROWS)
-    c = column + tl.arange(0, COLUMNS)
-    inside = (r < row_end)[:, None] & (c < columns)[None, :]
-    return tl.load(source + r.to(tl.int64)[:, None] * columns + c[None, :], inside, other=0.0)
 
 
 @triton.jit
@@ -217,8 +208,8 @@ def grouped_weights(
             row, row_end = rows_of(here, starts, ends)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for at in tl.range(row, row_end, BLOCK_K):
-                x = _masked(a, at, row_end, m, down_size, BLOCK_K, BLOCK_M)
-                y = _masked(b, at, row_end, n, across_size, BLOCK_K, BLOCK_N)
+                x = read_tile(a, at, row_end, m, down_size, BLOCK_K, BLOCK_M)
+                y = read_tile(b, at, row_end, n, across_size, BLOCK_K, BLOCK_N)
                 acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
             store_tile(
                 out + matrix * size, None, acc, m, down_size, n, across_size, BLOCK_M, PARTS
@@ -238,30 +229,12 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> Launch:
         "b_map": runs_map(b, across, (t.block_k, t.block_n)) if maps else None,
         "a": None if maps else In(a),
         "b": None if maps else In(b),
-        "sizes": In(2),
-        "offset": In(3) if offsets else None,
+        **inputs({"sizes": True, "offset": offsets}, first=2),
         "out": out if maps else Out(0),
-        "rows": p.batch * p.rows,
         "down_size": down,
         "across_size": across,
-        "given": p.given,
-        "batches": p.batch,
-        "each": p.each,
-        "held": p.held,
         "offset_step": int(offsets > 1),
-    }
-    constants = {
         "TMA": maps,
-        "LANES": p.lanes,
-        "WIDE": p.wide,
-        "BLOCK_M": t.block_m,
-        "BLOCK_N": t.block_n,
-        "BLOCK_K": t.block_k,
-        "BAND": t.band,
-        "PARTS": t.parts,
         "LATE": maps and t.late,
-        "PRECISION": precision(p, target),
     }
-    grid = (target.cores * t.per_core,)
-    options = compiler_options(t, target)
-    return Launch(grouped_weights, arguments, constants, grid, t.num_warps, t.num_stages, options)
+    return launched(grouped_weights, p, t, target, arguments)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
 from ejkernel.kernels.triton.common.sequences import piece_count
-from ejkernel.kernels.triton.launch import Batched, KernelPlan, Plan, merge_leading, struct
+from ejkernel.kernels.triton.launch import Batched, KernelPlan, merge_leading, struct
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import Roles
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
@@ -61,7 +62,7 @@ class ConstantPlan(LinearPlan):
 
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
-    ) -> tuple[Plan, Sequence[jax.Array]]:
+    ) -> tuple[Any, list[jax.Array]]:
         folded, merged = super().fold(size, arrays, batched)
         if "constant" not in self.given:
             return folded, merged

@@ -26,7 +26,7 @@ class PageAttention(CacheKernel):
     """
 
     call = calls.PageAttention
-    words: ClassVar[dict[str, str]] = {
+    words: ClassVar[Mapping[str, str]] = {
         "q": "query",
         "k": "key_cache",
         "v": "value_cache",

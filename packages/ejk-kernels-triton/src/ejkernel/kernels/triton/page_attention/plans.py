@@ -15,9 +15,9 @@ from ejkernel.kernels.triton.launch import (
     Launch,
     Named,
     Out,
-    Plan,
     Shapes,
     TensorMap,
+    Unmapped,
     filled,
     power_of_two,
     runs_map,
@@ -96,7 +96,7 @@ def precision(problem: Problem, target: Target) -> str:
 
 
 @dataclass(frozen=True)
-class PagedPlan(Named, Plan):
+class PagedPlan(Named, Unmapped):
     """Common to both kernels.
 
     Attributes:

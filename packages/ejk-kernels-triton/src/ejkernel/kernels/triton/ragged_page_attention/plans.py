@@ -12,9 +12,9 @@ from ejkernel.kernels.triton.launch import (
     Launch,
     Named,
     Out,
-    Plan,
     Shapes,
     TensorMap,
+    Unmapped,
     filled,
     power_of_two,
     results,
@@ -46,7 +46,7 @@ MERGED = 16  # rows of a tile that a program merges
 
 
 @dataclass(frozen=True)
-class RaggedPlan(Named, Plan):
+class RaggedPlan(Named, Unmapped):
     """Common to the kernels.
 
     Attributes:
