@@ -11,6 +11,8 @@ Logits are products times a positive slope for each row; a scale's sign is the q
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.eight_bit import pair_numbers, whole_numbers
@@ -19,6 +21,43 @@ from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 
 RUNS = tl.constexpr(_RUNS)
+
+
+class Queries(NamedTuple):
+    """Rows of queries: both parts of their columns, as they meet even and odd columns of keys.
+
+    ``slopes``: of their logits, ``inner`` inside the soft cap. ``sign``: of the products' factor,
+    None = the queries carry it. ``power``, ``large``: of ``fused_softmax``.
+    """
+
+    main: Any
+    main_odd: Any
+    more: Any
+    more_odd: Any
+    slopes: Any
+    inner: Any
+    sign: Any
+    power: Any
+    large: Any
+
+
+class Keys(NamedTuple):
+    """The keys ``j`` of a block at ``places``.
+
+    ``loaded [BLOCK]``: keys that may be read and are seen, None = all. ``run``, where it is not
+    None: (place of the first key, how many may be read); arrays are then descriptors of the cache's
+    rows, that of values one of runs (``launch.runs_map``). A row at ``position`` (None: behind all
+    keys) sees those up to itself, and ``left`` of them besides itself if that is given.
+    ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
+    """
+
+    j: Any
+    places: Any
+    loaded: Any
+    run: Any
+    position: Any
+    left: Any
+    partly: Any
 
 
 @triton.jit
@@ -30,11 +69,7 @@ def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: 
 
 
 @triton.jit
-def _prepared(
-    q, q_more, factor, cap_in, cap_out,
-    QK: tl.constexpr, NORMALISE: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr,
-    POSITIVE: tl.constexpr,
-):  # fmt: skip
+def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
     """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
 
     inner: slopes inside the soft cap. NORMALISE: any query fits float16 once its largest entry is
@@ -45,27 +80,27 @@ def _prepared(
     if not POSITIVE:
         sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
         q = q.to(tl.float32) * sign
-        if REST > 0:
+        if side.REST > 0:
             q_more = q_more.to(tl.float32) * sign
     if NORMALISE:
         q = q.to(tl.float32)
-        if REST > 0:
+        if side.REST > 0:
             q_more = q_more.to(tl.float32)
         size = tl.max(tl.abs(q), 1)
-        if REST > 0:
+        if side.REST > 0:
             size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
         power, inverse = power_of_two(size)
         q = q * inverse[:, None]
-        if REST > 0:
+        if side.REST > 0:
             q_more = q_more * inverse[:, None]
         slopes = slopes * power
     slopes = tl.maximum(slopes, 2.0**-120)
-    inner = slopes * cap_in
-    if CAPPED:
-        slopes = slopes * 0.0 + cap_out
-    if REST > 0:
-        q_more = q_more.to(QK)
-    return q.to(QK), q_more, slopes, inner
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = slopes * 0.0 + logits.cap_out
+    if side.REST > 0:
+        q_more = q_more.to(side.NUMBER)
+    return q.to(side.NUMBER), q_more, slopes, inner
 
 
 @triton.jit
@@ -79,75 +114,67 @@ def _even_odd(q, KIND: tl.constexpr):
 
 
 @triton.jit
-def opened(
-    q, rows, inside, factor, cap_in, cap_out,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    QK: tl.constexpr, K_KIND: tl.constexpr,
-    NORMALISE: tl.constexpr, CAPPED: tl.constexpr, POSITIVE: tl.constexpr,
-):  # fmt: skip
-    """What ``attend_block`` wants of int64 ``rows`` of q ``[., D]``, 0 where not inside.
-
-    (q, q_odd, q_more, q_more_odd, slopes, inner) of products times ``factor``.
-    """
-    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN)
-    q_more = q_main
-    if D_REST > 0:
-        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST)
-    q_main, q_more, slopes, inner = _prepared(
-        q_main, q_more, factor, cap_in, cap_out, QK, NORMALISE, CAPPED, D_REST, POSITIVE
-    )
-    q_main, q_main_odd = _even_odd(q_main, K_KIND)
-    q_more_odd = q_main_odd
-    if D_REST > 0:
-        q_more, q_more_odd = _even_odd(q_more, K_KIND)
-    return q_main, q_main_odd, q_more, q_more_odd, slopes, inner
+def opened(q, rows, inside, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
+    """Int64 ``rows`` of q, 0 where not inside, for keys of ``side`` and products by ``factor``."""
+    main = _load_queries(q, rows, inside, side.DIM, 0, side.MAIN)
+    more = main
+    if side.REST > 0:
+        more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
+    main, more, slopes, inner = _prepared(main, more, factor, logits, side, NORMALISE, POSITIVE)
+    main, main_odd = _even_odd(main, side.KIND)
+    more_odd = main_odd
+    if side.REST > 0:
+        more, more_odd = _even_odd(more, side.KIND)
+    power, _ = power_of_two(slopes)
+    large = 1073741824.0 / slopes
+    return Queries(main, main_odd, more, more_odd, slopes, inner, None, power, large)
 
 
 @triton.jit
-def opened_as_loaded(
-    q, rows, inside, factor, cap_in, cap_out,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+def opened_as_loaded(q, rows, inside, factor, logits, side, POSITIVE: tl.constexpr):
     """The same with the factor's sign at the end: queries stay as they are loaded.
 
     An asynchronous product reads such queries from shared memory; any arithmetic would move them to
     registers.
     """
-    q_main = _load_queries(q, rows, inside, D, 0, D_MAIN)
-    q_more = q_main
-    if D_REST > 0:
-        q_more = _load_queries(q, rows, inside, D, D_MAIN, D_REST)
-    one = tl.full([q_main.shape[0]], 1.0, tl.float32)
-    sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+    main = _load_queries(q, rows, inside, side.DIM, 0, side.MAIN)
+    more = main
+    if side.REST > 0:
+        more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
+    one = tl.full([main.shape[0]], 1.0, tl.float32)
+    sign = None
+    if not POSITIVE:
+        sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
     slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
-    inner = slopes * cap_in
-    if CAPPED:
-        slopes = one * cap_out
-    return q_main, q_main, q_more, q_more, slopes, inner, sign
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = one * logits.cap_out
+    return Queries(main, main, more, more, slopes, inner, sign, None, None)
 
 
 @triton.jit
-def empty(ROWS: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr, V_KIND: tl.constexpr):
-    """The state before any key: (m, l, acc, acc_odd, acc_more, acc_more_odd)."""
+def empty(side, ROWS: tl.constexpr):
+    """The state before any key: m, l, and the sums, those of even and odd columns of both parts."""
     # an 8-bit cache has its even and odd columns in accumulators of their own
-    HALVES: tl.constexpr = 1 if V_KIND == "" else 2
+    HALVES: tl.constexpr = 1 if side.KIND == "" else 2
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    acc = tl.zeros([ROWS, DV_MAIN // HALVES], tl.float32)
-    acc_more = acc
-    if DV_REST > 0:
-        acc_more = tl.zeros([ROWS, DV_REST // HALVES], tl.float32)
-    return m, l, acc, acc, acc_more, acc_more
+    acc = tl.zeros([ROWS, side.MAIN // HALVES], tl.float32)
+    more = acc
+    if side.REST > 0:
+        more = tl.zeros([ROWS, side.REST // HALVES], tl.float32)
+    return m, l, (acc, acc, more, more)
 
 
 @triton.jit
-def joined(acc, acc_odd, acc_more, acc_more_odd, DV_REST: tl.constexpr, V_KIND: tl.constexpr):
+def joined(sums, side):
     """Both parts of the sums, even and odd columns side by side again."""
-    if V_KIND != "":
+    acc, acc_odd, more, more_odd = sums
+    if side.KIND != "":
         acc = tl.interleave(acc, acc_odd)
-        if DV_REST > 0:
-            acc_more = tl.interleave(acc_more, acc_more_odd)
-    return acc, acc_more
+        if side.REST > 0:
+            more = tl.interleave(more, more_odd)
+    return acc, more
 
 
 @triton.jit
@@ -159,13 +186,13 @@ def power_of_two(x):
 
 
 @triton.jit
-def _numbers(tile, KIND: tl.constexpr, ONCE: tl.constexpr, NUMBER: tl.constexpr, PTX: tl.constexpr):
+def _numbers(tile, side, PTX: tl.constexpr):
     """(even, odd) of a tile as it was read: the same twice, or even and odd columns of KIND."""
-    if ONCE is not None:
-        even = whole_numbers(tile, ONCE, NUMBER, PTX)
+    if side.ONCE is not None:
+        even = whole_numbers(tile, side.ONCE, side.NUMBER, PTX)
         odd = even
-    elif KIND != "":
-        even, odd = pair_numbers(tile, KIND, PTX)
+    elif side.KIND != "":
+        even, odd = pair_numbers(tile, side.KIND, PTX)
     else:
         even, odd = tile, tile
     return even, odd
@@ -173,54 +200,50 @@ def _numbers(tile, KIND: tl.constexpr, ONCE: tl.constexpr, NUMBER: tl.constexpr,
 
 @triton.jit
 def _columns(
-    cache, places, loaded, run, head,
-    HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
-    COLUMN: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
-    ONCE: tl.constexpr, NUMBER: tl.constexpr,
-):  # fmt: skip
-    """Columns from COLUMN on as ``even_odd`` has them: all of them twice, or even and odd ones."""
-    EACH: tl.constexpr = 1 if KIND == "" and ONCE is None else 2  # numbers that are read as one
-    if run is not None:
-        tile = cache.load([run[0], (head * STEP + COLUMN) // EACH])
+    array, side, keys, head, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr
+):
+    """Columns from COLUMN on as ``_even_odd`` has them: all of them twice, or even and odd ones."""
+    # numbers that are read as one
+    EACH: tl.constexpr = 1 if side.KIND == "" and side.ONCE is None else 2
+    if keys.run is not None:
+        tile = array.load([keys.run[0], (head * side.STEP + COLUMN) // EACH])
     else:
         tile = load_places(
-            cache, places, loaded, head, HEADS, STEP // EACH, DIM // EACH, COLUMN // EACH,
-            COLUMNS // EACH,
+            array, keys.places, keys.loaded, head, side.HEADS, side.STEP // EACH, side.DIM // EACH,
+            COLUMN // EACH, COLUMNS // EACH,
         )  # fmt: skip
-    return _numbers(tile, KIND, ONCE, NUMBER, PTX)
+    return _numbers(tile, side, PTX)
+
+
+@triton.jit
+def _run_columns(array, side, keys, first, PTX: tl.constexpr):
+    """The same by a descriptor of runs, from column ``first`` of a token on: 0 behind the run."""
+    EACH: tl.constexpr = 1 if side.KIND == "" and side.ONCE is None else 2
+    place, count = keys.run
+    tile = array.load([RUNS, place + count, -count + RUNS, first // EACH])
+    tile = tl.reshape(tile, [tile.shape[2], tile.shape[3]])
+    return _numbers(tile, side, PTX)
 
 
 @triton.jit
 def _value_columns(
-    cache, places, loaded, run, head,
-    HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr,
-    COLUMN: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
-    ONCE: tl.constexpr, NUMBER: tl.constexpr,
-):  # fmt: skip
+    array, side, keys, head, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr
+):
     """The same of values, which are 0 where they may not be read."""
-    EACH: tl.constexpr = 1 if KIND == "" and ONCE is None else 2
-    if run is not None:
-        first = (head * STEP + STEP // 2 + COLUMN) // EACH
-        tile = cache.load([RUNS, run[0] + run[1], -run[1] + RUNS, first])
-        tile = tl.reshape(tile, [tile.shape[2], tile.shape[3]])
-        even, odd = _numbers(tile, KIND, ONCE, NUMBER, PTX)
+    if keys.run is not None:
+        first = head * side.STEP + side.STEP // 2 + COLUMN
+        even, odd = _run_columns(array, side, keys, first, PTX)
     else:
-        even, odd = _columns(
-            cache, places, loaded, None, head, HEADS, STEP, DIM, COLUMN, COLUMNS, KIND, PTX,
-            ONCE, NUMBER,
-        )  # fmt: skip
+        even, odd = _columns(array, side, keys, head, COLUMN, COLUMNS, PTX)
     return even, odd
 
 
 @triton.jit
-def _add_scores(
-    s, q, q_odd, even, odd,
-    NUMBER: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
+def _add_scores(s, q, q_odd, even, odd, side, PRECISION: tl.constexpr, APART: tl.constexpr):
     """s ``[rows, BLOCK]`` plus products of queries and columns of keys."""
-    s = _add_product(s, q, even, NUMBER, PRECISION, APART)
-    if KIND != "":
-        s = _add_product(s, q_odd, odd, NUMBER, PRECISION, APART)
+    s = _add_product(s, q, even, side.NUMBER, PRECISION, APART)
+    if side.KIND != "":
+        s = _add_product(s, q_odd, odd, side.NUMBER, PRECISION, APART)
     return s
 
 
@@ -237,122 +260,96 @@ def _add_product(s, q, k, NUMBER: tl.constexpr, PRECISION: tl.constexpr, APART: 
 
 
 @triton.jit
-def _add_values(
-    acc, acc_odd, alpha, p, even, odd,
-    NUMBER: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc * alpha plus p times columns of values; acc_odd as ``even_odd`` says."""
-    acc = tl.dot(p, even.to(NUMBER), acc * alpha[:, None], input_precision=PRECISION)
-    if KIND != "":
-        acc_odd = tl.dot(p, odd.to(NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION)
+def _add_values(acc, acc_odd, alpha, p, even, odd, side, PRECISION: tl.constexpr):
+    """acc * alpha plus p times columns of values; acc_odd as ``_even_odd`` says."""
+    acc = tl.dot(p, even.to(side.NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+    if side.KIND != "":
+        acc_odd = tl.dot(
+            p, odd.to(side.NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION
+        )
     return acc, acc_odd
 
 
 @triton.jit
-def _hide(s, j, position, left, loaded):
-    """Logits of keys ``j`` that a row does not see to -inf; what is None hides nothing."""
-    if loaded is not None:
-        s = tl.where(loaded[None, :], s, float("-inf"))
-    if position is not None:
-        s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))
-        if left is not None:
-            s = tl.where(j[None, :] >= position[:, None] - left, s, float("-inf"))
+def _hide(s, keys):
+    """Logits of keys that a row does not see to -inf; what is None hides nothing."""
+    if keys.loaded is not None:
+        s = tl.where(keys.loaded[None, :], s, float("-inf"))
+    if keys.position is not None:
+        s = tl.where(keys.j[None, :] <= keys.position[:, None], s, float("-inf"))
+        if keys.left is not None:
+            first = keys.position[:, None] - keys.left
+            s = tl.where(keys.j[None, :] >= first, s, float("-inf"))
     return s
 
 
 @triton.jit
 def attend_block(
-    q, q_odd, q_more, q_more_odd,
-    m, l, e, acc, acc_odd, acc_more, acc_more_odd,  # noqa: E741
-    slopes, inner, power, large,
-    k, v, places, loaded, run, j, position, left, partly, head,
-    K_HEADS: tl.constexpr, K_STEP: tl.constexpr, V_HEADS: tl.constexpr, V_STEP: tl.constexpr,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
-    CAPPED: tl.constexpr, FUSED: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
-    sign=None, apart=None, k_rest=None, ONCE=None,
+    queries, m, l, e, sums, cache, v, head, keys, logits, dots, PTX: tl.constexpr, apart=None  # noqa: E741
 ):  # fmt: skip
-    """The state after the keys ``j`` at ``places``.
+    """The state after ``keys`` of a head: (m, l, e, sums).
 
-    ``run``, where it is not None: (place of the first key, how many may be read); k and v are then
-    descriptors of the cache's rows, v's one of runs (``launch.runs_map``).
-    ``loaded [BLOCK]``: keys that may be read and are seen, None = all. A row at ``position`` (None:
-    behind all keys) sees those up to itself, and ``left`` of them besides itself if that is given.
-    ``partly``: whether some row does not see all of this block; None: it must be looked at anyway.
-    ``power``, ``large``, e: of ``fused_softmax``, if FUSED. v None: the first part of a key is the
-    value, DV columns, read once; with ``run`` k is then the descriptor of runs and ``k_rest`` that
-    of the other columns. ``sign``: of the products' factor, None = the queries carry it. ONCE: the
-    dtype of 8-bit numbers that are converted once for both products; KIND is then "".
+    e: of ``fused_softmax``, if FUSED. v None: the first part of a key is the value, read once; with
+    a run ``cache.k`` is then the descriptor of runs and ``cache.k_rest`` that of other columns.
 
     ``apart``: a truth that the compiler does not know to be one. Triton gives all warps to the rows
     of a product that leads to another, and rows that are too few it computes twice; it does not
     look into a branch, so what this one hides is cut along keys. None: not wanted.
     """
-    s = tl.zeros([q.shape[0], j.shape[0]], tl.float32)
-    if k_rest is None:
-        k_rest = k
-        even, odd = _columns(
-            k, places, loaded, run, head, K_HEADS, K_STEP, D, 0, D_MAIN, K_KIND, PTX, ONCE, QK
-        )
+    acc, acc_odd, acc_more, acc_more_odd = sums
+    APART: tl.constexpr = apart is not None
+    s = tl.zeros([queries.main.shape[0], keys.j.shape[0]], tl.float32)
+    if cache.k_rest is None:
+        rest = cache.k
+        even, odd = _columns(cache.k, cache.K, keys, head, 0, cache.K.MAIN, PTX)
     else:
-        even, odd = _value_columns(
-            k, places, loaded, run, 0, K_HEADS, 0, D, 0, D_MAIN, K_KIND, PTX, ONCE, QK
-        )
-    s = _add_scores(s, q, q_odd, even, odd, QK, K_KIND, PRECISION, apart is not None)
-    if D_REST > 0:
-        more, more_odd = _columns(
-            k_rest, places, loaded, run, head, K_HEADS, K_STEP, D, D_MAIN, D_REST, K_KIND, PTX,
-            ONCE, QK,
-        )  # fmt: skip
+        rest = cache.k_rest
+        even, odd = _run_columns(cache.k, cache.K, keys, 0, PTX)
+    s = _add_scores(s, queries.main, queries.main_odd, even, odd, cache.K, dots.PRECISION, APART)
+    if cache.K.REST > 0:
+        more, more_odd = _columns(rest, cache.K, keys, head, cache.K.MAIN, cache.K.REST, PTX)
         s = _add_scores(
-            s, q_more, q_more_odd, more, more_odd, QK, K_KIND, PRECISION, apart is not None
+            s, queries.more, queries.more_odd, more, more_odd, cache.K, dots.PRECISION, APART
         )
-    if sign is not None:
-        s = s * sign[:, None]
-    if CAPPED:
-        s = tanh_from_exp2(s * inner[:, None])
-    if partly is None:
-        s = _hide(s, j, position, left, loaded)
-    elif partly:
-        s = _hide(s, j, position, left, loaded)
-    if FUSED:
-        p, m, l, e, alpha = fused_softmax(s, m, l, e, slopes, power, large, True)  # noqa: E741
+    if queries.sign is not None:
+        s = s * queries.sign[:, None]
+    if logits.CAPPED:
+        s = tanh_from_exp2(s * queries.inner[:, None])
+    if keys.partly is None:
+        s = _hide(s, keys)
+    elif keys.partly:
+        s = _hide(s, keys)
+    if dots.FUSED:
+        p, m, l, e, alpha = fused_softmax(  # noqa: E741
+            s, m, l, e, queries.slopes, queries.power, queries.large, True
+        )
     elif apart is None:
-        p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
+        p, m, l, alpha = online_softmax(s, m, l, queries.slopes, True, True)  # noqa: E741
     else:
         p = s
         alpha = m
         if apart:
-            p, m, l, alpha = online_softmax(s, m, l, slopes, True, True)  # noqa: E741
-    p = p.to(PV)
+            p, m, l, alpha = online_softmax(s, m, l, queries.slopes, True, True)  # noqa: E741
+    p = p.to(cache.V.NUMBER)
     if v is not None:
-        even, odd = _value_columns(
-            v, places, loaded, run, head, V_HEADS, V_STEP, DV, 0, DV_MAIN, V_KIND, PTX, None, PV
-        )
-    acc, acc_odd = _add_values(acc, acc_odd, alpha, p, even, odd, PV, V_KIND, PRECISION)
-    if DV_REST > 0:
-        more, more_odd = _value_columns(
-            v, places, loaded, run, head, V_HEADS, V_STEP, DV, DV_MAIN, DV_REST, V_KIND, PTX,
-            None, PV,
-        )  # fmt: skip
+        even, odd = _value_columns(v, cache.V, keys, head, 0, cache.V.MAIN, PTX)
+    acc, acc_odd = _add_values(acc, acc_odd, alpha, p, even, odd, cache.V, dots.PRECISION)
+    if cache.V.REST > 0:
+        more, more_odd = _value_columns(v, cache.V, keys, head, cache.V.MAIN, cache.V.REST, PTX)
         acc_more, acc_more_odd = _add_values(
-            acc_more, acc_more_odd, alpha, p, more, more_odd, PV, V_KIND, PRECISION
+            acc_more, acc_more_odd, alpha, p, more, more_odd, cache.V, dots.PRECISION
         )
-    return m, l, e, acc, acc_odd, acc_more, acc_more_odd
+    return m, l, e, (acc, acc_odd, acc_more, acc_more_odd)
 
 
 @triton.jit
-def store_rows(
-    target, rows, acc, acc_more, inside,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
-):  # fmt: skip
-    """Both parts of every row to ``target [., DV]``; ``rows`` are int64 row numbers."""
-    where = target + rows[:, None] * DV
-    column = tl.arange(0, DV_MAIN)
-    mask = inside[:, None] & (column < DV)[None, :]
+def store_rows(target, rows, acc, acc_more, inside, side):
+    """Both parts of every row, like values of ``side``; ``rows`` are int64 row numbers."""
+    where = target + rows[:, None] * side.DIM
+    column = tl.arange(0, side.MAIN)
+    mask = inside[:, None] & (column < side.DIM)[None, :]
     tl.store(where + column[None, :], acc.to(target.dtype.element_ty), mask=mask)
-    if DV_REST > 0:
-        column = DV_MAIN + tl.arange(0, DV_REST)
-        mask = inside[:, None] & (column < DV)[None, :]
+    if side.REST > 0:
+        column = side.MAIN + tl.arange(0, side.REST)
+        mask = inside[:, None] & (column < side.DIM)[None, :]
         tl.store(where + column[None, :], acc_more.to(target.dtype.element_ty), mask=mask)

@@ -158,7 +158,7 @@ def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
 def launched(
     kernel: Any, p: Problem, t: Tiles, target: Target, arguments: Mapping[str, Any], **more: Any
 ) -> Launch:
-    """The launch of a kernel that takes work tiles in turn; it asks for facts of the call by name."""
+    """The launch of a kernel that takes work tiles in turn and asks for facts by name."""
     known = {
         "rows": p.batch * p.rows,
         "inner": p.inner,

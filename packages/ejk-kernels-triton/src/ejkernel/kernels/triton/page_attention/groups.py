@@ -11,25 +11,38 @@ from typing import Any, NamedTuple
 Given = Any  # an operand or a result of a launch; in a kernel a pointer or a descriptor
 
 
+class Side(NamedTuple):
+    """The keys or the values of a cache: a token's HEADS heads, STEP elements from each other.
+
+    A head has DIM columns, held as one or two powers of two. KIND: the dtype of 8-bit numbers, else
+    "". ONCE: that of those that are converted once for both products, then KIND is "". NUMBER: the
+    dtype of products.
+    """
+
+    HEADS: int
+    STEP: int
+    DIM: int
+    MAIN: int
+    REST: int
+    KIND: str
+    ONCE: str | None
+    NUMBER: Any
+
+
 class Cache(NamedTuple):
-    """Keys and values in pages of PAGE tokens, a token's heads STEP elements from each other.
+    """Keys and values in pages of PAGE tokens.
 
     ``k_rest``: keys by descriptor, the columns behind those that are values too. ``v`` None: a key
-    holds its value. V_FIRST: where values begin, in elements as they are read. KIND: the dtype of
-    8-bit numbers, else "".
+    holds its value. V_FIRST: where values begin, in elements as they are read.
     """
 
     k: Given
     k_rest: Given
     v: Given
     PAGE: int
-    K_HEADS: int
-    K_STEP: int
-    V_HEADS: int
-    V_STEP: int
     V_FIRST: int
-    K_KIND: str
-    V_KIND: str
+    K: Side
+    V: Side
 
 
 class Sequences(NamedTuple):
@@ -90,27 +103,14 @@ class Heads(NamedTuple):
     TOKENS: int
 
 
-class Dims(NamedTuple):
-    """Of keys (D) and of values (DV), as one or two powers of two."""
-
-    D: int
-    D_MAIN: int
-    D_REST: int
-    DV: int
-    DV_MAIN: int
-    DV_REST: int
-
-
 class Dots(NamedTuple):
-    """How products are made: dtypes, PRECISION of float32; see ``common.cached``.
+    """How products are made, PRECISION of float32 ones; see ``common.cached``.
 
-    ONCE: the dtype of 8-bit numbers that are converted once for both, then KIND is "".
+    FUSED: see ``fused_softmax``.
     """
 
-    QK: Any
-    PV: Any
     NORMALISE: bool
     RAW: bool
     APART: bool
-    ONCE: str | None
+    FUSED: bool
     PRECISION: str

@@ -25,12 +25,12 @@ from ejkernel.kernels.triton.launch import (
 )
 from ejkernel.kernels.triton.page_attention.groups import (
     Cache,
-    Dims,
     Dots,
     Heads,
     Logits,
     Scale,
     Sequences,
+    Side,
     Sinks,
     Sizes,
 )
@@ -53,22 +53,23 @@ def sinks_of(plan: Named) -> Sinks:
     return Sinks(plan.operand("sink"), heads * n if rows > 1 else 0, n, power_of_two(n))
 
 
-def cache_constants(problem: Problem, target: Target) -> dict[str, Any]:
+def facts(problem: Problem, target: Target, once: bool = False) -> dict[str, Any]:
     """Numbers and constants of every kernel whose products are with cached keys and values."""
     import triton.language as tl
 
-    p = problem
-    (d_main, d_rest), (dv_main, dv_rest) = p.parts
-    numbers = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
-    k_kind, v_kind = (cache if BYTES[cache] == 1 else "" for cache in (p.key, p.value))
+    p, places = problem, problem.places
+
+    def side(name: str, cache: str, dim: int, parts: tuple[int, int], whole: str | None) -> Side:
+        kind = cache if BYTES[cache] == 1 and not once else ""
+        number = getattr(tl, p.query if once else p.number(cache))
+        return Side(
+            places[f"{name}_HEADS"], places[f"{name}_STEP"], dim, *parts, kind, whole, number
+        )
+
     return {
-        "D": p.dim,
-        "DV": p.value_dim,
-        "D_MAIN": d_main,
-        "D_REST": d_rest,
-        "DV_MAIN": dv_main,
-        "DV_REST": dv_rest,
-        **p.places,
+        "K": side("K", p.key, p.dim, p.parts[0], p.key if once else None),
+        "V": side("V", p.value, p.value_dim, p.parts[1], None),
+        "V_FIRST": places["V_FIRST"],
         **p.logits,
         "max_pages": p.max_pages,
         "pages": p.pages,
@@ -76,14 +77,13 @@ def cache_constants(problem: Problem, target: Target) -> dict[str, Any]:
         "PAGE": p.page_size,
         "WINDOW": p.left is not None,
         "CAPPED": p.soft_cap is not None,
-        "QK": numbers[p.number(p.key)],
-        "PV": numbers[p.number(p.value)],
-        "K_KIND": k_kind,
-        "V_KIND": v_kind,
         "PTX": instructions(target),
         "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
         "POSITIVE": p.scale > 0,
         "PRECISION": precision(p, target),
+        "RAW": False,
+        "APART": False,
+        "FUSED": False,
     }
 
 
@@ -162,21 +162,16 @@ class SplitPlan(PagedPlan):
         return k, rest, v
 
     def launch(self, target: Target) -> Launch:
-        import triton.language as tl
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
         p, t = self.problem, self.tiles
         direct, balanced = self.direct, t.splits is None
         rows, chunks = query_rows(p, t.most)
         names = ("lens", "tables", "begins", "rows", "counts")
-        known = cache_constants(p, target) | {
+        known = facts(p, target, t.once) | {
             "RAW": p.shared and (p.key == p.query or t.once),
             "APART": t.apart,
-            "ONCE": None,
         }
-        if t.once:
-            number = {"float16": tl.float16, "bfloat16": tl.bfloat16}[p.query]
-            known |= {"ONCE": p.key, "K_KIND": "", "V_KIND": "", "QK": number, "PV": number}
         arguments = {
             "q": self.operand("q"),
             "cache": filled(Cache, known, *self.cache()),
@@ -192,20 +187,17 @@ class SplitPlan(PagedPlan):
             "sizes": filled(Sizes, known, p.batch, self.shares),
             "logits": filled(Logits, known),
             "layout": Heads(p.heads, p.kv_heads, chunks, rows, p.tokens),
-            "dims": filled(Dims, known),
             "dots": filled(Dots, known),
             "BLOCK": t.block,
             "LANES": min(MAX_LANES, power_of_two(p.batch)),
             "SPLITS": t.splits or 0,
-            "PTX": known["PTX"],
         }
         grid = (self.shares * p.kv_heads * chunks,)
         # left alone the assembler spills to fit more programs than are meant to run together
         registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
         options = {"maxnreg": registers} if target.platform == "cuda" else {}
-        return Launch.of(
-            paged_split, arguments, grid, t.num_warps, t.num_stages, options, interpreted={"PTX": 0}
-        )
+        more: Any = {"known": known, "interpreted": {"PTX": 0}}
+        return Launch.of(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.cached import (
+    Keys,
     attend_block,
     empty,
     joined,
@@ -83,7 +84,6 @@ def paged_split(
     sizes,
     logits,
     layout,
-    dims,
     dots,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
@@ -165,23 +165,14 @@ def paged_split(
         if k_scale.array is not None:
             at = k_scale.array + b * k_scale.row + hk * k_scale.head
             factor *= tl.load(at).to(tl.float32)
-        sign = None
+        POSITIVE: tl.constexpr = logits.POSITIVE and k_scale.array is None
         if dots.RAW:
-            q_main, q_main_odd, q_more, q_more_odd, slopes, inner, sign = opened_as_loaded(
-                q, row + row_of, inside, factor, logits.cap_in, logits.cap_out, dims.D, dims.D_MAIN,
-                dims.D_REST, logits.CAPPED,
-            )  # fmt: skip
-            if logits.POSITIVE and k_scale.array is None:
-                sign = None
+            queries = opened_as_loaded(q, row + row_of, inside, factor, logits, cache.K, POSITIVE)
         else:
-            q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
-                q, row + row_of, inside, factor, logits.cap_in, logits.cap_out, dims.D, dims.D_MAIN,
-                dims.D_REST, dots.QK, cache.K_KIND, dots.NORMALISE, logits.CAPPED,
-                logits.POSITIVE and k_scale.array is None,
-            )  # fmt: skip
-        m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
-            layout.BLOCK, dims.DV_MAIN, dims.DV_REST, cache.V_KIND
-        )
+            queries = opened(
+                q, row + row_of, inside, factor, logits, cache.K, dots.NORMALISE, POSITIVE
+            )
+        m, l, sums = empty(cache.V, layout.BLOCK)  # noqa: E741
         table = sequences.tables + b.to(tl.int64) * sizes.max_pages
 
         tile0 = first_tile + t - before
@@ -201,31 +192,28 @@ def paged_split(
             run = None
             if cache.k_rest is not None:
                 run = run_between(here, tile * BLOCK, length - 1, sizes.pages, cache.PAGE, BLOCK)
-            m, l, _e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
-                q_main, q_main_odd, q_more, q_more_odd,
-                m, l, None, acc, acc_odd, acc_more, acc_more_odd,
-                slopes, inner, None, None, cache.k, v, places, loaded, run, j, position,
-                left if sizes.WINDOW and TOKENS > 1 else None, None, hk,
-                cache.K_HEADS, cache.K_STEP, cache.V_HEADS, cache.V_STEP, dims.D, dims.D_MAIN,
-                dims.D_REST, dims.DV, dims.DV_MAIN, dims.DV_REST, logits.CAPPED, False, dots.QK,
-                dots.PV, cache.K_KIND, cache.V_KIND, PTX, dots.PRECISION, sign, apart, cache.k_rest,
-                dots.ONCE,
+            keys = Keys(
+                j, places, loaded, run, position,
+                left if sizes.WINDOW and TOKENS > 1 else None, None,
             )  # fmt: skip
+            m, l, _e, sums = attend_block(  # noqa: E741
+                queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, apart
+            )
 
-        m = m * slopes
-        acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, dims.DV_REST, cache.V_KIND)
+        m = m * queries.slopes
+        acc, acc_more = joined(sums, cache.V)
         if o is not None:
             factor = finish(m, l, sinks, b, heads, inside, v_scale, hk)
             acc = acc * factor[:, None]
-            if dims.DV_REST > 0:
+            if cache.V.REST > 0:
                 acc_more = acc_more * factor[:, None]
-            store_rows(o, row + row_of, acc, acc_more, inside, dims.DV, dims.DV_MAIN, dims.DV_REST)
+            store_rows(o, row + row_of, acc, acc_more, inside, cache.V)
         else:
             slot = share + b if SPLITS == 0 else share
             kept = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
             tl.store(m_out + kept, m, mask=inside)
             tl.store(l_out + kept, l, mask=inside)
-            store_rows(acc_out, kept, acc, acc_more, inside, dims.DV, dims.DV_MAIN, dims.DV_REST)
+            store_rows(acc_out, kept, acc, acc_more, inside, cache.V)
 
         if SPLITS == 0:
             t = stop

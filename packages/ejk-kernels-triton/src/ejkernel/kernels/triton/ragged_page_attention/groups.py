@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
@@ -32,13 +32,3 @@ class Layout(NamedTuple):
     ROWS: int
     TILE: int
     MEMBERS: int
-
-
-class Dots(NamedTuple):
-    """How products are made: dtypes, PRECISION of float32; FUSED: see ``fused_softmax``."""
-
-    QK: Any
-    PV: Any
-    NORMALISE: bool
-    FUSED: bool
-    PRECISION: str

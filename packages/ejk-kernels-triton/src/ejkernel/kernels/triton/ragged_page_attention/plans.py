@@ -21,16 +21,16 @@ from ejkernel.kernels.triton.launch import (
     runs_map,
     struct,
 )
-from ejkernel.kernels.triton.page_attention.groups import Cache, Dims, Logits
+from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.plans import (
     MAX_LANES,
     SplitPlan,
-    cache_constants,
+    facts,
     scale_of,
     sinks_of,
 )
 from ejkernel.kernels.triton.page_attention.problem import BYTES
-from ejkernel.kernels.triton.ragged_page_attention.groups import Dots, Layout, Sizes
+from ejkernel.kernels.triton.ragged_page_attention.groups import Layout, Sizes
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,
@@ -161,7 +161,7 @@ class PrefillPlan(RaggedPlan):
         if given:
             # most calls leave few pieces
             programs = min(programs, target.cores * max(1, 8 // t.num_warps))
-        known = {**self.sizes, **cache_constants(p, target), "LINES": LINES}
+        known = {**self.sizes, **facts(p, target), "LINES": LINES}
         # float16 has not the range for what it carries along, wide heads not the registers
         known["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
         arguments = {
@@ -176,14 +176,12 @@ class PrefillPlan(RaggedPlan):
             "sizes": filled(Sizes, known, p.batch, self.problem.rows, programs),
             "logits": filled(Logits, known),
             "layout": filled(Layout, known),
-            "dims": filled(Dims, known),
             "dots": filled(Dots, known),
             "BLOCK": t.block,
             "LOOPED": bool(given),
-            "PTX": known["PTX"],
         }
         grid = (programs + -(-self.problem.rows // LINES),)
-        more: Any = {"interpreted": {"PTX": 0}, "aliases": given}
+        more: Any = {"known": known, "interpreted": {"PTX": 0}, "aliases": given}
         return Launch.of(ragged_prefill, arguments, grid, t.num_warps, t.num_stages, **more)
 
 

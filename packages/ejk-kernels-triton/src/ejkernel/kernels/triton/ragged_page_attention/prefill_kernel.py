@@ -27,11 +27,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.cached import (
+    Keys,
     attend_block,
     empty,
     joined,
     opened,
-    power_of_two,
     store_rows,
 )
 from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
@@ -88,15 +88,11 @@ def ragged_prefill(
     sizes,
     logits,
     layout,
-    dims,
     dots,
     BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    D: tl.constexpr = dims.D
-    D_MAIN: tl.constexpr = dims.D_MAIN
-    D_REST: tl.constexpr = dims.D_REST
     HEADS: tl.constexpr = layout.HEADS
     ROWS: tl.constexpr = layout.ROWS
     TILE: tl.constexpr = layout.TILE
@@ -108,8 +104,8 @@ def ragged_prefill(
     pid = tl.program_id(0)
     if pid >= sizes.programs:
         _clear(
-            o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows, HEADS * D,
-            sizes.LINES,
+            o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows,
+            HEADS * cache.V.DIM,            sizes.LINES,
         )  # fmt: skip
     else:
         turns = 0
@@ -161,17 +157,11 @@ def ragged_prefill(
                 factor = logits.scale
                 if k_scale.array is not None:
                     factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
-                q_main, q_main_odd, q_more, q_more_odd, slopes, inner = opened(
-                    q, row, inside, factor, logits.cap_in, logits.cap_out, D, D_MAIN, D_REST,
-                    dots.QK, cache.K_KIND, dots.NORMALISE, logits.CAPPED,
+                queries = opened(
+                    q, row, inside, factor, logits, cache.K, dots.NORMALISE,
                     logits.POSITIVE and k_scale.array is None,
                 )  # fmt: skip
-                power, _ = power_of_two(slopes)
-                large = 1073741824.0 / slopes
-
-                m, l, acc, acc_odd, acc_more, acc_more_odd = empty(  # noqa: E741
-                    ROWS, D_MAIN, D_REST, cache.V_KIND
-                )
+                m, l, sums = empty(cache.V, ROWS)  # noqa: E741
                 e = tl.zeros([ROWS], tl.float32)
                 for block in tl.range(start, stop):
                     places = None
@@ -186,35 +176,30 @@ def ragged_prefill(
                     page = pages_between(table, (block + 1) * BLOCK, low, last, PAGE, BLOCK)
                     j = block * BLOCK + tl.arange(0, BLOCK)
                     partly = (block < full_start) | (block >= full_stop)
-                    m, l, e, acc, acc_odd, acc_more, acc_more_odd = attend_block(  # noqa: E741
-                        q_main, q_main_odd, q_more, q_more_odd,
-                        m, l, e, acc, acc_odd, acc_more, acc_more_odd,
-                        slopes, inner, power, large, cache.k,
-                        cache.k + cache.V_FIRST if v is None else v, places,
-                        None, run, j, position, left if WINDOW else None, partly, hk,
-                        cache.K_HEADS, cache.K_STEP, cache.V_HEADS, cache.V_STEP, D, D_MAIN, D_REST,
-                        D, D_MAIN, D_REST, logits.CAPPED, dots.FUSED, dots.QK, dots.PV,
-                        cache.K_KIND, cache.V_KIND, PTX, dots.PRECISION,
+                    keys = Keys(j, places, None, run, position, left if WINDOW else None, partly)
+                    m, l, e, sums = attend_block(  # noqa: E741
+                        queries, m, l, e, sums, cache, cache.k + cache.V_FIRST if v is None else v,
+                        hk, keys, logits, dots, PTX,
                     )  # fmt: skip
 
+                m = m * queries.slopes
+                acc, acc_more = joined(sums, cache.V)
                 if dots.FUSED:
                     shrink = tl.exp2(-e)
                     l = l * shrink  # noqa: E741
                     acc = acc * shrink[:, None]
-                    if D_REST > 0:
+                    if cache.V.REST > 0:
                         acc_more = acc_more * shrink[:, None]
-                m = m * slopes
-                acc, acc_more = joined(acc, acc_odd, acc_more, acc_more_odd, D_REST, cache.V_KIND)
                 if parts == 1:
                     share = finish(m, l, sinks, 0, heads, inside, v_scale, hk)
                     o_more = acc_more
-                    if D_REST > 0:
+                    if cache.V.REST > 0:
                         o_more = acc_more * share[:, None]
-                    store_rows(o, row, acc * share[:, None], o_more, inside, D, D_MAIN, D_REST)
+                    store_rows(o, row, acc * share[:, None], o_more, inside, cache.V)
                 else:
                     slot = tl.load(work + 4 * n + r) - mine + tile * parts + part
                     member = tl.arange(0, ROWS)
                     kept = (slot.to(tl.int64) * UNITS + unit) * ROWS + member
                     tl.store(m_out + kept, m)
                     tl.store(l_out + kept, l)
-                    store_rows(acc_out, kept, acc, acc_more, member >= 0, D, D_MAIN, D_REST)
+                    store_rows(acc_out, kept, acc, acc_more, member >= 0, cache.V)
