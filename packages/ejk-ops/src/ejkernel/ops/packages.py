@@ -28,7 +28,8 @@ class Entry:
 
     Attributes:
         algorithm: its name in the registry.
-        target: the kernel, ``"folder.module:NAME"`` inside the package.
+        target: the kernel, ``"folder.module:NAME"`` inside the package; default: that of the
+            algorithm's name in ``implementation`` of the folder of this name.
         backend, priority, config_fields: as in ``KernelRegistry.register``.
         platform: where it differs from the package's.
         function: name of the public function; default: the algorithm's.
@@ -36,13 +37,18 @@ class Entry:
     """
 
     algorithm: str
-    target: str
+    target: str = ""
     backend: str = "gpu"
     priority: int = 100
     platform: str | None = None
     function: str = ""
     hooks: tuple[str, ...] | dict[str, str] = field(default=HOOKS[:-1], hash=False)
     config_fields: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.target:
+            name = self.algorithm
+            object.__setattr__(self, "target", f"{name}.implementation:{name}")
 
     @property
     def public(self) -> str:

@@ -13,6 +13,7 @@ _FLASH = (
     *(f"fwd_params.{size}" for size in _SIZES),
     *(f"bwd_params.{size}" for size in (*_SIZES, "blocksize_m", "blocksize_n")),
 )
+_PAGED = ("num_splits", "pages_per_block", "num_warps", "num_stages")
 _RAGGED = (
     "num_queries_per_block",
     "num_kv_pages_per_block",
@@ -35,66 +36,27 @@ PACKAGE = KernelPackage(
     __name__,
     "triton",
     (
-        Entry(
-            "flash_attention",
-            "flash_attention.implementation:flash_attention",
-            config_fields=_FLASH,
-        ),
-        Entry(
-            "blocksparse_attention",
-            "blocksparse_attention.implementation:blocksparse_attention",
-            config_fields=_FLASH,
-        ),
-        Entry(
-            "scaled_dot_product_attention",
-            "flash_attention.implementation:scaled_dot_product_attention",
-            config_fields=(),
-        ),
-        Entry(
-            "mla_attention",
-            "flash_attention.implementation:mla_attention",
-            config_fields=_FLASH,
-        ),
-        Entry(
-            "page_attention",
-            "page_attention.implementation:page_attention",
-            config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
-        ),
-        Entry(
-            "ragged_page_attention",
-            "ragged_page_attention.implementation:ragged_page_attention",
-            config_fields=_RAGGED,
-        ),
-        Entry(
-            "ragged_page_attention_v3",
-            "ragged_page_attention_v3.implementation:ragged_page_attention_v3",
-            config_fields=_RAGGED,
-        ),
+        Entry("flash_attention", config_fields=_FLASH),
+        Entry("blocksparse_attention", config_fields=_FLASH),
+        Entry("scaled_dot_product_attention", config_fields=()),
+        Entry("mla_attention", config_fields=_FLASH),
+        Entry("page_attention", config_fields=_PAGED),
+        Entry("ragged_page_attention", config_fields=_RAGGED),
+        Entry("ragged_page_attention_v3", config_fields=_RAGGED),
         Entry(
             "ragged_decode_attention",
-            "ragged_decode_attention.implementation:ragged_decode_attention",
             config_fields=tuple(f"fwd_params.{size}" for size in _SIZES[1:]),
         ),
         Entry(
             "native_sparse_attention",
-            "native_sparse_attention.implementation:native_sparse_attention",
             config_fields=("q_tile", "kv_tile", "num_warps", "num_stages"),
         ),
-        Entry(
-            "mla_decode",
-            "mla_decode.implementation:mla_decode",
-            config_fields=("num_splits", "pages_per_block", "num_warps", "num_stages"),
-        ),
+        Entry("mla_decode", config_fields=_PAGED),
         Entry(
             "grouped_matmul",
-            "grouped_matmul.implementation:grouped_matmul",
             config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
         ),
-        Entry(
-            "mean_pooling",
-            "mean_pooling.implementation:mean_pooling",
-            config_fields=("token_tile", "channel_tile", "num_warps"),
-        ),
+        Entry("mean_pooling", config_fields=("token_tile", "channel_tile", "num_warps")),
         _linear("recurrent", "recurrent_attention"),
         _linear("gla", "gla_attention"),
         _linear("lightning_attn", "lightning_attention"),

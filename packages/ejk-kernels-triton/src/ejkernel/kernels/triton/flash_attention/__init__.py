@@ -1,9 +1,5 @@
 """Flash attention in Triton: forward, query gradient, key gradients, bias gradient."""
 
-from ejkernel.kernels.triton.flash_attention.implementation import (
-    flash_attention,
-    mla_attention,
-    scaled_dot_product_attention,
-)
+from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 
-__all__ = ["flash_attention", "mla_attention", "scaled_dot_product_attention"]
+__all__ = ["flash_attention"]

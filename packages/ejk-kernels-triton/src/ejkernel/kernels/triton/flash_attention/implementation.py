@@ -15,30 +15,18 @@ import numpy as np
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import dot_precision
-from ejkernel.kernels.triton.flash_attention import single_row, tiles
+from ejkernel.kernels.triton.flash_attention import lists, plans, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
 from ejkernel.kernels.triton.flash_attention.fits import near
 from ejkernel.kernels.triton.flash_attention.known_lists import known_walks, walk_name
-from ejkernel.kernels.triton.flash_attention.lists import (
-    element_mask,
-    mask_beside_walk,
-    walk_operands,
-)
-from ejkernel.kernels.triton.flash_attention.plans import (
-    AttentionPlan,
-    DkvPlan,
-    DqPlan,
-    ForwardPlan,
-)
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
-from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, softmax
 from ejkernel.types.hidden import cleared_rows, without_dead_rows
-from ejkernel.types.latent import FromLatent
 from ejkernel.types.pattern import rows_see_tiles
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
@@ -85,14 +73,14 @@ class FlashAttention(TritonKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []
-        o, lse, *saved = _launch(ForwardPlan, work, work.tiles.fwd, arrays)
+        o, lse, *saved = _launch(plans.ForwardPlan, work, work.tiles.fwd, arrays)
         return (o, lse), saved
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
         if t.decode is not None:
-            o, lse, *saved = _launch(ForwardPlan, work, t.fwd, arrays)
+            o, lse, *saved = _launch(plans.ForwardPlan, work, t.fwd, arrays)
         q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
@@ -105,10 +93,10 @@ class FlashAttention(TritonKernel):
         base, *rest = saved
         tensors = {name: x for name, x in arrays.items() if name != "sink"}
         tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
-        (dq,) = _launch(DqPlan, work, t.dq, tensors)
+        (dq,) = _launch(plans.DqPlan, work, t.dq, tensors)
         found = {"q": dq}
         for parts, part_tiles in passes:
-            grads = _launch(DkvPlan, work, part_tiles, tensors, parts=parts)
+            grads = _launch(plans.DkvPlan, work, part_tiles, tensors, parts=parts)
             found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
         bias = arrays.get("bias")
         if bias is not None:
@@ -127,7 +115,7 @@ def walks_lists(problem: Problem, target: Target) -> bool:
 
 
 def _launch(
-    kind: type[AttentionPlan], work: Work, tile: Tiles, tensors: Arrays, **fields: Any
+    kind: type[plans.AttentionPlan], work: Work, tile: Tiles, tensors: Arrays, **fields: Any
 ) -> tuple[Any, ...]:
     """The results of one kernel; which blocks it visits follows from the mask."""
     p, tensors = work.problem, dict(tensors)
@@ -140,49 +128,20 @@ def _launch(
     known = tensors.pop("walks", {})
     if kind is DbiasPlan:
         # made of all tiles, each by its elements
-        found, fields["mask_block"] = element_mask(p, pattern, dense)
+        found, fields["mask_block"] = lists.element_mask(p, pattern, dense)
         tensors |= found
     elif walks_lists(p, work.target):
-        by_key = kind is DkvPlan
-        walk = known.get(walk_name(tile, by_key)) or walk_operands(
+        by_key = kind is plans.DkvPlan
+        walk = known.get(walk_name(tile, by_key)) or lists.walk_operands(
             p, mask, pattern, tile, by_key=by_key
         )
-        found, fields["mask_block"] = mask_beside_walk(p, pattern, dense, tile)
+        found, fields["mask_block"] = lists.mask_beside_walk(p, pattern, dense, tile)
         tensors |= walk | found
     elif rules.arrays:
         tensors["ranges"] = block_ranges(
-            mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is DkvPlan
+            mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is plans.DkvPlan
         )
     return call(kind(p, rules, tile, shapes_of(tensors), **fields), *tensors.values())
 
 
-class ScaledDotProductAttention(FlashAttention):
-    """The kernels of flash attention for the operation of this name, whose options are fewer.
-
-    Dtypes and head dims are those of ``flash_attention``; tiles are the kernel's own choice.
-    """
-
-    call = calls.ScaledDotProductAttention
-
-    @staticmethod
-    def near(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
-        return []
-
-    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
-        return {}
-
-
-class FlashMLA(FromLatent, FlashAttention):
-    """The kernels of flash attention on keys and values expanded from latent rows; see
-    ``mla_attention``.
-
-    Dtypes, head dims (with the rotary part; of values) and ``cfg`` are those of
-    ``flash_attention``. The backward pass expands anew: nothing expanded is kept.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
-    """
-
-
 flash_attention = FlashAttention()
-mla_attention = FlashMLA()
-scaled_dot_product_attention = ScaledDotProductAttention()

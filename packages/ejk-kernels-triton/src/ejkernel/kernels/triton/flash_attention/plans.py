@@ -16,19 +16,6 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention import groups
-from ejkernel.kernels.triton.flash_attention.groups import (
-    Bias,
-    Dropout,
-    Elements,
-    Heads,
-    Logits,
-    Pairs,
-    Sinks,
-    Sizes,
-    Softmax,
-    Walk,
-    parts_of,
-)
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
 from ejkernel.kernels.triton.launch import (
@@ -75,28 +62,28 @@ class AttentionPlan(Named):
 
         return compat.has_tensor_maps() and can_use_tensor_maps(self.problem, target)
 
-    def heads(self, name: str, block: int, maps: bool = False) -> Heads:
+    def heads(self, name: str, block: int, maps: bool = False) -> groups.Heads:
         """An operand read by tiles of ``block`` rows; ``maps``: by TMA."""
         operand, shape = self.operand(name), self.shape(name)
         assert operand is not None and shape is not None
         batch, length, heads, dim = shape
-        parts, view = parts_of(dim), (batch * length, heads * dim)
+        parts, view = groups.parts_of(dim), (batch * length, heads * dim)
         arrays = tuple(
             TensorMap(operand.index, view, (block, part.WIDTH)) if maps else operand
             for part in parts
         )
-        return Heads(arrays, dim, parts, block, maps)
+        return groups.Heads(arrays, dim, parts, block, maps)
 
-    def bias(self, maps: bool) -> Bias | None:
+    def bias(self, maps: bool) -> groups.Bias | None:
         """The bias, by TMA where its rows are whole 16 bytes."""
         p, t, shape, values = self.problem, self.tiles, self.shape("bias"), self.operand("bias")
         if values is None or shape is None:
             return None
         batch, head = strides(shape, p.q_len)
         if not maps or p.kv_len % 8:
-            return Bias(batch, values, head, TMA=False)
+            return groups.Bias(batch, values, head, TMA=False)
         view, tile = (math.prod(shape[:3]), p.kv_len), (t.block_q, t.block_kv)
-        return Bias(batch, TensorMap(values.index, view, tile), head, TMA=True)
+        return groups.Bias(batch, TensorMap(values.index, view, tile), head, TMA=True)
 
     @property
     def slope(self) -> float:
@@ -121,22 +108,22 @@ class AttentionPlan(Named):
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
 
-    def walk(self, target: Target, blocks: int, even: bool) -> Walk:
+    def walk(self, target: Target, blocks: int, even: bool) -> groups.Walk:
         """Of programs with ``blocks`` a head; ``even``: tiles end with the walked axis."""
         lists = self.shape("listed") or self.shape("ranges") or (1, 1, 1, 4)
         operands = (self.operand(name) for name in ("order", "listed", "ranges"))
         # two loops beside the pointers of a mask spill where products take registers
         full = "mask" not in self.names or target.hopper
-        return Walk(
+        return groups.Walk(
             blocks, self.problem.batch, *operands, *strides(lists, lists[2]), full,
             self.partial(even), self.longest_first, self.neighbours(),
         )  # fmt: skip
 
-    def pairs(self, name: str) -> Pairs | None:
+    def pairs(self, name: str) -> groups.Pairs | None:
         q, shape = self.operand(f"q_{name}"), self.shape(f"q_{name}")
         if shape is None:
             return None
-        return Pairs(q, self.operand(f"kv_{name}"), 0 if shape[0] == 1 else 1)
+        return groups.Pairs(q, self.operand(f"kv_{name}"), 0 if shape[0] == 1 else 1)
 
     def seen(self) -> groups.Rules:
         """What a row sees."""
@@ -147,7 +134,7 @@ class AttentionPlan(Named):
         elements = None
         if mask is not None:
             steps = strides(mask, math.prod(mask[2:]))
-            elements = Elements(self.operand("mask"), *steps, *self.mask_block)
+            elements = groups.Elements(self.operand("mask"), *steps, *self.mask_block)
         return groups.Rules(
             band.lo, band.hi, placed.lo, placed.hi, *chunk, ids, positions, elements
         )
@@ -157,7 +144,7 @@ class AttentionPlan(Named):
         """What a backward kernel's sums are multiplied by."""
         return self.problem.scale * gradient_factor(self.problem)
 
-    def logits(self) -> Logits:
+    def logits(self) -> groups.Logits:
         """Logits in base 2 are slope * s + shift, s being the products.
 
         That takes a positive slope: a scale that is not becomes a sign of the products.
@@ -168,7 +155,7 @@ class AttentionPlan(Named):
         elif p.scale <= 0.0 and cap is None:
             scale = -1.0 if p.scale < 0.0 else 0.0
         inside = float(2 / cap * LOG2E * (1.0 if p.biased else p.scale)) if cap else None
-        return Logits(
+        return groups.Logits(
             scale, self.slope, self.gradient, inside, FUSED=cap is not None and cap < 2.0**16
         )
 
@@ -176,10 +163,12 @@ class AttentionPlan(Named):
         """Arguments and constants every kernel here takes; ``maps``: TMA is used."""
         p, words = self.problem, self.operand("words")
         arguments = {
-            "sizes": Sizes(p.q_len, p.kv_len, p.heads, p.kv_heads),
+            "sizes": groups.Sizes(p.q_len, p.kv_len, p.heads, p.kv_heads),
             "rules": self.seen(),
             "bias": self.bias(maps),
-            "dropout": None if words is None else Dropout(words, p.keep_threshold, p.keep_scale),
+            "dropout": None
+            if words is None
+            else groups.Dropout(words, p.keep_threshold, p.keep_scale),
             "logits": self.logits(),
         }
         return arguments, {"PRECISION": p.precision}
@@ -267,7 +256,7 @@ class ForwardPlan(AttentionPlan):
         # where exp2 of any logit less it lies between 2^-104 and 2^44: not in float16, whose
         # numbers are fewer; 2^17 keys then still sum values up to 2^66
         fixed = p.soft_cap is not None and p.dtype != "float16" and span <= 148
-        softmax = Softmax(
+        softmax = groups.Softmax(
             power=None if fixed else 2.0 ** math.floor(math.log2(max(logit_unit(p), TINY))),
             large=None if fixed else min(2.0**30 / self.slope, MAX),
             unit=logit_unit(p),
@@ -279,7 +268,7 @@ class ForwardPlan(AttentionPlan):
         )
         arguments = {
             "softmax": softmax,
-            "sinks": sink and Sinks(self.operand("sink"), 0 if sink[0] == 1 else p.heads),
+            "sinks": sink and groups.Sinks(self.operand("sink"), 0 if sink[0] == 1 else p.heads),
             "o": Out(0),
             "lse": Out(1),
             "base": Out(2),

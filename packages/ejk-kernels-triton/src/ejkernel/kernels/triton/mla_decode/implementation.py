@@ -23,7 +23,7 @@ from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
-from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
+from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem, problem_of
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -51,24 +51,15 @@ class MLADecode(CacheKernel):
     near = staticmethod(tiles.near)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        q, cache, window = a["query"], a["latent_cache"], a["sliding_window"]
-        kind = jnp.dtype(cache.dtype).name
-        return Problem(
-            batch=q.shape[0],
-            heads=q.shape[-2],
+        q, cache = a["query"], a["latent_cache"]
+        return problem_of(
+            a,
+            q,
+            cache,
+            cache,
             kv_heads=1,
-            dim=q.shape[-1],
             value_dim=a["latent_dim"],
-            pages=cache.shape[0],
-            page_size=cache.shape[1],
             max_pages=a["block_tables"].shape[1],
-            query=jnp.dtype(q.dtype).name,
-            key=kind,
-            value=kind,
-            scale=a["softmax_scale"],
-            soft_cap=a["logits_soft_cap"],
-            left=None if window is None else min(window[0], 2**30),
-            splits=a["num_splits"],
             tokens=1 if q.ndim == 3 else q.shape[1],
             shared=True,
             lse=a["return_lse"],

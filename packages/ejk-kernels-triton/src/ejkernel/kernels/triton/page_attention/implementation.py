@@ -38,7 +38,8 @@ class PageAttention(CacheKernel):
     near = staticmethod(tiles.near)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        return problem_of(a)
+        columns = a["block_tables"].shape[1]
+        return problem_of(a, a["query"], a["key_cache"], a["value_cache"], max_pages=columns)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         p = problem

@@ -146,23 +146,24 @@ def _split(dim: int, least: int) -> tuple[int, int]:
     return max(main, least), rest and max(rest, least)
 
 
-def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
-    q, k, v, window = a["query"], a["key_cache"], a["value_cache"], a["sliding_window"]
-    return Problem(
-        batch=q.shape[0],
-        heads=q.shape[-2],
-        kv_heads=k.shape[2],
-        dim=q.shape[-1],
-        value_dim=v.shape[3],
-        pages=k.shape[0],
-        page_size=k.shape[1],
-        max_pages=a["block_tables"].shape[1],
-        query=jnp.dtype(q.dtype).name,
-        key=jnp.dtype(k.dtype).name,
-        value=jnp.dtype(v.dtype).name,
-        scale=a["softmax_scale"],
-        soft_cap=a["logits_soft_cap"],
-        left=None if window is None else window[0],
-        splits=a["num_splits"],
-    )
+def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **facts: Any) -> Problem:
+    """The static facts of a call whose arguments ``a`` are canonical, of its query and its caches;
+    ``facts``: those that the operation has in other places."""
+    window = a["sliding_window"]
+    known = {
+        "batch": query.shape[0],
+        "heads": query.shape[-2],
+        "kv_heads": key.shape[2],
+        "dim": query.shape[-1],
+        "value_dim": value.shape[-1],
+        "pages": key.shape[0],
+        "page_size": key.shape[1],
+        "query": jnp.dtype(query.dtype).name,
+        "key": jnp.dtype(key.dtype).name,
+        "value": jnp.dtype(value.dtype).name,
+        "scale": a["softmax_scale"],
+        "soft_cap": a["logits_soft_cap"],
+        "left": None if window is None else min(window[0], 2**30),
+        "splits": a.get("num_splits"),
+    }
+    return Problem(**known | facts)

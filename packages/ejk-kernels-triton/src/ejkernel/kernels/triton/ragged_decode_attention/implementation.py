@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
-from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -35,23 +35,7 @@ class RaggedDecodeAttention(CacheKernel):
     choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        q, k, v, window = a["query"], a["key"], a["value"], a["sliding_window"]
-        return Problem(
-            batch=q.shape[0],
-            heads=q.shape[-2],
-            kv_heads=k.shape[2],
-            dim=q.shape[-1],
-            value_dim=v.shape[3],
-            pages=q.shape[0],
-            page_size=k.shape[1],
-            max_pages=1,
-            query=jnp.dtype(q.dtype).name,
-            key=jnp.dtype(k.dtype).name,
-            value=jnp.dtype(v.dtype).name,
-            scale=a["softmax_scale"],
-            soft_cap=a["logits_soft_cap"],
-            left=None if window is None else min(window[0], 2**30),
-        )
+        return problem_of(a, a["query"], a["key"], a["value"], max_pages=1)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         p = problem

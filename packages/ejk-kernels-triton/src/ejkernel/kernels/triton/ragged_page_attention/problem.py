@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.problem import problem_of as paged_problem_of
 from ejkernel.kernels.triton.page_attention.tiles import query_rows
 
 MOST_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
@@ -58,28 +58,19 @@ class Ragged:
 
 def problem_of(a: Mapping[str, Any], cache: str, lengths: str, kv_heads: int) -> Ragged:
     """The static facts of a call whose arguments are canonical."""
-    q, kv, window = a["queries"], a[cache], a["sliding_window"]
-    n = a[lengths].shape[0]
+    q, kv, table, n = a["queries"], a[cache], a["block_tables"], a[lengths].shape[0]
     rows, heads, dim = q.shape
-    table = a["block_tables"]
     # packed: [pages, page size, groups, packing, padded dim]
     held, width = int(np.prod(kv.shape[2:-1])), kv.shape[-1]
-    kind = jnp.dtype(kv.dtype).name
-    paged = Problem(
+    paged = paged_problem_of(
+        a,
+        q,
+        kv,
+        kv,
         batch=n,
-        heads=heads,
         kv_heads=kv_heads,
-        dim=dim,
         value_dim=dim,
-        pages=kv.shape[0],
-        page_size=kv.shape[1],
         max_pages=table.shape[1] if table.ndim == 2 else table.shape[0] // max(n, 1),
-        query=jnp.dtype(q.dtype).name,
-        key=kind,
-        value=kind,
-        scale=a["softmax_scale"],
-        soft_cap=a["logits_soft_cap"],
-        left=None if window is None else min(window[0], 2**30),
         form=(held // 2, 2 * width),
     )
     if 0 in (heads, kv_heads):

@@ -1,0 +1,20 @@
+"""Latent attention in Triton: flash attention on what latent rows expand to."""
+
+from __future__ import annotations
+
+from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
+from ejkernel.types.latent import FromLatent
+
+
+class FlashMLA(FromLatent, FlashAttention):
+    """The kernels of flash attention on keys and values expanded from latent rows; see
+    ``mla_attention``.
+
+    Dtypes, head dims (with the rotary part; of values) and ``cfg`` are those of
+    ``flash_attention``. The backward pass expands anew: nothing expanded is kept.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+
+mla_attention = FlashMLA()
