@@ -23,7 +23,7 @@ import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
-    load_keys,
+    load_head,
     weights,
 )
 
@@ -42,29 +42,7 @@ def selected_dkv(
     delta,
     dk_parts,
     dv_parts,
-    length,
-    heads,
-    kv_heads,
-    blocks,
-    entries,
-    pieces,
-    size,
-    slope,
-    scale,
-    sign,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LANES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of,
 ):
     """Sums of pieces, float32 ``[b * hk, pieces, PARTS * KEYS, .]``; some pieces have no entries
     and are not written.
@@ -72,65 +50,66 @@ def selected_dkv(
     ``tokens [b, hk, entries]`` by block, ``bounds [b, hk, blocks + 1]`` into them, ``first_tokens
     [b, blocks]`` None = one sequence.
     """
-    part = tl.program_id(0) % PARTS
-    piece = tl.program_id(0) // PARTS % pieces
-    bh = tl.program_id(0) // PARTS // pieces
-    b = bh // kv_heads
-    hk = bh % kv_heads
-    bounds += bh.to(tl.int64) * (blocks + 1)
-    tokens += bh.to(tl.int64) * entries
-    block, begin, end, tile = find_piece(bounds, blocks, entries, piece, LENGTH, LANES)
+    part = tl.program_id(0) % of.PARTS
+    piece = tl.program_id(0) // of.PARTS % of.pieces
+    bh = tl.program_id(0) // of.PARTS // of.pieces
+    b = bh // of.kv_heads
+    hk = bh % of.kv_heads
+    bounds += bh.to(tl.int64) * (of.blocks + 1)
+    tokens += bh.to(tl.int64) * of.entries
+    block, begin, end, tile = find_piece(bounds, of.blocks, of.entries, piece, of.LENGTH, of.LANES)
     begin = tl.maximum(begin, tile)
-    # entries behind the last block select nothing
-    end = tl.where(block < blocks, tl.minimum(end, tile + LENGTH), begin)
+    # of.entries behind the last block select nothing
+    end = tl.where(block < of.blocks, tl.minimum(end, tile + of.LENGTH), begin)
     if begin < end:
-        first = block * size
+        first = block * of.size
         if first_tokens is not None:
-            first = tl.load(first_tokens + b * blocks + block)
-        first += part * KEYS
-        within = tl.arange(0, KEYS)
+            first = tl.load(first_tokens + b * of.blocks + block)
+        first += part * of.KEYS
+        within = tl.arange(0, of.KEYS)
         j = first + within
-        inside = (part * KEYS + within < size) & (j < length)
-        row = b.to(tl.int64) * length
-        k_tile = load_keys(
-            k, (row * kv_heads + hk) * D, first, inside, kv_heads * D, D, COLUMNS
-        )  # fmt: skip
-        v_tile = load_keys(
-            v, (row * kv_heads + hk) * DV, first, inside, kv_heads * DV, DV, VALUE_COLUMNS
-        )  # fmt: skip
-        dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-        dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
-        each = tl.arange(0, TOKENS * MEMBERS)
-        for at in tl.range(begin * SPLITS, end * SPLITS, TOKENS):
-            step = at + each // MEMBERS  # SPLITS an entry, of MEMBERS heads each
-            entry = step // SPLITS
-            member = step % SPLITS * MEMBERS + each % MEMBERS
-            valid = (member < GROUP) & (entry < end)
-            member += hk * GROUP
+        inside = (part * of.KEYS + within < of.size) & (j < of.length)
+        row = b.to(tl.int64) * of.length
+        key_row = row * of.kv_heads + hk
+        k_tile = load_head(k, key_row, first, inside, of.kv_heads, of.D, of.COLUMNS)
+        v_tile = load_head(v, key_row, first, inside, of.kv_heads, of.DV, of.VALUE_COLUMNS)
+        dk = tl.zeros([of.KEYS, of.COLUMNS], tl.float32)
+        dv = tl.zeros([of.KEYS, of.VALUE_COLUMNS], tl.float32)
+        each = tl.arange(0, of.TOKENS * of.MEMBERS)
+        for at in tl.range(begin * of.SPLITS, end * of.SPLITS, of.TOKENS):
+            step = at + each // of.MEMBERS  # of.SPLITS an entry, of of.MEMBERS of.heads each
+            entry = step // of.SPLITS
+            member = step % of.SPLITS * of.MEMBERS + each % of.MEMBERS
+            valid = (member < of.GROUP) & (entry < end)
+            member += hk * of.GROUP
             t = tl.load(tokens + entry, mask=valid, other=0)
-            head = (row + t) * heads
-            q_tile = load_group(q, head, valid, member, D, COLUMNS)
-            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-            if sign is not None:
-                s = s * sign
-            do_tile = load_group(do, head, valid, member, DV, VALUE_COLUMNS)
+            head = (row + t) * of.heads
+            q_tile = load_group(q, head, valid, member, of.D, of.COLUMNS)
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=of.PRECISION)
+            if of.sign is not None:
+                s = s * of.sign
+            do_tile = load_group(do, head, valid, member, of.DV, of.VALUE_COLUMNS)
             row_base = tl.load(base + head + member, mask=valid, other=0.0)
             row_rest = tl.load(rest + head + member, mask=valid, other=float("inf"))
             row_delta = tl.load(delta + head + member, mask=valid, other=0.0)
-            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=of.PRECISION)
             seen = j[:, None] <= t[None, :]
-            p = tl.where(seen, weights(s, row_base[None, :], row_rest[None, :], slope), 0.0)
-            dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+            p = tl.where(seen, weights(s, row_base[None, :], row_rest[None, :], of.slope), 0.0)
+            dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=of.PRECISION)
             ds = p * (dp - row_delta[None, :])
-            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=of.PRECISION)
 
-        out = (bh.to(tl.int64) * pieces + piece) * (PARTS * KEYS) + part * KEYS + within
-        column = tl.arange(0, COLUMNS)
+        out = (bh.to(tl.int64) * of.pieces + piece) * (of.PARTS * of.KEYS) + part * of.KEYS + within
+        column = tl.arange(0, of.COLUMNS)
         tl.store(
-            dk_parts + out[:, None] * D + column[None, :], dk * scale, mask=(column < D)[None, :]
+            dk_parts + out[:, None] * of.D + column[None, :],
+            dk * of.scale,
+            mask=(column < of.D)[None, :],
         )
-        column = tl.arange(0, VALUE_COLUMNS)
-        tl.store(dv_parts + out[:, None] * DV + column[None, :], dv, mask=(column < DV)[None, :])
+        column = tl.arange(0, of.VALUE_COLUMNS)
+        tl.store(
+            dv_parts + out[:, None] * of.DV + column[None, :], dv, mask=(column < of.DV)[None, :]
+        )
 
 
 @triton.jit
@@ -159,41 +138,29 @@ def sum_of_pieces(
     last_tokens,
     dk,
     dv,
-    length,
-    kv_heads,
-    blocks,
-    entries,
-    pieces,
-    size,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    of,
 ):
     """dk and dv ``[b, s, hk, .]``, one tile of a block's keys a program.
 
     ``last_tokens [b, blocks]``: one past a block's last token, None = one sequence. Tokens of no
     sequence are not written.
     """
-    part = tl.program_id(0) % PARTS
-    block = tl.program_id(0) // PARTS % blocks
-    bh = tl.program_id(0) // PARTS // blocks
-    b = bh // kv_heads
-    hk = bh % kv_heads
-    bounds += bh.to(tl.int64) * (blocks + 1)
-    begin, end, _ = pieces_of(bounds, block, blocks, entries, LENGTH)
-    first = block * size
-    last = tl.minimum(first + size, length)
+    part = tl.program_id(0) % of.PARTS
+    block = tl.program_id(0) // of.PARTS % of.blocks
+    bh = tl.program_id(0) // of.PARTS // of.blocks
+    b = bh // of.kv_heads
+    hk = bh % of.kv_heads
+    bounds += bh.to(tl.int64) * (of.blocks + 1)
+    begin, end, _ = pieces_of(bounds, block, of.blocks, of.entries, of.LENGTH)
+    first = block * of.size
+    last = tl.minimum(first + of.size, of.length)
     if first_tokens is not None:
-        first = tl.load(first_tokens + b * blocks + block)
-        last = tl.load(last_tokens + b * blocks + block)
-    j = part * KEYS + tl.arange(0, KEYS)
+        first = tl.load(first_tokens + b * of.blocks + block)
+        last = tl.load(last_tokens + b * of.blocks + block)
+    j = part * of.KEYS + tl.arange(0, of.KEYS)
     inside = first + j < last
-    at = bh.to(tl.int64) * pieces * (PARTS * KEYS) + j
-    target = (b.to(tl.int64) * length + first + j) * kv_heads + hk
-    step = PARTS * KEYS
-    _sum_pieces(dk_parts, dk, at, begin, end, step, target, inside, D, COLUMNS)
-    _sum_pieces(dv_parts, dv, at, begin, end, step, target, inside, DV, VALUE_COLUMNS)
+    at = bh.to(tl.int64) * of.pieces * (of.PARTS * of.KEYS) + j
+    target = (b.to(tl.int64) * of.length + first + j) * of.kv_heads + hk
+    step = of.PARTS * of.KEYS
+    _sum_pieces(dk_parts, dk, at, begin, end, step, target, inside, of.D, of.COLUMNS)
+    _sum_pieces(dv_parts, dv, at, begin, end, step, target, inside, of.DV, of.VALUE_COLUMNS)

@@ -15,7 +15,7 @@ import triton.language as tl
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     block_tile,
     load_group,
-    load_keys,
+    load_head,
     open_walk,
     weights,
 )
@@ -33,54 +33,29 @@ def selected_dq(
     rest,
     delta,
     dq,
-    length,
-    heads,
-    kv_heads,
-    slots,
-    size,
-    slope,
-    scale,
-    sign,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of,
 ):
     """dq ``[b, s, h, d]``; base, rest and delta ``[b, s, h]``."""
-    t, key_row, row, start, count, at, inside, q_tile = open_walk(
-        q, chosen, starts, length, heads, kv_heads, slots, D, COLUMNS, GROUP, ROWS, SPLITS, SLOTS
-    )
-    do_tile = load_group(do, at, inside, 0, DV, VALUE_COLUMNS)
+    t, key_row, row, start, count, at, inside, q_tile = open_walk(q, chosen, starts, of)
+    do_tile = load_group(do, at, inside, 0, of.DV, of.VALUE_COLUMNS)
     row_base = tl.load(base + at, mask=inside, other=0.0)[:, None]
     row_rest = tl.load(rest + at, mask=inside, other=float("inf"))[:, None]
     row_delta = tl.load(delta + at, mask=inside, other=0.0)[:, None]
 
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    within = tl.arange(0, KEYS)
-    for step in tl.range(0, count * PARTS):
-        first, keys = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
-        seen = within <= t - first
-        if not EVEN:
-            seen = seen & (within < keys)
-        k_tile = load_keys(k, key_row * D, first, seen, kv_heads * D, D, COLUMNS)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if sign is not None:
-            s = s * sign
-        v_tile = load_keys(v, key_row * DV, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        p = weights(s, row_base, row_rest, slope)
+    acc = tl.zeros([of.ROWS, of.COLUMNS], tl.float32)
+    for step in tl.range(0, count * of.PARTS):
+        first, seen = block_tile(chosen, row, step, start, t, of)
+        k_tile = load_head(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
+        if of.sign is not None:
+            s = s * of.sign
+        v_tile = load_head(v, key_row, first, seen, of.kv_heads, of.DV, of.VALUE_COLUMNS)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=of.PRECISION)
+        p = weights(s, row_base, row_rest, of.slope)
         ds = tl.where(seen[None, :], p * (dp - row_delta), 0.0)
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=of.PRECISION)
 
-    column = tl.arange(0, COLUMNS)
-    stored = inside[:, None] & (column < D)[None, :]
-    pointers = dq + at[:, None] * D + column[None, :]
-    tl.store(pointers, (acc * scale).to(dq.dtype.element_ty), mask=stored)
+    column = tl.arange(0, of.COLUMNS)
+    stored = inside[:, None] & (column < of.D)[None, :]
+    pointers = dq + at[:, None] * of.D + column[None, :]
+    tl.store(pointers, (acc * of.scale).to(dq.dtype.element_ty), mask=stored)

@@ -52,33 +52,34 @@ def list_length(chosen, row, slots, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def open_walk(
-    q, chosen, starts, length, heads, kv_heads, slots,
-    D: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+def open_walk(q, chosen, starts, of):
     """What a program walks: (its token, first row of its key head, the token's list, first token of
     its sequence, entries of the list, rows of its heads in ``[b, s, h]``, which exist, queries)."""
-    t, b, hk, split = token_of(tl.program_id(0), length, kv_heads, SPLITS)
-    token = b.to(tl.int64) * length + t
-    row = token * kv_heads + hk
+    t, b, hk, split = token_of(tl.program_id(0), of.length, of.kv_heads, of.SPLITS)
+    token = b.to(tl.int64) * of.length + t
+    row = token * of.kv_heads + hk
     start = 0
     if starts is not None:
         start = tl.load(starts + token)
-    count = list_length(chosen, row, slots, SLOTS)
-    each = split * ROWS + tl.arange(0, ROWS)
-    inside = each < GROUP
-    at = token * heads + hk * GROUP + each
-    q_tile = load_group(q, at, inside, 0, D, COLUMNS)
-    return t, b.to(tl.int64) * length * kv_heads + hk, row, start, count, at, inside, q_tile
+    count = list_length(chosen, row, of.slots, of.SLOTS)
+    each = split * of.ROWS + tl.arange(0, of.ROWS)
+    inside = each < of.GROUP
+    at = token * of.heads + hk * of.GROUP + each
+    q_tile = load_group(q, at, inside, 0, of.D, of.COLUMNS)
+    return t, b.to(tl.int64) * of.length * of.kv_heads + hk, row, start, count, at, inside, q_tile
 
 
 @triton.jit
-def block_tile(chosen, row, slots, step, start, size, KEYS: tl.constexpr, PARTS: tl.constexpr):
-    """Step ``step`` of a token's walk: (first token of the tile, keys of its block from there)."""
-    block = tl.load(chosen + row * slots + step // PARTS)
-    into = step % PARTS * KEYS
-    return start + block * size + into, size - into
+def block_tile(chosen, row, step, start, t, of):
+    """Step ``step`` of token t's walk: (first token of the tile, keys of its block that t sees)."""
+    block = tl.load(chosen + row * of.slots + step // of.PARTS)
+    into = step % of.PARTS * of.KEYS
+    first = start + block * of.size + into
+    within = tl.arange(0, of.KEYS)
+    seen = within <= t - first
+    if not of.EVEN:
+        seen = seen & (within < of.size - into)
+    return first, seen
 
 
 @triton.jit
@@ -91,6 +92,12 @@ def load_keys(x, base, first, inside, stride, D: tl.constexpr, COLUMNS: tl.const
     if COLUMNS > D:
         mask = mask & (column < D)[None, :]
     return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_head(x, row, first, inside, heads, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same of x ``[., heads, D]``, whose first token has its head at ``row``."""
+    return load_keys(x, row * D, first, inside, heads * D, D, COLUMNS)
 
 
 @triton.jit
@@ -121,56 +128,32 @@ def selected_fwd(
     o,
     base,
     rest,
-    length,
-    heads,
-    kv_heads,
-    slots,
-    size,
-    slope,
-    sign,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of,
 ):
     """o ``[b, s, h, dv]``; base and rest ``[b, s, h]``, as of ``row_terms``.
 
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
-    t, key_row, row, start, count, at, inside, q_tile = open_walk(
-        q, chosen, starts, length, heads, kv_heads, slots, D, COLUMNS, GROUP, ROWS, SPLITS, SLOTS
-    )
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    within = tl.arange(0, KEYS)
-    for step in tl.range(0, count * PARTS):
-        first, keys = block_tile(chosen, row, slots, step, start, size, KEYS, PARTS)
-        seen = within <= t - first
-        if not EVEN:
-            seen = seen & (within < keys)
-        k_tile = load_keys(k, key_row * D, first, seen, kv_heads * D, D, COLUMNS)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if sign is not None:
-            s = s * sign
+    t, key_row, row, start, count, at, inside, q_tile = open_walk(q, chosen, starts, of)
+    m = tl.full([of.ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([of.ROWS], tl.float32)  # noqa: E741
+    acc = tl.zeros([of.ROWS, of.VALUE_COLUMNS], tl.float32)
+    for step in tl.range(0, count * of.PARTS):
+        first, seen = block_tile(chosen, row, step, start, t, of)
+        k_tile = load_head(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
+        if of.sign is not None:
+            s = s * of.sign
         s = tl.where(seen[None, :], s, float("-inf"))
-        v_tile = load_keys(v, key_row * DV, first, seen, kv_heads * DV, DV, VALUE_COLUMNS)
+        v_tile = load_head(v, key_row, first, seen, of.kv_heads, of.DV, of.VALUE_COLUMNS)
         # the first tile of every block has a key that is seen
-        p, m, l, alpha = online_softmax(s, m, l, slope, False, False)  # noqa: E741
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+        p, m, l, alpha = online_softmax(s, m, l, of.slope, False, False)  # noqa: E741
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=of.PRECISION)
 
     acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
-    column = tl.arange(0, VALUE_COLUMNS)
-    stored = inside[:, None] & (column < DV)[None, :]
-    tl.store(o + at[:, None] * DV + column[None, :], acc.to(o.dtype.element_ty), mask=stored)
+    column = tl.arange(0, of.VALUE_COLUMNS)
+    stored = inside[:, None] & (column < of.DV)[None, :]
+    tl.store(o + at[:, None] * of.DV + column[None, :], acc.to(o.dtype.element_ty), mask=stored)
     top, low = row_terms(m, l)
     tl.store(base + at, top, mask=inside)
     tl.store(rest + at, low, mask=inside)

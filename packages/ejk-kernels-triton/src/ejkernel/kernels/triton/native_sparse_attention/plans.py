@@ -20,7 +20,7 @@ from ejkernel.kernels.triton.launch import (
     power_of_two,
     struct,
 )
-from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
+from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, Sizes, padded
 from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, piece_length
 from ejkernel.kernels.triton.targets import Target
 
@@ -88,22 +88,36 @@ class SelectedPlan(Batched, KernelPlan):
         arguments: dict[str, Any] = dict.fromkeys(PACKED[kind])
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         arguments |= {name: Out(i) for i, name in enumerate(results[kind])}
-        known = p.facts | {
-            "VALUE_COLUMNS": padded(p.value_dim),
-            "KEYS": t.keys,
-            "PARTS": parts,
-            "entries": p.entries,
-            "pieces": self.pieces,
-            "PRECISION": p.precision,
-            "ROWS": min(padded(p.group), t.heads),
-            "SPLITS": -(-p.group // (members if kind == "pieces" else t.heads)),
-            "SLOTS": power_of_two(p.slots),
-            "EVEN": p.size % t.keys == 0,
-            "LENGTH": piece_length(p),
-            "MEMBERS": members,
-            "TOKENS": max(t.tokens, 16 // members),
-            "LANES": lane_count(p.blocks),
-        }
+        walks, products = kind in ("forward", "dq"), kind != "sums"
+        arguments["of"] = Sizes(
+            length=p.length,
+            heads=p.heads if products else None,
+            kv_heads=p.kv_heads,
+            slots=p.slots if walks else None,
+            blocks=None if walks else p.blocks,
+            entries=None if walks else p.entries,
+            pieces=None if walks else self.pieces,
+            size=p.size,
+            slope=p.slope if products else None,
+            scale=float(p.scale) if kind in ("dq", "pieces") else None,
+            sign=p.sign if products else None,
+            D=p.dim,
+            DV=p.value_dim,
+            COLUMNS=padded(p.dim),
+            VALUE_COLUMNS=padded(p.value_dim),
+            GROUP=p.group,
+            ROWS=min(padded(p.group), t.heads),
+            SPLITS=-(-p.group // (members if kind == "pieces" else t.heads)),
+            SLOTS=power_of_two(p.slots),
+            MEMBERS=members,
+            TOKENS=max(t.tokens, 16 // members),
+            KEYS=t.keys,
+            PARTS=parts,
+            EVEN=p.size % t.keys == 0,
+            LENGTH=piece_length(p),
+            LANES=lane_count(p.blocks),
+            PRECISION=p.precision,
+        )
         programs = {
             "forward": p.length * -(-p.group // t.heads),
             "dq": p.length * -(-p.group // t.heads),
@@ -118,4 +132,4 @@ class SelectedPlan(Batched, KernelPlan):
         }[kind]
         warps, stages = (4, 1) if kind == "sums" else (t.num_warps, t.num_stages)
         grid = (p.batch * p.kv_heads * programs,)
-        return Launch.of(kernel, arguments, grid, warps, stages, known=known)
+        return Launch.of(kernel, arguments, grid, warps, stages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.types.problem import LOG2E
@@ -73,25 +73,6 @@ class Problem:
         """Of float32 products, in Triton's words."""
         return "tf32"
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Numbers and constants that kernels ask for by these names."""
-        return {
-            "length": self.length,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "size": self.size,
-            "blocks": self.blocks,
-            "slots": self.slots,
-            "scale": float(self.scale),
-            "slope": self.slope,
-            "sign": self.sign,
-            "D": self.dim,
-            "DV": self.value_dim,
-            "COLUMNS": padded(self.dim),
-            "GROUP": self.group,
-        }
-
     def folded(self, size: int) -> Problem:
         """``size`` calls at once."""
         return replace(self, batch=size * self.batch)
@@ -99,3 +80,41 @@ class Problem:
     def parts(self, keys: int) -> int:
         """Tiles of ``keys`` keys that a block has."""
         return math.ceil(self.size / keys)
+
+
+class Sizes(NamedTuple):
+    """What the kernels of the selected branch know of a call; None where one does not need it.
+
+    Fields in capitals are constants of a compiled kernel: columns of keys (D) and values (DV) and
+    the powers of two that hold them; ROWS query heads of a GROUP, SPLITS such parts; SLOTS entries
+    of a list, as a power of two; MEMBERS query heads of each of TOKENS tokens; KEYS of PARTS tiles
+    of a block, EVEN if they fill it; LENGTH entries of a piece.
+    """
+
+    length: int
+    heads: int | None
+    kv_heads: int
+    slots: int | None
+    blocks: int | None
+    entries: int | None
+    pieces: int | None
+    size: int
+    slope: float | None
+    scale: float | None
+    sign: float | None
+    D: int
+    DV: int
+    COLUMNS: int
+    VALUE_COLUMNS: int
+    GROUP: int
+    ROWS: int
+    SPLITS: int
+    SLOTS: int
+    MEMBERS: int
+    TOKENS: int
+    KEYS: int
+    PARTS: int
+    EVEN: bool
+    LENGTH: int
+    LANES: int
+    PRECISION: str

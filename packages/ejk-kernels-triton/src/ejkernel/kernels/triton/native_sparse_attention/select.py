@@ -99,7 +99,18 @@ class SelectPlan(Batched, KernelPlan):
         arguments |= {name: Out(i) for i, name in enumerate(results)}
         count = p.slots - 1 if ranks else 1
         arguments |= {
+            "length": p.length,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "blocks": p.blocks,
+            "size": p.size,
+            "slots": p.slots,
             "programs": t.programs,
+            "slope": p.slope,
+            "sign": p.sign,
+            "D": p.dim,
+            "COLUMNS": padded(p.dim),
+            "GROUP": p.group,
             "MEMBERS": t.members(p),
             "SPLITS": -(-p.group // t.members(p)),
             "TOKENS": t.tokens(p),
@@ -113,7 +124,7 @@ class SelectPlan(Batched, KernelPlan):
         grid = (p.batch * t.programs,)
         kernel = select_kernel.score_blocks
         options = {} if t.registers is None or not ranks else {"maxnreg": t.registers}
-        return Launch.of(kernel, arguments, grid, t.num_warps, t.num_stages, options, known=p.facts)
+        return Launch.of(kernel, arguments, grid, t.num_warps, t.num_stages, options)
 
 
 def exact_terms(means: jax.Array) -> tuple[jax.Array, jax.Array]:
