@@ -101,74 +101,53 @@ def grouped_rows(
     offset,
     existing,
     out,
-    rows,
-    inner,
-    columns,
-    given,
-    batches,
-    each,
-    held,
-    offset_step,
-    held_step,
-    TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    PARTS: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of,
 ):
+    inner, columns = of.inner, of.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
-    starts, ends = lane_rows(sizes, given, rows, LANES, WIDE)
-    matrices = matrix_of(
-        tl.arange(0, LANES), offset, batches, each, held, offset_step, held_step
-    )  # fmt: skip
-    row_tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    starts, ends = lane_rows(sizes, of)
+    matrices = matrix_of(tl.arange(0, of.LANES), offset, of)
+    row_tiles = (ends - starts + of.BLOCK_M - 1) // of.BLOCK_M
     until = tl.cumsum(tl.where(matrices >= 0, row_tiles, 0), 0)
-    across = (columns + BLOCK_N - 1) // BLOCK_N
-    steps = (inner + BLOCK_K - 1) // BLOCK_K
+    across = (columns + of.BLOCK_N - 1) // of.BLOCK_N
+    steps = (inner + of.BLOCK_K - 1) // of.BLOCK_K
 
-    for t in tl.range(program, tl.max(until, 0) * across, programs, flatten=FLATTEN):
-        lane, row, row_end, column = row_tile(t, until, ends, across, BLOCK_M, BLOCK_N, BAND)
-        matrix = matrix_of(lane, offset, batches, each, held, offset_step, held_step)
+    for t in tl.range(program, tl.max(until, 0) * across, programs, flatten=of.FLATTEN):
+        lane, row, row_end, column = row_tile(t, until, ends, across, of)
+        matrix = matrix_of(lane, offset, of)
 
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([of.BLOCK_M, of.BLOCK_N], tl.float32)
         for step in tl.range(0, steps):
-            k = step * BLOCK_K
-            if TMA:
+            k = step * of.BLOCK_K
+            if of.TMA:
                 a = lhs.load([row, k])
-                if TRANSPOSED:
+                if of.TRANSPOSED:
                     b = tl.trans(rhs.load([matrix * columns + column, k]))
                 else:
                     b = rhs.load([matrix * inner + k, column])
             else:
-                r = row + tl.arange(0, BLOCK_M)
-                c = column + tl.arange(0, BLOCK_N)
-                i = k + tl.arange(0, BLOCK_K)
+                r = row + tl.arange(0, of.BLOCK_M)
+                c = column + tl.arange(0, of.BLOCK_N)
+                i = k + tl.arange(0, of.BLOCK_K)
                 at = r.to(tl.int64)[:, None] * inner + i[None, :]
                 base = rhs + matrix.to(tl.int64) * inner * columns
-                if TRANSPOSED:
-                    of = base + i[:, None] + c.to(tl.int64)[None, :] * inner
+                if of.TRANSPOSED:
+                    where = base + i[:, None] + c.to(tl.int64)[None, :] * inner
                 else:
-                    of = base + i.to(tl.int64)[:, None] * columns + c[None, :]
+                    where = base + i.to(tl.int64)[:, None] * columns + c[None, :]
                 inside = (r < row_end)[:, None]
                 found = (c < columns)[None, :]
-                if not EVEN_K:
+                if not of.EVEN_K:
                     inside = inside & (i < inner)[None, :]
                     found = found & (i < inner)[:, None]
                 a = tl.load(lhs + at, mask=inside, other=0.0)
-                b = tl.load(of, mask=found, other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        store_tile(out, existing, acc, row, row_end, column, columns, BLOCK_M, PARTS)
+                b = tl.load(where, mask=found, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=of.PRECISION)
+        store_tile(out, existing, acc, row, row_end, column, columns, of.BLOCK_M, of.PARTS)
 
     store_rest(
-        program, programs, out, existing, matrices, row_tiles, ends, across, columns, BLOCK_M,
-        BLOCK_N, PARTS,
+        program, programs, out, existing, matrices, row_tiles, ends, across, columns, of.BLOCK_M,
+        of.BLOCK_N, of.PARTS,
     )  # fmt: skip
 
 
@@ -189,9 +168,5 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int, existing: bool) -
         "rhs": tensor_map(1, shape, block, maps),
         **inputs({"sizes": True, "offset": offsets, "existing": existing}, first=2),
         "out": Out(0),
-        "offset_step": int(offsets > 1),
-        "TMA": maps,
-        "EVEN_K": even,
-        "FLATTEN": maps,
     }
-    return launched(grouped_rows, p, t, target, arguments)
+    return launched(grouped_rows, p, t, target, arguments, offsets=offsets, maps=maps)

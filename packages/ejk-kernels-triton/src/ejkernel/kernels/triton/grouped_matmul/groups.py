@@ -12,46 +12,50 @@ import triton.language as tl
 
 
 @triton.jit
-def lane_rows(sizes, given, rows, LANES: tl.constexpr, WIDE: tl.constexpr):
+def lane_rows(sizes, of):
     """(first row, row past the last) of every lane; clipped to ``rows``, never negative.
 
     Lane ``given`` takes the rows that the sizes leave. WIDE: sums of sizes need 64 bits.
     """
-    lane = tl.arange(0, LANES)
-    size = tl.load(sizes + lane, mask=lane < given, other=0)
-    size = tl.minimum(tl.maximum(size, 0), rows)
-    size = tl.where(lane == given, rows, size)
-    if WIDE:
+    lane = tl.arange(0, of.LANES)
+    size = tl.load(sizes + lane, mask=lane < of.given, other=0)
+    size = tl.minimum(tl.maximum(size, 0), of.rows)
+    size = tl.where(lane == of.given, of.rows, size)
+    if of.WIDE:
         size = size.to(tl.int64)
     ends = tl.cumsum(size, 0)
-    starts = tl.minimum(ends - size, rows).to(tl.int32)
-    return starts, tl.minimum(ends, rows).to(tl.int32)
+    starts = tl.minimum(ends - size, of.rows).to(tl.int32)
+    return starts, tl.minimum(ends, of.rows).to(tl.int32)
 
 
 @triton.jit
-def matrix_of(lane, offset, batches, each, held, offset_step, held_step):
+def matrix_of(lane, offset, of):
     """The matrix of a lane, -1 where it has none.
 
     A batch element has ``each`` lanes, of which the last is no group, and ``held`` matrices, of
     which the first is that of group ``offset[batch * offset_step]``.
     """
-    batch = tl.minimum(lane // each, batches - 1)
-    local = lane - batch * each
-    inside = local < each - 1
+    batch = tl.minimum(lane // of.each, of.batches - 1)
+    local = lane - batch * of.each
+    inside = local < of.each - 1
     if offset is not None:
-        local = local - tl.load(offset + batch * offset_step)
-    inside = inside & (local >= 0) & (local < held)
-    return tl.where(inside, batch * held_step + local, -1)
+        local = local - tl.load(offset + batch * of.offset_step)
+    inside = inside & (local >= 0) & (local < of.held)
+    if of.held_step is None:
+        first = batch * of.held
+    else:
+        first = batch * of.held_step
+    return tl.where(inside, first + local, -1)
 
 
 @triton.jit
-def lane_of(matrix, offset, each, held, offset_step):
+def lane_of(matrix, offset, of):
     """The lane of a matrix; -1 where no rows belong to it."""
-    batch = matrix // held
-    group = matrix - batch * held
+    batch = matrix // of.held
+    group = matrix - batch * of.held
     if offset is not None:
-        group = group + tl.load(offset + batch * offset_step)
-    return tl.where((group >= 0) & (group < each - 1), batch * each + group, -1)
+        group = group + tl.load(offset + batch * of.offset_step)
+    return tl.where((group >= 0) & (group < of.each - 1), batch * of.each + group, -1)
 
 
 @triton.jit
@@ -74,22 +78,20 @@ def find_lane(t, until, ends):
 
 
 @triton.jit
-def row_tile(
-    t, until, ends, across, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr
-):
+def row_tile(t, until, ends, across, of):
     """(lane, first row, row past the lane's last, first column) of tile ``t``.
 
     A lane's tiles are ordered in bands of row tiles, rows first inside a band; ``across``: tiles of
     a row of tiles.
     """
     lane, first_tile, first_row, row_end = find_lane(t // across, until, ends)
-    down = (row_end - first_row + BLOCK_M - 1) // BLOCK_M
+    down = (row_end - first_row + of.BLOCK_M - 1) // of.BLOCK_M
     index = t - first_tile * across
-    band = index // (BAND * across)
-    height = tl.minimum(down - band * BAND, BAND)
-    index = index - band * BAND * across
-    row = first_row + (band * BAND + index % height) * BLOCK_M
-    return lane, row, row_end, index // height * BLOCK_N
+    band = index // (of.BAND * across)
+    height = tl.minimum(down - band * of.BAND, of.BAND)
+    index = index - band * of.BAND * across
+    row = first_row + (band * of.BAND + index % height) * of.BLOCK_M
+    return lane, row, row_end, index // height * of.BLOCK_N
 
 
 @triton.jit

@@ -49,84 +49,65 @@ def grouped_stored(
     offset,
     existing,
     out,
-    rows,
-    inner,
-    columns,
-    given,
-    batches,
-    each,
-    held,
-    offset_step,
-    held_step,
+    of,
     KIND: tl.constexpr,
     PTX: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
+    inner, columns = of.inner, of.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
-    starts, ends = lane_rows(sizes, given, rows, LANES, WIDE)
-    matrices = matrix_of(
-        tl.arange(0, LANES), offset, batches, each, held, offset_step, held_step
-    )  # fmt: skip
-    row_tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    starts, ends = lane_rows(sizes, of)
+    matrices = matrix_of(tl.arange(0, of.LANES), offset, of)
+    row_tiles = (ends - starts + of.BLOCK_M - 1) // of.BLOCK_M
     until = tl.cumsum(tl.where(matrices >= 0, row_tiles, 0), 0)
-    across = (columns + BLOCK_N - 1) // BLOCK_N
-    steps = (inner + BLOCK_K - 1) // BLOCK_K
-    HALF_N: tl.constexpr = BLOCK_N // 2
-    HALF_K: tl.constexpr = BLOCK_K // 2
+    across = (columns + of.BLOCK_N - 1) // of.BLOCK_N
+    steps = (inner + of.BLOCK_K - 1) // of.BLOCK_K
+    HALF_N: tl.constexpr = of.BLOCK_N // 2
+    HALF_K: tl.constexpr = of.BLOCK_K // 2
 
-    for t in tl.range(program, tl.max(until, 0) * across, programs, flatten=FLATTEN):
-        lane, row, row_end, column = row_tile(t, until, ends, across, BLOCK_M, BLOCK_N, BAND)
-        matrix = matrix_of(lane, offset, batches, each, held, offset_step, held_step)
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for t in tl.range(program, tl.max(until, 0) * across, programs, flatten=of.FLATTEN):
+        lane, row, row_end, column = row_tile(t, until, ends, across, of)
+        matrix = matrix_of(lane, offset, of)
+        acc = tl.zeros([of.BLOCK_N, of.BLOCK_M], tl.float32)
         for step in tl.range(0, steps):
-            k = step * BLOCK_K
-            if TMA:
+            k = step * of.BLOCK_K
+            if of.TMA:
                 a = lhs.load([row, k])
-                if TRANSPOSED:
+                if of.TRANSPOSED:
                     pairs = rhs.load([matrix * columns + column, k // 2])
                 else:
                     pairs = rhs.load([matrix * inner + k, column // 2])
             else:
-                a = read_tile(lhs, row, row_end, k, inner, BLOCK_M, BLOCK_K)
+                a = read_tile(lhs, row, row_end, k, inner, of.BLOCK_M, of.BLOCK_K)
                 base = rhs + matrix.to(tl.int64) * inner * (columns // 2)
-                if TRANSPOSED:
+                if of.TRANSPOSED:
                     base = rhs + matrix.to(tl.int64) * columns * (inner // 2)
-                    pairs = read_tile(base, column, columns, k // 2, inner // 2, BLOCK_N, HALF_K)
+                    pairs = read_tile(base, column, columns, k // 2, inner // 2, of.BLOCK_N, HALF_K)
                 else:
-                    pairs = read_tile(base, k, inner, column // 2, columns // 2, BLOCK_K, HALF_N)
-            if TRANSPOSED:
+                    pairs = read_tile(base, k, inner, column // 2, columns // 2, of.BLOCK_K, HALF_N)
+            if of.TRANSPOSED:
                 even, odd = pair_operands(pairs, KIND, PTX, a.dtype)
-                a_even, a_odd = tl.split(tl.reshape(a, (BLOCK_M, HALF_K, 2)))
-                acc = tl.dot(even, tl.trans(a_even), acc, input_precision=PRECISION)
-                acc = tl.dot(odd, tl.trans(a_odd), acc, input_precision=PRECISION)
+                a_even, a_odd = tl.split(tl.reshape(a, (of.BLOCK_M, HALF_K, 2)))
+                acc = tl.dot(even, tl.trans(a_even), acc, input_precision=of.PRECISION)
+                acc = tl.dot(odd, tl.trans(a_odd), acc, input_precision=of.PRECISION)
             else:
                 even, odd = pair_operands(tl.trans(pairs), KIND, PTX, a.dtype)
                 w = tl.permute(tl.join(even, odd), (2, 0, 1))
-                w = tl.reshape(w, (BLOCK_N, BLOCK_K))
-                acc = tl.dot(w, tl.trans(a), acc, input_precision=PRECISION)
-        if TRANSPOSED:
+                w = tl.reshape(w, (of.BLOCK_N, of.BLOCK_K))
+                acc = tl.dot(w, tl.trans(a), acc, input_precision=of.PRECISION)
+        if of.TRANSPOSED:
             tile = tl.trans(acc)
         else:
-            tile = tl.permute(tl.reshape(acc, (2, HALF_N, BLOCK_M)), (2, 1, 0))
-            tile = tl.reshape(tile, (BLOCK_M, BLOCK_N))
+            tile = tl.permute(tl.reshape(acc, (2, HALF_N, of.BLOCK_M)), (2, 1, 0))
+            tile = tl.reshape(tile, (of.BLOCK_M, of.BLOCK_N))
         if scale is not None:
-            c = column + tl.arange(0, BLOCK_N)
+            c = column + tl.arange(0, of.BLOCK_N)
             at = scale + matrix.to(tl.int64) * columns + c
             tile = tile * tl.load(at, mask=c < columns, other=0.0)[None, :]
-        store_tile(out, existing, tile, row, row_end, column, columns, BLOCK_M, 1)
+        store_tile(out, existing, tile, row, row_end, column, columns, of.BLOCK_M, 1)
 
     store_rest(
-        program, programs, out, existing, matrices, row_tiles, ends, across, columns, BLOCK_M,
-        BLOCK_N, 1,
+        program, programs, out, existing, matrices, row_tiles, ends, across, columns, of.BLOCK_M,
+        of.BLOCK_N, 1,
     )  # fmt: skip
 
 
@@ -146,10 +127,9 @@ def launch(
         "rhs": TensorMap(1, shape, block, view="int16") if maps else In(1, "int16"),
         **inputs(given, first=2),
         "out": Out(0),
-        "offset_step": int(offsets > 1),
         "KIND": p.stored,
         "PTX": instructions(target),
-        "TMA": maps,
-        "FLATTEN": maps,
     }
-    return launched(grouped_stored, p, t, target, arguments, interpreted={"PTX": 0})
+    return launched(
+        grouped_stored, p, t, target, arguments, offsets=offsets, maps=maps, interpreted={"PTX": 0}
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import In, Launch, TensorMap, power_of_two
+from ejkernel.kernels.triton.launch import In, Launch, TensorMap, filled, power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.arrays import is_eight_bit, result_dtype
 from ejkernel.types.attention import field
@@ -88,6 +88,32 @@ class Problem:
         )
 
 
+class Sizes(NamedTuple):
+    """What kernels know of a call, see ``groups``; fields in capitals are constants of them."""
+
+    rows: int
+    inner: int
+    columns: int
+    given: int
+    batches: int
+    each: int
+    held: int
+    offset_step: int
+    held_step: int | None
+    TRANSPOSED: bool
+    TMA: bool
+    EVEN_K: bool
+    LANES: int
+    WIDE: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    BAND: int
+    PARTS: int
+    FLATTEN: bool
+    PRECISION: str
+
+
 @dataclass(frozen=True)
 class Tiles:
     """A launch. ``block_m`` by ``block_n`` of the result, ``block_k`` of the sum at a time.
@@ -156,9 +182,10 @@ def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
 
 
 def launched(
-    kernel: Any, p: Problem, t: Tiles, target: Target, arguments: Mapping[str, Any], **more: Any
-) -> Launch:
-    """The launch of a kernel that takes work tiles in turn and asks for facts by name."""
+    kernel: Any, p: Problem, t: Tiles, target: Target, arguments: Mapping[str, Any], *,
+    offsets: int, maps: bool, interpreted: Mapping[str, Any] | None = None, **others: Any,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel that takes work tiles in turn; ``others``: sizes of its own."""
     known = {
         "rows": p.batch * p.rows,
         "inner": p.inner,
@@ -167,8 +194,11 @@ def launched(
         "batches": p.batch,
         "each": p.each,
         "held": p.held,
+        "offset_step": int(offsets > 1),
         "held_step": 0 if p.shared else p.held,
         "TRANSPOSED": p.transposed,
+        "TMA": maps,
+        "EVEN_K": p.inner % t.block_k == 0,
         "LANES": p.lanes,
         "WIDE": p.wide,
         "BLOCK_M": t.block_m,
@@ -176,17 +206,17 @@ def launched(
         "BLOCK_K": t.block_k,
         "BAND": t.band,
         "PARTS": t.parts,
+        "FLATTEN": maps,
         "PRECISION": p.precision if target.platform == "cuda" else "ieee",
     }
     return Launch.of(
         kernel,
-        arguments,
+        {**arguments, "of": filled(Sizes, known | others)},
         (target.cores * t.per_core,),
         t.num_warps,
         t.num_stages,
         compiler_options(t, target),
-        known=known,
-        **more,
+        interpreted=interpreted or {},
     )
 
 

@@ -110,42 +110,27 @@ def grouped_weights(
     sizes,
     offset,
     out,
-    rows,
-    down_size,
-    across_size,
-    given,
-    batches,
-    each,
-    held,
-    offset_step,
-    TMA: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-    PARTS: tl.constexpr,
+    of,
     LATE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
+    inner, columns = of.inner, of.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
-    starts, ends = lane_rows(sizes, given, rows, LANES, WIDE)
-    down = (down_size + BLOCK_M - 1) // BLOCK_M
-    across = (across_size + BLOCK_N - 1) // BLOCK_N
-    size = (down_size * across_size).to(tl.int64)
+    starts, ends = lane_rows(sizes, of)
+    down = (inner + of.BLOCK_M - 1) // of.BLOCK_M
+    across = (columns + of.BLOCK_N - 1) // of.BLOCK_N
+    size = (inner * columns).to(tl.int64)
     tiles = down * across
-    end = batches * held * tiles
+    end = of.batches * of.held * tiles
 
-    if TMA:
+    if of.TMA:
         # one loop over the steps of all tiles, so that the next tile's rows are on their way while
         # this one is written; a tile without rows has one step, of zeros
-        lane = tl.arange(0, LANES)
-        matrix = matrix_of(lane, offset, batches, each, held, offset_step, held)
+        lane = tl.arange(0, of.LANES)
+        matrix = matrix_of(lane, offset, of)
         mine = _taken(matrix * tiles + tiles, program, programs) - _taken(
             matrix * tiles, program, programs
         )
-        more = tl.maximum((ends - starts + BLOCK_K - 1) // BLOCK_K, 1) - 1
+        more = tl.maximum((ends - starts + of.BLOCK_K - 1) // of.BLOCK_K, 1) - 1
         steps = _taken(end, program, programs) + tl.sum(tl.where(matrix >= 0, mine * more, 0), 0)
         t = program - programs
         step = -1
@@ -155,12 +140,12 @@ def grouped_weights(
         matrix = 0
         m = 0
         n = 0
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([of.BLOCK_M, of.BLOCK_N], tl.float32)
         if LATE:
             # one step more, of no tile, for what the last tile kept
             steps += tl.minimum(steps, 1)
-            HALF: tl.constexpr = BLOCK_N // 2
-            kept = tl.zeros([BLOCK_M, HALF], out.dtype)
+            HALF: tl.constexpr = of.BLOCK_N // 2
+            kept = tl.zeros([of.BLOCK_M, HALF], out.dtype)
             kept_of = 0
             kept_m = 0
             kept_n = -1
@@ -172,24 +157,24 @@ def grouped_weights(
             step = tl.where(step == last, 0, step + 1)
             if step == 0:
                 t += programs
-                matrix, m, n = _place(t, down, across, BLOCK_M, BLOCK_N, BAND)
+                matrix, m, n = _place(t, down, across, of.BLOCK_M, of.BLOCK_N, of.BAND)
                 if LATE:
-                    matrix = tl.minimum(matrix, batches * held - 1)
-                here = lane_of(matrix, offset, each, held, offset_step)
+                    matrix = tl.minimum(matrix, of.batches * of.held - 1)
+                here = lane_of(matrix, offset, of)
                 row, row_end = rows_of(here, starts, ends)
                 length = row_end - row
                 if LATE:
                     length = tl.where(t < end, length, 0)
-                last = tl.maximum((length + BLOCK_K - 1) // BLOCK_K, 1) - 1
-            x = _run(a_map, row_end, length, step * BLOCK_K, m, BLOCK_K, BLOCK_M)
-            y = _run(b_map, row_end, length, step * BLOCK_K, n, BLOCK_K, BLOCK_N)
+                last = tl.maximum((length + of.BLOCK_K - 1) // of.BLOCK_K, 1) - 1
+            x = _run(a_map, row_end, length, step * of.BLOCK_K, m, of.BLOCK_K, of.BLOCK_M)
+            y = _run(b_map, row_end, length, step * of.BLOCK_K, n, of.BLOCK_K, of.BLOCK_N)
             # the only product that these sums see (see the head)
-            acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
+            acc = tl.dot(tl.trans(x), y, acc, input_precision=of.PRECISION)
             if LATE:
                 # Triton puts this before the product: that of step 0 runs meanwhile
                 if (step == tl.minimum(last, 1)) & (kept_n >= 0):
                     _copy_out(out, kept, kept_of, kept_m, kept_n)
-                    kept_n -= across_size  # nothing is kept
+                    kept_n -= columns  # nothing is kept
                 if (step == last) & (t < end) & (kept_n < 0):
                     left, right = in_halves(acc)
                     _copy_out(out, left, matrix, m, n)
@@ -197,22 +182,22 @@ def grouped_weights(
                     kept_of = matrix.to(tl.int32)
                     kept_m = m
                     kept_n = n + HALF
-                    acc = tl.full([BLOCK_M, BLOCK_N], zero, tl.float32)
+                    acc = tl.full([of.BLOCK_M, of.BLOCK_N], zero, tl.float32)
             elif step == last:
-                _copy_parts(out, acc, matrix, m, n, PARTS)
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                _copy_parts(out, acc, matrix, m, n, of.PARTS)
+                acc = tl.zeros([of.BLOCK_M, of.BLOCK_N], tl.float32)
     else:
         for t in tl.range(program, end, programs):
-            matrix, m, n = _place(t, down, across, BLOCK_M, BLOCK_N, BAND)
-            here = lane_of(matrix, offset, each, held, offset_step)
+            matrix, m, n = _place(t, down, across, of.BLOCK_M, of.BLOCK_N, of.BAND)
+            here = lane_of(matrix, offset, of)
             row, row_end = rows_of(here, starts, ends)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for at in tl.range(row, row_end, BLOCK_K):
-                x = read_tile(a, at, row_end, m, down_size, BLOCK_K, BLOCK_M)
-                y = read_tile(b, at, row_end, n, across_size, BLOCK_K, BLOCK_N)
-                acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
+            acc = tl.zeros([of.BLOCK_M, of.BLOCK_N], tl.float32)
+            for at in tl.range(row, row_end, of.BLOCK_K):
+                x = read_tile(a, at, row_end, m, inner, of.BLOCK_K, of.BLOCK_M)
+                y = read_tile(b, at, row_end, n, columns, of.BLOCK_K, of.BLOCK_N)
+                acc = tl.dot(tl.trans(x), y, acc, input_precision=of.PRECISION)
             store_tile(
-                out + matrix * size, None, acc, m, down_size, n, across_size, BLOCK_M, PARTS
+                out + matrix * size, None, acc, m, inner, n, columns, of.BLOCK_M, of.PARTS
             )  # fmt: skip
 
 
@@ -231,10 +216,7 @@ def launch(p: Problem, t: Tiles, target: Target, offsets: int) -> Launch:
         "b": None if maps else In(b),
         **inputs({"sizes": True, "offset": offsets}, first=2),
         "out": out if maps else Out(0),
-        "down_size": down,
-        "across_size": across,
-        "offset_step": int(offsets > 1),
-        "TMA": maps,
         "LATE": maps and t.late,
     }
-    return launched(grouped_weights, p, t, target, arguments)
+    of = {"offsets": offsets, "maps": maps, "inner": down, "columns": across, "held_step": None}
+    return launched(grouped_weights, p, t, target, arguments, **of)
