@@ -1,7 +1,8 @@
-"""Element masks of a tile of logits in the registers of one warpgroup."""
+"""Tiles of logits in the registers of one warpgroup: how they lie there, and element masks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as _arith
 from jaxlib.mlir.dialects import llvm as _llvm
+from jaxlib.mlir.dialects import scf as _scf
 from jaxlib.mlir.dialects import vector as _vector
 
 from ejkernel.kernels.pallas import compat
@@ -21,11 +23,49 @@ from ejkernel.types.structure import Band
 # the compiler's own operations, whose stubs are stricter than they are
 arith: Any = _arith
 llvm: Any = _llvm
+scf: Any = _scf
 vector: Any = _vector
 
 LAYOUT = plgpu.Layout.WGMMA
 ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(n: float) -> Any:
+    """An int as int32, a float as float32."""
+    if isinstance(n, int):
+        return arith.constant(i32(), ir.IntegerAttr.get(i32(), n))
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), n))
+
+
+def thread() -> Any:
+    """The thread's number, read anew: two of them are not known to be equal."""
+    return llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+
+
+def element(x: Any, at: int) -> Any:
+    """One number of a register that holds several."""
+    place = ir.DenseI64ArrayAttr.get([at])
+    return vector.extract(x, dynamic_position=[], static_position=place)
+
+
+def like(x: Any, registers: Any) -> Any:
+    """Other registers as an array in the layout of ``x``."""
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def on_registers(x: jax.Array, *layouts: Any) -> Callable:
+    """Makes a function of ``x`` and others, in these layouts, one of their registers.
+
+    It gives float32 numbers in the shape and layout of ``x``.
+    """
+    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layouts[0])
+    made = plgpu.inline_mgpu(arg_types=layouts, return_type=kind)
+    return lambda function: made(lambda _, *given: function(*given))
 
 
 def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
@@ -40,16 +80,11 @@ def spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 def thread_place() -> tuple[Any, Any]:
     """Row and column of a thread's first element of a tile, from the thread index read anew."""
-    i32 = ir.IntegerType.get_signless(32)
-
-    def const(n: int) -> Any:
-        return arith.constant(i32, ir.IntegerAttr.get(i32, n))
-
-    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
-    warp = arith.andi(arith.shrui(thread, const(5)), const(3))
-    lane = arith.andi(thread, const(31))
-    row = arith.addi(arith.shli(warp, const(4)), arith.shrui(lane, const(2)))
-    return row, arith.shli(arith.andi(lane, const(3)), const(1))
+    number = thread()
+    warp = arith.andi(arith.shrui(number, constant(5)), constant(3))
+    lane = arith.andi(number, constant(31))
+    row = arith.addi(arith.shli(warp, constant(4)), arith.shrui(lane, constant(2)))
+    return row, arith.shli(arith.andi(lane, constant(3)), constant(1))
 
 
 def hide_outside(
@@ -73,23 +108,14 @@ def hide_outside(
     """
     checks_rows, checks_columns = rows_left is not None, columns_left is not None
     left = rows_left if checks_rows else columns_left if checks_columns else 0
-    scalars = (jnp.int32(distance), jnp.int32(left))
     sign = -1 if transposed else 1
 
-    @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
-    )
-    def apply(_: Any, x: Any, distance: Any, left: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-        def const(n: int) -> Any:
-            return arith.constant(i32, ir.IntegerAttr.get(i32, n))
-
+    @on_registers(x, LAYOUT, SCALAR, SCALAR)
+    def apply(x: Any, distance: Any, left: Any) -> Any:
         row, column = thread_place()
         key, query = (row, column) if transposed else (column, row)
         base = arith.addi(distance.registers.item(), arith.subi(key, query))
-        hidden = arith.constant(f32, ir.FloatAttr.get(f32, fill))
+        hidden = constant(fill)
         compare = arith.CmpIPredicate
         out = np.empty_like(x.registers)
         # a register holds two columns of a row; its index: eight columns, and the upper or
@@ -97,25 +123,26 @@ def hide_outside(
         for index, pair in np.ndenumerate(x.registers):
             r, c = 8 * index[4], 8 * index[1]
             for e in range(2):
-                at = ir.DenseI64ArrayAttr.get([e])
-                value = vector.extract(pair, dynamic_position=[], static_position=at)
+                value = element(pair, e)
                 shift = sign * (c + e - r)  # of this element's distance from the first's
                 tests = []
                 if band.lo is not None:
-                    tests.append((compare.sge, base, const(band.lo - shift)))
+                    tests.append((compare.sge, base, constant(band.lo - shift)))
                 if band.hi is not None:
-                    tests.append((compare.sle, base, const(band.hi - shift)))
+                    tests.append((compare.sle, base, constant(band.hi - shift)))
                 if checks_rows or checks_columns:
                     place, offset = (row, r) if checks_rows else (column, c + e)
-                    end = arith.subi(left.registers.item(), const(offset))
+                    end = arith.subi(left.registers.item(), constant(offset))
                     tests.append((compare.slt, place, end))
                 for test in tests:
                     value = arith.select(arith.cmpi(*test), value, hidden)
-                pair = vector.insert(value, pair, dynamic_position=[], static_position=at)
+                pair = vector.insert(
+                    value, pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e])
+                )
             out[index] = pair
-        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+        return like(x, out)
 
-    return apply(x, *scalars)
+    return apply(x, jnp.int32(distance), jnp.int32(left))
 
 
 def hide_unset(x: jax.Array, bits: Any, fill: float = -np.inf) -> jax.Array:
@@ -124,31 +151,21 @@ def hide_unset(x: jax.Array, bits: Any, fill: float = -np.inf) -> jax.Array:
     A byte for each warp's 16 rows, a bit of it for each 16 columns: int32 for 64 rows.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT),
-    )
-    def apply(_: Any, x: Any, bits: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-        def const(n: int) -> Any:
-            return arith.constant(i32, ir.IntegerAttr.get(i32, n))
-
-        thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    @on_registers(x, LAYOUT, SCALAR)
+    def apply(x: Any, bits: Any) -> Any:
         # 8 times the warp's number
-        first = arith.andi(arith.shrui(thread, const(2)), const(24))
+        first = arith.andi(arith.shrui(thread(), constant(2)), constant(24))
         mine = arith.shrui(bits.registers.item(), first)
-        hidden = arith.constant(f32, ir.FloatAttr.get(f32, fill))
-        hidden = vector.broadcast(x.registers.flat[0].type, hidden)
+        hidden = vector.broadcast(x.registers.flat[0].type, constant(fill))
         tests = []
         for n in range(-(-x.shape[1] // 16)):
-            bit = arith.andi(mine, const(1 << n))
-            tests.append(arith.cmpi(arith.CmpIPredicate.ne, bit, const(0)))
+            bit = arith.andi(mine, constant(1 << n))
+            tests.append(arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0)))
         out = np.empty_like(x.registers)
         at: Any
         for at, pair in np.ndenumerate(x.registers):
             out[at] = arith.select(tests[at[1] // 2], pair, hidden)
-        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+        return like(x, out)
 
     return apply(x, jnp.int32(bits))
 
@@ -158,7 +175,7 @@ def hide_other_segments(
 ) -> jax.Array:
     """``fill`` where the ids of a row and of a column differ; ids are references."""
     rows, columns = (
-        lax.broadcast_in_dim(read(ids, layout, optimized=False), x.shape, (axis,))
+        spread(read(ids, layout, optimized=False), x.shape, axis)
         for ids, layout, axis in ((row_ids, ROW, 0), (column_ids, COLUMN, 1))
     )
     return jnp.where(rows == columns, x, fill)

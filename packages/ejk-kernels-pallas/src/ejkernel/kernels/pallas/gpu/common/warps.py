@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+
+from ejkernel.kernels.pallas.gpu.common.masks import SCALAR, thread
 
 
 def for_each_warp(body: Callable[[Any], None]) -> None:
@@ -29,19 +29,15 @@ def for_one_warp(body: Callable[[], None]) -> None:
 
 
 def thread_anew() -> jax.Array:
-    """The thread's number, int32; two of them are not known to be equal.
+    """The thread's number, int32, as ``thread`` reads it.
 
     Addresses made from it stay where they are used. Those of fixed operands would be computed
     before the walk, a register for each 16 columns.
     """
+    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
-    @plgpu.inline_mgpu(
-        arg_types=(),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
+    @plgpu.inline_mgpu(arg_types=(), return_type=kind)
     def number(_: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        x: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(x, (), is_signed=True)
+        return mgpu.FragmentedArray.splat(thread(), (), is_signed=True)
 
     return number()
