@@ -37,7 +37,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention import (
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Rules
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.bound import on, struct
@@ -146,7 +145,7 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
     monkeypatch.setattr(forward_softmax.plgpu, "layout_cast", lambda x, _: x)
     x, block = large_logits.walks(unit, blocks=5), 16
     problem = Problem(1, 64, x.shape[1], 1, 1, 64, 64, dtype, unit)
-    form = Form(problem, Rules(), tiles.ForwardTiles(slack=slack), (), frozenset(), 132)
+    form = Form(problem, tiles.ForwardTiles(slack=slack), (), 132)
     v = np.random.default_rng(1).standard_normal(x.shape[1])
     state, acc = forward_softmax.start(form), 0.0
     for n in range(0, x.shape[1], block):
@@ -166,9 +165,9 @@ def test_sums_stay_exact_where_maxima_cross(monkeypatch, unit, dtype, slack):
 # ---- what surrounds the kernels ----------------------------------------------------------------
 
 
-def _visible(problem, rules, block_q, block_kv, t, transposed):
+def _visible(problem, block_q, block_kv, t, transposed):
     """Pairs that a kernel computes: inside its blocks, and unmasked there."""
-    p = problem
+    p, rules = problem, problem.rules
     i, j = jnp.arange(p.q_len)[:, None], jnp.arange(p.kv_len)[None]
     seen = jnp.ones((1, 1, p.q_len, p.kv_len), bool)
     if rules.band.lo is not None:
@@ -227,31 +226,30 @@ def _attention(problem, visible, q, k, v, sink=None):
 
 
 class ForwardDouble:
-    def __init__(self, problem, rules, tiles, names, shared, programs):
-        self.s = SimpleNamespace(problem=problem, rules=rules, tiles=tiles, names=names)
+    def __init__(self, problem, tiles, names, programs):
+        self.s = SimpleNamespace(problem=problem, tiles=tiles, names=names)
 
-    def __call__(self, q, k, v, *rest, order=None):
-        s = self.s
-        t = dict(zip(s.names, rest, strict=True))
-        assert q.shape[0] == k.shape[0] == s.problem.batch
-        seen = _visible(s.problem, s.rules, s.tiles.block_q, s.tiles.block_kv, t, False)
+    def __call__(self, t):
+        s, (q, k, v) = self.s, (t[name] for name in "qkv")
+        assert tuple(t) == s.names and q.shape[0] == k.shape[0] == s.problem.batch
+        seen = _visible(s.problem, s.tiles.block_q, s.tiles.block_kv, t, False)
         o, lse = _attention(s.problem, seen, q, k, v, t.get("sink"))
         return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(s.problem), jnp.inf)
 
 
-def backward_double(problem, q, k, v, do, base, delta, *, band, tiles, cores, **t):
+def backward_double(problem, tiles, cores, *, q, k, v, do, base, delta, **t):
     ids = {name: x for name, x in t.items() if name in ("q_ids", "kv_ids")}
     walks = {
         by: ids | {name.removeprefix(by): x for name, x in t.items() if name.startswith(by)}
         for by in ("by_key_", "by_query_")
     }
     if "lists" in walks["by_key_"]:
-        seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, walks["by_key_"], True)
-        of_rows = _visible(problem, Rules(band), 128, 64, walks["by_query_"], False)
+        seen = _visible(problem, tiles.block_q, tiles.block_kv, walks["by_key_"], True)
+        of_rows = _visible(problem, 128, 64, walks["by_query_"], False)
         seen, of_rows = jnp.broadcast_arrays(seen, of_rows)
         jax.debug.callback(np.testing.assert_array_equal, seen, of_rows)
     else:
-        seen = _visible(problem, Rules(band), tiles.block_q, tiles.block_kv, t, True)
+        seen = _visible(problem, tiles.block_q, tiles.block_kv, t, True)
 
     def logits(q, k):
         x = jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, problem.group, 2)) * problem.scale

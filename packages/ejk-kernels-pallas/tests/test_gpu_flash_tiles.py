@@ -49,7 +49,7 @@ def test_tiles_are_what_the_kernels_take(d, dv):
         assert t.q_held == 0 or (t.consumers == 2 and t.q_held <= d)  # three have no registers
         # programs of a cluster wait for each other: all of them visit all keys
         assert t.cluster == 1 or rules == Rules()
-        form = Form(p, rules, t, (), frozenset(), 132)
+        form = Form(replace(p, rules=rules), t, (), 132)
         assert form.strips * t.cluster * t.block_q >= q_len and 1 <= form.grid * t.cluster <= 132
 
 
@@ -57,7 +57,7 @@ def test_tiles_are_what_the_kernels_take(d, dv):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_capped_logits_are_shifted_by_a_constant_where_exponentials_fit(cap, dtype):
     p = Problem(1, 4096, 4096, 8, 8, 128, 128, dtype, -0.3, soft_cap=cap)
-    form = Form(p, Rules(), tiles.forward_tiles(p, Rules(), Chip()), (), frozenset(), 132)
+    form = Form(p, tiles.forward_tiles(p, Rules(), Chip()), (), 132)
     if cap is None or cap > 55 or dtype == "float16":
         assert form.shift is None
         return

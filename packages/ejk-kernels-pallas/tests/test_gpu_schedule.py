@@ -101,13 +101,14 @@ def test_visited_blocks_are_those_seen(band, q_len, kv_len, block_q, block_kv):
 
 
 def backward_plan(q_len, kv_len, batch, heads, band, cores=8):
-    p = Problem(batch, q_len, kv_len, heads, heads, 64, 64, "bfloat16", 1.0)
+    rules = Rules(band)
+    p = Problem(batch, q_len, kv_len, heads, heads, 64, 64, "bfloat16", 1.0, rules=rules)
     tiles = BackwardTiles()
     circular = band.empty
     ranges = band_ranges(band, (q_len, tiles.block_q), (kv_len, tiles.block_kv))
     walked, visitors, _ = walk_tables(ranges, -(-q_len // tiles.block_q))
     falling = 0 if circular else falling_heads(walked, batch * heads, cores)
-    plan = Plan(p, tiles, band, circular, False, False, False, False, cores, falling)
+    plan = Plan(p, tiles, circular, cores, falling)
     return plan, walked[0, 0], visitors[0, 0]
 
 
@@ -162,12 +163,9 @@ def test_causal_programs_end_together(length, heads):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 8), (3, 8)])
 def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
     batch, heads, length = 3, 8, 16384
-    p = Problem(batch, length, length, heads, heads, 128, 128, "bfloat16", 1.0)
     rules = Rules(Band(None, 0), arrays=True)
-    tiles = forward_tiles(p, rules, Chip())
-    shared = {"ranges"} if shape[0] == 1 else set()
-    shared |= {"ranges_head"} if shape[1] == 1 else set()
-    form = Form(p, rules, tiles, ("ranges",), frozenset(shared), 132)
+    p = Problem(batch, length, length, heads, heads, 128, 128, "bfloat16", 1.0, rules=rules)
+    form = Form(p, forward_tiles(p, rules, Chip()), ("ranges",), 132)
     n, rng = form.q_blocks, np.random.default_rng(sum(shape))
     ranges = np.zeros((*shape, n, 4), np.int32)
     for row in ranges.reshape(-1, n, 4):  # packed sequences of any lengths

@@ -200,3 +200,13 @@ class CallKernel:
     def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
         """Valid arguments where random floats and zeros are not."""
         return (), self.call.samples(inv.arguments, rng)
+
+
+class OwnTiles:
+    """Mixed into a kernel whose tiles are its own choice: no config changes them."""
+
+    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        return ()
+
+    def fields(self, chosen: Any) -> dict[str, Any]:
+        return {}

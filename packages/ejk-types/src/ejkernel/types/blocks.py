@@ -38,6 +38,11 @@ class BlockRange(NamedTuple):
     full_start: Any
     full_stop: Any
 
+    def table(self, xp: ModuleType) -> Any:
+        """int32 ``[..., blocks, 4]``: start, full_start, full_stop, stop."""
+        ends = (self.start, self.full_start, self.full_stop, self.stop)
+        return xp.stack([xp.asarray(x) for x in ends], axis=-1).astype(np.int32)
+
 
 def block_bounds(length: Any, block: int) -> tuple[Any, Any]:
     """First and last existing index of every block."""

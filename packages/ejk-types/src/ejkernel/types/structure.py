@@ -159,6 +159,13 @@ def block_ranges(
     Key blocks for each query block; ``transposed``: query blocks for each key block. A last block
     that is not whole is never full along the axis that is walked.
     """
+    return jnp.asarray(known_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed))
+
+
+def known_ranges(
+    mask: MaskInfo, q_len: int, kv_len: int, block_q: int, block_kv: int, *, transposed: bool
+) -> Any:
+    """As ``block_ranges``, in numpy where the mask has no traced arrays."""
     any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, block_q, block_kv)
     traced = isinstance(any_, jax.Array) or isinstance(all_, jax.Array)
     xp = jnp if traced else np
@@ -169,7 +176,4 @@ def block_ranges(
         whole = np.arange(any_.shape[-1]) < walked // block
         all_ = all_ & xp.broadcast_to(whole, all_.shape)
     any_, all_ = xp.broadcast_arrays(any_, all_)
-    r = matrix_range(xp, any_, all_ & any_)
-    return jnp.stack(
-        [jnp.asarray(x) for x in (r.start, r.full_start, r.full_stop, r.stop)], axis=-1
-    ).astype(jnp.int32)
+    return matrix_range(xp, any_, all_ & any_).table(xp)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.ops.differentiate import Arrays
-from ejkernel.ops.varying import vary, varying_axes
 
 
 class PallasKernel(CallKernel):
@@ -24,8 +22,3 @@ class PallasKernel(CallKernel):
 
     def target(self) -> Any:
         return self.chip()
-
-    @staticmethod
-    def alike(results: Any, arrays: Arrays) -> Any:
-        """Results that vary over the mesh axes over which the arrays do."""
-        return vary(results, varying_axes(arrays["q"]))

@@ -73,6 +73,11 @@ def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     return compat.load_registers(ref, layout=layout, optimized=optimized)
 
 
+def row_of(ref: Any, *numbers: Any) -> tuple[Any, ...]:
+    """Where an array ``[#b, #h, ...]`` has what it says of these rows: 0 where one serves all."""
+    return tuple(n if size > 1 else 0 for n, size in zip(numbers, ref.shape, strict=False))
+
+
 def spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """A vector along one axis of a tile, the same along the other."""
     return lax.broadcast_in_dim(x, shape, (axis,))

@@ -9,8 +9,8 @@ of v fill the shared memory at 256 columns; v is needed last and given back firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,33 +19,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
-    LAYOUT,
-    hide_other_segments,
-    hide_outside,
-    hide_unset,
-    read,
-    spread,
-)
+from ejkernel.kernels.pallas.gpu.common.masks import ROW, read, row_of, spread
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import is_wide
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import (
-    CONSUMER_REGISTERS,
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, Plan, is_wide
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     CONSUMERS,
-    PRODUCER_REGISTERS,
     ROWS,
-    WidePlan,
     base2,
+    hide,
     launch,
+    needs_masks,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 
-BLOCK_Q = CONSUMERS * ROWS
+BLOCK_Q = OF_QUERIES.block_q
 SHAPE = (ROWS, ROWS)  # queries by keys
-ROW = LAYOUT.reduce(1)
 MEMORY = 232448 - 2048  # of a block, less barriers
-
 
 NARROW_STAGES = 3  # at 16k, one block in ten of 128, 2, 3 and 4 took 331, 322 and 332 us
 
@@ -61,67 +51,49 @@ def in_flight(problem: Any) -> tuple[int, int]:
 class _Program:
     """The query block of one program and its walk."""
 
-    def __init__(self, plan: WidePlan, ranges: Any) -> None:
-        problem = plan.problem
-        blocks = -(-problem.q_len // BLOCK_Q)
+    def __init__(self, plan: Plan, r: Any) -> None:
+        problem, blocks = plan.problem, plan.n_q
         item = lax.axis_index("item")
-        self.plan, self.ranges = plan, ranges
+        self.plan, self.table = plan, r.lists if plan.listed else r.ranges
         # under a causal mask the last rows take longest: they go first
         self.block = blocks - 1 - lax.rem(item, blocks)
         heads = lax.div(item, blocks)
         self.head = lax.rem(heads, problem.heads)
         self.batch = lax.div(heads, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
-        self.last = -(-problem.kv_len // ROWS) - 1
+        self.last = plan.n_kv - 1
 
     def walk(self, step: Callable[..., None]) -> None:
         """``step(key block, steps before, whether a mask is needed)``."""
-        row = self.plan.table_row(self.batch, self.head)
+        at = (*row_of(self.table, self.batch, self.head), self.block)
+
+        def visit(j: Any, n: Any, masked: Any) -> None:
+            step(j, n, (masked | (j == self.last)) if self.plan.kv_tail else masked)
+
         if self.plan.listed:
-            whole, count, first = (self.ranges[*row, self.block, c] for c in range(COUNTS + 1))
+            whole, count, first = (self.table[*at, c] for c in range(COUNTS + 1))
 
             def one(n: Any, carry: None) -> None:
-                j = self.ranges[*row, self.block, COUNTS + n]
-                masked = n >= whole
-                step(j, n, (masked | (j == self.last)) if self.plan.kv_tail else masked)
+                visit(self.table[*at, COUNTS + n], n, n >= whole)
                 return carry
 
             # rows that see nothing have the block past the end alone
             lax.fori_loop(0, lax.select(first > self.last, 0, count), one, None)
             return
-        start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
+        start, whole, whole_end, stop = (self.table[*at, c] for c in range(4))
 
         def upwards(j: Any, carry: None) -> None:
-            masked = (j < whole) | (j >= whole_end)
-            if self.plan.kv_tail:
-                masked = masked | (j == self.last)
-            step(j, j - start, masked)
+            visit(j, j - start, (j < whole) | (j >= whole_end))
             return carry
 
         lax.fori_loop(start, lax.max(start, stop), upwards, None)
 
-    def hide(self, x: jax.Array, ids: Any, bits: Any, first_q: Any, j: Any) -> jax.Array:
-        """-inf where a pair of these rows and key block j is invisible."""
-        plan, first_key = self.plan, j * ROWS
-        if plan.kv_tail or not plan.band.empty:
-            left = plan.problem.kv_len - first_key if plan.kv_tail else None
-            x = hide_outside(x, plan.band, first_key - first_q, columns_left=left)
-        if bits is not None:
-            h = self.head if plan.range_head else 0
-            b = self.batch if plan.bits_batch else 0
-            x = hide_unset(x, bits[b, h, lax.div(first_q, ROWS), j])
-        if ids:
-            b = self.batch if plan.ids_batch else 0
-            kv_ids = ids[1].at[b, pl.ds(first_key, ROWS)]
-            x = hide_other_segments(x, ids[0].at[b, pl.ds(first_q, ROWS)], kv_ids)
-        return x
 
+def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> jax.Array:
+    """dq of q, k, v, do, -lse in base 2, -delta, ranges or lists and bits, and ids.
 
-def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
-    """The kernel call: (q, k, v, do, -lse in base 2, -delta, ranges, *bits, *ids) -> dq.
-
-    As for ``build_dkv``, but the row vectors and ids of queries cover whole blocks of 128, and
-    ``ranges`` int32 ``[#b, #h, query blocks, 4]`` are key blocks of 64.
+    As for ``key_gradients``, but the row vectors and ids of queries cover whole blocks of 128, and
+    ranges are those of key blocks of 64 for each of these.
     """
     problem = plan.problem
     dtype = jnp.dtype(problem.dtype)
@@ -138,9 +110,9 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
 
         def probabilities(s: jax.Array, j: Any, masked: Any) -> jax.Array:
             x, slope = base2(problem, s, spread(lse, SHAPE, 0))
-            if plan.masks:
-                hide = lambda x: program.hide(x, r.ids, r.bits, first_q, j)  # noqa: E731
-                x = lax.cond(masked, hide, lambda x: x, x)
+            if needs_masks(plan, r):
+                at = ((program.batch, program.head), first_q, j * ROWS, (lax.div(first_q, ROWS), j))
+                x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=False), lambda x: x, x)
             p = jnp.exp2(x)
             return p if slope is None else p * slope
 
@@ -209,39 +181,25 @@ def build_dq(plan: WidePlan) -> Callable[..., jax.Array]:
 
         program.walk(step)
 
-    def body(*refs: Any, **scratch: Any) -> None:
-        q, k, v, do, lse, delta, ranges, *more, dq = refs
-        bits, ids = (more[0], more[1:]) if plan.bits else (None, more)
-        r = SimpleNamespace(
-            q=q, k=k, v=v, do=do, lse=lse, delta=delta, bits=bits, ids=ids, dq=dq, **scratch
-        )
-        wg = lax.axis_index("wg")
-        program = _Program(plan, ranges)
-
-        @pl.when(wg < CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            consume(r, program, wg)
-
-        @pl.when(wg == CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            for_one_warp(lambda: produce(r, program))
+    def move(r: Any, program: _Program, wg: Any) -> None:
+        for_one_warp(lambda: produce(r, program))
 
     barrier = plgpu.Barrier
     scratch = {
-        "q_s": tiled((BLOCK_Q, dim), dtype),
         "do_s": tiled((BLOCK_Q, value_dim), dtype),
-        "k_s": tiled((k_count, ROWS, dim), dtype),
-        "v_s": tiled((v_count, ROWS, value_dim), dtype),
-        "q_full": barrier(num_arrivals=2),  # q and do
-        "k_full": barrier(num_barriers=k_count),
-        "v_full": barrier(num_barriers=v_count),
         "k_empty": barrier(num_arrivals=CONSUMERS, num_barriers=k_count),
+        "k_full": barrier(num_barriers=k_count),
+        "k_s": tiled((k_count, ROWS, dim), dtype),
+        "q_full": barrier(num_arrivals=2),  # q and do
+        "q_s": tiled((BLOCK_Q, dim), dtype),
         "v_empty": barrier(num_arrivals=CONSUMERS, num_barriers=v_count),
+        "v_full": barrier(num_barriers=v_count),
+        "v_s": tiled((v_count, ROWS, value_dim), dtype),
     }
-    rows = whole_rows(problem.q_len)
-    out = jax.ShapeDtypeStruct((problem.batch, rows, problem.heads, dim), dtype)
-    items = problem.batch * problem.heads * -(-problem.q_len // BLOCK_Q)
-    call = launch(body, "flash_attention_backward_dq", items, (out,), scratch)
-    return lambda *operands: call(*operands)[0]
+    shape = (problem.batch, whole_rows(problem.q_len), problem.heads, dim)
+    outputs = {"dq": jax.ShapeDtypeStruct(shape, dtype)}
+    programs = problem.batch * problem.heads * plan.n_q
+    make = functools.partial(_Program, plan)
+    name = "flash_attention_backward_dq"
+    (dq,) = launch(name, programs, make, [consume], move, operands, outputs, scratch)
+    return dq[:, : problem.q_len]

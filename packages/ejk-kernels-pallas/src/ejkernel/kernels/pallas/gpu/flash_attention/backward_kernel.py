@@ -7,7 +7,7 @@ to add to dq would be waited for (measured: 0.96 ms for 0.57 ms of work).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,31 +17,91 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import scale
-from ejkernel.kernels.pallas.compat import untracked
-from ejkernel.kernels.pallas.gpu.common.masks import (
-    COLUMN,
-    read,
-    spread,
-)
+from ejkernel.kernels.pallas.gpu.common.masks import COLUMN, read, row_of, spread
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, thread_anew
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import ROWS, Program, hidden_pairs
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
+    CONSUMERS,
+    ROWS,
+    copy_step,
+    hide,
+    launch,
+    needs_masks,
+    walk_visits,
+)
 from ejkernel.types.problem import LOG2E
 
-CONSUMERS = 2
-CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
+
+class Program:
+    """What one program works on, and how its roles walk the tiles in step."""
+
+    def __init__(self, plan: Plan, r: Any) -> None:
+        problem = plan.problem
+        self.plan, self.r = plan, r
+        n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
+        turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
+        self.turns = pl.get_global(turns)
+        row, self.block, self.falling = plan.place(lax.axis_index("item"))
+        self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
+        self.kv_head = lax.div(self.head, problem.group)
+        self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
+        if plan.circular:
+            self.team = lax.div(self.block, plan.team)
+            self.member = lax.rem(self.block, plan.team)
+
+    def walk(self, step: Callable[..., None]) -> Any:
+        """``step(query block, count of steps before, whether a mask is needed)``; their number."""
+        plan = self.plan
+        if plan.circular:
+
+            def round_trip(t: Any, carry: None) -> None:
+                i = self.member + t
+                step(lax.select(i >= plan.n_q, i - plan.n_q, i), t, False)
+                return carry
+
+            lax.fori_loop(0, plan.n_q, round_trip, None)
+            return plan.n_q
+        table = self.r.lists if plan.listed else self.r.ranges
+        at = (*row_of(table, self.batch, self.head), self.block)
+        if plan.listed:
+            return walk_visits(table, at, step)
+        start, whole, whole_end, stop = (table[*at, c] for c in range(4))
+        length = lax.max(stop - start, 0)
+
+        def one_block(t: Any, carry: None) -> None:
+            i = start + t
+            if plan.falling:
+                i = lax.select(self.falling, stop - 1 - t, i)
+            step(i, t, (i < whole) | (i >= whole_end))
+            return carry
+
+        lax.fori_loop(0, length, one_block, None)
+        return length
+
+    def turn(self, i: Any) -> Any:
+        """How many key blocks add to query block i before this one."""
+        plan = self.plan
+        if not plan.circular:
+            row = row_of(self.r.visitors, self.batch, self.head)
+            if not plan.falling:
+                return self.r.visitors[*row, 0, i] - self.block
+            visitor = self.r.visitors[*row, self.falling.astype(jnp.int32), i]
+            return lax.select(self.falling, self.block - visitor, visitor - self.block)
+        size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
+        first_round = lax.min(i, size - 1) - self.member
+        rank = lax.select(self.member <= i, first_round, size + i - self.member)
+        return self.team * plan.team + rank
 
 
-def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The kernel call: (q, k, v, do, lse, delta, *tables, *bits, *ids) -> (dq, dk, dv).
+def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """(dq, dk, dv), over lists (dk, dv), of q, k, v, do, lse, delta and what else there is.
 
-    Over lists, (dk, dv).
-
+    That is ``ranges`` and ``visitors`` as ``walk_tables`` makes them, or lists and bits; ids.
     ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
     sums can start from them: -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two
-    operands more, int32 ``[batch, heads]`` and rows that are added to sums where it is not 0) or
-    in base 2;
+    operands more, ``large`` int32 ``[batch, heads]`` and ``late``, rows that are added to sums
+    where it is not 0) or in base 2;
     such that the logit is -inf in rows that see nothing and rows past the end. Ids are padded to
     whole blocks, other lengths to eight rows, of dk and dv too. dq is float32
     ``[batch, whole q blocks, heads, dim]``, not scaled, unwritten where no key block visits; dk
@@ -55,293 +115,227 @@ def build(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     # a warpgroup computes half of dq: half of the rows of a tall tile, else of the columns
     by_rows = block_q == CONSUMERS * ROWS
     dq_columns = dim if by_rows else dim // CONSUMERS
-    kv_tail = problem.kv_len % block_kv != 0
 
-    def body(*refs: Any) -> None:
-        q, k, v, do, lse, delta, *rest = refs
-        large: Any = None
-        late: Any = None
-        ranges = visitors = None
-        if plan.lse_in_sum:
-            large, late, *rest = rest
-        if plan.listed:
-            ranges, *rest = rest
-        elif not plan.circular:
-            ranges, visitors, *rest = rest
-        bits: Any = None
-        if plan.bits:
-            bits, *rest = rest
-        ids = ()
-        if plan.ids:
-            *ids, rest = rest[0], rest[1], rest[2:]
-        dq: Any = None
-        ds_s: Any = None
-        if not plan.listed:
-            dq, *rest = rest
-        dk, dv, k_s, v_s, q_s, do_s, lse_s, delta_s, dq_s, *barriers = rest
-        if not plan.listed:
-            ds_s, *barriers = barriers
-        kv_full, q_full, do_full, q_empty, do_empty, ds_full, dq_full, dq_empty, done = barriers
-        n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
-        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns)))
-        wg = lax.axis_index("wg")
-        program = Program(plan, ranges, visitors)
+    def consume(r: Any, program: Program, wg: Any) -> None:
         b, h, j = program.batch, program.head, program.block
+        plgpu.barrier_wait(r.kv_full)
+        rows = pl.ds(wg * ROWS, ROWS)
+        first_row = j * block_kv + wg * ROWS
+        some_large = plan.lse_in_sum and r.large[b, h] != 0
 
-        @pl.when(wg < CONSUMERS)
-        def _consume() -> None:
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            plgpu.barrier_wait(kv_full)
-            rows = pl.ds(wg * ROWS, ROWS)
-            first_row = j * block_kv + wg * ROWS
+        def less_lse(s: jax.Array, i: Any) -> jax.Array:
+            row = r.late.at[b, h, pl.ds(i * block_q, block_q)]
+            return s + spread(read(row, COLUMN, optimized=False), shape, 1)
 
-            some_large = large is not None and large[b, h] != 0
+        def logits(s: jax.Array, i: Any, masked: Any) -> tuple[jax.Array, jax.Array | None]:
+            tanh = None
+            if problem.soft_cap is None:
+                s = lax.cond(some_large, lambda s: less_lse(s, i), lambda s: s, s)
+                x = s * (scale(problem) * LOG2E)
+            else:
+                tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+                x = tanh * (problem.soft_cap * LOG2E)
+            if plan.kv_tail:
+                masked = (j == plan.n_kv - 1) | masked
+            if needs_masks(plan, r):
+                word = lax.div(first_row, ROWS), i
+                at = ((b, h), i * block_q, first_row, word)
+                x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
+            return x, tanh
 
-            def less_lse(s: jax.Array, i: Any) -> jax.Array:
-                row = late.at[b, h, pl.ds(i * block_q, block_q)]
-                return s + spread(read(row, COLUMN, optimized=False), shape, 1)
+        def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
+            def step(i: Any, n: Any, masked: Any) -> None:
+                slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
+                thread = thread_anew()
+                here = lax.div(thread, 128)
+                mine = pl.ds(here * ROWS, ROWS)
 
-            def logits(s: jax.Array, i: Any, masked: Any) -> tuple[jax.Array, jax.Array | None]:
-                tanh = None
-                if problem.soft_cap is None:
-                    s = lax.cond(some_large, lambda s: less_lse(s, i), lambda s: s, s)
-                    x = s * (scale(problem) * LOG2E)
-                else:
-                    tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
-                    x = tanh * (problem.soft_cap * LOG2E)
-                if kv_tail:
-                    masked = (j == plan.n_kv - 1) | masked
-                if masked is not False:
-                    hide = hidden_pairs(plan, program, ids, bits, first_row, i)
-                    x = lax.cond(masked, hide, lambda x: x, x)
-                return x, tanh
-
-            def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
-                def step(i: Any, n: Any, masked: Any) -> None:
-                    slot, ds_slot = lax.rem(n, stages), lax.rem(n, 2)
-                    thread = thread_anew()
-                    here = lax.div(thread, 128)
-                    mine = pl.ds(here * ROWS, ROWS)
-
-                    def key_side(s_acc: Any, dp_acc: Any) -> None:
-                        plgpu.barrier_wait(q_full.at[slot])
-                        plgpu.barrier_wait(do_full.at[slot])
-                        if plan.lse_in_sum:
-                            row_lse = read(lse_s.at[slot], COLUMN)
-                            s_acc[...] = spread(row_lse, shape, 1)
-                        row_delta = read(delta_s.at[slot], COLUMN)
-                        dp_acc[...] = spread(row_delta, shape, 1)
-                        plgpu.wgmma(s_acc, k_s.at[mine], q_s.at[slot].T)
-                        plgpu.wgmma(dp_acc, v_s.at[mine], do_s.at[slot].T)
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        if plan.listed:
-
-                            @pl.when(n > 0)  # dk and dv of the step before are done with its tiles
-                            def _() -> None:
-                                before = lax.rem(n + stages - 1, stages)
-                                plgpu.barrier_arrive(q_empty.at[before])
-                                plgpu.barrier_arrive(do_empty.at[before])
-
-                        x, tanh = logits(s, i, masked)
-                        if not plan.lse_in_sum:
-                            row_lse = read(lse_s.at[slot], COLUMN)
-                            x = x + spread(row_lse, shape, 1)
-                        p = jnp.exp2(x)
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])
-                        ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                        if tanh is not None:
-                            ds = ds * (1.0 - tanh * tanh)
-                        ds = ds.astype(dtype)
-                        if plan.listed:
-                            plgpu.wgmma(dk_acc, ds, q_s.at[slot])
-                            return
-                        # the other slot may still be read for the dq of the step before
-                        ds_s.at[ds_slot, rows][...] = ds
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(ds_full)
-                        plgpu.wgmma(dk_acc, ds, q_s.at[slot])
-                        plgpu.barrier_wait(ds_full)
-
-                    pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
+                def key_side(s_acc: Any, dp_acc: Any) -> None:
+                    plgpu.barrier_wait(r.q_full.at[slot])
+                    plgpu.barrier_wait(r.do_full.at[slot])
+                    if plan.lse_in_sum:
+                        row_lse = read(r.lse_s.at[slot], COLUMN)
+                        s_acc[...] = spread(row_lse, shape, 1)
+                    row_delta = read(r.delta_s.at[slot], COLUMN)
+                    dp_acc[...] = spread(row_delta, shape, 1)
+                    plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
+                    plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     if plan.listed:
-                        return
 
-                    def query_side(dq_acc: Any) -> None:
-                        if by_rows:
-                            ds = ds_s.at[ds_slot, :, mine]
-                            keys = k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, block_kv)]
-                        else:
-                            columns = pl.ds(here * dq_columns, dq_columns)
-                            ds, keys = ds_s.at[ds_slot], k_s.at[:, columns]
-                        plgpu.wgmma(dq_acc, ds.T, keys)
-                        part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                        plgpu.barrier_arrive(q_empty.at[slot])
-                        plgpu.barrier_arrive(do_empty.at[slot])
-
-                        @pl.when(n > 0)
+                        @pl.when(n > 0)  # dk and dv of the step before are done with its tiles
                         def _() -> None:
-                            plgpu.barrier_wait(dq_empty)
+                            before = lax.rem(n + stages - 1, stages)
+                            plgpu.barrier_arrive(r.q_empty.at[before])
+                            plgpu.barrier_arrive(r.do_empty.at[before])
 
-                        dq_s.at[wg][...] = part
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(dq_full)
+                    x, tanh = logits(s, i, masked)
+                    if not plan.lse_in_sum:
+                        row_lse = read(r.lse_s.at[slot], COLUMN)
+                        x = x + spread(row_lse, shape, 1)
+                    p = jnp.exp2(x)
+                    plgpu.wgmma(dv_acc, p.astype(dtype), r.do_s.at[slot])
+                    ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    if tanh is not None:
+                        ds = ds * (1.0 - tanh * tanh)
+                    ds = ds.astype(dtype)
+                    if plan.listed:
+                        plgpu.wgmma(dk_acc, ds, r.q_s.at[slot])
+                        return
+                    # the other slot may still be read for the dq of the step before
+                    r.ds_s.at[ds_slot, rows][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(r.ds_full)
+                    plgpu.wgmma(dk_acc, ds, r.q_s.at[slot])
+                    plgpu.barrier_wait(r.ds_full)
 
-                    pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
+                pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
+                if plan.listed:
+                    return
 
-                steps = program.walk(step)
-                plgpu.wgmma_wait(0)
-                if plan.shares and not plan.listed:  # the writer must have read the last part of dq
-                    pl.when(steps > 0)(lambda: plgpu.barrier_wait(dq_empty))
-                return dk_acc[...], dv_acc[...]
-
-            dk_sum, dv_sum = pl.run_scoped(
-                accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
-            )
-            sums = ((dk_sum * problem.scale, k_s, dk), (dv_sum, v_s, dv))
-            out = (b, pl.ds(first_row, ROWS), program.kv_head)
-
-            def add() -> None:
-                """Each head that shares k and v adds its part, one after the other."""
-                mine = turns.at[b, program.kv_head * problem.group, plan.n_q + j]
-                before = CONSUMERS * program.sharer
-                plgpu.semaphore_wait(mine, before, decrement=False, memory_scope="gpu")
-                for total, _, ref in sums:
-                    for c in range(0, total.shape[1], dq_columns):
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        dq_s.at[wg][...] = total[:, c : c + dq_columns]
-                        plgpu.commit_smem()
-                        part = ref.at[*out, pl.ds(c, dq_columns)]
-                        send = functools.partial(plgpu.copy_smem_to_gmem, dq_s.at[wg], part)
-                        pl.when(before == 0)(send)
-                        pl.when(before > 0)(functools.partial(send, reduction_op="add"))
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.semaphore_signal(mine, 1, memory_scope="gpu")
-
-            def write_whole() -> None:
-                # both warpgroups read all of k for dq: its place is free when both are through
-                plgpu.barrier_arrive(done)
-                plgpu.barrier_wait(done)
-                for total, staged, _ in sums:
-                    staged.at[rows][...] = total.astype(dtype)
-                plgpu.commit_smem()
-                for _, staged, ref in sums:
-                    plgpu.copy_smem_to_gmem(staged.at[rows], ref.at[out])
-                plgpu.wait_smem_to_gmem(0)
-
-            add() if plan.shares else write_whole()
-
-        def produce() -> None:
-            at = (b, pl.ds(j * block_kv, block_kv), program.kv_head)
-            plgpu.copy_gmem_to_smem(k.at[at], k_s, kv_full)
-            plgpu.copy_gmem_to_smem(v.at[at], v_s, kv_full)
-
-            def step(i: Any, n: Any, masked: Any) -> None:
-                del masked
-                slot = lax.rem(n, stages)
-                at = pl.ds(i * block_q, block_q)
-
-                @pl.when(n >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(q_empty.at[slot])
-
-                plgpu.copy_gmem_to_smem(q.at[b, at, h], q_s.at[slot], q_full.at[slot])
-                plgpu.copy_gmem_to_smem(lse.at[b, h, at], lse_s.at[slot], q_full.at[slot])
-
-                @pl.when(n >= stages)
-                def _() -> None:
-                    plgpu.barrier_wait(do_empty.at[slot])
-
-                plgpu.copy_gmem_to_smem(do.at[b, at, h], do_s.at[slot], do_full.at[slot])
-                plgpu.copy_gmem_to_smem(delta.at[b, h, at], delta_s.at[slot], do_full.at[slot])
-
-            program.walk(step)
-
-        def write() -> None:
-            def step(i: Any, n: Any, masked: Any) -> None:
-                del n, masked
-                turn = program.turn(i)
-
-                def part(c: int) -> Any:
+                def query_side(dq_acc: Any) -> None:
                     if by_rows:
-                        return dq.at[b, pl.ds(i * block_q + c * ROWS, ROWS), h]
-                    return dq.at[b, pl.ds(i * block_q, ROWS), h, pl.ds(c * dq_columns, dq_columns)]
+                        ds = r.ds_s.at[ds_slot, :, mine]
+                        keys = r.k_s.at[pl.ds(lax.div(thread, 1024) * ROWS, block_kv)]
+                    else:
+                        columns = pl.ds(here * dq_columns, dq_columns)
+                        ds, keys = r.ds_s.at[ds_slot], r.k_s.at[:, columns]
+                    plgpu.wgmma(dq_acc, ds.T, keys)
+                    part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                    plgpu.barrier_arrive(r.q_empty.at[slot])
+                    plgpu.barrier_arrive(r.do_empty.at[slot])
+                    pl.when(n > 0)(lambda: plgpu.barrier_wait(r.dq_empty))
+                    r.dq_s.at[wg][...] = part
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(r.dq_full)
 
-                def send(**how: Any) -> None:
-                    for c in range(CONSUMERS):
-                        commit = c == CONSUMERS - 1
-                        plgpu.copy_smem_to_gmem(dq_s.at[c], part(c), commit_group=commit, **how)
+                pl.run_scoped(query_side, plgpu.ACC((ROWS, dq_columns)))
 
-                plgpu.barrier_wait(dq_full)
-                plgpu.semaphore_wait(turns.at[b, h, i], turn, decrement=False, memory_scope="gpu")
+            steps = program.walk(step)
+            plgpu.wgmma_wait(0)
+            if plan.shares and not plan.listed:  # the writer must have read the last part of dq
+                pl.when(steps > 0)(lambda: plgpu.barrier_wait(r.dq_empty))
+            return dk_acc[...], dv_acc[...]
 
-                @pl.when(turn == 0)
-                def _() -> None:
-                    send()
+        dk_sum, dv_sum = pl.run_scoped(
+            accumulate, plgpu.ACC((ROWS, dim)), plgpu.ACC((ROWS, value_dim))
+        )
+        sums = ((dk_sum * problem.scale, r.k_s, r.dk), (dv_sum, r.v_s, r.dv))
+        out = (b, pl.ds(first_row, ROWS), program.kv_head)
 
-                @pl.when(turn > 0)
-                def _() -> None:
-                    send(reduction_op="add")
+        def add() -> None:
+            """Each head that shares k and v adds its part, one after the other."""
+            mine = program.turns.at[b, program.kv_head * problem.group, plan.n_q + j]
+            before = CONSUMERS * program.sharer
+            plgpu.semaphore_wait(mine, before, decrement=False, memory_scope="gpu")
+            for total, _, ref in sums:
+                for c in range(0, total.shape[1], dq_columns):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    r.dq_s.at[wg][...] = total[:, c : c + dq_columns]
+                    plgpu.commit_smem()
+                    part = ref.at[*out, pl.ds(c, dq_columns)]
+                    send = functools.partial(plgpu.copy_smem_to_gmem, r.dq_s.at[wg], part)
+                    pl.when(before == 0)(send)
+                    pl.when(before > 0)(functools.partial(send, reduction_op="add"))
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(mine, 1, memory_scope="gpu")
 
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(dq_empty)
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.semaphore_signal(turns.at[b, h, i], 1, memory_scope="gpu")
+        def write_whole() -> None:
+            # both warpgroups read all of k for dq: its place is free when both are through
+            plgpu.barrier_arrive(r.done)
+            plgpu.barrier_wait(r.done)
+            for total, staged, _ in sums:
+                staged.at[rows][...] = total.astype(dtype)
+            plgpu.commit_smem()
+            for _, staged, ref in sums:
+                plgpu.copy_smem_to_gmem(staged.at[rows], ref.at[out])
+            plgpu.wait_smem_to_gmem(0)
 
-            program.walk(step)
+        add() if plan.shares else write_whole()
 
-        @pl.when(wg == CONSUMERS)
-        def _move() -> None:
-            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+    def produce(r: Any, program: Program) -> None:
+        b, h = program.batch, program.head
+        at = (b, pl.ds(program.block * block_kv, block_kv), program.kv_head)
+        plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s, r.kv_full)
+        plgpu.copy_gmem_to_smem(r.v.at[at], r.v_s, r.kv_full)
 
-            def warp(index: Any) -> None:
-                pl.when(index == 0)(produce)
-                if not plan.listed:
-                    pl.when(index == 1)(write)
+        def step(i: Any, n: Any, masked: Any) -> None:
+            del masked
+            copy_step(r, b, h, i, n, block_q, stages)
 
-            for_each_warp(warp)
+        program.walk(step)
+
+    def write(r: Any, program: Program) -> None:
+        b, h = program.batch, program.head
+
+        def step(i: Any, n: Any, masked: Any) -> None:
+            del n, masked
+            turn, turns = program.turn(i), program.turns.at[b, h, i]
+
+            def part(c: int) -> Any:
+                if by_rows:
+                    return r.dq.at[b, pl.ds(i * block_q + c * ROWS, ROWS), h]
+                return r.dq.at[b, pl.ds(i * block_q, ROWS), h, pl.ds(c * dq_columns, dq_columns)]
+
+            def send(**how: Any) -> None:
+                for c in range(CONSUMERS):
+                    commit = c == CONSUMERS - 1
+                    plgpu.copy_smem_to_gmem(r.dq_s.at[c], part(c), commit_group=commit, **how)
+
+            plgpu.barrier_wait(r.dq_full)
+            plgpu.semaphore_wait(turns, turn, decrement=False, memory_scope="gpu")
+            pl.when(turn == 0)(send)
+            pl.when(turn > 0)(functools.partial(send, reduction_op="add"))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(r.dq_empty)
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(turns, 1, memory_scope="gpu")
+
+        program.walk(step)
+
+    def move(r: Any, program: Program, wg: Any) -> None:
+        del wg
+
+        def warp(index: Any) -> None:
+            pl.when(index == 0)(lambda: produce(r, program))
+            if not plan.listed:
+                pl.when(index == 1)(lambda: write(r, program))
+
+        for_each_warp(warp)
 
     barrier = plgpu.Barrier
     staged = plan.shares or not plan.listed  # sums that leave part by part
-    scratch = [
-        tiled((block_kv, dim), dtype),
-        tiled((block_kv, value_dim), dtype),
-        tiled((stages, block_q, dim), dtype),
-        tiled((stages, block_q, value_dim), dtype),
-        plgpu.SMEM((stages, block_q), jnp.float32),
-        plgpu.SMEM((stages, block_q), jnp.float32),
-        tiled((CONSUMERS, ROWS, dq_columns if staged else 32), jnp.float32),
-        *([] if plan.listed else [tiled((2, block_kv, block_q), dtype)]),
-        barrier(num_arrivals=2),  # k and v
-        barrier(num_arrivals=2, num_barriers=stages),  # q and lse
-        barrier(num_arrivals=2, num_barriers=stages),  # do and delta
-        barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-        barrier(num_arrivals=CONSUMERS),
-        barrier(num_arrivals=CONSUMERS),
-        barrier(num_arrivals=1),
-        barrier(num_arrivals=CONSUMERS),
-    ]
+    scratch = {
+        "k_s": tiled((block_kv, dim), dtype),
+        "v_s": tiled((block_kv, value_dim), dtype),
+        "q_s": tiled((stages, block_q, dim), dtype),
+        "do_s": tiled((stages, block_q, value_dim), dtype),
+        "lse_s": plgpu.SMEM((stages, block_q), jnp.float32),
+        "delta_s": plgpu.SMEM((stages, block_q), jnp.float32),
+        "dq_s": tiled((CONSUMERS, ROWS, dq_columns if staged else 32), jnp.float32),
+        **({} if plan.listed else {"ds_s": tiled((2, block_kv, block_q), dtype)}),
+        "kv_full": barrier(num_arrivals=2),
+        "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse
+        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
+        "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        "ds_full": barrier(num_arrivals=CONSUMERS),
+        "dq_full": barrier(num_arrivals=CONSUMERS),
+        "dq_empty": barrier(num_arrivals=1),
+        "done": barrier(num_arrivals=CONSUMERS),
+    }
     kv_shape = (problem.batch, whole_rows(problem.kv_len), problem.kv_heads)
     sum_dtype = jnp.float32 if plan.shares else dtype
-    out = (
-        jax.ShapeDtypeStruct((problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32),
-        jax.ShapeDtypeStruct((*kv_shape, dim), sum_dtype),
-        jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
-    )
-    out = out[1:] if plan.listed else out
-    kernel = plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=scratch,
-        grid=(problem.batch * problem.heads * plan.n_kv,),
-        grid_names=("item",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        kernel_name="flash_attention_backward" + ("_dkv" if plan.listed else ""),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
+    outputs = {
+        "dq": jax.ShapeDtypeStruct(
+            (problem.batch, plan.n_q * block_q, problem.heads, dim), jnp.float32
         ),
-    )
-    return untracked(kernel, out)
+        "dk": jax.ShapeDtypeStruct((*kv_shape, dim), sum_dtype),
+        "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
+    }
+    if plan.listed:
+        del outputs["dq"]
+    name = "flash_attention_backward" + ("_dkv" if plan.listed else "")
+    programs = problem.batch * problem.heads * plan.n_kv
+    make = functools.partial(Program, plan)
+    return launch(name, programs, make, [consume], move, operands, outputs, scratch)

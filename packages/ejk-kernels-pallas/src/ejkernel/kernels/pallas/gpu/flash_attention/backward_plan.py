@@ -39,6 +39,9 @@ class BackwardTiles:
         return kv + q + ds + dq + BARRIERS
 
 
+OF_QUERIES = BackwardTiles(block_q=128, block_kv=64)  # of the kernel of dq alone
+
+
 def is_wide(problem: Problem) -> bool:
     """Whether the head is too wide for the fused kernel."""
     return max(problem.dim, problem.value_dim) > 128
@@ -61,12 +64,12 @@ def backward_tiles(problem: Problem) -> BackwardTiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static about one backward call.
+    """Everything static about one backward kernel.
 
-    A program owns one key block of one query head and walks the query blocks that see it. The
-    partial dq of a step is added to global memory in a fixed order of key blocks (``turn``), so
-    that the sum is the same in every run; so are dk and dv of the heads that share a key head. A
-    program must rarely wait for its turn:
+    In the fused kernel a program owns one key block of one query head and walks the query blocks
+    that see it. The partial dq of a step is added to global memory in a fixed order of key blocks
+    (``turn``), so that the sum is the same in every run; so are dk and dv of the heads that share a
+    key head. A program must rarely wait for its turn:
 
     * ``circular``: every block is visited. Programs launched together start at different query
       blocks and walk round, so that no two are at the same block at the same time.
@@ -86,17 +89,22 @@ class Plan:
 
     problem: Problem
     tiles: BackwardTiles
-    band: Band
-    circular: bool
-    ids: bool
-    ids_batch: bool
-    range_batch: bool
-    range_head: bool
-    cores: int
+    circular: bool = False
+    cores: int = 132
     falling: int = 0
-    listed: bool = False
-    bits: bool = False
-    bits_batch: bool = False
+
+    @property
+    def band(self) -> Band:
+        return self.problem.rules.band
+
+    @property
+    def listed(self) -> bool:
+        return self.problem.pattern_blocks is not None
+
+    @property
+    def kv_tail(self) -> bool:
+        """Whether the last key block is not whole."""
+        return self.problem.kv_len % self.tiles.block_kv != 0
 
     @property
     def n_q(self) -> int:
@@ -163,14 +171,7 @@ def band_ranges(band: Band, plan_q: tuple[int, int], plan_kv: tuple[int, int]) -
     if band.hi is not None:
         visible &= k0 - q1 <= band.hi
         whole &= k1 - q0 <= band.hi
-    out = np.zeros((1, 1, k0.size, 4), np.int32)
-    for i in range(k0.size):
-        seen, full = np.flatnonzero(visible[i]), np.flatnonzero(visible[i] & whole[i])
-        if seen.size:
-            out[0, 0, i] = seen[0], seen[0], seen[0], seen[-1] + 1
-        if full.size:
-            out[0, 0, i, 1:3] = full[0], full[-1] + 1
-    return out
+    return matrix_range(np, visible, visible & whole).table(np)[None, None]
 
 
 def walk_tables(ranges: Any, n_q: int) -> tuple[Any, Any, Any]:
@@ -226,5 +227,4 @@ def ranges_by_query(ranges: Any, n_q: int, group: int) -> Any:
     grouped = (*visible.shape[:-1], -1, group)
     visible = xp.swapaxes(xp.any(visible.reshape(grouped), axis=-1), -1, -2)
     whole = xp.swapaxes(xp.all(whole.reshape(grouped), axis=-1), -1, -2)
-    r = matrix_range(xp, visible, whole & visible)
-    return xp.stack([r.start, r.full_start, r.full_stop, r.stop], axis=-1).astype(np.int32)
+    return matrix_range(xp, visible, whole & visible).table(xp)

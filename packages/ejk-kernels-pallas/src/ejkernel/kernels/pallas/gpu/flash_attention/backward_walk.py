@@ -1,108 +1,146 @@
-"""How the programs of the fused backward kernel walk, and the mask of a tile that they meet."""
+"""What the backward kernels share: how programs walk, the mask of a tile, their launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import hide_other_segments, hide_outside, hide_unset
+from ejkernel.kernels.pallas.common.units import scale
+from ejkernel.kernels.pallas.compat import untracked
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    hide_other_segments,
+    hide_outside,
+    hide_unset,
+    row_of,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
+from ejkernel.types.problem import LOG2E, Problem
 
 ROWS = 64  # of a warpgroup's product
+CONSUMERS = 2
+CONSUMER_REGISTERS, OTHER_REGISTERS = 240, 24
 
 
-class Program:
-    """What one program works on, and how its roles walk the tiles in step."""
+def walk_visits(table: Any, at: tuple, step: Callable[..., None]) -> Any:
+    """``step(query block, steps before, whether a mask is needed)`` for the blocks of a list.
 
-    def __init__(self, plan: Plan, ranges: Any, visitors: Any) -> None:
-        problem = plan.problem
-        self.plan, self.ranges, self.visitors = plan, ranges, visitors
-        row, self.block, self.falling = plan.place(lax.axis_index("item"))
-        self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
-        self.kv_head = lax.div(self.head, problem.group)
-        self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
-        if plan.circular:
-            self.team = lax.div(self.block, plan.team)
-            self.member = lax.rem(self.block, plan.team)
+    Gives their number.
+    """
 
-    def walk(self, step: Callable[..., None]) -> Any:
-        """``step(query block, count of steps before, whether a mask is needed)``; their number."""
-        plan = self.plan
-        if plan.circular:
+    def one_visit(t: Any, carry: None) -> None:
+        visit = table[*at, 1 + t]
+        step(visit & (LIMIT - 1), t, visit >= LIMIT)
+        return carry
 
-            def round_trip(t: Any, carry: None) -> None:
-                i = self.member + t
-                step(lax.select(i >= plan.n_q, i - plan.n_q, i), t, False)
-                return carry
-
-            lax.fori_loop(0, plan.n_q, round_trip, None)
-            return plan.n_q
-        row = self._table_row()
-        if plan.listed:
-
-            def one_visit(t: Any, carry: None) -> None:
-                visit = self.ranges[*row, self.block, 1 + t]
-                step(visit & (LIMIT - 1), t, visit >= LIMIT)
-                return carry
-
-            length = self.ranges[*row, self.block, 0]
-            lax.fori_loop(0, length, one_visit, None)
-            return length
-        start, whole, whole_end, stop = (self.ranges[*row, self.block, c] for c in range(4))
-        length = lax.max(stop - start, 0)
-
-        def one_block(t: Any, carry: None) -> None:
-            i = start + t
-            if plan.falling:
-                i = lax.select(self.falling, stop - 1 - t, i)
-            step(i, t, (i < whole) | (i >= whole_end))
-            return carry
-
-        lax.fori_loop(0, length, one_block, None)
-        return length
-
-    def _table_row(self) -> tuple[Any, Any]:
-        plan = self.plan
-        return (self.batch if plan.range_batch else 0, self.head if plan.range_head else 0)
-
-    def turn(self, i: Any) -> Any:
-        """How many key blocks add to query block i before this one."""
-        plan = self.plan
-        if not plan.circular:
-            row = self._table_row()
-            if not plan.falling:
-                return self.visitors[*row, 0, i] - self.block
-            visitor = self.visitors[*row, self.falling.astype(jnp.int32), i]
-            return lax.select(self.falling, self.block - visitor, visitor - self.block)
-        size = lax.min(plan.n_kv - self.team * plan.team, plan.team)
-        first_round = lax.min(i, size - 1) - self.member
-        rank = lax.select(self.member <= i, first_round, size + i - self.member)
-        return self.team * plan.team + rank
+    length = table[*at, 0]
+    lax.fori_loop(0, length, one_visit, None)
+    return length
 
 
-def hidden_pairs(plan: Plan, program: Program, ids: Any, bits: Any, row: Any, i: Any) -> Callable:
-    """Logits of one warpgroup's tile, -inf where the pair is invisible."""
-    first_q = i * plan.tiles.block_q
+def needs_masks(plan: Plan, r: Any) -> bool:
+    """Whether any tile may have hidden pairs."""
+    return plan.kv_tail or not plan.band.empty or hasattr(r, "bits") or hasattr(r, "q_ids")
 
-    def apply(x: jax.Array) -> jax.Array:
-        tail = plan.problem.kv_len % plan.tiles.block_kv != 0
-        if tail or not plan.band.empty:
-            left = plan.problem.kv_len - row if tail else None
-            x = hide_outside(x, plan.band, row - first_q, rows_left=left, transposed=True)
-        if bits is not None:
-            b = program.batch if plan.bits_batch else 0
-            h = program.head if plan.range_head else 0
-            x = hide_unset(x, bits[b, h, lax.div(row, ROWS), i])
-        if ids:
-            b = program.batch if plan.ids_batch else 0
-            q_at, kv_at = pl.ds(first_q, plan.tiles.block_q), pl.ds(row, ROWS)
-            x = hide_other_segments(x, ids[1].at[b, kv_at], ids[0].at[b, q_at])
-        return x
 
-    return apply
+def hide(
+    plan: Plan, r: Any, x: jax.Array, head: tuple[Any, Any], first_q: Any, first_key: Any,
+    word: tuple[Any, Any], *, by_key: bool,
+) -> jax.Array:  # fmt: skip
+    """Logits of a tile of a (batch, head), -inf where a pair is invisible.
+
+    Rows are queries, or keys with ``by_key``; ``word``: where the tile's bits are.
+    """
+    if plan.kv_tail or not plan.band.empty:
+        left = plan.problem.kv_len - first_key if plan.kv_tail else None
+        end = {"rows_left" if by_key else "columns_left": left}
+        x = hide_outside(x, plan.band, first_key - first_q, transposed=by_key, **end)
+    if hasattr(r, "bits"):
+        x = hide_unset(x, r.bits[*row_of(r.bits, *head), *word])
+    if hasattr(r, "q_ids"):
+        sides = [(r.q_ids, first_q), (r.kv_ids, first_key)]
+        ids = [
+            ids.at[*row_of(ids, head[0]), pl.ds(first, n)]
+            for (ids, first), n in zip(sides[::-1] if by_key else sides, x.shape, strict=True)
+        ]
+        x = hide_other_segments(x, *ids)
+    return x
+
+
+def base2(problem: Problem, s: jax.Array, less: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Base-2 logits of products, with what ``less`` says of their rows, and the slope of a cap."""
+    if problem.soft_cap is None:
+        return (s + less) * (scale(problem) * LOG2E), None
+    tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+    return tanh * (problem.soft_cap * LOG2E) + less, 1.0 - tanh * tanh
+
+
+def copy_step(r: Any, batch: Any, head: Any, i: Any, n: Any, block: int, stages: int) -> None:
+    """Copies block i of q with lse and do with delta for step n, where their places are free."""
+    slot, rows = lax.rem(n, stages), pl.ds(i * block, block)
+    for tile, row, tile_s, row_s, full, empty in (
+        (r.q, r.lse, r.q_s, r.lse_s, r.q_full, r.q_empty),
+        (r.do, r.delta, r.do_s, r.delta_s, r.do_full, r.do_empty),
+    ):
+        pl.when(n >= stages)(lambda empty=empty: plgpu.barrier_wait(empty.at[slot]))
+        plgpu.copy_gmem_to_smem(tile.at[batch, rows, head], tile_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(row.at[batch, head, rows], row_s.at[slot], full.at[slot])
+
+
+def launch(
+    name: str,
+    programs: int,
+    program: Callable[[Any], Any],
+    consumers: Sequence[Callable[..., None]],
+    move: Callable[..., None],
+    operands: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+) -> tuple[jax.Array, ...]:
+    """The outputs of a kernel whose warpgroups compute, ``consumers``, or copy, ``move``.
+
+    Each is called with all references by name, what ``program`` makes of them and the warpgroup's
+    number. One consumer is for both warpgroups, of two each is for one.
+    """
+    names = (*operands, *outputs, *scratch)
+
+    def body(*refs: Any) -> None:
+        r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        wg = lax.axis_index("wg")
+        made = program(r)
+        for n, consume in enumerate(consumers):
+
+            @pl.when(wg < CONSUMERS if len(consumers) == 1 else wg == n)
+            def _(consume: Callable[..., None] = consume) -> None:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+                consume(r, made, wg)
+
+        @pl.when(wg == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+            move(r, made, wg)
+
+    kinds = tuple(outputs.values())
+    kernel = plgpu.kernel(
+        body,
+        out_type=kinds,
+        scratch_types=list(scratch.values()),
+        grid=(programs,),
+        grid_names=("item",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return untracked(kernel, kinds)(*operands.values())

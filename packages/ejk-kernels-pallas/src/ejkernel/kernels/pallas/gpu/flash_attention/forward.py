@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read, row_of
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows
@@ -112,8 +112,7 @@ class Forward(Form):
         total = total * common
         top, alpha, above = m * unit(p), 1.0, 0.0
         if "sink" in self.operands:
-            b = 0 if "sink" in self.shared else tile.batch
-            sink = r.sink[b, tile.head]
+            sink = r.sink[*row_of(r.sink, tile.batch), tile.head]
             # a row that sees no key stays empty, whatever the sink
             both = jnp.maximum(top, sink)
             above = both - jnp.where(empty, both, top)
@@ -309,25 +308,18 @@ class Forward(Form):
             scratch["done"] = free_everywhere(1)
         return scratch
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *operands: jax.Array,
-        order: jax.Array | None = None,
-    ):
+    def __call__(self, tensors: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """(o [b, q, h, dv], lse float32 [b, h, q], base likewise: lse as ``units`` counts).
 
-        base is +inf in rows that see nothing. ``order``: what ``known_order`` made.
+        base is +inf in rows that see nothing. ``tensors``: the operands by name.
         """
         t, p = self.tiles, self.problem
-        names = ("q", "k", "v", "order", *self.operands)
-        given = dict(zip(self.operands, operands, strict=True))
-        ids: list[jax.Array] = []
+        given = {name: whole(tensors[name]) for name in ("q", "k", "v")}
+        given |= {"order": self.order(tensors)}
+        given |= {name: x for name, x in tensors.items() if name not in given}
         if has_one_id(self):
-            names += ("q_one_id", "kv_one_id")
-            ids = [only_ids(given["q_ids"], ROWS, -1), only_ids(given["kv_ids"], t.block_kv, -2)]
+            given["q_one_id"] = only_ids(given["q_ids"], ROWS, -1)
+            given["kv_one_id"] = only_ids(given["kv_ids"], t.block_kv, -2)
         rows = self.strips * t.cluster * t.block_q
         outputs = {
             "o": jax.ShapeDtypeStruct(
@@ -335,8 +327,7 @@ class Forward(Form):
             ),
             **dict.fromkeys(("lse", "base"), jax.ShapeDtypeStruct((p.batch, p.heads, rows), F32)),
         }
-        order = self.order(given if order is None else {"order": order})
-        o, lse, base = self.launch(names, outputs)(*map(whole, (q, k, v)), order, *operands, *ids)
+        o, lse, base = self.launch(tuple(given), outputs)(*given.values())
         return o[:, : p.q_len], lse[:, :, : p.q_len], base[:, :, : p.q_len]
 
     def launch(self, inputs: tuple[str, ...], outputs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from jax import lax
 
 from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common import schedule
+from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
@@ -48,26 +49,26 @@ class Form:
     """One compiled form of the kernel.
 
     Attributes:
-        problem, rules, tiles: what is computed and how.
-        operands: names of the operands after q, k and v: of ``ranges`` int32 [#b, #h, blocks, 4],
+        problem, tiles: what is computed and how.
+        operands: names of the operands: beside q, k and v of ``ranges`` int32 [#b, #h, blocks, 4],
             ``lists`` and ``bits`` (see ``lists``), ``q_ids`` and ``kv_ids`` int32
-            [#b, padded length], ``sink`` float32 [#b, h].
-        shared: the operands whose batch axis has size 1; "ranges_head" if its head axis has, and
-            so on.
+            [#b, padded length], ``sink`` float32 [#b, h], ``order`` as ``known_order`` makes it.
         programs: how many programs run: the multiprocessors.
     """
 
     problem: Problem
-    rules: Rules
     tiles: ForwardTiles
     operands: tuple[str, ...]
-    shared: frozenset[str]
     programs: int
 
     kernel_name: ClassVar[str] = "flash_attention_forward"
     keeps_lse: ClassVar[bool] = True
 
     # ---- sizes ------------------------------------------------------------------------------
+
+    @property
+    def rules(self) -> Rules:
+        return self.problem.rules
 
     @property
     def copies(self) -> int:
@@ -181,11 +182,11 @@ class Form:
             block = block * t.cluster + lax.axis_index(MEMBER)
         batch, head = lax.div(row, p.heads), lax.rem(row, p.heads)
         if self.listed:
-            row = self.row("lists", batch, head)
+            row = row_of(r.lists, batch, head)
             full, count = r.lists[*row, block, 0], r.lists[*row, block, 1]
             return Tile(batch, head, block, jnp.int32(0), jnp.int32(0), full, count)
         if self.rules.arrays:
-            row = self.row("ranges", batch, head)
+            row = row_of(r.ranges, batch, head)
             start, full_start, full_stop, stop = (r.ranges[*row, block, c] for c in range(4))
             stop = jnp.maximum(stop, 1)
             start = jnp.minimum(start, stop - 1)
@@ -197,15 +198,11 @@ class Form:
             )
         return Tile(batch, head, block, start, full_start, full_stop, stop)
 
-    def row(self, name: str, batch: Any, head: Any) -> tuple[Any, Any]:
-        """Where an operand ``[#b, #h, ...]`` has what it says of a head."""
-        return (0 if name in self.shared else batch, 0 if f"{name}_head" in self.shared else head)
-
     def key_block(self, r: Any, tile: Tile, j: Any) -> Any:
         """The key block at place j of a tile's walk."""
         if not self.listed:
             return j
-        return r.lists[*self.row("lists", tile.batch, tile.head), tile.block, COUNTS + j]
+        return r.lists[*row_of(r.lists, tile.batch, tile.head), tile.block, COUNTS + j]
 
     def first_row(self, tile: Any) -> jax.Array:
         """Row of q, and of o, with which a tile begins."""

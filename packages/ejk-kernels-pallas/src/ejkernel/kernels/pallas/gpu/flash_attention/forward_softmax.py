@@ -17,6 +17,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_other_segments,
     hide_outside,
     hide_unset,
+    row_of,
 )
 from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
@@ -43,9 +44,9 @@ def one_id(form: Form, r: Any, tile: Tile, j: Any) -> tuple:
     """The only segment id of this warpgroup's rows, and of the keys of block j; else -1, -2."""
     if not has_one_id(form):
         return ()
-    b = 0 if "q_ids" in form.shared else tile.batch
+    b = row_of(r.q_one_id, tile.batch)
     q_group = tile.block * form.tiles.consumers + lax.axis_index("wg")
-    return r.q_one_id[b, q_group], r.kv_one_id[b, j]
+    return r.q_one_id[*b, q_group], r.kv_one_id[*b, j]
 
 
 def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float) -> jax.Array:
@@ -86,9 +87,9 @@ def _hide(form: Form, r: Any, x, tile: Tile, j: Any, one_id: tuple, fill: float)
 
 
 def _hide_segments(form: Form, r: Any, tile: Tile, first_row, first_key, fill, x) -> jax.Array:
-    b = 0 if "q_ids" in form.shared else tile.batch
+    b = row_of(r.q_ids, tile.batch)
     rows, keys = pl.ds(first_row, ROWS), pl.ds(first_key, form.tiles.block_kv)
-    return hide_other_segments(x, r.q_ids.at[b, rows], r.kv_ids.at[b, keys], fill)
+    return hide_other_segments(x, r.q_ids.at[*b, rows], r.kv_ids.at[*b, keys], fill)
 
 
 def _hide_listed(form: Form, r: Any, x, tile: Tile, place: Any, fill: float) -> jax.Array:
@@ -99,7 +100,7 @@ def _hide_listed(form: Form, r: Any, x, tile: Tile, place: Any, fill: float) -> 
     left = form.problem.kv_len - first_key
     x = hide_outside(x, form.rules.band, first_key - first_row, columns_left=left, fill=fill)
     if "bits" in form.operands:
-        x = hide_unset(x, r.bits[*form.row("bits", tile.batch, tile.head), group, j], fill)
+        x = hide_unset(x, r.bits[*row_of(r.bits, tile.batch, tile.head), group, j], fill)
     if "q_ids" in form.operands:
         x = _hide_segments(form, r, tile, first_row, first_key, fill, x)
     return x

@@ -7,39 +7,32 @@ recomputed tile by tile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
-from ejkernel.kernels.pallas.gpu.flash_attention import preference, tiles
+from ejkernel.kernels.pallas.gpu.flash_attention import operands, preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order
-from ejkernel.kernels.pallas.gpu.flash_attention.operands import (
-    backward_masks,
-    backward_walks,
-    folding,
-    forward_masks,
-    shared,
-)
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops.call_kernel import OwnTiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
-from ejkernel.types import calls, softmax
-from ejkernel.types.hidden import cleared_rows, without_dead_rows
+from ejkernel.types import calls
 from ejkernel.types.latent import FromLatent
-from ejkernel.types.pattern import rows_see_tiles
 from ejkernel.types.problem import Problem
-from ejkernel.types.structure import HULL, LISTED
+from ejkernel.types.softmax_kernel import SoftmaxKernel
 
 DTYPES = ("float16", "bfloat16")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
-class FlashAttention(PallasKernel):
+class FlashAttention(SoftmaxKernel, PallasKernel):
     """Exact attention in memory linear in the lengths, on a Hopper GPU; see the operation.
 
     q, k and v are float16 or bfloat16, promoted to one dtype, with head dims 64, 128, 192 with
@@ -56,39 +49,26 @@ class FlashAttention(PallasKernel):
     call = calls.FlashAttention
     chip = staticmethod(current_chip)
     takes_warpgroups = True
+    choose = staticmethod(tiles.choose)
 
     def refuse(self, problem: Problem, target: Chip) -> str | None:
-        if problem.dtype not in DTYPES:
-            return f"query: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
-        if problem.logits_dtype == "float64":
-            return "logits_dtype: float64 is not supported"
-        if problem.biased:
-            return "bias: not supported"
-        if problem.dropout > 0.0:
-            return "dropout_prob: dropout is not supported"
-        dims = (problem.dim, problem.value_dim)
-        if dims not in DIMS:
-            allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
-            return f"query: head dim {dims[0]} with value dim {dims[1]} is not among {allowed}"
-        if "mask" in problem.rules.names:
-            return "attention_mask: a dense mask is not supported"
-        if "q_positions" in problem.rules.names:
-            return "mask_info: given positions are not supported"
-        if problem.rules.chunk is not None:
-            return "mask_info: chunks are not supported"
-        return None
+        d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules
+        allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
+        lacking = {
+            f"query: {dtype} is not supported, only {' and '.join(DTYPES)}": dtype not in DTYPES,
+            "logits_dtype: float64 is not supported": problem.logits_dtype == "float64",
+            "bias: not supported": problem.biased,
+            "dropout_prob: dropout is not supported": problem.dropout > 0.0,
+            f"query: head dim {d} with value dim {dv} is not among {allowed}": (d, dv) not in DIMS,
+            "attention_mask: a dense mask is not supported": "mask" in rules.names,
+            "mask_info: given positions are not supported": "q_positions" in rules.names,
+            "mask_info: chunks are not supported": rules.chunk is not None,
+        }
+        return next((reason for reason, lacks in lacking.items() if lacks), None)
 
     def priority_for(self, inv: Any) -> int:
         """Behind the kernels for every GPU where those are faster."""
         return preference.priority(self.facts(inv)[0])
-
-    def comments(self, problem: Problem, target: Chip) -> tuple[str, ...]:
-        if problem.pattern_blocks is not None:
-            return (LISTED,)
-        return (HULL,) if problem.rules.arrays else ()
-
-    def choose(self, problem: Problem, target: Chip) -> FlashTiles:
-        return tiles.choose(problem, target)
 
     def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
         for given in (
@@ -105,80 +85,53 @@ class FlashAttention(PallasKernel):
         if not isinstance(pattern, np.ndarray):
             return arrays
         p, t = work.problem, work.tiles
-        forward = forward_masks(mask, pattern, p, t.fwd)
+        forward = operands.forward_masks(mask, pattern, p, t.fwd)
         lists = forward["lists"]
         if isinstance(lists, np.ndarray):
             forward["order"] = known_order(lists[..., 1], p, work.target.cores)
-        return arrays | {
-            "forward_lists": forward,
-            "backward_lists": backward_masks(mask, pattern, p, t.bwd),
-        }
+        lists = operands.backward_masks(mask, pattern, p, t.bwd)
+        return arrays | {"forward_lists": forward, "backward_lists": lists}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, t, cores = work.problem, work.tiles.fwd, work.target.cores
+        p, t, pattern = work.problem, work.tiles.fwd, arrays.get("pattern")
         tensors = {name: arrays[name] for name in ("q", "k", "v")}
-        tensors |= arrays.get("forward_lists") or forward_masks(
-            arrays["mask"], arrays.get("pattern"), p, t
+        tensors |= arrays.get("forward_lists") or operands.forward_masks(
+            arrays["mask"], pattern, p, t
         )
         if "sink" in arrays:
             tensors["sink"] = arrays["sink"]
 
         def run(problem: Problem, tensors: Arrays) -> Any:
-            tensors = dict(tensors)
-            order = tensors.pop("order", None)
-            names = tuple(name for name in tensors if name not in ("q", "k", "v"))
-            kernel = Forward(problem, p.rules, t, names, shared(tensors), cores)
-            if order is None or problem.batch != p.batch:
-                return kernel(*tensors.values())
-            return kernel(*tensors.values(), order=order)
+            if problem.batch != p.batch:
+                tensors.pop("order", None)  # that of other rows
+            return Forward(problem, t, tuple(tensors), work.target.cores)(tensors)
 
-        o, lse, base = self.alike(folding(p, run, tensors), arrays)
+        o, lse, base = operands.folding(p, run, tensors)
         return (o, lse), base
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
-        p, t, cores = work.problem, work.tiles.bwd, work.target.cores
-        (o, lse), (do, dlse) = outputs, cotangents
-        q = arrays["q"]
-        if p.pattern_blocks is None:
-            q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
-        elif not all(rows_see_tiles(p, *tile) for tile in backward_walks(t)):
-            q, do, dlse = cleared_rows(lse, q, do, dlse)
-        delta = softmax.row_delta(o, do, dlse)
-        tensors = {"q": q, "k": arrays["k"], "v": arrays["v"]}
-        tensors |= {"do": do, "base": saved, "delta": delta}
-        tensors |= arrays.get("backward_lists") or backward_masks(
-            arrays["mask"], arrays.get("pattern"), p, t
+    def backward_tiles(self, tiles: FlashTiles) -> Iterable[tuple[int, int]]:
+        return ((t.block_q, t.block_kv) for t in (tiles.bwd, OF_QUERIES))
+
+    def gradients(self, work: Work, arrays: Arrays) -> Arrays:
+        p, t, pattern = work.problem, work.tiles.bwd, arrays.get("pattern")
+        tensors = {name: arrays[name] for name in ("q", "k", "v", "do", "base", "delta")}
+        tensors |= arrays.get("backward_lists") or operands.backward_masks(
+            arrays["mask"], pattern, p, t
         )
 
         def run(problem: Problem, tensors: Arrays) -> Any:
-            return backward(problem, **tensors, band=p.rules.band, tiles=t, cores=cores)
+            return backward(problem, t, work.target.cores, **tensors)
 
-        grads = dict(zip("qkv", self.alike(folding(p, run, tensors), arrays), strict=True))
-        if "sink" in arrays:
-            grads["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
-        return grads
+        return dict(zip("qkv", operands.folding(p, run, tensors), strict=True))
 
 
-class ScaledDotProductAttention(FlashAttention):
+class ScaledDotProductAttention(OwnTiles, FlashAttention):
     """The kernels of flash attention for the operation of this name, whose options are fewer.
 
     Dtypes, head dims and masks are those of ``flash_attention``; tiles are the kernel's own choice.
     """
 
     call = calls.ScaledDotProductAttention
-
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
-        return ()
-
-    def fields(self, chosen: FlashTiles) -> dict[str, Any]:
-        return {}
 
 
 class FlashMLA(FromLatent, FlashAttention):

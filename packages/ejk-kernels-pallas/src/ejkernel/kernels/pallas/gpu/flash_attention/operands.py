@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import BLOCK_Q
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_wide import ROWS
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, BackwardTiles
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import backward_lists, forward_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
+from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import block_ranges, operands, split_mask
@@ -33,7 +31,8 @@ def _segment_ids(mask: MaskInfo, p: Problem) -> dict[str, jax.Array]:
 def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> tuple:
     """``run(problem, tensors)``; under ``vmap`` the mapped axis joins the batch axis.
 
-    Every tensor and result has a leading batch axis; one of size 1 is shared by all rows.
+    Every tensor and result has a leading batch axis; one of size 1 is shared by all rows. Inside a
+    shard_map the results vary over the axes over which q does.
     """
     names = tuple(tensors)
 
@@ -53,21 +52,11 @@ def folding(problem: Problem, run: Callable, tensors: dict[str, jax.Array]) -> t
             if x.shape[1] != problem.batch:
                 x = jnp.broadcast_to(x, (size, problem.batch, *x.shape[2:]))
             folded[name] = x.reshape(size * problem.batch, *x.shape[2:])
-        larger = replace(problem, batch=size * problem.batch)
-        out = folding(larger, run, folded)
+        out = folding(problem.folded(size), run, folded)
         split = lambda y: y.reshape(size, problem.batch, *y.shape[1:])  # noqa: E731
         return jax.tree.map(split, out), jax.tree.map(lambda _: True, out)
 
-    return call(*tensors.values())
-
-
-def shared(tensors: dict[str, jax.Array]) -> frozenset[str]:
-    """Names of the tensors with one batch row for all; ``NAME_head``: with one head for all."""
-    names = {name for name, x in tensors.items() if x.shape[0] == 1}
-    for name in ("ranges", "lists", "bits"):
-        if name in tensors and tensors[name].shape[1] == 1:
-            names.add(f"{name}_head")
-    return frozenset(names)
+    return vary(call(*tensors.values()), varying_axes(tensors["q"]))
 
 
 def forward_masks(
@@ -93,11 +82,6 @@ def forward_masks(
     return found
 
 
-def backward_walks(tiles: BackwardTiles) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and keys of a tile of the walks over lists, of dk and dv and of dq."""
-    return (tiles.block_q, tiles.block_kv), (BLOCK_Q, ROWS)
-
-
 def backward_masks(
     mask: MaskInfo, pattern: jax.Array | None, p: Problem, tiles: BackwardTiles
 ) -> dict[str, Any]:
@@ -107,14 +91,13 @@ def backward_masks(
     """
     blocks = (tiles.block_q, tiles.block_kv)
     if pattern is not None:
-        of_keys, of_queries = backward_walks(tiles)
         walks = {
-            "by_key": backward_lists(p, mask, pattern, of_keys),
-            "by_query": forward_lists(p, mask, pattern, of_queries),
+            "by_key": backward_lists(p, mask, pattern, blocks),
+            "by_query": forward_lists(p, mask, pattern, (OF_QUERIES.block_q, OF_QUERIES.block_kv)),
         }
         found = {f"{by}_{name}": x for by, walk in walks.items() for name, x in walk.items()}
-        return {**found, **_segment_ids(mask, p)}
+        return found | _segment_ids(mask, p)
     if not p.rules.arrays:
         return {}
     ranges = block_ranges(mask, p.q_len, p.kv_len, *blocks, transposed=True)
-    return {"ranges": ranges, **_segment_ids(mask, p)}
+    return {"ranges": ranges} | _segment_ids(mask, p)

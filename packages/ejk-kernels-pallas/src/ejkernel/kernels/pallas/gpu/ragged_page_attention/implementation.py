@@ -67,7 +67,7 @@ class LongRows:
         tiles, until = walks(
             first, last, length, long, most=most, block_q=t.block_q, block_kv=t.block_kv
         )
-        kernel = PagedForward(problem, problem.rules, t, (), frozenset(), self.cores, page=page)
+        kernel = PagedForward(problem, t, (), self.cores, page=page)
         return kernel.attend(q, cache, tables, tiles, until)
 
 

@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.blocks import matrix_range
-from ejkernel.types.classify import classify_blocks
 from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.structure import Band, Unsupported, block_ranges, operands, split_mask
+from ejkernel.types.structure import Band, Unsupported, known_ranges, operands, split_mask
 
 LANES = 128
 # Padding of the two sides of an equality: never equal to an id, nor to each other.
@@ -108,35 +106,15 @@ def visits(
 ) -> Visits:
     """The block ranges of a mask; counts are exact where the mask has no traced arrays."""
     q_len, kv_len = rules.q_len, rules.kv_len
-    any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, block_q, block_kv)
-    if isinstance(any_, jax.Array) or isinstance(all_, jax.Array):
-        walked = -(-q_len // block_q) if transposed else -(-kv_len // block_kv)
-        ranges = block_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed)
-        return Visits(ranges[:, 0].reshape(-1), ranges.shape[0], walked)
-    known = _known_ranges(
-        any_, all_, (q_len, block_q) if transposed else (kv_len, block_kv), transposed
-    )
-    start, full_start, full_stop, stop = known
-    full = np.maximum(full_stop - full_start, 0)
+    ranges = known_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed)[:, 0]
+    table, rows = ranges.reshape(-1), ranges.shape[0]
+    if isinstance(ranges, jax.Array):
+        return Visits(table, rows, -(-q_len // block_q) if transposed else -(-kv_len // block_kv))
+    start, full_start, full_stop, stop = np.moveaxis(ranges, -1, 0)
+    full, steps = np.maximum(full_stop - full_start, 0), stop - start
     return Visits(
-        np.stack(known, axis=-1).astype(np.int32).reshape(-1),
-        start.shape[0],
-        max(int((stop - start).max()), 1),
-        bool(full.any()),
-        bool((stop - start > full).any()),
+        table, rows, max(int(steps.max()), 1), bool(full.any()), bool((steps > full).any())
     )
-
-
-def _known_ranges(
-    any_: np.ndarray, all_: np.ndarray, walked: tuple[int, int], transposed: bool
-) -> tuple[np.ndarray, ...]:
-    """``block_ranges`` in numpy, so that counts are known while tracing; each ``[#b, blocks]``."""
-    if transposed:
-        any_, all_ = np.swapaxes(any_, -1, -2), np.swapaxes(all_, -1, -2)
-    length, block = walked
-    any_, all_ = np.broadcast_arrays(any_, all_ & (np.arange(any_.shape[-1]) < length // block))
-    r = matrix_range(np, any_[:, 0], (all_ & any_)[:, 0])
-    return r.start, r.full_start, r.full_stop, r.stop
 
 
 def column(row: jax.Array) -> jax.Array:
