@@ -19,7 +19,6 @@ Source: Dao 2023, FlashAttention-2, section 3.2.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
@@ -37,7 +35,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import KeysHeld, entry
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 
 
@@ -91,50 +89,27 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
 
 
 def key_gradients(
-    layout: Layout,
-    table: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    pairs: Pairs,
-) -> tuple[jax.Array, jax.Array]:
-    """dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]`` of padded, head-major arrays.
-
-    lse (as ``Layout.numbers``, large where a row sees nothing) and delta are float32
-    ``[b, h, 1, q]``.
-    """
-    p, tiles = layout.problem, layout.tiles
-    d, dv = layout.dim, layout.value_dim
-    specs = KeysHeld(layout)
-    if tiles.transposed:
-        scratch = [pltpu.VMEM((width, tiles.block_kv), jnp.float32) for width in (d, dv)]
+    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
+) -> list[jax.Array]:
+    """dk ``[b, hk, k, d]`` and dv ``[b, hk, k, dv]``, of what ``query_gradient`` takes."""
+    p, keys = layout.problem, layout.tiles.block_kv
+    dims = (layout.dim, layout.value_dim)
+    if layout.tiles.transposed:
+        scratch = [pltpu.VMEM((width, keys), jnp.float32) for width in dims]
     else:
-        scratch = [pltpu.VMEM((tiles.block_kv, width), jnp.float32) for width in (d, dv)]
-        scratch += [pltpu.VMEM((tiles.block_kv, LANES), jnp.int32) for _ in pairs]
-    visited = p.batch * p.heads * layout.kv_padded * layout.steps * tiles.block_q
-    return pl.pallas_call(
-        functools.partial(_kernel, layout),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=specs.grid,
-            in_specs=operand_specs(specs, pairs),
-            out_specs=[specs.key(d), specs.key(dv)],
-            scratch_shapes=scratch,
-        ),
-        out_shape=[
-            result((p.batch, p.kv_heads, layout.kv_padded, d), p.dtype, q, k, v, do),
-            result((p.batch, p.kv_heads, layout.kv_padded, dv), p.dtype, q, k, v, do),
-        ],
-        compiler_params=layout.compiler_params(specs.semantics, tiles.vmem(p, tiles.block_kv, 2)),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * visited * (d + dv),
-            transcendentals=visited,
-            bytes_accessed=2 * (k.nbytes + v.nbytes)
-            + visited // tiles.block_kv * (d + dv) * p.itemsize,
-        ),
-        interpret=layout.chip.interpret,
-        name="ejkernel_flash_dkv",
-    )(table, q, k, v, do, lse, delta, *(x for x, _ in pairs), *(x for _, x in pairs))
+        scratch = [pltpu.VMEM((keys, width), jnp.float32) for width in dims]
+        scratch += [pltpu.VMEM((keys, LANES), jnp.int32) for _ in pairs]
+    specs, (_, k, v, *_) = Specs(layout, keys_held=True), arrays
+    shape = (p.batch, p.kv_heads, layout.kv_padded)
+    return launch(
+        _kernel,
+        "ejkernel_flash_dkv",
+        specs,
+        table,
+        *operand_specs(specs, arrays, pairs),
+        [(specs.key(width), (*shape, width), p.dtype) for width in dims],
+        scratch,
+        accumulators=2,
+        columns=2 * sum(dims),
+        moved=2 * (k.nbytes + v.nbytes),
+    )

@@ -18,7 +18,6 @@ Source: Dao 2023, FlashAttention-2, section 3.2 (the loop over queries and keys 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     Pair,
@@ -36,7 +34,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.gradients import (
     tile_gradients,
 )
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 
 
@@ -91,48 +89,31 @@ def _kernel(layout: Layout, table: Any, *given: Any) -> None:
 
 
 def query_gradient(
-    layout: Layout,
-    table: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    pairs: Pairs,
+    layout: Layout, table: Any, arrays: tuple[jax.Array, ...], pairs: Pairs
 ) -> jax.Array:
-    """dq ``[b, h, q, d]`` of padded, head-major arrays.
+    """dq ``[b, h, q, d]`` of padded, head-major q, k, v, do, lse, delta.
 
     lse (as ``Layout.numbers``, large where a row sees nothing) and delta are float32
     ``[b, h, 1, q]``.
     """
-    p, tiles = layout.problem, layout.tiles
+    p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
-    specs = QueriesHeld(layout)
-    if tiles.transposed:
-        scratch = [pltpu.VMEM((d, tiles.block_q), jnp.float32)]
+    if layout.tiles.transposed:
+        scratch = [pltpu.VMEM((d, rows), jnp.float32)]
     else:
-        scratch = [pltpu.VMEM((tiles.block_q, width), jnp.float32) for width in (d, LANES, LANES)]
-        scratch += [pltpu.VMEM((tiles.block_q, LANES), jnp.int32) for _ in pairs]
-    visited = p.batch * p.heads * layout.q_padded * layout.steps * tiles.block_kv
-    return pl.pallas_call(
-        functools.partial(_kernel, layout),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=specs.grid,
-            in_specs=operand_specs(specs, pairs),
-            out_specs=specs.query(d),
-            scratch_shapes=scratch,
-        ),
-        out_shape=result((p.batch, p.heads, layout.q_padded, d), p.dtype, q, k, v, do),
-        compiler_params=layout.compiler_params(specs.semantics, tiles.vmem(p, tiles.block_q, 1)),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * visited * (2 * d + dv),
-            transcendentals=visited,
-            bytes_accessed=2 * q.nbytes
-            + do.nbytes
-            + visited // tiles.block_q * (d + dv) * p.itemsize,
-        ),
-        interpret=layout.chip.interpret,
-        name="ejkernel_flash_dq",
-    )(table, q, k, v, do, lse, delta, *(x for x, _ in pairs), *(x for _, x in pairs))
+        scratch = [pltpu.VMEM((rows, width), jnp.float32) for width in (d, LANES, LANES)]
+        scratch += [pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs]
+    specs, (q, _, _, do, *_) = Specs(layout), arrays
+    (dq,) = launch(
+        _kernel,
+        "ejkernel_flash_dq",
+        specs,
+        table,
+        *operand_specs(specs, arrays, pairs),
+        [(specs.query(d), (p.batch, p.heads, layout.q_padded, d), p.dtype)],
+        scratch,
+        accumulators=1,
+        columns=2 * d + dv,
+        moved=2 * q.nbytes + do.nbytes,
+    )
+    return dq

@@ -26,10 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import QueriesHeld, entry
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
 from ejkernel.types.problem import LOG2E
 
@@ -70,7 +69,7 @@ def _softmax_strip(
     acc_ref[strip] = acc_ref[strip] * fit(alpha, acc_ref.shape[1]) + layout.dot(p, v, (1, 0))
 
 
-def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
+def _kernel(with_sink: bool, layout: Layout, table: Any, *given: Any) -> None:
     sink = given[0] if with_sink else None
     refs = list(given[1:] if with_sink else given)
     q_ref, k_ref, v_ref, *refs = refs
@@ -129,53 +128,37 @@ def _kernel(layout: Layout, with_sink: bool, table: Any, *given: Any) -> None:
 def forward(
     layout: Layout,
     table: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    arrays: tuple[jax.Array, ...],
     sink: jax.Array | None,
     pairs: list[tuple[jax.Array, jax.Array]],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major arrays.
+) -> list[jax.Array]:
+    """o ``[b, h, q, dv]`` and lse float32 ``[b, h, 1, q]`` of padded, head-major q, k, v.
 
     And lse as ``Layout.numbers``, large where a row sees nothing, for the gradients.
     """
-    p, tiles = layout.problem, layout.tiles
+    p, rows = layout.problem, layout.tiles.block_q
     d, dv = layout.dim, layout.value_dim
-    specs = QueriesHeld(layout)
-    row_q, row_kv = [x for x, _ in pairs], [x for _, x in pairs]
-    scalars = [] if sink is None else [sink]
-    visited = p.batch * p.heads * layout.q_padded * layout.steps * tiles.block_kv
-    return pl.pallas_call(
-        functools.partial(_kernel, layout, sink is not None),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=specs.grid,
-            in_specs=[
-                *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
-                specs.query(d),
-                specs.key(d),
-                specs.key(dv),
-                *map(specs.query_values, row_q),
-                *map(specs.key_values, row_kv),
-            ],
-            out_specs=[specs.query(dv), specs.statistic(), specs.statistic()],
-            scratch_shapes=[
-                pltpu.VMEM((tiles.block_q, LANES), jnp.float32),
-                pltpu.VMEM((tiles.block_q, LANES), jnp.float32),
-                pltpu.VMEM((tiles.block_q, dv), jnp.float32),
-                *[pltpu.VMEM((tiles.block_q, LANES), jnp.int32) for _ in pairs],
-            ],
-        ),
-        out_shape=[
-            result((p.batch, p.heads, layout.q_padded, dv), p.dtype, q, k, v),
-            *[result((p.batch, p.heads, 1, layout.q_padded), "float32", q, k, v)] * 2,
+    specs, scalars = Specs(layout), [] if sink is None else [sink]
+    of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
+    row = (specs.statistic(), (p.batch, p.heads, 1, layout.q_padded), "float32")
+    return launch(
+        functools.partial(_kernel, sink is not None),
+        "ejkernel_flash_fwd",
+        specs,
+        table,
+        [*scalars, *arrays, *of_queries, *of_keys],
+        [
+            *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars),
+            *(specs.query(d), specs.key(d), specs.key(dv)),
+            *map(specs.query_values, of_queries),
+            *map(specs.key_values, of_keys),
         ],
-        compiler_params=layout.compiler_params(specs.semantics, tiles.vmem(p, tiles.block_q, 1)),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * visited * (d + dv),
-            transcendentals=visited,
-            bytes_accessed=2 * q.nbytes + visited // tiles.block_q * (d + dv) * p.itemsize,
-        ),
-        interpret=layout.chip.interpret,
-        name="ejkernel_flash_fwd",
-    )(table, *scalars, q, k, v, *row_q, *row_kv)
+        [(specs.query(dv), (p.batch, p.heads, layout.q_padded, dv), p.dtype), row, row],
+        [
+            *(pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, dv)),
+            *(pltpu.VMEM((rows, LANES), jnp.int32) for _ in pairs),
+        ],
+        accumulators=1,
+        columns=d + dv,
+        moved=2 * arrays[0].nbytes,
+    )

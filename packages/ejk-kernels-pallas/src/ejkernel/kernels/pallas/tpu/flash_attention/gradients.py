@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-from ejkernel.kernels.pallas.tpu.flash_attention.specs import KeysHeld, QueriesHeld
+from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place
 
 Pair = tuple[jax.Array, jax.Array]
@@ -65,18 +65,17 @@ def operands(
     return made, list(given[6 + 2 * n :])
 
 
-def operand_specs(specs: QueriesHeld | KeysHeld, pairs: Pairs) -> list[pl.BlockSpec]:
-    """Block specs of q, k, v, do, lse, delta and the pairs, in the order of ``operands``."""
+def operand_specs(
+    specs: Specs, arrays: tuple[jax.Array, ...], pairs: Pairs
+) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """What a kernel reads, in the order of ``operands``, and the block specs of it."""
     d, dv = specs.layout.dim, specs.layout.value_dim
-    return [
-        specs.query(d),
-        specs.key(d),
-        specs.key(dv),
-        specs.query(dv),
-        specs.statistic(),
-        specs.statistic(),
-        *(specs.query_values(x) for x, _ in pairs),
-        *(specs.key_values(x) for _, x in pairs),
+    of_queries, of_keys = ([pair[side] for pair in pairs] for side in (0, 1))
+    return [*arrays, *of_queries, *of_keys], [
+        *(specs.query(d), specs.key(d), specs.key(dv), specs.query(dv)),
+        *(specs.statistic(), specs.statistic()),
+        *map(specs.query_values, of_queries),
+        *map(specs.key_values, of_keys),
     ]
 
 

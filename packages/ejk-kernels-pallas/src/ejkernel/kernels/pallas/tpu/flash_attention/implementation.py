@@ -23,15 +23,16 @@ from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.types import MaskInfo, calls, softmax
-from ejkernel.types.hidden import cleared, seen_keys, without_dead_rows
+from ejkernel.types import MaskInfo, calls
+from ejkernel.types.hidden import cleared, seen_keys
 from ejkernel.types.problem import Problem
+from ejkernel.types.softmax_kernel import SoftmaxKernel
 
 DTYPES = ("bfloat16", "float32")
 MAX_DIM = 256
 
 
-class FlashAttention(PallasKernel):
+class FlashAttention(SoftmaxKernel, PallasKernel):
     """Exact attention in memory linear in the lengths, on a TPU; see the operation of this name.
 
     q, k and v are bfloat16 or float32, promoted to one dtype, with head dims up to 256; a dense
@@ -45,6 +46,7 @@ class FlashAttention(PallasKernel):
 
     call = calls.FlashAttention
     chip = staticmethod(current_chip)
+    choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         p = replace(self.call.problem(a), precision=dot_precision(a["precision"]))
@@ -66,67 +68,36 @@ class FlashAttention(PallasKernel):
             return "dropout_prob: dropout is not supported"
         return None
 
-    def choose(self, problem: Problem, target: Chip) -> FlashTiles:
-        return tiles.choose(problem, target)
-
     def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
         for part in ("fwd", "dkv", "dq"):
             for tile in tiles.neighbours(getattr(chosen, part)):
                 yield replace(chosen, **{part: tile})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        p, mask = work.problem, arrays["mask"]
-        k, v = cleared(seen_keys(mask.conjuncts, p.q_len, p.kv_len), arrays["k"], arrays["v"])
-        layout, table, pairs = _prepare(work, work.tiles.fwd, mask)
-        o, lse, base = forward(
-            layout,
-            table,
-            _head_major(arrays["q"], layout.q_padded, layout.dim),
-            _head_major(k, layout.kv_padded, layout.dim),
-            _head_major(v, layout.kv_padded, layout.value_dim),
-            arrays.get("sink"),
-            pairs,
-        )
+        p = work.problem
+        layout, table, pairs = _prepare(work, work.tiles.fwd, arrays["mask"])
+        operands = _operands(layout, _without_hidden(p, arrays))
+        o, lse, base = forward(layout, table, operands, arrays.get("sink"), pairs)
         lse, base = (x[:, :, 0, : p.q_len] for x in (lse, base))
         return (_natural(o, p.q_len, p.value_dim), lse), base
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
-        (o, lse), (do, dlse) = outputs, cotangents
-        # what nobody sees may hold NaN; XLA fuses this into the transposes below
-        k, v = cleared(seen_keys(mask.conjuncts, p.q_len, p.kv_len), arrays["k"], arrays["v"])
-        q, do, dlse = without_dead_rows(mask, p.kv_len, lse, arrays["q"], do, dlse)
-        delta = softmax.row_delta(o, do, dlse)
+        arrays = _without_hidden(p, arrays)
 
-        def operands(layout: Layout) -> tuple[jax.Array, ...]:
-            return (
-                _head_major(q, layout.q_padded, layout.dim),
-                _head_major(k, layout.kv_padded, layout.dim),
-                _head_major(v, layout.kv_padded, layout.value_dim),
-                _head_major(do, layout.q_padded, layout.value_dim),
-                padded(saved[:, :, None], layout.q_padded),
-                padded(delta[:, :, None], layout.q_padded),
-            )
+        def gradient(run: Any, tiles: Tiles, transposed: bool) -> Any:
+            layout, table, pairs = _prepare(work, tiles, mask, transposed)
+            rows = (padded(arrays[n][:, :, None], layout.q_padded) for n in ("base", "delta"))
+            do = _head_major(arrays["do"], layout.q_padded, layout.value_dim)
+            return run(layout, table, (*_operands(layout, arrays), do, *rows), pairs)
 
-        layout, table, pairs = _prepare(work, t.dq, mask)
-        dq = query_gradient(layout, table, *operands(layout), pairs)
-        layout, table, pairs = _prepare(work, t.dkv, mask, transposed=True)
-        dk, dv = key_gradients(layout, table, *operands(layout), pairs)
-        grads = {
+        dq = gradient(query_gradient, t.dq, False)
+        dk, dv = gradient(key_gradients, t.dkv, True)
+        return {
             "q": _natural(dq, p.q_len, p.dim),
             "k": _natural(dk, p.kv_len, p.dim),
             "v": _natural(dv, p.kv_len, p.value_dim),
         }
-        if "sink" in arrays:
-            grads["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
-        return grads
 
 
 def _prepare(
@@ -142,6 +113,20 @@ def _prepare(
         for q, kv in pairs.values()
     ]
     return layout, found.table, rows
+
+
+def _without_hidden(p: Problem, arrays: Arrays) -> Arrays:
+    """What nobody sees may hold NaN; XLA fuses its removal into the transposes below."""
+    seen = seen_keys(arrays["mask"].conjuncts, p.q_len, p.kv_len)
+    return arrays | dict(zip("kv", cleared(seen, arrays["k"], arrays["v"]), strict=True))
+
+
+def _operands(layout: Layout, arrays: Arrays) -> tuple[jax.Array, ...]:
+    return (
+        _head_major(arrays["q"], layout.q_padded, layout.dim),
+        _head_major(arrays["k"], layout.kv_padded, layout.dim),
+        _head_major(arrays["v"], layout.kv_padded, layout.value_dim),
+    )
 
 
 def _head_major(x: jax.Array, length: int, dim: int) -> jax.Array:

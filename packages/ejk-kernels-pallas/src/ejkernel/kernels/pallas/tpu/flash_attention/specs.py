@@ -1,18 +1,19 @@
-"""Which block of each array a grid step reads: by the table of visited blocks in scalar memory."""
+"""Which block of each array a grid step reads, by the table of visited blocks, and the launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
-
-Index = Callable[..., tuple]
 
 
 def entry(layout: Layout, blocks: int, batch: Any, block: Any) -> Any:
@@ -20,97 +21,104 @@ def entry(layout: Layout, blocks: int, batch: Any, block: Any) -> Any:
     return ((batch if layout.table_rows > 1 else 0) * blocks + block) * 4
 
 
-def _visited(table: Any, first: Any, step: Any) -> Any:
-    # past the last visited block its number stays, so that nothing more is fetched
-    return jnp.minimum(table[first] + step, jnp.maximum(table[first + 3] - 1, 0))
-
-
 @dataclass(frozen=True)
-class QueriesHeld:
-    """Grid (batch, head, query block, step) over key blocks."""
+class Specs:
+    """Blocks of the grid (batch, head, query block, step) over key blocks, or with ``keys_held``
+    (batch, kv head, key block, head of the group, step) over query blocks."""
 
     layout: Layout
+    keys_held: bool = False
 
     @property
     def grid(self) -> tuple[int, ...]:
         p, layout = self.layout.problem, self.layout
+        if self.keys_held:
+            return p.batch, p.kv_heads, layout.kv_blocks, p.group, layout.steps
         return p.batch, p.heads, layout.q_blocks, layout.steps
 
-    semantics = ("parallel", "parallel", "parallel", "arbitrary")
+    @property
+    def semantics(self) -> tuple[str, ...]:
+        return ("parallel",) * 3 + ("arbitrary",) * (2 if self.keys_held else 1)
 
-    def _key(self, b: Any, i: Any, t: Any, table: Any) -> Any:
-        return _visited(table, entry(self.layout, self.layout.q_blocks, b, i), t)
+    def _visited(self, at: tuple) -> Any:
+        layout, (b, _, held, *_, step, table) = self.layout, at
+        first = entry(layout, layout.kv_blocks if self.keys_held else layout.q_blocks, b, held)
+        # past the last visited block its number stays, so that nothing more is fetched
+        return jnp.minimum(table[first] + step, jnp.maximum(table[first + 3] - 1, 0))
+
+    def _q_block(self, at: tuple) -> Any:
+        return self._visited(at) if self.keys_held else at[2]
+
+    def _kv_block(self, at: tuple) -> Any:
+        return at[2] if self.keys_held else self._visited(at)
+
+    def _head(self, at: tuple) -> Any:
+        return at[1] * self.layout.problem.group + at[3] if self.keys_held else at[1]
+
+    def _kv_head(self, at: tuple) -> Any:
+        return at[1] if self.keys_held else at[1] // self.layout.problem.group
 
     def query(self, width: int) -> pl.BlockSpec:
         block = (1, 1, self.layout.tiles.block_q, width)
-        return pl.BlockSpec(block, lambda b, h, i, t, s: (b, h, i, 0))
+        return pl.BlockSpec(block, lambda *at: (at[0], self._head(at), self._q_block(at), 0))
 
     def key(self, width: int) -> pl.BlockSpec:
-        group = self.layout.problem.group
         block = (1, 1, self.layout.tiles.block_kv, width)
-        return pl.BlockSpec(block, lambda b, h, i, t, s: (b, h // group, self._key(b, i, t, s), 0))
+        return pl.BlockSpec(block, lambda *at: (at[0], self._kv_head(at), self._kv_block(at), 0))
 
     def statistic(self) -> pl.BlockSpec:
         """Of ``[b, h, 1, q]``: lse and delta."""
         block = (1, 1, 1, self.layout.tiles.block_q)
-        return pl.BlockSpec(block, lambda b, h, i, t, s: (b, h, 0, i))
+        return pl.BlockSpec(block, lambda *at: (at[0], self._head(at), 0, self._q_block(at)))
 
     def query_values(self, x: jax.Array) -> pl.BlockSpec:
         """Of ``[#b, 1, q]``."""
-        many = x.shape[0] > 1
-        block = (1, 1, self.layout.tiles.block_q)
-        return pl.BlockSpec(block, lambda b, h, i, t, s: (b if many else 0, 0, i))
+        block, many = (1, 1, self.layout.tiles.block_q), x.shape[0] > 1
+        return pl.BlockSpec(block, lambda *at: (at[0] if many else 0, 0, self._q_block(at)))
 
     def key_values(self, x: jax.Array) -> pl.BlockSpec:
-        many = x.shape[0] > 1
-        block = (1, 1, self.layout.tiles.block_kv)
-        return pl.BlockSpec(
-            block, lambda b, h, i, t, s: (b if many else 0, 0, self._key(b, i, t, s))
-        )
+        block, many = (1, 1, self.layout.tiles.block_kv), x.shape[0] > 1
+        return pl.BlockSpec(block, lambda *at: (at[0] if many else 0, 0, self._kv_block(at)))
 
 
-@dataclass(frozen=True)
-class KeysHeld:
-    """Grid (batch, kv head, key block, head of the group, step) over query blocks."""
+def launch(
+    body: Callable[..., None],
+    name: str,
+    specs: Specs,
+    table: Any,
+    operands: Sequence[jax.Array],
+    in_specs: Sequence[pl.BlockSpec],
+    outputs: Sequence[tuple[pl.BlockSpec, tuple[int, ...], str]],
+    scratch: Sequence[Any],
+    *,
+    accumulators: int,
+    columns: int,
+    moved: int,
+) -> list[jax.Array]:
+    """The outputs, each a block spec, shape and dtype, of ``body(layout, table, *refs)``.
 
-    layout: Layout
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        p, layout = self.layout.problem, self.layout
-        return p.batch, p.kv_heads, layout.kv_blocks, p.group, layout.steps
-
-    semantics = ("parallel", "parallel", "parallel", "arbitrary", "arbitrary")
-
-    def _query(self, b: Any, j: Any, t: Any, table: Any) -> Any:
-        return _visited(table, entry(self.layout, self.layout.kv_blocks, b, j), t)
-
-    def query(self, width: int) -> pl.BlockSpec:
-        group = self.layout.problem.group
-        block = (1, 1, self.layout.tiles.block_q, width)
-        return pl.BlockSpec(
-            block, lambda b, h, j, g, t, s: (b, h * group + g, self._query(b, j, t, s), 0)
-        )
-
-    def key(self, width: int) -> pl.BlockSpec:
-        block = (1, 1, self.layout.tiles.block_kv, width)
-        return pl.BlockSpec(block, lambda b, h, j, g, t, s: (b, h, j, 0))
-
-    def statistic(self) -> pl.BlockSpec:
-        group = self.layout.problem.group
-        block = (1, 1, 1, self.layout.tiles.block_q)
-        return pl.BlockSpec(
-            block, lambda b, h, j, g, t, s: (b, h * group + g, 0, self._query(b, j, t, s))
-        )
-
-    def query_values(self, x: jax.Array) -> pl.BlockSpec:
-        many = x.shape[0] > 1
-        block = (1, 1, self.layout.tiles.block_q)
-        return pl.BlockSpec(
-            block, lambda b, h, j, g, t, s: (b if many else 0, 0, self._query(b, j, t, s))
-        )
-
-    def key_values(self, x: jax.Array) -> pl.BlockSpec:
-        many = x.shape[0] > 1
-        block = (1, 1, self.layout.tiles.block_kv)
-        return pl.BlockSpec(block, lambda b, h, j, g, t, s: (b if many else 0, 0, j))
+    ``columns``: of the products of a visited pair, for its operations; ``moved``: bytes beside
+    those of the blocks that are walked over.
+    """
+    layout, p, t = specs.layout, specs.layout.problem, specs.layout.tiles
+    held, walked = (t.block_kv, t.block_q) if specs.keys_held else (t.block_q, t.block_kv)
+    length = layout.kv_padded if specs.keys_held else layout.q_padded
+    visited = p.batch * p.heads * length * layout.steps * walked
+    blocks = visited // held * (layout.dim + layout.value_dim) * p.itemsize
+    return pl.pallas_call(
+        functools.partial(body, layout),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=specs.grid,
+            in_specs=in_specs,
+            out_specs=[spec for spec, _, _ in outputs],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[result(shape, dtype, *operands) for _, shape, dtype in outputs],
+        compiler_params=layout.compiler_params(specs.semantics, t.vmem(p, held, accumulators)),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * visited * columns, transcendentals=visited, bytes_accessed=moved + blocks
+        ),
+        interpret=layout.chip.interpret,
+        name=name,
+    )(table, *operands)
