@@ -37,7 +37,7 @@ class Call:
         return tuple(found)
 
     def forward(self, q: Any, k: Any, v: Any, *more: Any) -> Any:
-        from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention
+        from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
         from ejkernel.types import MaskInfo
 
         rest = list(more)

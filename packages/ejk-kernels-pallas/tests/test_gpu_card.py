@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.pallas.gpu.blocksparse_attention import blocksparse_attention
+from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
-from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, mla_attention
-from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, DTYPES
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
+    DIMS,
+    DTYPES,
+    flash_attention,
+    mla_attention,
+)
 from ejkernel.types.structure import Unsupported
 from ejktest import attention_at_size as cases
 from ejktest import large_logits_at_size as large

@@ -26,16 +26,18 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.gpu.blocksparse_attention import blocksparse_attention
+from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.flash_attention import (
-    flash_attention,
     forward_softmax,
     implementation,
     lists,
-    scaled_dot_product_attention,
     tiles,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
+    flash_attention,
+    scaled_dot_product_attention,
+)
 from ejkernel.types.problem import Problem
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run

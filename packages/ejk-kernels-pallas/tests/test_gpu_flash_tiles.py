@@ -23,11 +23,11 @@ from ejkernel.types.structure import Unsupported
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
-from ejkernel.kernels.pallas.gpu.blocksparse_attention import blocksparse_attention
-from ejkernel.kernels.pallas.gpu.flash_attention import flash_attention, tiles
+from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
+from ejkernel.kernels.pallas.gpu.flash_attention import tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, flash_attention
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 from ejktest.bound import bound, on, struct

@@ -21,11 +21,11 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
-from ejkernel.kernels.pallas.gpu.ragged_page_attention import (
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (
+    LongRows,
     ragged_page_attention,
     ragged_page_attention_v3,
 )
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import LongRows
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
 from ejktest import ragged_cases
 from ejktest.bound import on, struct

@@ -14,13 +14,13 @@ from ejkernel.kernels.pallas.gpu.flash_attention import lists
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
-    band_ranges,
     falling_heads,
     walk_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form, known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types import MaskInfo
+from ejkernel.types.blocks import structural_ranges
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 
@@ -105,7 +105,8 @@ def backward_plan(q_len, kv_len, batch, heads, band, cores=8):
     p = Problem(batch, q_len, kv_len, heads, heads, 64, 64, "bfloat16", 1.0, rules=rules)
     tiles = BackwardTiles()
     circular = band.empty
-    ranges = band_ranges(band, (q_len, tiles.block_q), (kv_len, tiles.block_kv))
+    ranges = structural_ranges([band], q_len, kv_len, tiles.block_q, tiles.block_kv)[1]
+    ranges = ranges.table(np)[None, None]
     walked, visitors, _ = walk_tables(ranges, -(-q_len // tiles.block_q))
     falling = 0 if circular else falling_heads(walked, batch * heads, cores)
     plan = Plan(p, tiles, circular, cores, falling)

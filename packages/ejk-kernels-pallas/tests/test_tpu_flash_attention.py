@@ -16,7 +16,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import interpreter
-from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, tiles
+from ejkernel.kernels.pallas.tpu.flash_attention import tiles
+from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejkernel.types.structure import Unsupported

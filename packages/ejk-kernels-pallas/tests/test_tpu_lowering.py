@@ -14,7 +14,8 @@ import pytest
 from jax import export
 
 from ejkernel.kernels.pallas.tpu.common.chip import current_chip, facts_of, on_chip
-from ejkernel.kernels.pallas.tpu.flash_attention import flash_attention, tiles
+from ejkernel.kernels.pallas.tpu.flash_attention import tiles
+from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
 from ejkernel.types import MaskInfo
 from ejkernel.types.problem import Problem
 from ejktest.bound import bound

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.xla.blocksparse_attention import blocksparse_attention, tiles
+from ejkernel.kernels.xla import blocksparse_attention, flash_attention
+from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
-from ejkernel.kernels.xla.flash_attention import flash_attention
 from ejkernel.types import InvalidArgument, MaskInfo, combine_masks
 from ejkernel.types.prepare import Tiling
 from ejktest.attention_cases import Call, arrays, check, run

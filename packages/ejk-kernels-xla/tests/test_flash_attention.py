@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.xla.flash_attention import flash_attention
+from ejkernel.kernels.xla import flash_attention
 from ejkernel.types import InvalidArgument, MaskInfo
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.drawn import array

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels.xla.grouped_matmul import grouped_matmul
+from ejkernel.kernels.xla import grouped_matmul
 from ejkernel.types import InvalidArgument
 from ejktest import grouped_cases as cases
 from ejktest.drawn import array

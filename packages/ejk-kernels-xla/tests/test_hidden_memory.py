@@ -15,14 +15,16 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.xla.attention import attention
-from ejkernel.kernels.xla.blocksparse_attention import blocksparse_attention
-from ejkernel.kernels.xla.flash_attention import flash_attention
-from ejkernel.kernels.xla.gla import gla_attention
-from ejkernel.kernels.xla.mla_attention import mla_attention
-from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
-from ejkernel.kernels.xla.ring_attention import ring_attention
-from ejkernel.kernels.xla.scaled_dot_product_attention import scaled_dot_product_attention
+from ejkernel.kernels.xla import (
+    attention,
+    blocksparse_attention,
+    flash_attention,
+    gla_attention,
+    mla_attention,
+    native_sparse_attention,
+    ring_attention,
+    scaled_dot_product_attention,
+)
 from ejktest.hidden import check, normal
 
 S, HELD = 24, 19

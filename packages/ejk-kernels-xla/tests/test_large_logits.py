@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.xla.attention import attention
-from ejkernel.kernels.xla.blocksparse_attention import blocksparse_attention
-from ejkernel.kernels.xla.flash_attention import flash_attention
-from ejkernel.kernels.xla.mla_attention import mla_attention
-from ejkernel.kernels.xla.mla_decode import mla_decode
-from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
-from ejkernel.kernels.xla.page_attention import page_attention
-from ejkernel.kernels.xla.ring_attention import ring_attention
-from ejkernel.kernels.xla.scaled_dot_product_attention import scaled_dot_product_attention
+from ejkernel.kernels.xla import (
+    attention,
+    blocksparse_attention,
+    flash_attention,
+    mla_attention,
+    mla_decode,
+    native_sparse_attention,
+    page_attention,
+    ring_attention,
+    scaled_dot_product_attention,
+)
 from ejktest import large_logits
 from ejktest.drawn import array
 from ejktest.large_logits import MAX, MIN

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels.xla.gla import gla_attention
-from ejkernel.kernels.xla.lightning_attn import lightning_attention
-from ejkernel.kernels.xla.recurrent import recurrent_attention
+from ejkernel.kernels.xla import gla_attention, lightning_attention, recurrent_attention
 from ejkernel.types import InvalidArgument
 from ejktest.drawn import check_linear, linear_cotangents
 from ejktest.drawn import linear_arguments as make

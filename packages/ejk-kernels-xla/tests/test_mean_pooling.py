@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels.xla.mean_pooling import mean_pooling
+from ejkernel.kernels.xla import mean_pooling
 from ejkernel.types import InvalidArgument
 from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.xla.mla_attention import mla_attention
-from ejkernel.kernels.xla.mla_decode import mla_decode
+from ejkernel.kernels.xla import mla_attention, mla_decode
 from ejkernel.types import InvalidArgument
 from ejktest.drawn import array
 from ejktest.oracles.attention import visible

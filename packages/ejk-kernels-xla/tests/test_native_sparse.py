@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.xla.native_sparse_attention import native_sparse_attention
+from ejkernel.kernels.xla import native_sparse_attention
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.sparse_cases import compare

@@ -10,11 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejkernel.kernels.xla.mla_decode import mla_decode
-from ejkernel.kernels.xla.page_attention import page_attention
-from ejkernel.kernels.xla.ragged_decode_attention import ragged_decode_attention
-from ejkernel.kernels.xla.ragged_page_attention import ragged_page_attention
-from ejkernel.kernels.xla.ragged_page_attention_v3 import ragged_page_attention_v3
+from ejkernel.kernels.xla import (
+    mla_decode,
+    page_attention,
+    ragged_decode_attention,
+    ragged_page_attention,
+    ragged_page_attention_v3,
+)
 from ejktest.drawn import array
 from ejktest.oracles import paged as oracle
 from ejktest.tolerance import check_close

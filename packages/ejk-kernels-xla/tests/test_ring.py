@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.xla.flash_attention import flash_attention
-from ejkernel.kernels.xla.ring_attention import ring_attention
+from ejkernel.kernels.xla import flash_attention, ring_attention
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
 from ejktest.attention_cases import Call, arrays, check, run

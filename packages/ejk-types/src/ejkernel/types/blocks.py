@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import arange, is_numpy, is_symbolic, namespace
-from ejkernel.types.rules import Rule, largest, smallest
+from ejkernel.types.rules import largest, smallest
 
 INT_MAX = 2**31 - 1
 
@@ -24,6 +24,14 @@ INT_MAX = 2**31 - 1
 def cdiv(a: Any, b: int) -> Any:
     """``a / b`` rounded up."""
     return -(-a // b)
+
+
+class Bounds(Protocol):
+    """What is asked of a rule over array indices: a ``Rule`` or a ``Band``."""
+
+    def key_bounds(self, p: Any, /) -> tuple[Any, Any]: ...
+
+    def query_bounds(self, r: Any, /) -> tuple[Any, Any]: ...
 
 
 class BlockRange(NamedTuple):
@@ -54,7 +62,7 @@ def block_bounds(length: Any, block: int) -> tuple[Any, Any]:
     return first, np.minimum(first + block, length) - 1
 
 
-def _range_of(rules: Sequence[Rule], transposed: bool, rows, cols) -> BlockRange:
+def _range_of(rules: Sequence[Bounds], transposed: bool, rows, cols) -> BlockRange:
     (length, block), (other, other_block) = rows, cols
     first, last = block_bounds(length, block)
     xp = namespace(first, other)
@@ -85,7 +93,7 @@ def _range_of(rules: Sequence[Rule], transposed: bool, rows, cols) -> BlockRange
 
 
 def structural_ranges(
-    rules: Sequence[Rule], q_len: int, kv_len: int, block_q: int, block_kv: int
+    rules: Sequence[Bounds], q_len: int, kv_len: int, block_q: int, block_kv: int
 ) -> tuple[BlockRange, BlockRange]:
     """Ranges of key blocks per query block and of query blocks per key block.
 

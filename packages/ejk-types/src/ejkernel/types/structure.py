@@ -39,6 +39,16 @@ class Band:
     def empty(self) -> bool:
         return self.lo is None and self.hi is None
 
+    def key_bounds(self, query: Any) -> tuple[Any, Any]:
+        """The first and the last key that a query sees, as those of a ``Rule``."""
+        lo, hi = (x if x is None else query + x for x in (self.lo, self.hi))
+        return lo, hi
+
+    def query_bounds(self, key: Any) -> tuple[Any, Any]:
+        """The first and the last query that sees a key."""
+        lo, hi = (x if x is None else key - x for x in (self.hi, self.lo))
+        return lo, hi
+
     def narrowed(self, lo: int | None, hi: int | None) -> Band:
         """The intersection with another band."""
         los = [x for x in (self.lo, lo) if x is not None]

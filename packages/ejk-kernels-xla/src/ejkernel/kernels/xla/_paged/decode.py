@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._paged.core import NEG_INF, Spec, Tiles, attend
 from ejkernel.kernels.xla._paged.layouts import Arrays, Layout, Tables
 from ejkernel.ops.varying import vary_alike
@@ -123,3 +126,25 @@ def attend_rows(
     else:
         lse = whole + rest
     return jnp.moveaxis(o, 3, 1), jnp.moveaxis(lse, 3, 1)
+
+
+def attend_call(
+    p: Any, layout: Layout, caches: Arrays, query: jax.Array, tiles: Tiles, tokens: int, *,
+    sinks: jax.Array | None, scales: tuple[Any, ...], v_scale: Any = None,
+    splits: int = 1, group: int | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """``attend_rows`` of a call whose facts are ``p``: ``query [n, rows, hk, g, d]``.
+
+    ``scales`` are multiplied to logits, sinks and scales as the call has them; ``group`` tiles are
+    walked together, by default all.
+    """
+    n, _, hk, g, _ = query.shape
+    dtype = accumulation_dtype(query, *caches[: layout.num_caches])
+    spec = Spec(
+        tokens, group or max(n * splits, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype
+    )
+    scale, sinks = head_scale(hk, dtype, *scales), head_sinks(sinks, hk * g, hk, dtype)
+    o, lse = attend_rows(spec, layout, query, caches, scale, sinks, tiles, splits)
+    if v_scale is not None:
+        o = o * head_scale(hk, dtype, v_scale)[None, None, :, None, None]
+    return o, lse

@@ -8,15 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._paged.core import Spec, Tiles
-from ejkernel.kernels.xla._paged.decode import (
-    attend_rows,
-    head_scale,
-    head_sinks,
-    left_of,
-    step_tokens,
-)  # fmt: skip
+from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.kernel import Groups
 from ejkernel.kernels.xla._paged.layouts import CombinedPages, Tables
 from ejkernel.types.arrays import at_most, is_symbolic, size_of
@@ -105,7 +98,6 @@ def attend_ragged(
     (t, h, d), kv_heads = queries.shape, sequences.kv_heads
     pages, tables = sequences.pages, sequences.tables
     table = Tables(pages.shape[1], pages.shape[0], tables.shape[1])
-    dtype = accumulation_dtype(queries, pages)
     shape = choose_shape(t, tables.shape[0], groups.num_queries_per_block)
     row_bytes = shape.group * 2 * kv_heads * d * queries.dtype.itemsize
     tokens = step_tokens(table, table.capacity, row_bytes, groups.num_kv_pages_per_block)
@@ -115,16 +107,17 @@ def attend_ragged(
         shape, sequences.starts, sequences.lens, sequences.count, table.capacity
     )
     q = queries.reshape(t, kv_heads, h // max(kv_heads, 1), d)
-    cap, left = problem.logits_soft_cap, left_of(problem.sliding_window)
-    o, _ = attend_rows(
-        Spec(tokens, shape.group, cap, left, dtype),
+    o, _ = attend_call(
+        problem,
         CombinedPages(table, kv_heads, d),
-        jnp.take(q, row, axis=0, mode="fill", fill_value=0),
         (pages, tables),
-        head_scale(kv_heads, dtype, *logit_scales),
-        head_sinks(sinks, h, kv_heads, dtype),
+        jnp.take(q, row, axis=0, mode="fill", fill_value=0),
         tiles,
+        tokens,
+        sinks=sinks,
+        scales=logit_scales,
+        v_scale=v_scale,
+        group=shape.group,
     )
-    o = o * head_scale(kv_heads, dtype, v_scale)[None, None, :, None, None]
     o = o.reshape(row.size, h, d).astype(queries.dtype)
     return jnp.zeros(queries.shape, queries.dtype).at[row.reshape(-1)].set(o, mode="drop")

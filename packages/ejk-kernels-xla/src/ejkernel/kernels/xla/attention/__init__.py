@@ -1,5 +1,1 @@
 """Plain attention that also returns its weights."""
-
-from ejkernel.kernels.xla.attention.implementation import attention
-
-__all__ = ["attention"]

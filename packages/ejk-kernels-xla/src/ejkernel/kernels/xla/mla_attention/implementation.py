@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ejkernel.kernels.xla._common.tiles import Passes
-from ejkernel.kernels.xla.flash_attention import flash_attention, tiles
+from ejkernel.kernels.xla.flash_attention import tiles
+from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls

@@ -10,15 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._paged.core import Spec, Tiles
-from ejkernel.kernels.xla._paged.decode import (
-    attend_rows,
-    head_scale,
-    head_sinks,
-    left_of,
-    step_tokens,
-)  # fmt: skip
+from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
 from ejkernel.kernels.xla._paged.layouts import LatentPages, Tables
 from ejkernel.ops.differentiate import Arrays, Work
@@ -40,9 +33,8 @@ class MLADecode(SplitKernel):
         p, query = work.problem, arrays["query"]
         cache, tables = arrays["latent_cache"], arrays["block_tables"]
         q = query[:, None] if query.ndim == 3 else query
-        b, rows, h, dc = q.shape
+        b, rows, _, dc = q.shape
         table = Tables(cache.shape[1], cache.shape[0], tables.shape[1])
-        dtype = accumulation_dtype(query, cache)
         row_bytes = b * dc * q.dtype.itemsize
         tokens = step_tokens(table, table.capacity, row_bytes, work.tiles.pages_per_block)
         splits = split_count(table, p.num_splits, work.tiles.num_splits)
@@ -50,17 +42,18 @@ class MLADecode(SplitKernel):
         position = jnp.maximum(lens[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None], -1)
         tiles = Tiles(jnp.arange(b, dtype=jnp.int32), position, jnp.zeros_like(lens), lens)
         k_scale = arrays.get("k_scale")
-        o, lse = attend_rows(
-            Spec(tokens, max(b * splits, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),
+        o, lse = attend_call(
+            p,
             LatentPages(table, p.latent_dim),
-            q[:, :, None],
             (cache, tables),
-            head_scale(1, dtype, p.softmax_scale, k_scale),
-            head_sinks(arrays.get("softmax_aux"), h, 1, dtype),
+            q[:, :, None],
             tiles,
-            splits,
+            tokens,
+            sinks=arrays.get("softmax_aux"),
+            scales=(p.softmax_scale, k_scale),
+            v_scale=k_scale,
+            splits=splits,
         )
-        o = o * head_scale(1, dtype, k_scale).reshape(())
         o = o.reshape(*query.shape[:-1], p.latent_dim).astype(query.dtype)
         return (o, lse.reshape(query.shape[:-1])), ()
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.tiles import Steps
-from ejkernel.kernels.xla.flash_attention import flash_attention
+from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.kernels.xla.native_sparse_attention.select import select_blocks
 from ejkernel.kernels.xla.native_sparse_attention.selected import Rows, Spec, attend_selected

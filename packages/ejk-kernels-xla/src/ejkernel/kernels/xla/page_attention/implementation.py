@@ -10,15 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._paged.core import Spec, Tiles
-from ejkernel.kernels.xla._paged.decode import (
-    attend_rows,
-    head_scale,
-    head_sinks,
-    left_of,
-    step_tokens,
-)  # fmt: skip
+from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
 from ejkernel.kernels.xla._paged.layouts import SplitPages, Tables
 from ejkernel.ops.differentiate import Arrays, Work
@@ -42,23 +35,23 @@ class PageAttention(SplitKernel):
         b, h, d = query.shape[0], *query.shape[-2:]
         pages, page_size, hk, dv = values.shape
         table = Tables(page_size, pages, tables.shape[1])
-        dtype = accumulation_dtype(query, keys, values)
         row_bytes = b * hk * (d + dv) * query.dtype.itemsize
         tokens = step_tokens(table, table.capacity, row_bytes, work.tiles.pages_per_block)
         splits = split_count(table, p.num_splits, work.tiles.num_splits)
         lens = jnp.clip(arrays["context_lens"], 0, table.capacity)
         rows = jnp.arange(b, dtype=jnp.int32)
-        o, _ = attend_rows(
-            Spec(tokens, max(b * splits, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),
+        o, _ = attend_call(
+            p,
             SplitPages(table),
-            query.reshape(b, 1, hk, h // max(hk, 1), d),
             (keys, values, tables),
-            head_scale(hk, dtype, p.softmax_scale, arrays.get("k_scale")),
-            head_sinks(arrays.get("softmax_aux"), h, hk, dtype),
+            query.reshape(b, 1, hk, h // max(hk, 1), d),
             Tiles(rows, lens[:, None] - 1, jnp.zeros_like(lens), lens),
-            splits,
+            tokens,
+            sinks=arrays.get("softmax_aux"),
+            scales=(p.softmax_scale, arrays.get("k_scale")),
+            v_scale=arrays.get("v_scale"),
+            splits=splits,
         )
-        o = o * head_scale(hk, dtype, arrays.get("v_scale"))[None, None, :, None, None]
         return (o.reshape(*query.shape[:-1], dv).astype(query.dtype),), ()
 
 

@@ -11,15 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._paged.core import Spec, Tiles
-from ejkernel.kernels.xla._paged.decode import (
-    attend_rows,
-    head_scale,
-    head_sinks,
-    left_of,
-    step_tokens,
-)  # fmt: skip
+from ejkernel.kernels.xla._paged.core import Tiles
+from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.layouts import Contiguous
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
@@ -60,18 +53,18 @@ class RaggedDecodeAttention(XlaKernel):
         query, key, value = (arrays[name] for name in ("query", "key", "value"))
         b, h, d = query.shape[0], *query.shape[-2:]
         length, hk, dv = value.shape[1:]
-        dtype = accumulation_dtype(query, key, value)
         row_bytes = b * hk * (d + dv) * query.dtype.itemsize
         tokens = max(at_most(tokens, length), 1) if tokens else step_tokens(None, length, row_bytes)
         start, stop = (jnp.clip(arrays[f"sequence_{x}"], 0, length) for x in ("start", "end"))
-        o, _ = attend_rows(
-            Spec(tokens, max(b, 1), p.logits_soft_cap, left_of(p.sliding_window), dtype),
+        o, _ = attend_call(
+            p,
             Contiguous(length),
-            query.reshape(b, 1, hk, h // max(hk, 1), d),
             (key, value),
-            head_scale(hk, dtype, p.softmax_scale),
-            head_sinks(arrays.get("softmax_aux"), h, hk, dtype),
+            query.reshape(b, 1, hk, h // max(hk, 1), d),
             Tiles(jnp.arange(b, dtype=jnp.int32), stop[:, None] - 1, start, stop),
+            tokens,
+            sinks=arrays.get("softmax_aux"),
+            scales=(p.softmax_scale,),
         )
         return (o.reshape(*query.shape[:-1], dv).astype(query.dtype),), ()
 

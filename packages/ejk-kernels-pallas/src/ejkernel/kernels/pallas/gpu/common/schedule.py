@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.types.blocks import structural_ranges
 from ejkernel.types.structure import Band
 
 Scalar = jax.Array | int
@@ -165,11 +166,5 @@ def _padded(taken: list[list[int]]) -> np.ndarray:
 
 def band_costs(q_len: int, kv_len: int, band: Band, block_q: int, block_kv: int) -> np.ndarray:
     """Key blocks visited by each query block."""
-    first = np.arange(0, q_len, block_q, dtype=np.int64)
-    last = np.minimum(first + block_q, q_len) - 1
-    blocks = -(-kv_len // block_kv)
-    start = np.zeros_like(first) if band.lo is None else np.maximum(first + band.lo, 0) // block_kv
-    stop = np.full_like(first, blocks)
-    if band.hi is not None:
-        stop = np.minimum(blocks, np.maximum(last + band.hi + block_kv, 0) // block_kv)
-    return np.maximum(stop - start, 1)
+    of_queries, _ = structural_ranges([band], q_len, kv_len, block_q, block_kv)
+    return np.maximum(of_queries.stop - of_queries.start, 1)

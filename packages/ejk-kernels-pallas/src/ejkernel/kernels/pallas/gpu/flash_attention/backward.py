@@ -18,13 +18,13 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
     BackwardTiles,
     Plan,
-    band_ranges,
     falling_heads,
     is_wide,
     ranges_by_query,
     walk_tables,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.operands import HIDDEN
+from ejkernel.types.blocks import structural_ranges
 from ejkernel.types.problem import LOG2E, Problem
 
 
@@ -55,7 +55,8 @@ def _ranges(plan: Plan, given: dict[str, Any]) -> Any:
     if "ranges" in given:
         return given["ranges"]
     p, t = plan.problem, plan.tiles
-    return band_ranges(plan.band, (p.q_len, t.block_q), (p.kv_len, t.block_kv))
+    _, of_keys = structural_ranges([plan.band], p.q_len, p.kv_len, t.block_q, t.block_kv)
+    return of_keys.table(np)[None, None]
 
 
 def _in_turns(plan: Plan, given: dict[str, Any]) -> tuple[Plan, dict[str, Any], Any]:

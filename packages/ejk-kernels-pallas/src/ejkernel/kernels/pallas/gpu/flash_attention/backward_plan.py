@@ -154,26 +154,6 @@ def falling_heads(walked: np.ndarray, rows: int, cores: int) -> int:
     return min(max(round(cores / lengths.shape[-1]), 1), rows // 2)
 
 
-def band_ranges(band: Band, plan_q: tuple[int, int], plan_kv: tuple[int, int]) -> np.ndarray:
-    """Query blocks seen by each key block under a band, int32 ``[1, 1, n_kv, 4]``.
-
-    ``plan_q`` and ``plan_kv`` are (length, block).
-    """
-    (q_len, block_q), (kv_len, block_kv) = plan_q, plan_kv
-    q0 = np.arange(0, q_len, block_q)[None, :]
-    k0 = np.arange(0, kv_len, block_kv)[:, None]
-    q1, k1 = np.minimum(q0 + block_q, q_len) - 1, np.minimum(k0 + block_kv, kv_len) - 1
-    visible = np.ones((k0.size, q0.size), bool)
-    whole = np.broadcast_to(q0 + block_q <= q_len, visible.shape).copy()
-    if band.lo is not None:
-        visible &= k1 - q0 >= band.lo
-        whole &= k0 - q1 >= band.lo
-    if band.hi is not None:
-        visible &= k0 - q1 <= band.hi
-        whole &= k1 - q0 <= band.hi
-    return matrix_range(np, visible, visible & whole).table(np)[None, None]
-
-
 def walk_tables(ranges: Any, n_q: int) -> tuple[Any, Any, Any]:
     """The order of work for block ranges ``[#b, #h, n_kv, 4]``.
 
