@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import namespace
-from ejkernel.types.blocks import cdiv
+from ejkernel.types.arrays import is_symbolic, namespace
+from ejkernel.types.blocks import block_bounds
 from ejkernel.types.classify import classify_blocks
+from ejkernel.types.rules import smallest
 
 if TYPE_CHECKING:
     from ejkernel.types.mask_info import MaskInfo
@@ -25,7 +26,10 @@ Blocks = tuple[int, int]
 def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
     """Whether no tile holds pairs of two blocks."""
     axes = zip(blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
-    return all(block % tile == 0 or block >= length for block, tile, length in axes)
+    return all(
+        block % tile == 0 or (not is_symbolic(length) and block >= length)
+        for block, tile, length in axes
+    )
 
 
 def in_tiles(
@@ -36,11 +40,11 @@ def in_tiles(
     some = every = pattern
     axes = zip((2, 3), blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
     for axis, block, tile, length in axes:
-        starts = np.arange(cdiv(length, tile)) * tile
-        first, last = starts // block, (np.minimum(starts + tile, length) - 1) // block
+        start, end = block_bounds(length, tile)
+        first, last = start // block, end // block
+        most = (tile - 1) // block + 2 if is_symbolic(length) else (last - first).max(initial=0) + 1
         # as many for every tile: the last block again where there are fewer
-        reach = np.arange((last - first).max(initial=0) + 1)
-        met = np.minimum(first[:, None] + reach, last[:, None]).astype(np.int32)
+        met = smallest(first[:, None] + np.arange(most), last[:, None]).astype(np.int32)
         some = xp.take(some, met, axis).any(axis + 1)
         every = xp.take(every, met, axis).all(axis + 1)
     return some, every

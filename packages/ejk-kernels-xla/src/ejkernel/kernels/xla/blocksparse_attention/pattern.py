@@ -15,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.xla._common.blocks import take_block
-from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.types import MaskInfo, PreparedMask, prepare_mask
-from ejkernel.types.arrays import is_symbolic, namespace
 from ejkernel.types.blocks import BlockRange
-from ejkernel.types.classify import classify_blocks
 from ejkernel.types.fields import with_private
 from ejkernel.types.hidden import seen_keys
+from ejkernel.types.pattern import inside_blocks, visited_tiles
 from ejkernel.types.prepare import Tiling
 
 # only tiles are asked of the other masks; the walk is in the lists
@@ -42,11 +40,8 @@ class Grid:
     def aligned(self) -> bool:
         """True if no tile holds pairs of two blocks of the pattern."""
         t = self.tiling
-        axes = ((self.q_block, t.block_q, t.q_len), (self.kv_block, t.block_kv, t.kv_len))
-        return all(
-            block % tile == 0 or (not is_symbolic(length) and block >= length)
-            for block, tile, length in axes
-        )
+        blocks = (self.q_block, self.kv_block)
+        return inside_blocks(blocks, t.q_len, t.kv_len, t.block_q, t.block_kv)
 
     def per_head(self, x: Any) -> Any:
         """``[#b, #h, ...]`` -> ``[#b, #hk, 1|g, ...]``."""
@@ -54,26 +49,10 @@ class Grid:
         return x.reshape(x.shape[0], *split, *x.shape[2:])
 
 
-def _any_in_tiles(pattern: jax.Array, axis: int, block: int, tile: int, length: int) -> jax.Array:
-    """``pattern`` along ``axis``: whether any block that a tile overlaps is set."""
-    xp = namespace(length)
-    starts = xp.arange(cdiv(length, tile), dtype=np.int32) * tile
-    first, last = starts // block, (xp.minimum(starts + tile, length) - 1) // block
-    counts = jnp.cumsum(pattern, axis, dtype=jnp.int32)
-    before = jnp.take(counts, xp.maximum(first - 1, 0), axis)
-    inner = (first > 0).reshape(-1, *(1,) * (pattern.ndim - axis - 1))
-    before = jnp.where(jnp.broadcast_to(inner, before.shape), before, 0)
-    return jnp.take(counts, last, axis) > before
-
-
 def visible_tiles(grid: Grid, mask: MaskInfo, pattern: jax.Array | None) -> jax.Array:
     """bool ``[#b, #hk, nq, nk]``: the tiles to visit."""
-    t = grid.tiling
-    seen = jnp.asarray(classify_blocks(mask.conjuncts, *t)[0])
-    if pattern is not None:
-        tiles = _any_in_tiles(pattern, 2, grid.q_block, t.block_q, t.q_len)
-        seen = seen & _any_in_tiles(tiles, 3, grid.kv_block, t.block_kv, t.kv_len)
-    return grid.per_head(seen).any(2)
+    blocks = None if pattern is None else (grid.q_block, grid.kv_block)
+    return grid.per_head(jnp.asarray(visited_tiles(mask, pattern, blocks, *grid.tiling)[0])).any(2)
 
 
 def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskInfo, ...]:
