@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common import softmax as sm
+from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.tiles import Blocks, Passes
 from ejkernel.kernels.xla.blocksparse_attention.tiles import tile_of
 from ejkernel.kernels.xla.blocksparse_attention.walk import Walk
-from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import zeros
 from ejkernel.types import calls
 
 
-class BlockSparseAttention(XlaKernel):
+class BlockSparseAttention(BlockwiseKernel):
     """Flash attention over the blocks that a pattern allows; see the operation of this name.
 
     Tiles without a visible pair are skipped, forward and backward, by each batch row and
@@ -32,7 +32,6 @@ class BlockSparseAttention(XlaKernel):
     """
 
     call = calls.BlockSparseAttention
-    differentiable: ClassVar[bool] = True
 
     def choose(self, problem: Any, target: Any) -> Passes:
         q = tile_of(problem.q_block_size, problem.query.shape[1])
@@ -49,7 +48,7 @@ class BlockSparseAttention(XlaKernel):
         lse = jnp.full(q.shape[:3], -jnp.inf, accumulation_dtype(q, k, v))
         return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), lse
 
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+    def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
         walk = Walk(work.problem, work.tiles.fwd, arrays, by_key=False)
 
         def one(*x: Any, **options: Any) -> tuple:
@@ -58,26 +57,16 @@ class BlockSparseAttention(XlaKernel):
 
         outputs = (walk.new_rows(arrays["value"].shape[-1]), walk.new_rows(), walk.new_rows())
         o, *rows = map(walk.from_rows, walk.map(one, outputs)[0])
-        unit = walk.spec.unit(arrays.get("bias"))
-        o, lse, shares = sm.settle(o, sm.Rows(*rows), arrays.get("softmax_aux"), unit)
-        return (o.astype(arrays["query"].dtype), lse), shares
+        return o, sm.Rows(*rows), walk.spec.unit(arrays.get("bias"))
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
-        q, v, bias = arrays["query"], arrays["value"], arrays.get("bias")
-        delta = blockwise.row_delta(outputs[0], *cotangents, saved.m.dtype)
+    def gradients(self, work: Work, arrays: Arrays, **given: Any) -> Mapping[str, Any]:
+        q, v, bias, saved = arrays["query"], arrays["value"], arrays.get("bias"), given["shares"]
         walk = Walk(work.problem, work.tiles.bwd, arrays, by_key=True)
         walk.sequences |= {
             "m": walk.rows(saved.m),
             "share": walk.rows(saved.share, sm.DEAD),
-            "delta": walk.rows(delta),
-            "do": walk.rows(cotangents[0]),
+            "delta": walk.rows(given["delta"]),
+            "do": walk.rows(given["do"]),
         }
 
         def one(*x: Any, m: jax.Array, share: jax.Array, **options: Any) -> tuple:
@@ -99,8 +88,6 @@ class BlockSparseAttention(XlaKernel):
         }
         if bias is not None and dbias is not None:
             found["bias"] = dbias[..., : walk.q_len, : walk.kv_len].reshape(bias.shape)
-        if "softmax_aux" in arrays:
-            found["softmax_aux"] = sm.sink_gradient(arrays["softmax_aux"], saved, delta)
         return found
 
 

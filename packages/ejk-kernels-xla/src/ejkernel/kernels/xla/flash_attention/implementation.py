@@ -1,26 +1,20 @@
-"""Flash attention in XLA as one kernel object over the blockwise passes.
-
-Residuals are the arguments, o and two numbers a row for its probabilities (``softmax.Shares``).
-"""
+"""Flash attention in XLA as one kernel object over the blockwise passes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
-from ejkernel.kernels.xla._common.tiles import Passes
-from ejkernel.kernels.xla.flash_attention import tiles
-from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.combine import mask_of
 
 
-class FlashAttention(XlaKernel):
+class FlashAttention(BlockwiseKernel):
     """Exact attention in memory linear in the lengths; see the operation of this name.
 
     Products accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
@@ -31,11 +25,6 @@ class FlashAttention(XlaKernel):
     """
 
     call = calls.FlashAttention
-    differentiable: ClassVar[bool] = True
-
-    def choose(self, problem: Any, target: Any) -> Passes:
-        heads, dim = problem.query.shape[2:]
-        return tiles.choose(heads // max(problem.key.shape[2], 1), dim)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, cumulative lengths joined with the mask."""
@@ -44,36 +33,19 @@ class FlashAttention(XlaKernel):
         arrays = {name: x for name, x in self.call.given(a).items() if name not in packed}
         return {**arrays, "mask_info": mask}
 
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        spec = Spec.of(work.problem, work.tiles.fwd)
+    def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
+        spec, bias = Spec.of(work.problem, work.tiles.fwd), arrays.get("bias")
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
-        bias = arrays.get("bias")
         o, rows = blockwise.forward(spec, q, k, v, bias, **_seen(spec, arrays))
-        o, lse, shares = settle(o, rows, arrays.get("softmax_aux"), spec.unit(bias))
-        return (o.astype(q.dtype), lse), shares
+        return o, rows, spec.unit(bias)
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         spec = Spec.of(work.problem, work.tiles.bwd)
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
-        bias = arrays.get("bias")
-        delta = blockwise.row_delta(outputs[0], *cotangents, saved.m.dtype)
         seen = _seen(spec, arrays)
-        grads = blockwise.backward(
-            spec, q, k, v, bias, shares=saved, delta=delta, do=cotangents[0], **seen
-        )
-        found = {"query": grads.dq, "key": grads.dk, "value": grads.dv}
-        if bias is not None:
-            found["bias"] = grads.dbias
-        if "softmax_aux" in arrays:
-            found["softmax_aux"] = sink_gradient(arrays["softmax_aux"], saved, delta)
-        return found
+        grads = blockwise.backward(spec, q, k, v, arrays.get("bias"), **rows, **seen)
+        found = {"query": grads.dq, "key": grads.dk, "value": grads.dv, "bias": grads.dbias}
+        return {name: x for name, x in found.items() if name in arrays}
 
 
 def _seen(spec: Spec, arrays: Arrays) -> dict[str, Any]:

@@ -17,7 +17,7 @@ those after the diagonal are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,11 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
+from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.kernels.xla._common.layout import cdiv
-from ejkernel.kernels.xla._common.tiles import Blocks, Passes
-from ejkernel.kernels.xla.flash_attention import tiles
-from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.kernels.xla.ring_attention import masks
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
 from ejkernel.ops.differentiate import Arrays, Work
@@ -38,7 +37,7 @@ from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, calls
 
 
-class RingAttention(XlaKernel):
+class RingAttention(BlockwiseKernel):
     """flash_attention over a sequence spread along a mesh axis; see the operation of this name.
 
     Call it inside ``shard_map``. Every array is this device's shard, ``bias`` and a dense mask
@@ -50,11 +49,6 @@ class RingAttention(XlaKernel):
     """
 
     call = calls.RingAttention
-    differentiable: ClassVar[bool] = True
-
-    def choose(self, problem: Any, target: Any) -> Passes:
-        heads, dim = problem.query.shape[2:]
-        return tiles.choose(heads // max(problem.key.shape[2], 1), dim)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, all constraints as ``parts``."""
@@ -69,7 +63,7 @@ class RingAttention(XlaKernel):
         masks.check_keys(parts, ring.size * problem.key.shape[1])
         return vary_alike({**arrays, "parts": parts}, varying_axes(ring.here()))
 
-    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+    def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
         inputs = _Step(work.problem, work.tiles.fwd, arrays)
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
         bias = arrays.get("bias")
@@ -90,21 +84,11 @@ class RingAttention(XlaKernel):
         zero = vary(jnp.zeros(q.shape[:3], acc), axes)
         state = ((o, sm.Rows(zero - jnp.inf, zero)), inputs.visitors)
         (o, rows), _ = walk(inputs.schedule.count, step, state)
-        o, lse, shares = sm.settle(o, rows, arrays.get("softmax_aux"), unit)
-        return (o.astype(q.dtype), lse), shares
+        return o, rows, unit
 
-    def backward(
-        self,
-        work: Work,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
         inputs = _Step(work.problem, work.tiles.bwd, arrays)
         q, bias, ring, schedule = arrays["query"], arrays.get("bias"), inputs.ring, inputs.schedule
-        delta = blockwise.row_delta(outputs[0], *cotangents, saved.m.dtype)
-        rows: dict[str, Any] = {"shares": saved, "delta": delta, "do": cotangents[0]}
 
         def step(t: Any, state: Any, first: bool, last: bool) -> Any:
             dq, dbias, sums, visitors = state
@@ -121,18 +105,16 @@ class RingAttention(XlaKernel):
 
         axes, names = varying_axes(q), ("query", "bias", "key", "value")
         dq, dbias, *sums = (
-            vary(jnp.zeros(arrays[name].shape, saved.m.dtype), axes) if name in arrays else None
+            vary(jnp.zeros(arrays[name].shape, rows["delta"].dtype), axes)
+            if name in arrays
+            else None
             for name in names
         )
         state = (dq, dbias, tuple(sums), inputs.visitors)
         dq, dbias, sums, _ = walk(schedule.count, step, state, first_differs=True)
         dk, dv = ring.shift(sums, -(schedule.start + schedule.count - 1))
-        found = {"query": dq, "key": dk, "value": dv}
-        if bias is not None:
-            found["bias"] = dbias
-        if "softmax_aux" in arrays:
-            found["softmax_aux"] = sm.sink_gradient(arrays["softmax_aux"], saved, delta)
-        return found
+        found = {"query": dq, "key": dk, "value": dv, "bias": dbias}
+        return {name: x for name, x in found.items() if name in arrays}
 
 
 class _Step:

@@ -1,0 +1,47 @@
+"""What kernels over the blockwise passes have in common: rows made final, and their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ejkernel.kernels.xla._common.blockwise import row_delta
+from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
+from ejkernel.kernels.xla._common.tiles import Passes
+from ejkernel.kernels.xla.flash_attention import tiles
+from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.differentiate import Arrays, Work
+
+
+class BlockwiseKernel(XlaKernel):
+    """Attention of query, key and value by ``blockwise``; sinks and delta are those of whole rows.
+
+    Residuals are the arguments, o and two numbers a row for its probabilities (``Shares``).
+    """
+
+    differentiable: ClassVar[bool] = True
+
+    def choose(self, problem: Any, target: Any) -> Passes:
+        heads, dim = problem.query.shape[2:]
+        return tiles.choose(heads // max(problem.key.shape[2], 1), dim)
+
+    def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:
+        """Output and ``Rows`` of all keys, as ``blockwise.forward`` gives them, and their unit."""
+        raise NotImplementedError
+
+    def gradients(self, work: Work, arrays: Arrays, **rows: Any) -> Mapping[str, Any]:
+        """Gradients by name; ``rows``: shares, delta and do, as ``blockwise.backward`` has them."""
+        raise NotImplementedError
+
+    def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        o, rows, unit = self.rows(work, arrays)
+        o, lse, shares = settle(o, rows, arrays.get("softmax_aux"), unit)
+        return (o.astype(arrays["query"].dtype), lse), shares
+
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
+        delta = row_delta(outputs[0], *cotangents, saved.m.dtype)
+        rows = {"shares": saved, "delta": delta, "do": cotangents[0]}
+        found = dict(self.gradients(work, arrays, **rows))
+        if "softmax_aux" in arrays:
+            found["softmax_aux"] = sink_gradient(arrays["softmax_aux"], saved, delta)
+        return found
