@@ -78,7 +78,7 @@ def row_of(ref: Any, *numbers: Any) -> tuple[Any, ...]:
     return tuple(n if size > 1 else 0 for n, size in zip(numbers, ref.shape, strict=False))
 
 
-def spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+def spread(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """A vector along one axis of a tile, the same along the other."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 

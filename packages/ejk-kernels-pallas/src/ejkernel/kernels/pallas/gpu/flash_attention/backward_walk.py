@@ -60,7 +60,7 @@ def hide(
     """
     if plan.kv_tail or not plan.band.empty:
         left = plan.problem.kv_len - first_key if plan.kv_tail else None
-        end = {"rows_left" if by_key else "columns_left": left}
+        end: dict[str, Any] = {"rows_left" if by_key else "columns_left": left}
         x = hide_outside(x, plan.band, first_key - first_q, transposed=by_key, **end)
     if hasattr(r, "bits"):
         x = hide_unset(x, r.bits[*row_of(r.bits, *head), *word])

@@ -113,9 +113,9 @@ class FlashTiles:
         )
 
 
-def choose(problem: Problem, chip: Chip) -> FlashTiles:
+def choose(problem: Problem, target: Chip) -> FlashTiles:
     """The tiles of a call by the arithmetic below."""
-    return FlashTiles(forward_tiles(problem, problem.rules, chip), backward_tiles(problem))
+    return FlashTiles(forward_tiles(problem, problem.rules, target), backward_tiles(problem))
 
 
 def forward_tiles(problem: Problem, rules: Rules, chip: Chip) -> ForwardTiles:

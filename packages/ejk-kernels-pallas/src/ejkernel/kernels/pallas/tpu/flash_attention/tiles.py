@@ -83,10 +83,9 @@ class FlashTiles:
         return FlashTiles(override(self.fwd, fwd), dq, dkv)
 
 
-def choose(problem: Problem, chip: Chip) -> FlashTiles:
+def choose(problem: Problem, target: Chip) -> FlashTiles:
     """The tiles of a call by the arithmetic below."""
-    tiles = (forward_tiles(problem, chip), dq_tiles(problem, chip), dkv_tiles(problem, chip))
-    return FlashTiles(*tiles)
+    return FlashTiles(*(tiles(problem, target) for tiles in (forward_tiles, dq_tiles, dkv_tiles)))
 
 
 def _block(length: int, largest: int) -> int:
