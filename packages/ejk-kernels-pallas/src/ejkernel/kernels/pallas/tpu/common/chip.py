@@ -30,49 +30,30 @@ class Chip:
 
     Attributes:
         vmem: bytes of vector memory of a core.
-        lanes, sublanes: shape of a vector register of 32-bit elements.
         mxu: columns (and rows) of a matrix unit.
         generation: 4 for v4, 5 for v5e and v5p and so on.
-        flops: bfloat16 FLOP/s. bandwidth: bytes/s of HBM.
         interpret: argument of ``pallas_call``: False on a TPU.
     """
 
-    name: str
     vmem: int
-    lanes: int
-    sublanes: int
     mxu: int
     generation: int
-    flops: float
-    bandwidth: float
     interpret: Any = False
 
 
 @functools.cache
-def facts_of(kind: str | None, cores: int | None = 1) -> Chip:
-    """Facts of a chip by JAX's ``device_kind``; None: of the device JAX targets here.
+def facts_of(kind: str, cores: int | None = 1) -> Chip:
+    """Facts of a chip by JAX's ``device_kind``.
 
     Raises:
         Unsupported: JAX does not know the chip.
     """
     try:
-        if kind is None:
+        with on_chip(kind, cores):
             info = pltpu.get_tpu_info()
-        else:
-            with on_chip(kind, cores):
-                info = pltpu.get_tpu_info()
     except (ValueError, RuntimeError) as error:
         raise Unsupported(f"query: no facts about the device: {error}") from error
-    return Chip(
-        name=kind or str(info.chip_version),
-        vmem=info.vmem_capacity_bytes,
-        lanes=info.num_lanes,
-        sublanes=info.num_sublanes,
-        mxu=info.mxu_column_size,
-        generation=info.generation,
-        flops=float(info.bf16_ops_per_second),
-        bandwidth=float(info.mem_bw_bytes_per_second),
-    )
+    return Chip(info.vmem_capacity_bytes, info.mxu_column_size, info.generation)
 
 
 def on_chip(kind: str, cores: int | None = 1) -> Any:

@@ -100,6 +100,11 @@ class Visits:
     some_full: bool = True
     some_partial: bool = True
 
+    @property
+    def facts(self) -> tuple[int, int, bool, bool]:
+        """All but the table."""
+        return self.rows, self.steps, self.some_full, self.some_partial
+
 
 def visits(
     mask: MaskInfo, rules: TileRules, block_q: int, block_kv: int, transposed: bool

@@ -20,7 +20,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.dkv import key_gradients
 from ejkernel.kernels.pallas.tpu.flash_attention.dq import query_gradient
 from ejkernel.kernels.pallas.tpu.flash_attention.forward import forward
-from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, layout_of, padded
+from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
@@ -107,7 +107,7 @@ def _prepare(
     p = work.problem
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
     found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
-    layout = layout_of(p, tiles, rules, work.target, found)
+    layout = Layout(p, tiles, rules, work.target, *found.facts)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.common.units import sign, unit
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.common.masks import LANES, TileRules, Visits
+from ejkernel.kernels.pallas.tpu.common.masks import LANES, TileRules
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
 from ejkernel.types.problem import LOG2E, Problem
 
@@ -25,20 +25,26 @@ class Layout:
 
     Attributes:
         problem: sizes as given. tiles, rules, chip: how it is cut, masked and where it runs.
-        steps, table_rows, some_full, some_partial: of ``Visits``.
-        dim, value_dim: head dims after padding.
+        table_rows, steps, some_full, some_partial: of ``Visits``.
     """
 
     problem: Problem
     tiles: Tiles
     rules: TileRules
     chip: Chip
-    steps: int
     table_rows: int
+    steps: int
     some_full: bool
     some_partial: bool
-    dim: int
-    value_dim: int
+
+    @property
+    def dim(self) -> int:
+        """Of a head after padding."""
+        return padded_dim(self.problem.dim)
+
+    @property
+    def value_dim(self) -> int:
+        return padded_dim(self.problem.value_dim)
 
     @property
     def q_blocks(self) -> int:
@@ -105,21 +111,6 @@ class Layout:
         return pltpu.CompilerParams(
             dimension_semantics=tuple(semantics), vmem_limit_bytes=int(limit)
         )
-
-
-def layout_of(problem: Problem, tiles: Tiles, rules: TileRules, chip: Chip, v: Visits) -> Layout:
-    return Layout(
-        problem,
-        tiles,
-        rules,
-        chip,
-        v.steps,
-        v.rows,
-        v.some_full,
-        v.some_partial,
-        padded_dim(problem.dim),
-        padded_dim(problem.value_dim),
-    )
 
 
 def padded_dim(dim: int) -> int:
