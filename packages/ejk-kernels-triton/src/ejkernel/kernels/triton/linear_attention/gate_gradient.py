@@ -77,7 +77,7 @@ def gate_gradient(
     leaving = tl.zeros([CHUNK], tl.float32)
     outside = 0.0
     state_at = (slot * heads + head) * dim * columns
-    # chunks without of.rows have no states
+    # chunks without rows have no states
     tall = tl.where(at < length, dim, 0)
     for column in tl.range(0, columns, COLUMNS):
         c = (column + tl.arange(0, COLUMNS))[None, :]
@@ -108,7 +108,7 @@ def gate_gradient(
         now = j <= i
     else:
         now = j >= i
-    # the two in one layout before they become of.rows
+    # the two in one layout before they become rows
     dg = tl.sum(tl.where(now, since[None, :], until[None, :]), 1) + outside * tl.exp(every)
     tl.store(dgate + row * heads + head + each * heads, dg, mask=each < end - begin - at)
 

@@ -91,7 +91,7 @@ def read_gradients(
     used = end
     owner = batch
     if cu is not None:
-        # of.rows behind the last sequence read as 0 and write 0
+        # rows behind the last sequence read as 0 and write 0
         used = tl.where(sequence < of.sequences, end, begin)
         owner = batch * of.sequences + sequence
     steps = tl.maximum((end - begin + CHUNK - 1) // CHUNK, 0)
@@ -146,7 +146,7 @@ def read_gradients(
             fresh = tl.exp(since)
         else:
             fresh = tl.zeros([CHUNK], tl.float32) + 1.0
-        # what needs of.rows in registers comes first: they are read from shared memory where they
+        # what needs rows in registers comes first: they are read from shared memory where they
         # are loaded, and would wait in registers
         kept = dstate.to(OPERAND)
         dv = tl.dot(k, kept, input_precision=PRECISION) * fresh[:, None]
