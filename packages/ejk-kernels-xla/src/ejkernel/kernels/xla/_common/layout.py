@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import is_symbolic
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+from ejkernel.types.blocks import cdiv
 
 
 def fit_block(block: int, length: int) -> int:

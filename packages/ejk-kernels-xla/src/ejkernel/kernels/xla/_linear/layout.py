@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
+from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.packed import bucket_of, packing
 from ejkernel.kernels.xla._linear.core import Links
+from ejkernel.types.blocks import cdiv
 
 
 class Plain(NamedTuple):

@@ -21,7 +21,7 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
+from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
@@ -29,6 +29,7 @@ from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import size_of
+from ejkernel.types.blocks import cdiv
 from ejkernel.types.prepare import Tiling
 
 

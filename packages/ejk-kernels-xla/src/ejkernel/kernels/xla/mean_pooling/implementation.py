@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._common.layout import cdiv, pad_axis
+from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.packed import packing
 from ejkernel.kernels.xla._common.tiles import Steps
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
+from ejkernel.types.blocks import cdiv
 
 # rows of the first level: few additions per level up to 64k rows, and one pass over them
 BLOCK = 128

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.blocks import cdiv
 from ejkernel.types.softmax import named
 
 NEG_INF = float("-inf")

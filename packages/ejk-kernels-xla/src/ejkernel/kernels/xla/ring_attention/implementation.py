@@ -28,13 +28,13 @@ from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.layout import cdiv
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.kernels.xla.ring_attention import masks
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, calls
+from ejkernel.types.blocks import cdiv
 
 
 class RingAttention(BlockwiseKernel):
