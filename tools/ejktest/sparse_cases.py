@@ -85,9 +85,9 @@ def compare(ours, theirs, args):
     """A call and its gradients against its definition, which computes in float64."""
     weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
     with jax.enable_x64(True):
-        exact_args = [jnp.asarray(np.asarray(a), jnp.float64) for a in args]
-        reference, exact = pulled(theirs, exact_args, jnp.asarray(weight))
-    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, jnp.float32))
+        exact_args = [array(a, jnp.float64) for a in args]
+        reference, exact = pulled(theirs, exact_args, array(weight))
+    out, grads = jax.jit(partial(pulled, ours))(args, weight.astype(np.float32))
     check_close(out, reference)
     for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
         check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)

@@ -46,7 +46,7 @@ def draw(lens=LENS, h=2, rows=None, latent=32, rope=8, ps=16, dtype="float32", c
 def expected(q, c, lens, tables, latent, **options):
     q = q if q.ndim == 4 else q[:, None]
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (q, c)]
+        wide = [np.asarray(x).astype(np.float64) for x in (q, c)]
         options.setdefault("scale", q.shape[-1] ** -0.5)
         options = {n: np.asarray(x, np.float64) if n == "aux" else x for n, x in options.items()}
         return [np.asarray(x) for x in paged.mla_decode(*wide, lens, tables, latent, **options)]

@@ -49,7 +49,7 @@ def draw(lens=LENS, h=4, hk=2, d=16, dv=16, ps=16, dtype="float32", cache=None, 
 
 def expected(q, k, v, lens, tables, scale=None, **options):
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (q, k, v)]
+        wide = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
         options = {
             n: x if n in ("left", "cap") else np.asarray(x, np.float64) for n, x in options.items()
         }

@@ -52,10 +52,10 @@ def test_against_the_formula(length, dtype, options):
     q, k, v = draw(length, dtype=dtype)
     got = ragged_decode_attention(q[:, None], k, v, START, END, **options)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(x.astype(np.float64)) for x in (q, k, v)]
+        wide = [x.astype(np.float64) for x in (q, k, v)]
         want = paged.ragged_decode_attention(
             *wide, START, END, scale=0.25, cap=options.get("logits_soft_cap"),
-            left=20 if options else None, aux=jnp.asarray(SINKS, jnp.float64) if options else None,
+            left=20 if options else None, aux=np.asarray(SINKS, np.float64) if options else None,
         )  # fmt: skip
         want = np.asarray(want)
     assert got.shape == (5, 1, 4, 24) and got.dtype == q.dtype

@@ -57,13 +57,13 @@ def draw(rows=ROWS, lens=LENS, h=4, hk=2, d=16, ps=16, dtype="float32", cache=No
 
 def expected(q, kv, lens, tables, starts, count, scale=None, **options):
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in (q, kv)]
+        wide = [np.asarray(x).astype(np.float64) for x in (q, kv)]
         hk = kv.shape[2] // 2
         for name in ("k_scale", "v_scale"):
             if name in options:
-                options[name] = jnp.asarray(np.float64(options[name])) * jnp.ones(hk)
+                options[name] = np.float64(options[name]) * np.ones(hk)
         if "aux" in options:
-            options["aux"] = jnp.asarray(options["aux"], jnp.float64)
+            options["aux"] = np.asarray(options["aux"], np.float64)
         scale = scale or q.shape[-1] ** -0.5
         out = paged.ragged_page_attention(
             *wide, lens, tables, starts, int(count), scale=scale, **options

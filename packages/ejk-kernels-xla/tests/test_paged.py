@@ -31,7 +31,7 @@ def normal(*shape, dtype=np.float32):
 
 
 def wide(*arrays):
-    return [jnp.asarray(np.asarray(a, np.float64)) for a in arrays]
+    return [np.asarray(a, np.float64) for a in arrays]
 
 
 def pulled(fn, args, weight):
@@ -45,8 +45,8 @@ def compare(ours, theirs, args, names, *, dtype=np.float32, factor=3.0):
     shape = jax.eval_shape(ours, *args).shape
     weight = np.random.default_rng(1).standard_normal(shape)
     with jax.enable_x64(True):
-        reference, exact = pulled(theirs, wide(*args), jnp.asarray(weight))
-    out, grads = jax.jit(partial(pulled, ours))(args, jnp.asarray(weight, np.float32))
+        reference, exact = jax.jit(partial(pulled, theirs))(wide(*args), weight)
+    out, grads = jax.jit(partial(pulled, ours))(args, weight.astype(np.float32))
     check_close(out, reference, dtype=dtype)
     for name, g, r in zip(names, grads, exact, strict=True):
         assert g.dtype == args[names.index(name)].dtype

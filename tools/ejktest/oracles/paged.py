@@ -2,7 +2,8 @@
 
 Every oracle first writes down, per query row, the dense keys and values of its sequence and then
 applies the softmax formula. It is differentiable by JAX, so its gradients are float64 as well. Call
-it under ``jax.enable_x64(True)``; index arrays are numpy.
+it under ``jax.enable_x64(True)``; index arrays are numpy. Where all are, only the formula is
+compiled.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def attend_row(
     if left is not None:
         seen &= j >= position - left
     if position < 0 or not seen.any():
-        return jnp.zeros((h, v.shape[2])), jnp.full((h,), -jnp.inf)
-    return _attend(q, k, v, jnp.asarray(seen), scale, cap, aux, k_scale, v_scale)
+        return np.zeros((h, v.shape[2]), q.dtype), np.full((h,), -np.inf, q.dtype)
+    return _attend(q, k, v, seen, scale, cap, aux, k_scale, v_scale)
 
 
 @jax.jit  # one program for all rows of a call
@@ -47,7 +48,9 @@ def _attend(q, k, v, seen, scale, cap, aux, k_scale, v_scale):
 
 def gather(cache, table):
     """All tokens one sequence has room for, ``[max_pages * ps, ...]``, in table order."""
-    return cache[jnp.clip(table, 0, cache.shape[0] - 1)].reshape(-1, *cache.shape[2:])
+    known = isinstance(table, np.ndarray)
+    rows = (np if known else jnp).clip(table, 0, cache.shape[0] - 1)
+    return cache[rows].reshape(-1, *cache.shape[2:])
 
 
 def page_attention(q, k_cache, v_cache, lens, tables, **options):
@@ -87,16 +90,17 @@ def mla_decode(q, cache, lens, tables, latent_dim, k_scale=None, **options):
 
 def ragged_page_attention(q, pages, lens, tables, starts, count, **options):
     """q ``[T, h, d]``, pages ``[P, ps, 2 * hk, d]`` -> ``[T, h, d]``."""
-    out = jnp.zeros(q.shape)
+    out = [np.zeros(q.shape[1:], q.dtype)] * q.shape[0]
     for r in range(count):
         n = int(min(lens[r], tables.shape[1] * pages.shape[1]))
         both = gather(pages, tables[r])
         length = int(starts[r + 1] - starts[r])
         for m in range(length):
             row = int(starts[r]) + m
-            o, _ = attend_row(q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options)
-            out = out.at[row].set(o)
-    return out
+            out[row], _ = attend_row(
+                q[row], both[:, 0::2], both[:, 1::2], n - length + m, **options
+            )
+    return jnp.stack(out)
 
 
 def write_pages(pages, keys, values, lens, tables, starts, count):

@@ -33,6 +33,11 @@ def chosen_blocks(p_cmp, t, size, complete, count):
     return [own, *rest][:count]
 
 
+def row(x, t):
+    """``x[t]``; its gradient is one program for all ``t``."""
+    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False)
+
+
 def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window=None):
     """One sequence of ``length`` tokens, padded: q ``[s, h, d]``, k/v ``[s, hk, .]``.
 
@@ -52,10 +57,10 @@ def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window
     rows = []
     for t in range(s):
         complete = min((t + 1) // size, blocks)
-        p_cmp, o_cmp = attend(q[t], mean_k, mean_v, scale, np.arange(room) < complete)
+        p_cmp, o_cmp = attend(row(q, t), mean_k, mean_v, scale, np.arange(room) < complete)
         out = jnp.zeros((h, v.shape[2]))
         if g_cmp is not None:
-            out = out + g_cmp[t][:, None] * o_cmp
+            out = out + row(g_cmp, t)[:, None] * o_cmp
         seen = np.zeros((h, q.shape[0]), bool)
         summed = np.asarray(jax.lax.stop_gradient(p_cmp)).reshape(hk, group, -1).sum(1)
         for m in range(hk):
@@ -67,12 +72,12 @@ def sequence(q, k, v, gates, *, size, count, scale, length, indices=None, window
             for c in picked:
                 span = (j >= c * size) & (j < (c + 1) * size) & (j <= t)
                 seen[m * group : (m + 1) * group] |= span
-        _, o_slc = attend(q[t], kk, vv, scale, seen)
-        out = out + (o_slc if g_slc is None else g_slc[t][:, None] * o_slc)
+        _, o_slc = attend(row(q, t), kk, vv, scale, seen)
+        out = out + (o_slc if g_slc is None else row(g_slc, t)[:, None] * o_slc)
         if window is not None:
             near = (j <= t) & (j >= t - window)
-            _, o_swa = attend(q[t], kk, vv, scale, near)
-            out = out + (o_swa if g_swa is None else g_swa[t][:, None] * o_swa)
+            _, o_swa = attend(row(q, t), kk, vv, scale, near)
+            out = out + (o_swa if g_swa is None else row(g_swa, t)[:, None] * o_swa)
         rows.append(out)
     padding = [jnp.zeros((h, v.shape[2]))] * (q.shape[0] - s)
     return jnp.stack(rows + padding)
