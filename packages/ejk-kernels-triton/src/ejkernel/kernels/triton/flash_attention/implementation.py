@@ -73,14 +73,14 @@ class FlashAttention(TritonKernel):
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         if work.tiles.decode is not None:
             return single_row.forward(work, arrays), []
-        o, lse, *saved = _launch(plans.ForwardPlan, work, work.tiles.fwd, arrays)
+        o, lse, *saved = call(*_planned(plans.ForwardPlan, work, work.tiles.fwd, arrays))
         return (o, lse), saved
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         p, t, mask = work.problem, work.tiles, arrays["mask"]
         (o, lse), (do, dlse) = outputs, cotangents
         if t.decode is not None:
-            o, lse, *saved = _launch(plans.ForwardPlan, work, t.fwd, arrays)
+            o, lse, *saved = call(*_planned(plans.ForwardPlan, work, t.fwd, arrays))
         q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
         of_keys = [tile for _, tile in passes]
         if p.pattern_blocks is None:
@@ -93,16 +93,16 @@ class FlashAttention(TritonKernel):
         base, *rest = saved
         tensors = {name: x for name, x in arrays.items() if name != "sink"}
         tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
-        (dq,) = _launch(plans.DqPlan, work, t.dq, tensors)
+        (dq,) = call(*_planned(plans.DqPlan, work, t.dq, tensors))
         found = {"q": dq}
         for parts, part_tiles in passes:
-            grads = _launch(plans.DkvPlan, work, part_tiles, tensors, parts=parts)
+            grads = call(*_planned(plans.DkvPlan, work, part_tiles, tensors, parts=parts))
             found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
         bias = arrays.get("bias")
         if bias is not None:
             shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
             tile = tiles.bias_tiles(t.dq, work.target)
-            (found["bias"],) = _launch(DbiasPlan, work, tile, tensors, **shared)
+            (found["bias"],) = call(*_planned(DbiasPlan, work, tile, tensors, **shared))
         if "sink" in arrays:
             found["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
         return found
@@ -114,10 +114,10 @@ def walks_lists(problem: Problem, target: Target) -> bool:
     return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
 
 
-def _launch(
+def _planned(
     kind: type[plans.AttentionPlan], work: Work, tile: Tiles, tensors: Arrays, **fields: Any
 ) -> tuple[Any, ...]:
-    """The results of one kernel; which blocks it visits follows from the mask."""
+    """The plan of one kernel and its operands; which blocks it visits follows from the mask."""
     p, tensors = work.problem, dict(tensors)
     mask = tensors.pop("mask")
     rules, arrays = split_mask(mask)
@@ -141,7 +141,7 @@ def _launch(
         tensors["ranges"] = block_ranges(
             mask, p.q_len, p.kv_len, tile.block_q, tile.block_kv, transposed=kind is plans.DkvPlan
         )
-    return call(kind(p, rules, tile, shapes_of(tensors), **fields), *tensors.values())
+    return kind(p, rules, tile, shapes_of(tensors), **fields), *tensors.values()
 
 
 flash_attention = FlashAttention()
