@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ejkernel.modules import flash_attention
+from ejkernel.modules import FlashAttention, create_default_executor, flash_attention
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejktest.device import H200, on
@@ -87,3 +89,13 @@ def test_a_traced_call_of_xla_flash_asks_each_implementation_once():
     calls, _ = counted("xla")
     assert calls.total() < 1150, calls.most_common(20)
     assert calls["KernelRegistry._survey"] == 1
+
+
+def test_a_binding_leaves_with_its_call():
+    """A trace later on, of the same program under other settings of JAX, binds for itself."""
+    q = np.ones((1, 24, 2, 16), np.float32)
+    executor = create_default_executor(autotune=False)
+    for x in (jnp.asarray(q), q, q.astype(np.float64)):  # one program, compiled once or twice
+        executor(FlashAttention(), x, x, x, platform="xla")
+    programs = map(inspect.unwrap, executor._functions.values())
+    assert [program.bindings for program in programs] == [{}]

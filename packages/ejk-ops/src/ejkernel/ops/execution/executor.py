@@ -135,8 +135,11 @@ class Executor:
             plan = None if state is None else self._plans.get((call_key, flat.signature, state))
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, how)
+        bindings: dict[Hashable, Any] = {}
+        binding = None
         if plan is None:
             settled = self._settle(kernel, args, kwargs, how)
+            binding = settled.inv.info.get("binding")
             try:
                 plan = self._function(call_key, settled, flat.parts.without_arrays())
             except Unhashable:  # the chosen config
@@ -146,9 +149,16 @@ class Executor:
             if state is not None:
                 self._remember((now, flat.signature, self._state()), plan)
         try:
+            if binding is not None and binding.positions == flat.parts.positions:
+                program: Any = inspect.unwrap(plan)
+                bindings = program.bindings
+                bindings[binding.types] = binding
             return plan(*flat.parts.arrays)
         except OtherOutputs:
             return self._run_unremembered(kernel, args, kwargs, how)
+        finally:  # a later trace, of a function compiled already, may be under other settings
+            if binding is not None:
+                bindings.pop(binding.types, None)
 
     # ---- asking without running ------------------------------------------------------------
 
@@ -261,10 +271,6 @@ class Executor:
             with self._lock:
                 function = self._functions.setdefault(key, function)
                 _trim(self._functions, FUNCTIONS_LIMIT)
-        binding = settled.inv.info.get("binding")
-        if binding is not None and binding.positions == parts.positions:
-            program: Any = inspect.unwrap(function)
-            program.bindings[binding.types] = binding
         return function
 
     def _remember(self, key: Hashable, plan: Callable[..., Any]) -> None:

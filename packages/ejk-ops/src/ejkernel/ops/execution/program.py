@@ -183,8 +183,8 @@ class Program:
         route: where it runs.
         key, info: of its invocation, for stamps.
         compiled: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
-        bindings: of calls that were bound for their shapes and not traced yet, by the types of
-            their arrays; not of those over a mesh.
+        bindings: of the calls under way that were bound for their shapes, by the types of their
+            arrays; not of those over a mesh.
     """
 
     kernel: Kernel[Any, Any]
