@@ -323,6 +323,24 @@ def test_typecheck_can_be_switched_off(monkeypatch):
         modules.flash_attention(**c.arguments)
 
 
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        ("page_attention", "k_scale"),
+        ("ragged_page_attention", "v_scale"),
+        ("ragged_page_attention_v3", "q_scale"),
+        ("mla_decode", "k_scale"),
+    ],
+)
+def test_scales_of_other_shapes_are_refused_without_the_check_of_types(
+    monkeypatch, operation, name
+):
+    monkeypatch.setenv("EJKERNEL_TYPECHECK", "0")
+    function = getattr(modules, operation)
+    with pytest.raises(InvalidArgument, match=name + r": expected float\[\]"):
+        function(**{**call(operation).arguments, name: jnp.ones(7)})
+
+
 def test_scalars_of_numpy_are_numbers():
     c = call(FLASH)
     plain = modules.flash_attention(**{**c.arguments, "softmax_scale": 0.5, "causal": True})

@@ -9,8 +9,6 @@ from ejkernel.types.calls import settle, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
-SCALES = ("k_scale", "v_scale")
-
 
 class RaggedPageAttention(Call):
     """Mixed prefill and decode over a paged cache that already holds the new tokens."""
@@ -50,16 +48,13 @@ class RaggedPageAttention(Call):
 
     @classmethod
     def canonicalise(cls, a: Arguments) -> None:
-        """Pages hold keys and values of each head in turn; scales are 0-d or one a head."""
+        """Pages hold keys and values of each head in turn."""
         heads, odd = divmod(a["kv_pages"].shape[2], 2)
         if odd:
             legal = "an even axis 2: keys and values of each kv head in turn"
             raise invalid("kv_pages", legal, a["kv_pages"])
         settle.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalise(a)
-        for name in SCALES:
-            if a[name] is not None and a[name].shape not in ((), (heads,)):
-                raise invalid(name, f"float[] or float[{heads}]", a[name])
         settle.scalar_index(a, "num_seqs")
 
     @classmethod

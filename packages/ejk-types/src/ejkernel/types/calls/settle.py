@@ -186,6 +186,19 @@ def _sinks(a: Arguments) -> None:
         a["softmax_aux"] = jnp.broadcast_to(aux, (_query(a).shape[-2], aux.shape[0]))
 
 
+def _cache_scales(a: Arguments) -> None:
+    """Scales are 0-d arrays, or of a cache with key heads one a head."""
+    of_heads = {"key_cache": 1, "keys": 1, "kv_pages": 2}  # how many rows of a token a head has
+    heads = next((a[name].shape[-2] // n for name, n in of_heads.items() if name in a), None)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        if a.get(name) is None:
+            continue
+        scale = a[name] = jnp.asarray(a[name])
+        shapes = ((),) if heads is None or name == "q_scale" else ((), (heads,))
+        if scale.shape not in shapes:
+            raise invalid(name, " or ".join(f"float{list(shape)}" for shape in shapes), scale)
+
+
 # ---- dropout ------------------------------------------------------------------------------------
 
 
@@ -255,6 +268,7 @@ BY_NAME = {
     "num_splits": lambda a: positive(a, "num_splits"),
     "dropout_seed": _dropout,
     "softmax_aux": _sinks,
+    "k_scale": _cache_scales,
     "attention_mask": _masks,
 }
 """What is done with an argument of this name, in this order."""
