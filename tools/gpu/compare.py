@@ -81,7 +81,7 @@ def worker(
 def logged(log: Path | None, *given: Any) -> None:
     """A worker in a process of its own, which writes to ``log`` what it and compilers print."""
     if log is not None:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(descriptor, stream.fileno())
     worker(*given)
