@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.cache  # asked some thirty times for one call's tiles
 def split_dim(dim: int) -> tuple[int, int]:
     """(main, rest): powers of two that hold ``dim`` columns; rest 0 when one is enough.
 
@@ -14,6 +17,7 @@ def split_dim(dim: int) -> tuple[int, int]:
     return main, max(16, 1 << (dim - main - 1).bit_length())
 
 
+@functools.cache
 def exact_dim(dim: int) -> bool:
     """Whether ``split_dim`` needs no padding."""
     return sum(split_dim(dim)) == dim

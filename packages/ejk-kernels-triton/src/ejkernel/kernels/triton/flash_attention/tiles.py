@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +74,7 @@ def choose(problem: Problem, target: Target) -> FlashTiles:
     return FlashTiles(fwd, *backward, single_row.choose(problem, target))
 
 
+@functools.cache
 def _padded(dim: int) -> int:
     return sum(split_dim(dim))
 
