@@ -6,7 +6,6 @@ is, maps it and differentiates it; its two launches are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, ROWS, STEP, Steps
+from ejkernel.ops.call_kernel import OwnTiles
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import calls
 from ejkernel.types.problem import LOG2E
@@ -57,7 +57,7 @@ class WholeStep:
         return vary(found, axes)
 
 
-class MLADecode(BesideTriton):
+class MLADecode(OwnTiles, BesideTriton):
     """Latent attention of the last tokens over a paged cache, on a Hopper GPU; see the operation
     of this name.
 
@@ -100,14 +100,8 @@ class MLADecode(BesideTriton):
     def choose(self, problem: Any, target: Any) -> Any:
         return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores))
 
-    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
-        return ()
-
     def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return chosen
-
-    def fields(self, chosen: Any) -> dict[str, Any]:
-        return {}
 
 
 mla_decode = MLADecode()
