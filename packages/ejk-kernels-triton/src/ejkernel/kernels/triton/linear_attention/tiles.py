@@ -127,6 +127,23 @@ def segment_of(p: Problem, t: Tiles, target: Target) -> int:
     return t.chunk * min(steps, max(1, mean))
 
 
+def split_tiles(t: Tiles, *, reads: bool, keeps: bool, wide: bool) -> Tiles:
+    """The launch of a walk whose products are in three parts; a config's stays as it is.
+
+    ``reads``: rows read; ``keeps``: states are kept; ``wide``: a state is 128 x 128.
+    """
+    if (t.num_warps, t.num_stages) not in ((4, 2), (8, 2)):
+        return t
+    if not reads:
+        # the next rows are on their way: 161 KiB. The state alone would take half the registers of
+        # four warps
+        return replace(t, num_warps=8 if wide else t.num_warps, num_stages=3)
+    # two stages of three arrays leave no room for a second program, and yet the next key and value
+    # wait for the last product that reads them. Two programs of one stage wait in turns, and four
+    # warps have scores of 64 rows to themselves where eight compute them twice
+    return t if keeps or t.num_warps == 4 else replace(t, num_warps=4, num_stages=1)
+
+
 def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
     """Whether one program holds all of a state, so that what was read gets its gradients in one
     walk: in registers, and in shared memory beside four arrays of rows."""

@@ -64,7 +64,7 @@ from ejkernel.kernels.triton.linear_attention.rows import (
     row_operand,
     store_rows,
 )
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, split_tiles, width
 from ejkernel.kernels.triton.targets import Target
 
 PREPARED = ("pairs", "totals", "value_totals")
@@ -103,6 +103,12 @@ def row_weights(
         else:
             weights = tl.where(i >= j, weights, 0.0)
     return weights
+
+
+@triton.jit
+def decayed(x, rest, scale, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows as the state takes them."""
+    return parts(x.to(tl.float32) * (tl.exp(rest) * scale)[:, None], OPERAND, SPLIT)
 
 
 @triton.jit
@@ -214,9 +220,10 @@ def walk(
             at = t * CHUNK
         row = base + at
         chunk_slot = slot * (SEGMENT // CHUNK) + at // CHUNK
-        k = load_rows(
-            key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
-        ).to(OPERAND)  # fmt: skip
+        if not SPLIT:
+            k = load_rows(
+                key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
+            ).to(OPERAND)  # fmt: skip
         given = load_rows(
             value, base, used - begin, at, value_head, value_heads, column, columns, CHUNK,
             COLUMNS, MAPS,
@@ -230,6 +237,14 @@ def walk(
         else:
             high = None
             low = None
+        sent, sent_low = v, v_low
+        if SPLIT:
+            # both operands of the state's product in registers at once would spill
+            if high_sums is not None:
+                sent, sent_low = decayed(given, rest, scale_in, OPERAND, SPLIT)
+            k = load_rows(
+                key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
+            ).to(OPERAND)  # fmt: skip
         if states is not None:
             kept = (chunk_slot * heads + head) * dim * columns
             tl.store(states + kept + place, state.to(states.dtype.element_ty), mask=held)
@@ -248,7 +263,6 @@ def walk(
                         CHUNK, PRECISION,
                     )  # fmt: skip
                 o = tl.dot(q, state.to(OPERAND), input_precision=PRECISION)
-        sent, sent_low = v, v_low
         source, source_low = parts(tl.trans(k), OPERAND, SPLIT)
         if totals is not None:
             total_at = totals + (chunk_slot * heads + head) * dim + tl.arange(0, DIM)
@@ -262,8 +276,8 @@ def walk(
             value_total += every_v
             state = state * tl.exp(every_v)[None, :]
         if high_sums is not None:
-            decayed = given.to(tl.float32) * (tl.exp(rest) * scale_in)[:, None]
-            sent, sent_low = parts(decayed, OPERAND, SPLIT)
+            if not SPLIT:
+                sent, sent_low = decayed(given, rest, scale_in, OPERAND, SPLIT)
             state = state * tl.exp(every)
             total += every
             state = product(source, source_low, sent, sent_low, state, SPLIT, PRECISION)
@@ -323,6 +337,9 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     split = target.hopper and p.operand == "float32" and t.chunk >= 64
     if split and not roles.query and width(dim) <= 128:
         block = min(128, width(columns))  # without a query registers are left
+    if split:
+        wide = min(block, width(dim)) == 128
+        t = split_tiles(t, reads=bool(roles.query), keeps=roles.states, wide=wide)
     maps = maps_of(p, t.chunk, ((dim, width(dim)), (columns, block)), target)
     channels, some = (dim, width(dim)), (columns, block)
     query_heads, key_heads, value_heads = roles.heads(p)
