@@ -39,7 +39,7 @@ Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 hea
 64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
 0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.04 to
 0.06 ms, o 0.113 ms, dq 0.151 ms with what the gate's gradient takes from it; of float32 (products
-in three parts, see ``products``) the sums 0.116 ms, o 0.403 ms.
+in three parts, see ``products``) the sums 0.082 ms, o 0.393 ms.
 
 Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
 et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
