@@ -64,6 +64,7 @@ def flash_fwd(
     rest,
     EVEN_KV: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTIAL_STAGES: tl.constexpr,
 ):
     q_len, kv_len, heads, kv_heads = sizes.q_len, sizes.kv_len, sizes.heads, sizes.kv_heads
     BLOCK_Q: tl.constexpr = q.ROWS
@@ -100,7 +101,7 @@ def flash_fwd(
     for phase in tl.static_range(0 if walk.FULL else 1, 2 if walk.PARTIAL else 1):
         # phase 0: blocks every row sees; phase 1: blocks that need an element mask
         steps = phase_steps(start, full_start, full_stop, stop, phase, walk.FULL)
-        for t in tl.range(0, steps):
+        for t in tl.range(0, steps, num_stages=None if phase == 0 else PARTIAL_STAGES):
             if walk.listed is not None:
                 kv_block = following
                 visit += 1

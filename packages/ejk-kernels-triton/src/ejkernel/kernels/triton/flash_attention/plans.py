@@ -17,7 +17,11 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention import groups
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
-from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps
+from ejkernel.kernels.triton.flash_attention.tiles import (
+    Tiles,
+    can_use_tensor_maps,
+    partial_stages,
+)
 from ejkernel.kernels.triton.launch import (
     Launch,
     Named,
@@ -274,7 +278,10 @@ class ForwardPlan(AttentionPlan):
             "base": Out(2),
             "rest": Out(3) if p.biased else None,
         }
-        return self.over_queries(flash_fwd, target, arguments)
+        launch = self.over_queries(flash_fwd, target, arguments)
+        paired = any(f"kv_{name}" in self.names for name in ("ids", "positions"))
+        stages = partial_stages(p, self.tiles, target) if paired else None
+        return replace(launch, constants={**launch.constants, "PARTIAL_STAGES": stages})
 
 
 @dataclass(frozen=True)

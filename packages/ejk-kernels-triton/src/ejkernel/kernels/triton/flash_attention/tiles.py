@@ -162,6 +162,17 @@ def _forward(problem: Problem, target: Target) -> Tiles:
     return Tiles(64, 64, 8, 2)
 
 
+def partial_stages(problem: Problem, tiles: Tiles, target: Target) -> int | None:
+    """Stages of the forward kernel's blocks that need an element mask, where rows and keys have
+    segments or positions; None = those of the tiles.
+
+    Those of keys are staged too. Beside three stages of 64 x 128 keys and values they would leave
+    room for one program a multiprocessor, by 56 bytes.
+    """
+    wide = max(_padded(problem.dim), _padded(problem.value_dim)) == 128
+    return 2 if target.hopper and wide and tiles.num_stages == 3 else None
+
+
 def _backward(problem: Problem, target: Target) -> tuple[Tiles, Tiles]:
     dim = max(_padded(problem.dim), _padded(problem.value_dim))
     if problem.dtype == "float32":
