@@ -141,14 +141,18 @@ def test_wide_groups_in_half_precision_and_vmap(monkeypatch):
     check_close(single[0], want, rms_limit=5e-3)
 
 
-def test_means_are_sums_of_exact_terms():
-    """Two numbers of float16 hold a float32 but for its last bit, whatever the size of its row."""
-    means = normal(1, 4, 2, 8) * jnp.asarray([1e-30, 1e-3, 1.0, 1e30])[:, None, None]
-    terms, factors = map(np.asarray, jax.jit(select.exact_terms)(means))
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_means_are_sums_of_exact_terms(size):
+    """Two numbers of float16 hold a float32 but for its last bit, beside one 10^4 times larger."""
+    means = normal(1, 4, 2, 8) * jnp.asarray([1e-4, 1e-2, 1e-2, 1])[:, None, None] * size
+    terms, factors = map(np.asarray, jax.jit(select.exact_terms, static_argnums=1)(means, 3))
     assert terms.dtype == np.float16
-    parts = np.split(terms.astype(np.float64), 2, axis=-1)
-    found = sum(parts) * np.moveaxis(factors, 1, 2)[..., None]
-    np.testing.assert_allclose(found, np.asarray(means, np.float64), rtol=2**-23, atol=0)
+    assert terms.shape == (1, 2, 4 + 3, 2, 8)
+    found = np.moveaxis(terms[:, :, :4].astype(np.float64).sum(3), 1, 2) * factors[0][:, None]
+    scale = np.abs(means).max()
+    np.testing.assert_allclose(
+        found, np.asarray(means, np.float64), rtol=2**-23, atol=2**-39 * scale
+    )
 
 
 def ranked(q, k, size, slots, scale=0.25):

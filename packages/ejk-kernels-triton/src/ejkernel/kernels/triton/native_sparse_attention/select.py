@@ -52,11 +52,10 @@ class Tiles:
 
 def choose(p: Problem, target: Target) -> Tiles:
     wide = padded(p.dim) > 128
-    if target.hopper and not wide and p.group >= 8:
-        # four programs a multiprocessor; addresses of more tokens would take more registers
-        t = Tiles(64, 32, 4, 2, 4 * target.cores, 128)
-    elif target.hopper:
-        t = Tiles(128, 32 if wide else 64, 8, 2, 2 * target.cores)
+    if target.hopper:
+        # two programs a multiprocessor; addresses of more tokens take more registers
+        registers = 128 if not wide and p.group >= 8 else None
+        t = Tiles(128, 32 if wide else 64, 8, 2, 2 * target.cores, registers)
     else:
         t = Tiles(64, 16 if wide else 32, 4, 2, 2 * target.cores)
     if p.dtype == "float32":  # queries are two operands
@@ -81,13 +80,14 @@ class SelectPlan(Batched, KernelPlan):
         return ("q", "terms", "factors", *packed)
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What is asked for; behind ranks, memory for scores."""
+        """What is asked for; behind it memory for a program's scores and queries."""
         p, t = self.problem, self.tiles
-        lead = (p.batch, p.length, p.kv_heads)
+        lead, each = (p.batch, p.length, p.kv_heads), t.programs * terms(p.dtype)
+        queries = struct("float16", p.batch, each * t.rows, padded(p.dim))
         if self.kind == "scores":
-            return (struct("float32", *lead, p.blocks),)
+            return struct("float32", *lead, p.blocks), queries
         scores = (p.batch, t.programs * t.tokens(p), p.blocks)
-        return struct("int32", *lead, p.slots), struct("float32", *scores)
+        return struct("int32", *lead, p.slots), struct("float32", *scores), queries
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.native_sparse_attention import select_kernel
@@ -95,7 +95,7 @@ class SelectPlan(Batched, KernelPlan):
         p, t, ranks = self.problem, self.tiles, self.kind == "ranks"
         arguments: dict[str, Any] = dict.fromkeys(("firsts", "completes", "owns", "chosen"))
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
-        results = ("chosen", "scores") if ranks else ("scores",)
+        results = (*(["chosen"] if ranks else []), "scores", "queries")
         arguments |= {name: Out(i) for i, name in enumerate(results)}
         count = p.slots - 1 if ranks else 1
         arguments |= {
@@ -115,7 +115,7 @@ class SelectPlan(Batched, KernelPlan):
             "SPLITS": -(-p.group // t.members(p)),
             "TOKENS": t.tokens(p),
             "KEYS": t.keys,
-            "QUERY_TERMS": 2 if p.dtype == "float32" else 1,
+            "QUERY_TERMS": terms(p.dtype),
             "PER": t.num_warps,
             "SLABS": min(16, power_of_two(-(-p.blocks // 32))),
             "COUNT": count,
@@ -127,21 +127,27 @@ class SelectPlan(Batched, KernelPlan):
         return Launch.of(kernel, arguments, grid, t.num_warps, t.num_stages, options)
 
 
-def exact_terms(means: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 means ``[b, n, hk, d]`` as (terms ``[b, n, hk, 2 * d]``, factors ``[b, hk, n]``).
+def terms(dtype: str) -> int:
+    """Numbers of float16 whose sum a query is."""
+    return 2 if dtype == "float32" else 1
 
-    A factor is a power of two that brings its row to [2^14, 2^15); the terms are two numbers of
-    float16, the large one first, whose sum is the row so brought.
+
+def exact_terms(means: jax.Array, more: int) -> tuple[jax.Array, jax.Array]:
+    """Float32 means ``[b, n, hk, d]`` as (terms ``[b, hk, n + more, 2, d]``, factors ``[b, hk]``).
+
+    A factor is a power of two that brings the largest mean of a head to [2^14, 2^15); the terms are
+    two numbers of float16, the large one first, whose sum is the mean so brought.
     """
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(means), axis=-1), jnp.int32)
-    exponent = jnp.clip(bits >> 23, 15, 254)
+    size = jnp.max(jnp.where(jnp.isfinite(means), jnp.abs(means), 0.0), axis=(1, 3))
+    exponent = jnp.clip(lax.bitcast_convert_type(size, jnp.int32) >> 23, 15, 253)
     up, down = (
         lax.bitcast_convert_type(x << 23, jnp.float32) for x in (268 - exponent, exponent - 14)
     )
-    means = means * up[..., None]
+    means = means * up[:, None, :, None]
     high = lax.reduce_precision(means, 5, 10)
-    terms = jnp.concatenate([high, means - high], axis=-1).astype(jnp.float16)
-    return terms, jnp.moveaxis(down, 1, 2)
+    both = jnp.stack([high, means - high], axis=3).astype(jnp.float16)
+    both = jnp.pad(both, [(0, 0), (0, more), *[(0, 0)] * 3])
+    return jnp.moveaxis(both, 1, 2), down
 
 
 def must_rank(p: Problem, sorts: bool) -> bool:
@@ -165,10 +171,10 @@ def select(
     if p.slots == 1:
         return jnp.broadcast_to(own[:, :, None, None], (*lead, 1))
     complete = (blocks.position + 1) // blocks.size
-    terms, factors = exact_terms(block_means(k, blocks))
+    means, factors = exact_terms(block_means(k, blocks), choose(p, target).keys)
     tensors = {
         "q": q,
-        "terms": terms,
+        "terms": means,
         "factors": factors,
         "firsts": blocks.first_block[None],
         "completes": jnp.where(blocks.sequence >= 0, complete, 0)[None],

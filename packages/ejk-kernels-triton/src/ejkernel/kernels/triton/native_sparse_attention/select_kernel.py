@@ -7,9 +7,10 @@ query heads h of the group:
 
 The own block comes first, then the blocks of the largest scores, ties to the lower number.
 
-Products are those of float32: rows are brought to the range of float16 by powers of two, then a
-mean, and a query in float32, is the sum of two numbers of float16 (22 bits and a sign between them,
-so within one unit in the last place of float32). Their products are exact, and sums are float32.
+Products are those of float32: a query is brought to the range of float16 by a power of two, a mean
+by one for all of its head, and each is one number of float16 (a query of 16 bits) or the sum of two
+(22 bits and a sign between them: float32 but for its last bit, where a mean is not less than 2^-17
+of the largest). Their products are exact, and sums are float32.
 
 Work split: as many programs as run at once, each for every so many-th of the tiles of tokens, the
 longest first. A tile's rows are the query heads of the group of its tokens, so that the sum over
@@ -20,7 +21,7 @@ one instruction finds the largest of a warp.
 
 Bound: 8 * T * blocks * d FLOPs per head over the visible half (twice two products). At T 32k, 64
 heads, D128, blocks of 64: 0.55 TFLOP, and 4 GB of means from L2: both 1.1 ms or less. Takes
-2.5 ms on an H200.
+1.85 ms on an H200.
 
 Source: Yuan et al., "Native Sparse Attention" (2025), section 3.3.2.
 """
@@ -29,15 +30,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.softmax import online_softmax
+from ejkernel.kernels.triton.common.softmax import fused_softmax
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
-    load_keys,
-    row_terms,
-    weights,
 )
 
 EMPTY = tl.constexpr(-8388608)  # the bits of -inf; as an integer, below those of every score
+EXPONENT = tl.constexpr(0x7F800000)  # the bits of a power of two
+# of slopes: hidden products at -inf stay so, and logits that are no more than 0 are finite
+SMALLEST = tl.constexpr(2.0**-90)
+LARGEST = tl.constexpr(2.0**80)
 LANES = tl.constexpr(32)  # of the warp that ranks a token's blocks
 
 
@@ -63,34 +65,62 @@ def own_blocks(owns, token, t, real, size):
 
 
 @triton.jit
-def query_terms(q):
-    """(high, low, factor): float16 rows with q = factor * (high + low), factor a power of two."""
+def query_terms(q, sign, slope):
+    """(high, low, slope, power): float16 rows whose sum is a power of two times q, and the slope of
+    their products in base 2, with the power of two below it."""
     x = q.to(tl.float32)
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum(bits >> 23, 15), 254)  # rows are brought to [2^14, 2^15)
     x *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    if sign is not None:
+        x *= sign
     high = x.to(tl.float16)
     low = (x - high.to(tl.float32)).to(tl.float16)
-    return high, low, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    slope = slope * ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    slope = tl.minimum(tl.maximum(slope, SMALLEST), LARGEST)
+    power = (slope.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+    return high, low, slope, power
+
+
+@triton.jit
+def through_memory(
+    queries, high, low,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUERY_TERMS: tl.constexpr,
+):  # fmt: skip
+    """The same two tiles, out of a piece of memory of the program's own."""
+    row = tl.program_id(0).to(tl.int64) * (QUERY_TERMS * ROWS) + tl.arange(0, ROWS)
+    pointers = queries + row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(pointers, high)
+    if QUERY_TERMS == 2:
+        tl.store(pointers + ROWS * COLUMNS, low)
+    tl.debug_barrier()
+    high = tl.load(pointers)
+    if QUERY_TERMS == 2:
+        low = tl.load(pointers + ROWS * COLUMNS)
+    tl.debug_barrier()
+    return high, low
 
 
 @triton.jit
 def exact_products(
-    q_high, q_low, factor, terms, factors, base, row, first, blocks, stride,
+    q_high, q_low, terms, first,
     D: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr, QUERY_TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Float32 products of queries and the means of the blocks ``first`` .. ``first + KEYS``."""
-    inside = first + tl.arange(0, KEYS) < blocks
-    high = load_keys(terms, base, first, inside, stride, D, COLUMNS)
-    low = load_keys(terms, base + D, first, inside, stride, D, COLUMNS)
-    of_keys = tl.load(factors + row * blocks + first + tl.arange(0, KEYS), mask=inside, other=0.0)
-    s = tl.zeros([q_high.shape[0], KEYS], tl.float32)
+    """Products of queries and the means of the blocks ``first`` .. ``first + KEYS``.
+
+    Both terms of a mean are rows of one product, neighbours, whose sums one thread holds. There are
+    rows for KEYS blocks more than there are blocks.
+    """
+    row = 2 * first + tl.arange(0, 2 * KEYS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    pointers = terms + row[:, None] * D + column
+    rows = tl.load(pointers) if COLUMNS == D else tl.load(pointers, mask=column < D, other=0.0)
+    s = tl.zeros([q_high.shape[0], 2 * KEYS], tl.float32)
     if QUERY_TERMS == 2:  # what is small comes first
-        s = tl.dot(q_low, tl.trans(low), s)
-        s = tl.dot(q_low, tl.trans(high), s)
-    s = tl.dot(q_high, tl.trans(low), s)
-    s = tl.dot(q_high, tl.trans(high), s)
-    return s * factor[:, None] * of_keys[None, :]
+        s = tl.dot(q_low, tl.trans(rows), s)
+    s = tl.dot(q_high, tl.trans(rows), s)
+    high, low = tl.split(tl.reshape(s, [q_high.shape[0], KEYS, 2]))
+    return high + low
 
 
 @triton.jit
@@ -114,8 +144,10 @@ def rank_blocks(
     for step in tl.range(0, end - begin, SLABS * LANES, num_stages=1):
         first = begin + step
         number = first + slab * LANES + lane
-        seen = (number < end) & real[None, :, None]
-        x = tl.load(at + number, mask=seen, other=float("-inf")).to(tl.int32, bitcast=True)
+        seen = (number >= low[None, :, None]) & (number < high[None, :, None])
+        seen = seen & (number != (low + own)[None, :, None])
+        x = tl.load(at + number, mask=seen, other=float("-inf"))
+        x = tl.where(x == x, x, float("inf")).to(tl.int32, bitcast=True)
         new_top = tl.full([KEPT, PER, LANES], EMPTY, tl.int32)
         new_which = tl.full([KEPT, PER, LANES], -1, tl.int32)
         for i in tl.range(0, COUNT):
@@ -146,6 +178,7 @@ def score_blocks(
     owns,
     chosen,
     scores,
+    queries,
     length,
     heads,
     kv_heads,
@@ -172,30 +205,31 @@ def score_blocks(
     sequence, best first; -1 behind them. With ``chosen`` None the scores themselves.
 
     ``scores [b, programs * TOKENS, blocks]`` is what a program writes its own to, or ``[b, s, hk,
-    blocks]``; some of those that a token does not see are not written. ``terms [b, blocks, hk, 2 *
-    D]`` times ``factors [b, hk, blocks]`` are the means. ``owns [b, s]``: -1 for tokens of no
-    sequence.
+    blocks]``; some of those that a token does not see are not written. ``terms [b, hk,
+    blocks + KEYS, 2, D]`` times ``factors [b, hk]`` are the means. ``owns [b, s]``: -1 for tokens
+    of no sequence. ``queries``: memory for a program's rows in float16.
     """
     b = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
     token = b.to(tl.int64) * length
     tiles = (length + TOKENS - 1) // TOKENS
     each = tl.arange(0, TOKENS * MEMBERS)
-    stride = kv_heads * (2 * D)
     for number in tl.range(program, tiles * kv_heads, programs):
         tile = tiles - 1 - number // kv_heads  # the longest first
         hk = number % kv_heads
         t = tile * TOKENS + tl.arange(0, TOKENS)
         row_t = tile * TOKENS + each // MEMBERS
         low, high = visible_means(firsts, completes, token, t, t < length, size, blocks)
-        own = own_blocks(owns, token, t, t < length, size)
         row_low, row_high = visible_means(
             firsts, completes, token, row_t, row_t < length, size, blocks
         )
         begin = tl.min(low, 0)
         end = tl.max(high, 0)
-        base = b.to(tl.int64) * blocks * stride + hk * (2 * D)
-        of_head = b.to(tl.int64) * kv_heads + hk
+        # blocks that every token sees
+        inner = tl.max(tl.where(t < length, low, 0), 0)
+        outer = tl.min(tl.where(t < length, high, blocks), 0)
+        of_head = terms + (b.to(tl.int64) * kv_heads + hk) * (blocks + KEYS) * (2 * D)
+        factor = tl.load(factors + b * kv_heads + hk)
         if chosen is None:
             row = (token + t) * kv_heads + hk
         else:
@@ -206,37 +240,39 @@ def score_blocks(
             q_tile = load_group(
                 q, (token + row_t) * heads, real, hk * GROUP + member, D, COLUMNS
             )  # fmt: skip
-            q_high, q_low, factor = query_terms(q_tile)
-            if sign is not None:
-                factor *= sign
+            q_high, q_low, row_slope, power = query_terms(q_tile, sign, slope * factor)
+            # an operand that was in memory stays in shared memory, another would be brought to
+            # registers again in every step
+            q_high, q_low = through_memory(
+                queries, q_high, q_low, TOKENS * MEMBERS, COLUMNS, QUERY_TERMS
+            )
+            large = 1073741824.0 / power  # as in fused_softmax
             m = tl.full([TOKENS * MEMBERS], float("-inf"), tl.float32)
             l = tl.zeros([TOKENS * MEMBERS], tl.float32)  # noqa: E741
+            e = tl.zeros([TOKENS * MEMBERS], tl.float32)
             for at in tl.range(0, end - begin, KEYS):
                 first = begin + at
-                s = exact_products(
-                    q_high, q_low, factor, terms, factors, base, of_head, first, blocks, stride,
-                    D, COLUMNS, KEYS, QUERY_TERMS,
-                )  # fmt: skip
-                c = first + tl.arange(0, KEYS)[None, :]
-                seen = c < row_high[:, None]
-                if firsts is not None:
-                    seen = seen & (c >= row_low[:, None])
-                s = tl.where(seen, s, float("-inf"))
-                _, m, l, _ = online_softmax(s, m, l, slope, False, True)  # noqa: E741
-            top, log = row_terms(m, l)
-            log = tl.where(real, log, float("inf"))
+                s = exact_products(q_high, q_low, of_head, first, D, COLUMNS, KEYS, QUERY_TERMS)
+                if (first < inner) | (first + KEYS > outer):
+                    c = first + tl.arange(0, KEYS)[None, :]
+                    seen = c < row_high[:, None]
+                    if firsts is not None:
+                        seen = seen & (c >= row_low[:, None])
+                    s = tl.where(seen, s, float("-inf"))
+                _, m, l, e, _ = fused_softmax(  # noqa: E741
+                    s, m, l, e, row_slope, power, large, True
+                )
+            # p is exp2 of the same multiply-add, over l: no rounding of a large m is left in it
+            m = tl.where(l > 0.0, m, 0.0)
+            row_slope = tl.where(tl.abs(m) >= large, power, row_slope)
+            shift = m * row_slope
+            share = tl.where(real & (l > 0.0), 1.0 / tl.where(l > 0.0, l, 1.0), 0.0)
             for at in tl.range(0, end - begin, KEYS):
                 first = begin + at
-                s = exact_products(
-                    q_high, q_low, factor, terms, factors, base, of_head, first, blocks, stride,
-                    D, COLUMNS, KEYS, QUERY_TERMS,
-                )  # fmt: skip
-                p = weights(s, top[:, None], log[:, None], slope)
+                s = exact_products(q_high, q_low, of_head, first, D, COLUMNS, KEYS, QUERY_TERMS)
+                p = tl.exp2(tl.fma(s, row_slope[:, None], -shift[:, None])) * share[:, None]
                 score = tl.sum(tl.reshape(p, [TOKENS, MEMBERS, KEYS]), 1)
-                score = tl.where(score == score, score, float("inf"))
                 c = first + tl.arange(0, KEYS)[None, :]
-                seen = (c >= low[:, None]) & (c < high[:, None]) & (c != (low + own)[:, None])
-                score = tl.where(seen, score, float("-inf"))
                 pointers = scores + row[:, None] * blocks + c
                 stored = (t < length)[:, None] & (c < blocks)
                 if SPLITS > 1:
