@@ -89,6 +89,22 @@ def test_given_blocks_with_counts_duplicates_and_strangers(group, size, tile, mo
     compare(ours, theirs, args)
 
 
+def test_every_block_is_causal_attention():
+    """Without a ranking too the own block, which alone has keys behind a token, is the first."""
+    args = inputs(2, gates=0, length=6, hk=1)
+
+    def ours(q, k, v):
+        return native_sparse_attention(q, k, v, block_counts=2, block_size=4)
+
+    def theirs(q, k, v):
+        return oracle.sequence(
+            q[0], k[0], v[0], (None, None, None), size=6, scale=D**-0.5, length=6,
+            count=lambda t, m: 1, indices=[[[0]]] * 6,
+        )[None]  # fmt: skip
+
+    compare(ours, theirs, args)
+
+
 def test_packed_equals_each_sequence_alone():
     """Counts below the bound take the best blocks; nothing of padding is read."""
     lengths, total = [7, 0, 7], 17

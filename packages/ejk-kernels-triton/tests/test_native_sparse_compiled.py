@@ -80,6 +80,14 @@ def test_compiles(kind):
     assert found.spills == 0 and found.products > 0 and not found.serialized
 
 
+@pytest.mark.parametrize(("kind", "programs"), [("forward", 6), ("dq", 5)])
+def test_programs_of_a_multiprocessor(kind, programs):
+    """Each waits for its keys most of the time."""
+    found = used("64:4 d128", kind, TARGETS["sm_90"])
+    assert programs * (found.shared + 2**10) <= 228 * 2**10
+    assert programs * found.num_warps * 32 * found.registers <= 2**16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", TARGETS)
 @pytest.mark.parametrize("shape", SHAPES)

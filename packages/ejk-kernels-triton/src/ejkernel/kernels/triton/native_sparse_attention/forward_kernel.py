@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.softmax import online_softmax
 
 
 @triton.jit
@@ -44,41 +43,58 @@ def load_group(x, at, inside, heads_at, D: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def list_length(chosen, row, slots, SLOTS: tl.constexpr):
-    """Entries of a list, whose end is marked by -1."""
-    slot = tl.arange(0, SLOTS)
-    entries = tl.load(chosen + row * slots + slot, mask=slot < slots, other=-1)
-    return tl.sum((entries >= 0).to(tl.int32), 0)
-
-
-@triton.jit
 def open_walk(q, chosen, starts, of):
-    """What a program walks: (its token, first row of its key head, the token's list, first token of
-    its sequence, entries of the list, rows of its heads in ``[b, s, h]``, which exist, queries)."""
+    """What a program walks: (its token, first row of its key head, first token of its sequence, its
+    list with -1 behind all blocks, how many there are, rows of its heads in ``[b, s, h]``, which
+    exist, queries)."""
     t, b, hk, split = token_of(tl.program_id(0), of.length, of.kv_heads, of.SPLITS)
     token = b.to(tl.int64) * of.length + t
-    row = token * of.kv_heads + hk
     start = 0
     if starts is not None:
         start = tl.load(starts + token)
-    count = list_length(chosen, row, of.slots, of.SLOTS)
+    slot = tl.arange(0, of.SLOTS)
+    row = token * of.kv_heads + hk
+    entries = tl.load(chosen + row * of.slots + slot, mask=slot < of.slots, other=-1)
+    count = tl.sum((entries >= 0).to(tl.int32), 0)
     each = split * of.ROWS + tl.arange(0, of.ROWS)
     inside = each < of.GROUP
     at = token * of.heads + hk * of.GROUP + each
     q_tile = load_group(q, at, inside, 0, of.D, of.COLUMNS)
-    return t, b.to(tl.int64) * of.length * of.kv_heads + hk, row, start, count, at, inside, q_tile
+    key_row = b.to(tl.int64) * of.length * of.kv_heads + hk
+    return t, key_row, start, entries, count, at, inside, q_tile
 
 
 @triton.jit
-def block_tile(chosen, row, step, start, t, of):
-    """Step ``step`` of token t's walk: (first token of the tile, keys of its block that t sees)."""
-    block = tl.load(chosen + row * of.slots + step // of.PARTS)
+def steps_of(count, phase: tl.constexpr, of):
+    """Steps of a phase of a walk: 0 the first block of its list, 1 the others.
+
+    Only a token's own block has keys behind it, and is the first if it is in the list. Every other
+    tile goes without a mask. With one phase all have it.
+    """
+    own = tl.minimum(count, 1) * of.PARTS
+    if of.PHASES == 1:
+        begin, end = 0, count * of.PARTS
+    elif phase == 0:
+        begin, end = 0, own
+    else:
+        begin, end = own, count * of.PARTS
+    return begin, end
+
+
+@triton.jit
+def tile_of(entries, step, start, t, phase: tl.constexpr, of):
+    """A step of token t's walk: (first token of the tile, keys of its block that t sees).
+
+    The list is in registers: as a load it would be one more stage, that keys and values then lack.
+    """
+    slot = tl.arange(0, of.SLOTS)
+    block = tl.sum(tl.where(slot == step // of.PARTS, entries, 0), 0)
     into = step % of.PARTS * of.KEYS
     first = start + block * of.size + into
     within = tl.arange(0, of.KEYS)
-    seen = within <= t - first
-    if not of.EVEN:
-        seen = seen & (within < of.size - into)
+    seen = within < of.size - into
+    if phase == 0:
+        seen = seen & (within <= t - first)
     return first, seen
 
 
@@ -98,6 +114,21 @@ def load_keys(x, base, first, inside, stride, D: tl.constexpr, COLUMNS: tl.const
 def load_head(x, row, first, inside, heads, D: tl.constexpr, COLUMNS: tl.constexpr):
     """The same of x ``[., heads, D]``, whose first token has its head at ``row``."""
     return load_keys(x, row * D, first, inside, heads * D, D, COLUMNS)
+
+
+@triton.jit
+def load_seen(
+    x, row, first, seen, heads, D: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr
+):  # fmt: skip
+    """The same of keys that are seen; ALL: each is."""
+    if ALL and COLUMNS == D:
+        stride = heads * D
+        pointers = x + row * D + first.to(tl.int64) * stride
+        each = tl.arange(0, seen.shape[0])[:, None]
+        tile = tl.load(pointers + each * stride + tl.arange(0, COLUMNS)[None, :])
+    else:
+        tile = load_head(x, row, first, seen, heads, D, COLUMNS)
+    return tile
 
 
 @triton.jit
@@ -134,22 +165,34 @@ def selected_fwd(
 
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
-    t, key_row, row, start, count, at, inside, q_tile = open_walk(q, chosen, starts, of)
+    t, key_row, start, entries, count, at, inside, q_tile = open_walk(q, chosen, starts, of)
     m = tl.full([of.ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([of.ROWS], tl.float32)  # noqa: E741
+    # of columns: a row is spread over warps, and summed up once
+    sums = tl.zeros([of.ROWS, of.KEYS], tl.float32)
     acc = tl.zeros([of.ROWS, of.VALUE_COLUMNS], tl.float32)
-    for step in tl.range(0, count * of.PARTS):
-        first, seen = block_tile(chosen, row, step, start, t, of)
-        k_tile = load_head(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
-        if of.sign is not None:
-            s = s * of.sign
-        s = tl.where(seen[None, :], s, float("-inf"))
-        v_tile = load_head(v, key_row, first, seen, of.kv_heads, of.DV, of.VALUE_COLUMNS)
-        # the first tile of every block has a key that is seen
-        p, m, l, alpha = online_softmax(s, m, l, of.slope, False, False)  # noqa: E741
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=of.PRECISION)
+    for phase in tl.static_range(of.PHASES):
+        begin, end = steps_of(count, phase, of)
+        for step in tl.range(begin, end):
+            first, seen = tile_of(entries, step, start, t, phase, of)
+            whole: tl.constexpr = phase == 1 and of.EVEN
+            k_tile = load_seen(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS, whole)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
+            if of.sign is not None:
+                s = s * of.sign
+            if not whole:
+                s = tl.where(seen[None, :], s, float("-inf"))
+            v_tile = load_seen(
+                v, key_row, first, seen, of.kv_heads, of.DV, of.VALUE_COLUMNS, whole
+            )  # fmt: skip
+            # the first tile of every block has a key that is seen
+            m_new = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2((s - m_new[:, None]) * of.slope)
+            alpha = tl.exp2((m - m_new) * of.slope)[:, None]
+            sums = sums * alpha + p
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha, input_precision=of.PRECISION)
+            m = m_new
 
+    l = tl.sum(sums, 1)  # noqa: E741
     acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
     column = tl.arange(0, of.VALUE_COLUMNS)
     stored = inside[:, None] & (column < of.DV)[None, :]

@@ -21,7 +21,7 @@ from ejkernel.kernels.triton.launch import (
     struct,
 )
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, Sizes, padded
-from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, piece_length
+from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles, phases, piece_length
 from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = {
@@ -114,6 +114,7 @@ class SelectedPlan(Batched, KernelPlan):
             KEYS=t.keys,
             PARTS=parts,
             EVEN=p.size % t.keys == 0,
+            PHASES=phases(p, t, kind),
             LENGTH=piece_length(p),
             LANES=lane_count(p.blocks),
             PRECISION=p.precision,

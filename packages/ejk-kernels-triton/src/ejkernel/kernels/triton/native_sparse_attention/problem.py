@@ -115,6 +115,7 @@ class Sizes(NamedTuple):
     KEYS: int
     PARTS: int
     EVEN: bool
+    PHASES: int  # 2 = a token's own block is walked apart
     LENGTH: int
     LANES: int
     PRECISION: str

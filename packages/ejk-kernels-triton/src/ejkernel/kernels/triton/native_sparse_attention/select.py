@@ -166,7 +166,7 @@ def select(
     own = jnp.where(blocks.sequence >= 0, own, -1)[None]
     if not must_rank(p, sorts):  # all there are
         each = jnp.arange(p.slots, dtype=jnp.int32)
-        every = jnp.where(each <= own[..., None], each, -1)
+        every = jnp.where(each <= own[..., None], own[..., None] - each, -1)
         return jnp.broadcast_to(every[:, :, None], (*lead, p.slots))
     if p.slots == 1:
         return jnp.broadcast_to(own[:, :, None, None], (*lead, 1))
@@ -206,7 +206,8 @@ def _by_parts(p: Problem, tensors: dict[str, jax.Array], scores: Any) -> jax.Arr
     def best(x: dict[str, jax.Array]) -> jax.Array:
         low, own = x["firsts"][:, :, None, None], x["owns"][:, :, None, None]
         seen = (number >= low) & (number < low + x["completes"][:, :, None, None])
-        score = jnp.where(seen, scores(part, x | fixed), -jnp.inf)
+        # the own block comes first, whatever the others are
+        score = jnp.where(seen, jnp.nan_to_num(scores(part, x | fixed)), -jnp.inf)
         score = jnp.where((number == low + own) & (own >= 0), jnp.inf, score)
         top, found = lax.top_k(score, p.slots)
         return jnp.where(top == -jnp.inf, -1, found - low)

@@ -105,6 +105,12 @@ def _bytes(p: Problem) -> int:
     return _columns(p) * p.itemsize
 
 
+def phases(p: Problem, t: Tiles, kind: str) -> int:
+    """2 = a token's own block, which alone needs a mask, is walked apart from the others."""
+    # two loops would spill where 64 rows of wide heads take all registers
+    return 1 if kind == "dq" and t.heads == 64 and _columns(p) > 256 else 2
+
+
 def _transposed(p: Problem, target: Target) -> Tiles:
     """Of the key gradients: rows are the query heads of several tokens."""
     columns = _columns(p)
