@@ -75,6 +75,16 @@ def pull(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], d
     return run, draw(case)
 
 
+def check_chosen(found, score, rtol, atol=0.0):
+    """Lists ``[s, hk, slots]`` have the blocks of the best scores ``[s, hk, n]``, each once: place
+    by place a score within the tolerance of the one that float64 puts there."""
+    found, slots = np.asarray(found), found.shape[-1]
+    best = -np.sort(-score, axis=-1)[..., :slots]
+    got = np.where(found < 0, -1.0, np.take_along_axis(score, np.maximum(found, 0), -1))
+    np.testing.assert_allclose(got, best, rtol=rtol, atol=atol)
+    assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in found.reshape(-1, slots))
+
+
 def pulled(fn, args, weight):
     """Output, and ``weight`` pulled back to the arguments."""
     out, pull = jax.vjp(fn, *args)

@@ -19,7 +19,7 @@ from ejkernel.types.structure import Unsupported
 from ejkernel.types.token_blocks import block_means, find_blocks
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
-from ejktest.sparse_cases import compare
+from ejktest.sparse_cases import check_chosen, compare
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
@@ -196,18 +196,27 @@ def test_ties_go_to_the_lower_block_across_tiles(dtype, most, monkeypatch):
     q, k = normal(1, s, 2, 16).astype(dtype), normal(1, s, 1, 16).astype(dtype)
     both = [jnp.concatenate([x] * (1 if most else 2)) for x in (q, k)]
     got, blocks = ranked(*both, size, slots)
-    x = 0.25 * np.einsum(
-        "bshd,bnxd->shn", *(np.asarray(y, float) for y in (q, block_means(k, blocks)))
-    )
-    seen = (np.arange(s)[:, None] + 1) // size > np.arange(blocks.count)
-    p = np.exp(np.where(seen[:, None], x, -np.inf))
-    score = (p / np.maximum(p.sum(-1, keepdims=True), 1e-9)).sum(1)
-    score = np.where(seen, score, -1.0)
-    score[np.arange(s), np.arange(s) // size] = 9.0
+    score = oracle.scores(q[0], block_means(k, blocks)[0], size, 0.25)[:, 0]
     want = np.argsort(-score, axis=-1, kind="stable")[:, :slots]
     want = np.where(np.take_along_axis(score, want, -1) < 0, -1, want)
     for row in got:
         np.testing.assert_array_equal(row[:, 0], want)
+
+
+def test_small_means_beside_a_large_one():
+    """The last block's mean is 2^20 times the others, which keep no bit below 2^-39 of it: scores
+    are float64's within twice (logit and lse) what their logits lose; of equal means, however
+    small, the lower number goes first."""
+    q, k = normal(1, 24, 2, 16), normal(1, 24, 1, 16)
+    k = k.at[:, 10:14].set(k[:, 2:6]).at[:, 16:20].set(k[:, 2:6] * (1 + 2**-12))
+    k = k.at[:, 22:].multiply(2.0**20)
+    got, blocks = ranked(q, k, 2, 12)
+    means = np.abs(np.asarray(block_means(k, blocks)[0]))
+    lost = 2**-39 * 0.25 * np.abs(q[0]).sum(-1).max() * means.max()
+    score = oracle.scores(q[0, :22], block_means(k, blocks)[0], 2, 0.25)
+    check_chosen(got[0, :22], score, rtol=2 * lost + 2**-20)
+    for row in np.asarray(got)[0, 14:, 0].tolist():
+        assert row.index(1) + 1 == row.index(5) and row.index(2) + 1 == row.index(6)
 
 
 def test_groups_of_more_heads_than_rows(monkeypatch):

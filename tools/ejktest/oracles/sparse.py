@@ -33,6 +33,24 @@ def chosen_blocks(p_cmp, t, size, complete, count):
     return [own, *rest][:count]
 
 
+def scores(q, means, size, scale):
+    """Of every block ``[s, hk, n]``, in float64 numpy: what the compressed branch gives it, summed
+    over a group's heads; -1 where it is not complete, 1e3 for the own block.
+
+    q ``[s, h, d]``, means ``[n, hk, d]``.
+    """
+    q, means = (np.asarray(x, np.float64) for x in (q, means))
+    (s, _, d), (n, hk, _) = q.shape, means.shape
+    x = scale * np.einsum("smgd,nmd->smgn", q.reshape(s, hk, -1, d), means)
+    t = np.arange(s)
+    seen = ((t[:, None] + 1) // size > np.arange(n))[:, None, None]
+    p = np.exp(np.where(seen, x - x.max(-1, keepdims=True, where=seen, initial=-1e300), -np.inf))
+    score = (p / np.maximum(p.sum(-1, keepdims=True), 1e-300)).sum(2)
+    score = np.where(seen[:, :, 0], score, -1.0)
+    score[t, :, t // size] = 1e3
+    return score
+
+
 def row(x, t):
     """``x[t]``; its gradient is one program for all ``t``."""
     return jax.lax.dynamic_index_in_dim(x, t, keepdims=False)

@@ -4,7 +4,7 @@ With p_tj = exp(x_tj - lse_t) and delta_t = do_t . o_t:
 
     ds_tj = p_tj (do_t . v_j - delta_t);    dq_t = scale * sum_j ds_tj k_j
 
-Work split and bound as of the forward pass, whose walk this is, with three products a tile: 7.8
+Work split and bound as of the forward pass, whose walk this is, with three products a tile: 7.6
 ms.
 """
 

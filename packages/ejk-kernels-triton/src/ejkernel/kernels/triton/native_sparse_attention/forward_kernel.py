@@ -11,7 +11,7 @@ split). Programs of one key head follow each other: its keys and values stay in 
 
 Bound: each program reads ``blocks * size * (d + dv)`` elements and shares none with its neighbours.
 At T 32k, 64:4 heads, D128, 16 blocks of 64: 69 GB from L2, 1.1 TFLOP: L2, by a factor of four. It
-takes 7.2 ms on an H200.
+takes 6.8 ms on an H200.
 
 Source: Yuan et al., "Native Sparse Attention" (2025), sections 3.3 and 3.4.
 """

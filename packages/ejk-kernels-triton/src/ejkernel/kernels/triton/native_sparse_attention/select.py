@@ -136,7 +136,8 @@ def exact_terms(means: jax.Array, more: int) -> tuple[jax.Array, jax.Array]:
     """Float32 means ``[b, n, hk, d]`` as (terms ``[b, hk, n + more, 2, d]``, factors ``[b, hk]``).
 
     A factor is a power of two that brings the largest mean of a head to [2^14, 2^15); the terms are
-    two numbers of float16, the large one first, whose sum is the mean so brought.
+    two numbers of float16, the large one first, whose sum is the mean so brought. Of means below
+    2^-17 of the largest they lose bits; ``select_kernel`` says what that does to the order.
     """
     size = jnp.max(jnp.where(jnp.isfinite(means), jnp.abs(means), 0.0), axis=(1, 3))
     exponent = jnp.clip(lax.bitcast_convert_type(size, jnp.int32) >> 23, 15, 253)

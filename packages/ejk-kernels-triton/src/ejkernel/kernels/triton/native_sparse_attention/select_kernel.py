@@ -12,6 +12,12 @@ by one for all of its head, and each is one number of float16 (a query of 16 bit
 (22 bits and a sign between them: float32 but for its last bit, where a mean is not less than 2^-17
 of the largest). Their products are exact, and sums are float32.
 
+Order: blocks of equal means have equal terms, products and scores, so the lower number goes first.
+Other scores are float32's, as XLA's are, and two that differ by less than their rounding may change
+places. A mean below 2^-17 of the largest M of its head loses bits, 2^-39 M at most: its logits are
+off by 2^-39 scale |q|_1 M, less than the rounding of exp while no logit of the head can pass 2^15.
+Beyond, blocks far smaller than the largest may change places among themselves, by that much.
+
 Work split: as many programs as run at once, each for every so many-th of the tiles of tokens, the
 longest first. A tile's rows are the query heads of the group of its tokens, so that the sum over
 heads is one over rows, and queries are read once. A tile is walked twice, for lse, then for the
