@@ -2,7 +2,9 @@
 
     m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
 
-A program has one row of one sequence and adds its parts in their order.
+A program has one row of one sequence and adds its parts in their order. A load takes as long as
+hundreds of additions, so ``TOGETHER`` parts are loaded before the first is added. Of whole
+sequences, every so-many-th program copies the rows of all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ejkernel.kernels.pallas.gpu.mla_decode.shares import numbers
 
 F32 = jnp.float32
 THREADS = 128  # of a program
+TOGETHER = 8  # parts whose loads are in flight together; rows of one copy
 
 
 def merge(
@@ -31,31 +34,49 @@ def merge(
     _, rows, d = o.shape
     dtype = whole.dtype
     layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
+    together = TOGETHER if rows % TOGETHER == 0 else 1
 
     def body(whole: Any, o: Any, m: Any, total: Any, sequences: Any, out: Any) -> None:
         b, row = lax.axis_index("sequence"), lax.axis_index("row")
         first, count = sequences[b, 3], sequences[b, 4]
 
-        @pl.when(count == 1)
+        @pl.when((count == 1) & (lax.rem(row, together) == 0))
         def copy() -> None:
-            out[b, row, :] = whole[b, row, :]
+            there = pl.ds(row, together)
+            out[b, there, :] = whole[b, there, :]
 
         @pl.when(count != 1)
         def add_parts() -> None:
-            def higher(i: Any, top: Any) -> Any:
-                return jnp.maximum(top, m[numbers(first, i), row])
+            def parts(i: Any, some: int) -> list[tuple[Any, Any]]:
+                """(number, whether there is one) of the i-th so many parts."""
+                at = [i * some + n for n in range(some)]
+                return [(numbers(first, jnp.minimum(n, count - 1)), n < count) for n in at]
 
-            top = lax.fori_loop(0, count, higher, jnp.float32(-jnp.inf))
+            def steps(some: int) -> Any:
+                return lax.div(count + (some - 1), some)
+
+            def higher(i: Any, top: Any) -> Any:
+                for x in [m[part, row] for part, _ in parts(i, 4 * TOGETHER)]:
+                    top = jnp.maximum(top, x)
+                return top
+
+            top = lax.fori_loop(0, steps(4 * TOGETHER), higher, jnp.float32(-jnp.inf))
             top = jnp.where(top == -jnp.inf, 0.0, top)
 
             def add(i: Any, carry: Any) -> Any:
                 norm, acc = carry
-                part = numbers(first, i)
-                weight = jnp.exp2((m[part, row] - top) * c)
-                return norm + weight * total[part, row], acc + weight * o[part, row, :]
+                found = [
+                    (m[part, row], total[part, row], o[part, row, :], there)
+                    for part, there in parts(i, TOGETHER)
+                ]
+                for high, share, x, there in found:
+                    weight = jnp.where(there, jnp.exp2((high - top) * c), 0.0)
+                    norm += weight * share
+                    acc += weight * x
+                return norm, acc
 
             acc = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
-            norm, acc = lax.fori_loop(0, count, add, (jnp.float32(0.0), acc))
+            norm, acc = lax.fori_loop(0, steps(TOGETHER), add, (jnp.float32(0.0), acc))
             acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
             out[b, row, :] = acc.astype(dtype)
 
