@@ -27,16 +27,16 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
 )  # fmt: skip
 
 
-def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
+def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.Array:
     """``x * factors[:, None]`` of float32 ``x`` in the layout of products.
 
     A warp whose rows all have the factor 1 leaves them alone: one vote instead of a multiplication
-    a register.
+    a register. ``clear``: the factor 0 makes everything 0, NaN too.
     """
 
     @on_registers(x, LAYOUT, ROW)
     def apply(x: Any, factors: Any) -> Any:
-        one = constant(1.0)
+        one, none = constant(1.0), constant(0.0)
         rows = [element(r, 0) for r in factors.registers.flat]
         differ = [arith.cmpf(arith.CmpFPredicate.UNE, row, one) for row in rows]
         some = llvm.inline_asm(
@@ -52,10 +52,13 @@ def scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
         branch = scf.IfOp(some, [r.type for r in old], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             new = []
+            kind = old[0].type
+            nothing = vector.broadcast(kind, none)
+            ends = [arith.cmpf(arith.CmpFPredicate.OEQ, row, none) for row in rows]
             at: Any
             for at, pair in np.ndenumerate(x.registers):
-                row = vector.broadcast(old[0].type, rows[at[4]])
-                new.append(arith.mulf(pair, row))
+                pair = arith.mulf(pair, vector.broadcast(kind, rows[at[4]]))
+                new.append(arith.select(ends[at[4]], nothing, pair) if clear else pair)
             scf.yield_(new)
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(old)
@@ -124,3 +127,53 @@ def store_rows(ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last:
                 scf.yield_([])
 
     apply(ref, x, *scalars)
+
+
+def store_tile(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:
+    """Tile ``x``, in the layout of products, times ``factors`` of its rows, to device memory.
+
+    ref: of x's shape, rows of a larger array, float32, float16 or bfloat16. One address a thread
+    and constants: where sums fill the registers, an address of every element would not find room.
+    """
+    dtype = jnp.dtype(ref.dtype)
+    kind = {"float32": "", "float16": "f16x2", "bfloat16": "bf16x2"}[dtype.name]
+    rows = () if factors is None else (factors,)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(ROW,) * len(rows)))
+    def apply(_: Any, ref: Any, x: Any, *rows: Any) -> None:
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+
+        def const(n: int) -> Any:
+            return arith.constant(i32, ir.IntegerAttr.get(i32, n))
+
+        def part(x: Any, n: int) -> Any:
+            at = ir.DenseI64ArrayAttr.get([n])
+            return vector.extract(x, dynamic_position=[], static_position=at)
+
+        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        row, column = thread_place()
+        mine = arith.addi(arith.muli(row, const(stride)), column)
+        mine = arith.extui(i64, arith.muli(mine, const(dtype.itemsize)))
+        start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+        base = arith.addi(start, mine)
+        for at, pair in np.ndenumerate(x.registers):
+            # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
+            offset = dtype.itemsize * (8 * at[4] * stride + 8 * at[1])
+            values = [part(pair, 0), part(pair, 1)]
+            first, second, scale = "$1", "$2", ""
+            if rows:
+                values.append(part(rows[0].registers.flat[at[4]], 0))
+                first, second = "a", "b"
+                scale = ".reg .f32 a, b; mul.f32 a, $1, $3; mul.f32 b, $2, $3;"
+            store = f"st.global.v2.f32 [$0+{offset}], {{{first}, {second}}};"
+            if kind:
+                store = (
+                    f".reg .b32 t; cvt.rn.{kind}.f32 t, {second}, {first};"
+                    f" st.global.b32 [$0+{offset}], t;"
+                )
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [base, *values], f"{{ {scale} {store} }}",
+                ",".join("l" + "f" * len(values)), has_side_effects=True,
+            )  # fmt: skip
+
+    apply(ref, x, *rows)

@@ -332,6 +332,15 @@ class Steps:
             "p_free": plgpu.Barrier(num_arrivals=HALVES),
         }
 
+    warpgroups = COPIES + 1
+
+    def work(self, r: SimpleNamespace) -> None:
+        """What each warpgroup does."""
+        wg = lax.axis_index("wg")
+        pl.when(wg == COPIES)(lambda: self.copy(r))
+        pl.when(wg == SCORES)(lambda: self.score(r))
+        pl.when(wg < HALVES)(lambda: self.add(r))
+
     def __call__(
         self, q: jax.Array, cache: jax.Array, tables: jax.Array, runs: jax.Array,
         sequences: jax.Array,
@@ -345,11 +354,7 @@ class Steps:
         names = ("q", "cache", "tables", "runs", "sequences", "whole", "o", "m", "total")
 
         def body(*refs: Any, **scratch: Any) -> None:
-            r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
-            wg = lax.axis_index("wg")
-            pl.when(wg == COPIES)(lambda: self.copy(r))
-            pl.when(wg == SCORES)(lambda: self.score(r))
-            pl.when(wg < HALVES)(lambda: self.add(r))
+            self.work(SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch))
 
         parts = 2 * self.groups
         sums = jax.ShapeDtypeStruct((parts + self.batch, self.rows), F32)
@@ -364,7 +369,7 @@ class Steps:
             scratch_types=self._scratch(),
             grid=(self.groups * self.blocks,),
             grid_names=("program",),
-            num_threads=COPIES + 1,
+            num_threads=self.warpgroups,
             thread_name="wg",
             kernel_name="mla_decode",
             compiler_params=plgpu.CompilerParams(
