@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
@@ -141,28 +142,20 @@ def store_tile(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(ROW,) * len(rows)))
     def apply(_: Any, ref: Any, x: Any, *rows: Any) -> None:
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-
-        def const(n: int) -> Any:
-            return arith.constant(i32, ir.IntegerAttr.get(i32, n))
-
-        def part(x: Any, n: int) -> Any:
-            at = ir.DenseI64ArrayAttr.get([n])
-            return vector.extract(x, dynamic_position=[], static_position=at)
-
+        i64 = ir.IntegerType.get_signless(64)
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         row, column = thread_place()
-        mine = arith.addi(arith.muli(row, const(stride)), column)
-        mine = arith.extui(i64, arith.muli(mine, const(dtype.itemsize)))
+        mine = arith.addi(arith.muli(row, constant(stride)), column)
+        mine = arith.extui(i64, arith.muli(mine, constant(dtype.itemsize)))
         start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
         base = arith.addi(start, mine)
         for at, pair in np.ndenumerate(x.registers):
             # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
             offset = dtype.itemsize * (8 * at[4] * stride + 8 * at[1])
-            values = [part(pair, 0), part(pair, 1)]
+            values = [element(pair, 0), element(pair, 1)]
             first, second, scale = "$1", "$2", ""
             if rows:
-                values.append(part(rows[0].registers.flat[at[4]], 0))
+                values.append(element(rows[0].registers.flat[at[4]], 0))
                 first, second = "a", "b"
                 scale = ".reg .f32 a, b; mul.f32 a, $1, $3; mul.f32 b, $2, $3;"
             store = f"st.global.v2.f32 [$0+{offset}], {{{first}, {second}}};"
