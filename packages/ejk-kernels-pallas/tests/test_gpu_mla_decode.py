@@ -128,9 +128,7 @@ class TestBesideTriton:
         ints = [struct(4, dtype=jnp.int32), struct(4, 10, dtype=jnp.int32)]
         return struct(4, 2, heads, dim, dtype=dtype), struct(40, page, dim, dtype=dtype), *ints
 
-    @pytest.mark.parametrize("form", ["steps", "held", "held-early"])
-    def test_lowers_for_a_hopper_gpu(self, form: str, monkeypatch) -> None:
-        monkeypatch.setenv("EJKERNEL_MLA_FORM", form)
+    def test_lowers_for_a_hopper_gpu(self) -> None:
         text = self.decode(*self.shapes(page=16), return_lse=True)
         assert text.count("mla_decode_merge") and "paged_split" not in text
 

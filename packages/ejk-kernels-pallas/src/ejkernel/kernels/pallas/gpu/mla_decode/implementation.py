@@ -6,9 +6,7 @@ is, maps it and differentiates it; its two launches are replaced.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +14,6 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
-from ejkernel.kernels.pallas.gpu.mla_decode.held import HeldSteps
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, ROWS, STEP, Steps
@@ -29,12 +26,6 @@ DTYPES = ("float16", "bfloat16")
 # Tokens that the tables can hold, from which on it is faster than the kernels for every GPU: on an
 # H200 with 128 heads 31 against 25 us at 2^14, 97 against 112 at 2^17
 ENOUGH = 2**16
-# How a step is divided; EJKERNEL_MLA_FORM names one of them, for comparing them on a card
-FORMS: dict[str, Any] = {
-    "steps": Steps,
-    "held": HeldSteps,
-    "held-early": partial(HeldSteps, lag=False),
-}
 
 
 @dataclass(frozen=True)
@@ -43,18 +34,16 @@ class WholeStep:
 
     Attributes:
         cores: multiprocessors.
-        form: of ``FORMS``.
     """
 
     cores: int
-    form: str = "held"
 
     def __call__(
         self, p: Any, q: jax.Array, cache: jax.Array, lengths: jax.Array, tables: jax.Array
     ) -> tuple[jax.Array, ...]:
         """o ``[b, rows, latent]`` and, if ``p.lse``, lse float32 ``[b, rows]``."""
         axes = varying_axes(q, cache, lengths, tables)
-        steps = FORMS[self.form](
+        steps = Steps(
             batch=q.shape[0], rows=q.shape[1], tokens=p.tokens, page=p.page_size,
             pages=cache.shape[0], columns=tables.shape[1], dtype=p.query,
             c=units.unit(p) * LOG2E, negative=p.scale < 0.0, cores=self.cores,
@@ -109,8 +98,7 @@ class MLADecode(OwnTiles, BesideTriton):
         return 110 if p.batch * p.capacity >= ENOUGH else 90
 
     def choose(self, problem: Any, target: Any) -> Any:
-        form = os.environ.get("EJKERNEL_MLA_FORM", "held")
-        return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores, form))
+        return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores))
 
     def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return chosen

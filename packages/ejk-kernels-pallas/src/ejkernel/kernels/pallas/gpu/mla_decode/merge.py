@@ -3,7 +3,7 @@
     m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
 
 A program has one row of one sequence and adds its parts in their order. A load takes as long as
-hundreds of additions, so ``TOGETHER`` parts are loaded before the first is added. Of whole
+hundreds of additions, so of many parts ``TOGETHER`` are loaded before the first is added. Of whole
 sequences, every so-many-th program copies the rows of all of them.
 """
 
@@ -45,8 +45,28 @@ def merge(
             there = pl.ds(row, together)
             out[b, there, :] = whole[b, there, :]
 
-        @pl.when(count != 1)
-        def add_parts() -> None:
+        # a clamped load costs as many instructions as one of a part: few parts go one by one
+        @pl.when((count != 1) & (count < TOGETHER))
+        def add_few() -> None:
+            def higher(i: Any, top: Any) -> Any:
+                return jnp.maximum(top, m[numbers(first, i), row])
+
+            top = lax.fori_loop(0, count, higher, jnp.float32(-jnp.inf))
+            top = jnp.where(top == -jnp.inf, 0.0, top)
+
+            def add(i: Any, carry: Any) -> Any:
+                norm, acc = carry
+                part = numbers(first, i)
+                weight = jnp.exp2((m[part, row] - top) * c)
+                return norm + weight * total[part, row], acc + weight * o[part, row, :]
+
+            acc = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
+            norm, acc = lax.fori_loop(0, count, add, (jnp.float32(0.0), acc))
+            acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
+            out[b, row, :] = acc.astype(dtype)
+
+        @pl.when(count >= TOGETHER)
+        def add_many() -> None:
             def parts(i: Any, some: int) -> list[tuple[Any, Any]]:
                 """(number, whether there is one) of the i-th so many parts."""
                 at = [i * some + n for n in range(some)]

@@ -3,18 +3,34 @@
     s_j = q . c_j,  p_j = exp2(c (s_j - m)),  l = sum_j p_j,  o = sum_j p_j c_j[:latent]
 
 Work split: a program has 64 query rows and a run of steps of 64 tokens (``shares``); the programs
-of one run follow each other, so that the second reads the cache from L2. One warpgroup copies rows
-of the cache to shared memory by TMA, a box for every page of a step; one multiplies them by the
-queries and makes probabilities; two add them up over half the columns of the values each, 128
-registers a thread. So the sums of a step are added while the scores of the next are computed, and
-each product is done once. Scores do not run further ahead: both would then wait for memory that
-the other holds, of which there is enough for two steps.
+of one run follow each other, so that the second reads the cache from L2. Of its three warpgroups
+one multiplies rows of the cache by the queries and makes probabilities; two add them up over half
+the columns of the values each, 128 registers a thread. So the sums of a step are added while the
+scores of the next are computed, and each product is done once.
+
+Queries in shared memory would be read by every product of scores, 72 KB, as much again as the
+cache, and leave room for two steps of it: the next scores would wait for a load that starts when
+the last values are added. So the warpgroup of the scores holds 448 of the 576 columns of its
+queries in 112 registers a thread for as long as a sequence lasts, and there is room for three.
+ptxas keeps 24 registers apart: with 512 columns, or fewer registers for the values, it serialises
+the products.
+
+No warpgroup only copies: who has read a part of a step last asks for the same part of a later one
+by TMA, a box for every page of a step. The two of the values load their halves of the columns,
+three steps ahead; the one of the scores loads the rotary columns, one step ahead.
+
+A step's values are added while the exponentials of the next are computed: they start behind the
+next scores. If they started with them, nothing would fill the tensor cores during the exponentials
+(0.269 against 0.263 ms on an H200, 64 sequences of 8192).
 
 What is summed is scaled anew only where a row's maximum has grown by more than ``SLACK`` powers of
 two. Rows of the cache behind the last are set to 0 before they are added, whatever they were.
 
 Bound: 2 * rows * (dim + latent) operations a token; at 128 rows 146 GFLOP for 64 sequences of 8192,
-0.21 ms at 690 TFLOP/s, more than the 0.14 ms in which 604 MB are read at 4.3 TB/s.
+0.21 ms at 690 TFLOP/s, more than the 0.14 ms in which 604 MB are read at 4.3 TB/s. Cycles of a
+step, each product at its full rate: scores 1152, values 1024; shared memory at 128 bytes a cycle
+2112: 64 KB + 8 KB of the cache and 16 KB of queries for the scores, 64 KB and four times 8 KB of
+probabilities for the values, 72 + 8 KB written.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1; Shah et al. 2024, FlashAttention-3 (arXiv
 2407.08608), section 3.1 (warp specialisation); Dao et al. 2023, "Flash-Decoding for long-context
@@ -34,23 +50,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, hide_outside, read
-from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
+from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.types.structure import Band
 
 F32 = jnp.float32
 ROWS = 64  # query rows of a program
 STEP = 64  # tokens of a step
-STAGES = 2  # steps in shared memory
+STAGES = 3  # steps of the values in memory
 LATENT, ROPE = 512, 64
 HALVES = 2  # of the values' columns, one to a warpgroup
 HALF = LATENT // HALVES
-COLUMNS = 128  # of one product: more sums than ptxas lets an instruction of 512 threads have
+COLUMNS = 128  # of one product of values
+HELD = ((0, 0, 256), (1, 256, 192))  # half, first column and columns of what is in registers
+REST = LATENT - 64  # first column of what is not
+ALPHA, SHARE, TOP, TOTAL = range(4)  # rows of the sums
 SLACK = 8.0
-SCORES, COPIES = HALVES, HALVES + 1  # the warpgroups after those of the values
-REGISTERS = {"values": 176, "scores": 136, "copies": 24}  # of a thread
+SCORES = HALVES  # the warpgroup after those of the values
+REGISTERS = {"values": 160, "scores": 184}  # of a thread
 
 
 def _rows_of(value: float) -> jax.Array:
@@ -138,65 +156,74 @@ class Steps:
 
     # ---- copies -----------------------------------------------------------------------------
 
-    def copy(self, r: Any) -> None:
-        plgpu.set_max_registers(REGISTERS["copies"], action="decrease")
-        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+    def boxes(self, r: Any, sequence: Any, j: Any) -> list[tuple[int, Any, Any]]:
+        """(first token in the step, page, first token in the page) of every copy of a step."""
+        found = []
+        for at in range(0, STEP, self.copied):
+            column = jnp.minimum(lax.div(j * STEP + at, self.page), self.columns - 1)
+            page = jnp.clip(r.tables[sequence, column], 0, self.pages - 1)
+            first = 0 if self.page <= STEP else lax.rem(j, self.page // STEP) * STEP
+            found.append((at, page, first))
+        return found
 
-        def queries(sequence: Any, part: Any) -> None:
-            pl.when(part > 0)(lambda: plgpu.barrier_wait(r.q_free))
-            for i in range(HALVES):
-                columns = pl.ds(i * HALF, HALF)
-                plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, columns], r.q_main.at[i], r.q_ready)
-            columns = pl.ds(LATENT, ROPE)
-            plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, columns], r.q_rope, r.q_ready)
+    def load(self, r: Any, boxes: list, columns: Any, there: Any, ready: Any) -> None:
+        for at, page, first in boxes:
+            source = r.cache.at[page, pl.ds(first, self.copied), columns]
+            plgpu.copy_gmem_to_smem(source, there.at[pl.ds(at, self.copied)], ready)
 
-        def step(carry: Any, n: Any, sequence: Any, j: Any, last: Any) -> Any:
-            new, part = carry
-            pl.when(new)(lambda: queries(sequence, part))
-            slot = lax.rem(n, STAGES)
-            pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(r.free.at[slot]))
-            for at in range(0, STEP, self.copied):
-                column = jnp.minimum(lax.div(j * STEP + at, self.page), self.columns - 1)
-                page = jnp.clip(r.tables[sequence, column], 0, self.pages - 1)
-                first = 0 if self.page <= STEP else lax.rem(j, self.page // STEP) * STEP
-                found = r.cache.at[page, pl.ds(first, self.copied)]
-                here = pl.ds(at, self.copied)
-                for i in range(HALVES):
-                    source = found.at[:, pl.ds(i * HALF, HALF)]
-                    plgpu.copy_gmem_to_smem(source, r.main.at[slot, i, here], r.ready.at[slot])
-                source = found.at[:, pl.ds(LATENT, ROPE)]
-                plgpu.copy_gmem_to_smem(source, r.rope.at[slot, here], r.ready.at[slot])
-            return last, part + last.astype(jnp.int32)
-
-        self.walk(r, step, (jnp.bool_(True), jnp.int32(0)))
+    def load_rope(self, r: Any, sequence: Any, j: Any) -> None:
+        columns = pl.ds(LATENT, ROPE)
+        self.load(r, self.boxes(r, sequence, j), columns, r.rope, r.rope_ready)
 
     # ---- scores -----------------------------------------------------------------------------
+
+    def queries(self, r: Any, sequence: Any) -> tuple[Any, ...]:
+        """The columns of this program's queries that are held; asks for the others."""
+        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        rest = pl.ds(REST, LATENT + ROPE - REST)
+        plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, rest], r.q_rest, r.q_ready)
+        return tuple(
+            read(r.q.at[sequence, rows, pl.ds(first, n)], LAYOUT, optimized=False)
+            for _, first, n in HELD
+        )
+
+    def clear(self, values: Any, left: Any) -> None:
+        """Sets rows behind the last to 0, whatever they were."""
+        for i in range(HALVES):
+            for c in range(0, HALF, 64):
+                part = values.at[i, :, pl.ds(c, 64)]
+                x = hide_outside(
+                    read(part, LAYOUT).astype(F32), Band(), 0, rows_left=left, fill=0.0
+                )
+                part[...] = x.astype(self.dtype)
 
     def score(self, r: Any) -> None:
         plgpu.set_max_registers(REGISTERS["scores"], action="increase")
         block = self.place()[1]
-        sequence, j, count = self.start(r)
         token = lax.div(block * ROWS, self.rows // self.tokens)
+        count = self.start(r)[2]
 
-        def product(s_acc: Any, slot: Any) -> Any:
+        def product(s_acc: Any, held: Any, n: Any, new: Any) -> Any:
+            slot = lax.rem(n, STAGES)
             plgpu.barrier_wait(r.ready.at[slot])
-            for i in range(HALVES):
-                plgpu.wgmma(s_acc, r.q_main.at[i], r.main.at[slot, i].T)
-            plgpu.wgmma(s_acc, r.q_rope, r.rope.at[slot].T)
-            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-            plgpu.barrier_arrive(r.free.at[slot])
-            return s
+            for x, (half, _, columns) in zip(held, HELD, strict=True):
+                plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
+            rest = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
+            plgpu.wgmma(s_acc, r.q_rest.at[:, pl.ds(0, 64)], rest.T)
+            plgpu.barrier_wait(r.rope_ready)
+            plgpu.wgmma(s_acc, r.q_rest.at[:, pl.ds(64, ROPE)], r.rope.T)
+            plgpu.wgmma_wait(1)  # values of the step before start behind all but the last product
+            pl.when(jnp.logical_not(new))(lambda: plgpu.barrier_arrive(r.p_ready))
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def scores(n: Any, sequence: Any, j: Any) -> jax.Array:
-            s = pl.run_scoped(
-                lambda acc: product(acc, lax.rem(n, STAGES)), plgpu.ACC((ROWS, STEP), F32)
-            )
-            last = self.ends(r, sequence, j, n, count)
-            pl.when(last)(lambda: plgpu.barrier_arrive(r.q_free))
-            return s
-
-        def publish(s: Any, n: Any, sequence: Any, j: Any, last: Any, m: Any, total: Any) -> Any:
-            """Hands over the probabilities of a step; the state of the next."""
+        def step(carry: Any, n: Any, sequence: Any, j: Any, last: Any) -> Any:
+            new, held, m, total = carry
+            slot = lax.rem(n, STAGES)
+            held = lax.cond(new, lambda: self.queries(r, sequence), lambda: held)
+            pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready))
+            s = pl.run_scoped(lambda acc: product(acc, held, n, new), plgpu.ACC((ROWS, STEP), F32))
+            following = self.following(r, sequence, j)
+            pl.when(n + 1 < count)(lambda: self.load_rope(r, *following))
             s = -s if self.negative else s
             left = r.sequences[sequence, 0] - (self.tokens - 1 - token) - j * STEP
 
@@ -208,105 +235,105 @@ class Steps:
             top = jnp.where(top > m + SLACK / self.c, top, m)
             # a token before the last may see nothing of a part
             shift = top if self.tokens == 1 else jnp.where(top == -jnp.inf, 0.0, top)
-            p = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * self.c)
             alpha = jnp.exp2((m - shift) * self.c)
-            total = total * alpha + jnp.sum(p, axis=1)
+            total = total * alpha
+            p = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * self.c)
+            total = total + jnp.sum(p, axis=1)
             pl.when(n > 0)(lambda: plgpu.barrier_wait(r.p_free))
             r.p[...] = p.astype(self.dtype)
-            r.sums[0] = alpha
+            r.sums[ALPHA] = alpha
+
+            left = r.sequences[sequence, 0] - j * STEP
+            pl.when(left < STEP)(lambda: self.clear(r.main.at[slot], left))
 
             @pl.when(last)
             def keep() -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                r.sums[1] = top
-                r.sums[2] = total
+                r.sums[TOP] = top
+                r.sums[TOTAL] = total
+                r.sums[SHARE] = 1.0 / jnp.where(total == 0.0, 1.0, total)
 
             plgpu.commit_smem()
-            plgpu.barrier_arrive(r.p_ready)
 
+            @pl.when(last)
             def finish() -> None:
+                plgpu.barrier_arrive(r.p_ready)  # no scores of this sequence follow
                 here = (self.part(r, sequence), pl.ds(block * ROWS, ROWS))
-                plgpu.copy_smem_to_gmem(r.sums.at[1], r.m.at[here])
-                plgpu.copy_smem_to_gmem(r.sums.at[2], r.total.at[here])
+                plgpu.copy_smem_to_gmem(r.sums.at[TOP], r.m.at[here])
+                plgpu.copy_smem_to_gmem(r.sums.at[TOTAL], r.total.at[here])
 
-            pl.when(last)(finish)
             m = lax.cond(last, lambda: _rows_of(-jnp.inf), lambda: top)
             total = lax.cond(last, lambda: _rows_of(0.0), lambda: total)
-            return m, total
+            return last, held, m, total
 
-        def step(n: Any, carry: Any) -> Any:
-            sequence, j, s, *state = carry
-            last = self.ends(r, sequence, j, n, count)
-            state = publish(s, n, sequence, j, last, *state)
-            sequence, j = self.following(r, sequence, j)
-            pl.when(last)(lambda: plgpu.barrier_wait(r.q_ready))
-            return sequence, j, scores(n + 1, sequence, j), *state
-
+        @pl.when(count > 0)
         def every() -> None:
-            plgpu.barrier_wait(r.q_ready)
-            s = scores(jnp.int32(0), sequence, j)
-            carry = (sequence, j, s, _rows_of(-jnp.inf), _rows_of(0.0))
-            *here, s, m, total = lax.fori_loop(0, count - 1, step, carry)
-            publish(s, count - 1, *here, jnp.bool_(True), m, total)
+            self.load_rope(r, *self.start(r)[:2])
+            nothing = tuple(
+                plgpu.layout_cast(jnp.zeros((ROWS, columns), self.dtype), LAYOUT)
+                for _, _, columns in HELD
+            )
+            state = (_rows_of(-jnp.inf), _rows_of(0.0))
+            self.walk(r, step, (jnp.bool_(True), nothing, *state))
             plgpu.wait_smem_to_gmem(0)
-
-        pl.when(count > 0)(every)
 
     # ---- values -----------------------------------------------------------------------------
 
     def add(self, r: Any) -> None:
-        plgpu.set_max_registers(REGISTERS["values"], action="increase")
+        plgpu.set_max_registers(REGISTERS["values"], action="decrease")
         half = lax.axis_index("wg")
         rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        mine = pl.ds(half * HALF, HALF)
+        count = self.start(r)[2]
 
-        def clear(values: Any, left: Any) -> None:
-            for c in range(0, HALF, 64):
-                part = values.at[:, pl.ds(c, 64)]
-                x = hide_outside(
-                    read(part, LAYOUT).astype(F32), Band(), 0, rows_left=left, fill=0.0
-                )
-                part[...] = x.astype(self.dtype)
-            plgpu.commit_smem()
+        def load(n: Any, boxes: list) -> None:
+            slot = lax.rem(n, STAGES)
+            self.load(r, boxes, mine, r.main.at[slot, half], r.ready.at[slot])
 
-        def finish(sequence: Any, *sums: Any) -> None:
+        def finish(sequence: Any, *added: Any) -> None:
             whole = self.whole(r, sequence)
-            total = read(r.sums.at[2], ROW, optimized=False)
-            share = 1.0 / jnp.where(total == 0.0, 1.0, total)
-            for i, acc in enumerate(sums):
+            share = read(r.sums.at[SHARE], ROW, optimized=False)
+            for i, x in enumerate(added):
                 columns = pl.ds(half * HALF + i * COLUMNS, COLUMNS)
 
                 @pl.when(whole)
-                def divided(acc: Any = acc, columns: Any = columns) -> None:
-                    o = acc[...] * lax.broadcast_in_dim(share, (ROWS, COLUMNS), [0])
-                    there = r.whole.at[sequence, rows, columns]
-                    compat.store_registers(there, o.astype(self.dtype))
+                def divided(x: Any = x, columns: Any = columns) -> None:
+                    store_tile(r.whole.at[sequence, rows, columns], x, share)
 
                 @pl.when(jnp.logical_not(whole))
-                def summed(acc: Any = acc, columns: Any = columns) -> None:
-                    r.o[self.part(r, sequence), rows, columns] = acc[...]
+                def summed(x: Any = x, columns: Any = columns) -> None:
+                    store_tile(r.o.at[self.part(r, sequence), rows, columns], x)
 
-                acc[...] = jnp.zeros((ROWS, COLUMNS), F32)
+            plgpu.commit_smem()  # all warps have read what may be written anew from here on
 
         def every(*sums: Any) -> None:
-            def step(carry: Any, n: Any, sequence: Any, j: Any, last: Any) -> Any:
+            def step(ahead: Any, n: Any, sequence: Any, j: Any, last: Any) -> Any:
                 slot = lax.rem(n, STAGES)
                 values = r.main.at[slot, half]
+                boxes = self.boxes(r, *ahead)  # read before the wait, used after it
                 plgpu.barrier_wait(r.ready.at[slot])
                 plgpu.barrier_wait(r.p_ready)
-                left = r.sequences[sequence, 0] - j * STEP
-                pl.when(left < STEP)(lambda: clear(values, left))
-                alpha = read(r.sums.at[0], ROW, optimized=False)
+                alpha = read(r.sums.at[ALPHA], ROW, optimized=False)
                 for acc in sums:
-                    acc[...] = scale_rows(acc[...], alpha)
+                    acc[...] = scale_rows(acc[...], alpha, clear=True)
                 for i, acc in enumerate(sums):
-                    plgpu.wgmma(acc, r.p, values.at[:, pl.ds(i * COLUMNS, COLUMNS)])
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(r.free.at[slot])
-                pl.when(last)(lambda: finish(sequence, *sums))
+                    columns = pl.ds(i * COLUMNS, COLUMNS)
+                    plgpu.wgmma(acc, r.p, values.at[:, columns])
+                # one value before and in the branch: two would be in registers together
+                added = [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in sums]
+                pl.when(n + STAGES < count)(lambda: load(n + STAGES, boxes))
+                pl.when(last)(lambda: finish(sequence, *added))
+                for acc, x in zip(sums, added, strict=True):
+                    acc[...] = x
                 plgpu.barrier_arrive(r.p_free)
-                return carry
+                return self.following(r, *ahead)
 
-            self.walk(r, step, jnp.int32(0))
+            sequence, j, _ = self.start(r)
+            for n in range(STAGES):
+                at = jnp.int32(n)
+                pl.when(at < count)(lambda at=at, x=(sequence, j): load(at, self.boxes(r, *x)))
+                sequence, j = self.following(r, sequence, j)
+            self.walk(r, step, (sequence, j))
 
         pl.run_scoped(every, *[plgpu.ACC((ROWS, COLUMNS), F32)] * (HALF // COLUMNS))
 
@@ -314,32 +341,20 @@ class Steps:
 
     def _scratch(self) -> dict[str, Any]:
         dtype = jnp.dtype(self.dtype)
-        readers = HALVES + 1
+        boxes = STEP // self.copied
+
         return {
-            "q_main": tiled((HALVES, ROWS, HALF), dtype),
-            "q_rope": tiled((ROWS, ROPE), dtype),
             "main": tiled((STAGES, HALVES, STEP, HALF), dtype),
-            "rope": tiled((STAGES, STEP, ROPE), dtype),
+            "rope": tiled((STEP, ROPE), dtype),
+            "q_rest": tiled((ROWS, LATENT + ROPE - REST), dtype),
             "p": tiled((ROWS, STEP), dtype),
-            "sums": plgpu.SMEM((3, ROWS), F32),  # alpha, m, total
-            "q_ready": plgpu.Barrier(num_arrivals=HALVES + 1),
-            "q_free": plgpu.Barrier(),
-            "ready": plgpu.Barrier(
-                num_arrivals=(HALVES + 1) * (STEP // self.copied), num_barriers=STAGES
-            ),
-            "free": plgpu.Barrier(num_arrivals=readers, num_barriers=STAGES),
+            "sums": plgpu.SMEM((TOTAL + 1, ROWS), F32),  # an array takes 1 KB at least
+            "q_ready": plgpu.Barrier(),
+            "ready": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=STAGES),
+            "rope_ready": plgpu.Barrier(num_arrivals=boxes),
             "p_ready": plgpu.Barrier(),
             "p_free": plgpu.Barrier(num_arrivals=HALVES),
         }
-
-    warpgroups = COPIES + 1
-
-    def work(self, r: SimpleNamespace) -> None:
-        """What each warpgroup does."""
-        wg = lax.axis_index("wg")
-        pl.when(wg == COPIES)(lambda: self.copy(r))
-        pl.when(wg == SCORES)(lambda: self.score(r))
-        pl.when(wg < HALVES)(lambda: self.add(r))
 
     def __call__(
         self, q: jax.Array, cache: jax.Array, tables: jax.Array, runs: jax.Array,
@@ -354,7 +369,10 @@ class Steps:
         names = ("q", "cache", "tables", "runs", "sequences", "whole", "o", "m", "total")
 
         def body(*refs: Any, **scratch: Any) -> None:
-            self.work(SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch))
+            r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
+            wg = lax.axis_index("wg")
+            pl.when(wg == SCORES)(lambda: self.score(r))
+            pl.when(wg < HALVES)(lambda: self.add(r))
 
         parts = 2 * self.groups
         sums = jax.ShapeDtypeStruct((parts + self.batch, self.rows), F32)
@@ -369,7 +387,7 @@ class Steps:
             scratch_types=self._scratch(),
             grid=(self.groups * self.blocks,),
             grid_names=("program",),
-            num_threads=self.warpgroups,
+            num_threads=HALVES + 1,
             thread_name="wg",
             kernel_name="mla_decode",
             compiler_params=plgpu.CompilerParams(
