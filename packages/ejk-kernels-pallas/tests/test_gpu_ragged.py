@@ -95,7 +95,7 @@ AT_SIZE = {
     "cap, one key head": replace(MIX, hk=1, cap=20.0),
     "float16 d64 page 128": replace(MIX, q="float16", kv="float16", d=64, ps=128),
     "too few rows": ragged_cases.Mix(
-        (100, 0, 700, 3, 130, 100, 1, 64, 110), (4096, 5, 3000, 777, 130, 116, 2001, 6000, 500)
+        (100, 0, 700, 3, 130, 100, 1, 64, 105), (4096, 5, 3000, 777, 130, 116, 2001, 6000, 500)
     ),
 }
 
