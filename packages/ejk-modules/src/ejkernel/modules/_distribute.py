@@ -70,14 +70,14 @@ class Shard:
 def distribute(
     op: Operation,
     a: Arguments,
-    how: tuple[Any, Any, Any],
+    placement: tuple[Any, Any, Any],
     call: LocalCall,
     *,
     ring_axis: str | None = None,
 ) -> Any:
     """Run bound arguments on every shard of a mesh; the result equals the whole call.
 
-    ``how``: the mesh, in_specs and out_specs. Without them, the arguments' own types say both; axes
+    ``placement``: the mesh, in_specs and out_specs. Without them, the arguments' own types say both; axes
     of the mesh that are not explicit are then left to the compiler, and the outputs lie as the
     arguments do.
     ``ring_axis`` is the mesh axis that an operation which talks between devices shards its
@@ -87,8 +87,8 @@ def distribute(
         ValueError: mesh without specs or specs without mesh, or specs that do not fit.
         InvalidArgument: an axis that the mesh does not divide.
     """
-    mesh, in_specs, out_specs = how
-    check_mesh_and_specs(op.spec.name, *how)
+    mesh, in_specs, out_specs = placement
+    check_mesh_and_specs(op.spec.name, *placement)
     typed = mesh is None
     if typed:
         mesh = explicit_mesh(a)

@@ -123,9 +123,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
         return explicit_mesh((args, kwargs)) is not None
 
     def distribute(
-        self, args: tuple, kwargs: dict[str, Any], how: tuple[Any, Any, Any], call: LocalCall
+        self, args: tuple, kwargs: dict[str, Any], placement: tuple[Any, Any, Any], call: LocalCall
     ) -> Any:
-        return distribute(self, self.spec.boundary.by_name(args, kwargs), how, call)
+        return distribute(self, self.spec.boundary.by_name(args, kwargs), placement, call)
 
     def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         kernel = resolved.fn

@@ -137,7 +137,7 @@ class RingAttention(Operation[RingAttentionConfig]):
         return True
 
     def distribute(
-        self, args: tuple, kwargs: dict[str, Any], how: tuple[Any, Any, Any], call: LocalCall
+        self, args: tuple, kwargs: dict[str, Any], placement: tuple[Any, Any, Any], call: LocalCall
     ) -> Any:
         """Local arrays go straight to the kernel, global ones through a shard_map over the ring.
 
@@ -145,10 +145,10 @@ class RingAttention(Operation[RingAttentionConfig]):
             ValueError: neither a bound axis nor a mesh, or both.
         """
         a = self.spec.boundary.by_name(args, kwargs)
-        axis, (mesh, in_specs, out_specs) = a["axis_name"], how
+        axis, (mesh, in_specs, out_specs) = a["axis_name"], placement
         with own_errors():
             if axis_is_bound(axis):
-                named = zip(("mesh", "in_specs", "out_specs"), how, strict=True)
+                named = zip(("mesh", "in_specs", "out_specs"), placement, strict=True)
                 extra = [name for name, value in named if value is not None]
                 if extra:
                     raise ValueError(
@@ -159,7 +159,7 @@ class RingAttention(Operation[RingAttentionConfig]):
             typed = explicit_mesh(a) if mesh is in_specs is out_specs is None else None
             if typed is not None and axis in explicit_axes(typed):
                 check_ring_lengths(a, typed.shape[axis], whole_keys=1)
-                return distribute(self, a, how, call, ring_axis=axis)
+                return distribute(self, a, placement, call, ring_axis=axis)
             mesh = ambient_mesh() if mesh is None else mesh
             if mesh is None or axis not in mesh.shape:
                 if _asking.get():

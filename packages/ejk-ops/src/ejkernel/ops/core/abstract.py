@@ -71,8 +71,8 @@ def bind_abstract(inv: Invocation) -> Invocation:
         args, kwargs = kernel.prepare(inv.args, dict(inv.kwargs or {}))
         inv = inv.replace(args=args, kwargs=kwargs, prepared=True)
     inv = inv.replace(key=inv.key, payload=inv.payload)
-    how = (inv.info.get("mesh"), inv.info.get("in_specs"), inv.info.get("out_specs"))
-    given = how != (None, None, None)
+    placement = (inv.info.get("mesh"), inv.info.get("in_specs"), inv.info.get("out_specs"))
+    given = placement != (None, None, None)
     if not (given or kernel.says("bind", "distributes")):
         return inv.abstract().replace(bound=True)
 
@@ -86,7 +86,7 @@ def bind_abstract(inv: Invocation) -> Invocation:
     def steps(*arrays: Any) -> Any:
         args, kwargs = kernel.bind(*parts.around(arrays))
         if given or kernel.distributes(args, kwargs):
-            return kernel.distribute(args, kwargs, how, reach)
+            return kernel.distribute(args, kwargs, placement, reach)
         leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
         traced = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array))
         bound = Parts(treedef, leaves, traced)

@@ -41,12 +41,12 @@ def distribute_by_specs(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    how: tuple[Any, Any, Any],
+    placement: tuple[Any, Any, Any],
     call: LocalCall,
 ) -> Any:
     """``call`` under ``jax.shard_map``; specs follow the array leaves, the rest is replicated."""
-    check_mesh_and_specs(name, *how)
-    mesh, in_specs, out_specs = how
+    check_mesh_and_specs(name, *placement)
+    mesh, in_specs, out_specs = placement
     names = list(kwargs)  # flattening a dict would sort them
     parts = Parts.of((args, [kwargs[n] for n in names]))
     arrays = parts.arrays

@@ -174,18 +174,18 @@ class Kernel(Generic[Cfg, Out]):
         return False
 
     def distribute(
-        self, args: tuple, kwargs: dict[str, Any], how: tuple[Any, Any, Any], call: LocalCall
+        self, args: tuple, kwargs: dict[str, Any], placement: tuple[Any, Any, Any], call: LocalCall
     ) -> Any:
         """Third step, for calls over a mesh: run ``call(args, kwargs)`` on every shard.
 
-        ``how``: the mesh, in_specs and out_specs. By default ``in_specs`` follow the array
+        ``placement``: the mesh, in_specs and out_specs. By default ``in_specs`` follow the array
         arguments in order, missing ones and None are replicated, and ``out_specs`` defaults to the
         first spec.
         """
         order = list(self.signature.parameters)
         ordered = sorted(kwargs, key=lambda n: order.index(n) if n in order else len(order))
         named = {name: kwargs[name] for name in ordered}
-        return distribute_by_specs(self.name, args, named, how, call)
+        return distribute_by_specs(self.name, args, named, placement, call)
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """Fourth step: the function that runs this call on ``platform`` (None = any).

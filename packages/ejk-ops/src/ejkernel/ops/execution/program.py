@@ -142,11 +142,11 @@ class Route:
 
     Attributes:
         platform: forced platform, None = automatic.
-        spread: mesh, in_specs and out_specs.
+        placement: mesh, in_specs and out_specs.
     """
 
     platform: Platform | None
-    spread: tuple[Any, Any, Any]
+    placement: tuple[Any, Any, Any]
 
     def invocation(
         self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
@@ -159,7 +159,7 @@ class Route:
         backend = getattr(cfg, "backend", None)
         if isinstance(backend, str) and backend != "any":
             info["requested_backend"] = backend
-        info |= distribution_info(*self.spread)
+        info |= distribution_info(*self.placement)
         return Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
 
 
@@ -212,9 +212,9 @@ class Program:
             out = run(*args, **kwargs)
         else:
             args, kwargs = kernel.bind(*self.parts.around(arrays))
-            if route.spread != (None, None, None) or kernel.distributes(args, kwargs):
-                spread = route.spread
-                out = kernel.distribute(args, kwargs, spread, lambda a, named: run(*a, **named))
+            placement = route.placement
+            if placement != (None, None, None) or kernel.distributes(args, kwargs):
+                out = kernel.distribute(args, kwargs, placement, lambda a, named: run(*a, **named))
             else:
                 out = run(*args, **kwargs)
         if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
