@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.axes import AXES, Kind, mask_axes, meaning
+from ejkernel.types.calls.axes import AXES, Kind, bare, mask_axes, meaning
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.calls.words import Array, F
 
@@ -50,6 +50,12 @@ def test_what_a_word_means():
     assert meaning("sequences_plus_1").varies and not meaning("sequences_plus_1").in_order
     assert meaning("q_len").in_order and meaning("kv_total").varies
     assert meaning("channels_3") is meaning("*channels") and not meaning("channels_3").varies
+    assert bare("#batch") == "batch" and bare("channels_3") == "channels"
+    assert bare("sequences_plus_1") == "sequences_plus_1"
+    assert [w for w in AXES if meaning(w).free] == [
+        "batch", "heads", "kv_heads", "combined_kv_heads", "packed_kv_heads", "rows", "columns",
+        "channels",
+    ]  # fmt: skip
     assert meaning("combined_kv_heads").entries_per_head == 2
     assert not any(meaning(word).varies for word in ("_", "1", "heads", "head_dim", "page_size"))
     with pytest.raises(ValueError, match=r"axis word 'queries' is unknown, known are: .*q_len"):

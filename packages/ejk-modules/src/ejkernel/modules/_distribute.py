@@ -77,9 +77,9 @@ def distribute(
 ) -> Any:
     """Run bound arguments on every shard of a mesh; the result equals the whole call.
 
-    ``placement``: the mesh, in_specs and out_specs. Without them, the arguments' own types say both; axes
-    of the mesh that are not explicit are then left to the compiler, and the outputs lie as the
-    arguments do.
+    ``placement``: the mesh, in_specs and out_specs. Without them, the arguments' own types say
+    both; axes of the mesh that are not explicit are then left to the compiler, and the outputs lie
+    as the arguments do.
     ``ring_axis`` is the mesh axis that an operation which talks between devices shards its
     sequence over.
 
@@ -105,7 +105,7 @@ def distribute(
     layout = Layout(
         op.spec.name,
         {axis: mesh.shape[axis] for axis in axis_names},
-        _spreadable(arguments) | (op.spreadable(a) & _words(arguments)),
+        _spreadable(arguments),
         source="arguments" if typed else "in_specs",
     )
     if ring_axis is not None:
@@ -163,13 +163,10 @@ def _argument(p: Any, value: Any, override: Any, in_specs: Sequence[Any], index:
     return Argument(p.name, tuple(axes_of(p, rank, override)), None)
 
 
-def _words(arguments: Sequence[Argument]) -> frozenset[str]:
-    return frozenset(w.lstrip("#") for argument in arguments for w in argument.words)
-
-
 def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
-    """The words in use that every operation may spread."""
-    return frozenset(w for w in _words(arguments) if meaning(w).free)
+    """The words in use that may be spread."""
+    words = {w.lstrip("#") for argument in arguments for w in argument.words}
+    return frozenset(word for word in words if meaning(word).free)
 
 
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:

@@ -92,11 +92,6 @@ class Operation(RegisteredKernel[Cfg, Any]):
 
     # ---- what a subclass says ---------------------------------------------------------------
 
-    @staticmethod
-    def spreadable(a: Arguments) -> frozenset[str]:
-        """Axes that may be sharded besides batch and heads."""
-        return frozenset()
-
     @classmethod
     def localise(cls, a: Arguments, shard: Any) -> None:
         """Adapt one shard's arguments to what the operation means globally."""

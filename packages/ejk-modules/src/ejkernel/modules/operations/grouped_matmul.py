@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import GroupedMatmulConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -99,7 +99,3 @@ class GroupedMatmul(Operation[GroupedMatmulConfig]):
 
     spec = calls.GroupedMatmul
     function = staticmethod(grouped_matmul)
-
-    @staticmethod
-    def spreadable(a: Arguments) -> frozenset[str]:
-        return frozenset({"rows", "columns"})

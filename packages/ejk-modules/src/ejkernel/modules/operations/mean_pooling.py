@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import MeanPoolingConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -79,7 +79,3 @@ class MeanPooling(Operation[MeanPoolingConfig]):
 
     spec = calls.MeanPooling
     function = staticmethod(mean_pooling)
-
-    @staticmethod
-    def spreadable(a: Arguments) -> frozenset[str]:
-        return frozenset(f"channels_{i}" for i in range(a["x"].ndim))

@@ -20,6 +20,8 @@ class Kind(enum.Enum):
     KEY_HEADS = "key heads, which go where their query heads go"
     TOKENS = "places of a sequence, which no device can work on without the others"
     COUNT = "how much there is of something, from call to call another number"
+    ROWS = "independent rows, from call to call another number"
+    COLUMNS = "features that are computed apart from each other"
     FEATURE = "a size of the model"
 
 
@@ -38,7 +40,7 @@ class Axis:
     @property
     def varies(self) -> bool:
         """Whether its size changes from call to call: calls of one bucket share a config."""
-        return self.kind in (Kind.BATCH, Kind.TOKENS, Kind.COUNT)
+        return self.kind in (Kind.BATCH, Kind.TOKENS, Kind.COUNT, Kind.ROWS)
 
     @property
     def in_order(self) -> bool:
@@ -47,8 +49,8 @@ class Axis:
 
     @property
     def free(self) -> bool:
-        """Whether every operation may spread it over a mesh."""
-        return self.kind in (Kind.BATCH, Kind.HEADS, Kind.KEY_HEADS)
+        """Whether it may be spread over a mesh."""
+        return self.kind in (Kind.BATCH, Kind.HEADS, Kind.KEY_HEADS, Kind.ROWS, Kind.COLUMNS)
 
 
 def _all(kind: Kind, words: str) -> dict[str, Axis]:
@@ -62,21 +64,31 @@ AXES: dict[str, Axis] = {
     "combined_kv_heads": Axis(Kind.KEY_HEADS, 2),
     "packed_kv_heads": Axis(Kind.KEY_HEADS, None),
     **_all(Kind.TOKENS, "q_len kv_len kv_total seq tokens"),
-    # of packed sequences, of a cache, of a block mask, of a grouped product
+    # of packed sequences, of a cache, of a block mask
     **_all(Kind.COUNT, "sequences sequences_plus_1 states chunks"),
     **_all(Kind.COUNT, "pages max_blocks table_entries"),
-    **_all(Kind.COUNT, "q_blocks kv_blocks rows"),
+    **_all(Kind.COUNT, "q_blocks kv_blocks"),
+    # of a grouped product, of a mean
+    **_all(Kind.ROWS, "rows"),
+    **_all(Kind.COLUMNS, "columns channels"),
     **_all(Kind.FEATURE, "head_dim v_dim key_dim q_dim nope_dim rope_dim latent latent_dim"),
     **_all(Kind.FEATURE, "cache_dim padded_head_dim packing page_size sinks selected"),
-    **_all(Kind.FEATURE, "channels groups all_groups inner columns"),
+    **_all(Kind.FEATURE, "groups all_groups inner"),
 }
 
 _UNNAMED = Axis(Kind.FEATURE)
 _NUMBERED = re.compile(r"_\d+$")
 
 
+def bare(word: str) -> str:
+    """A word of a signature without its marks: ``batch`` of ``#batch``, ``channels`` of
+    ``*channels`` and of ``channels_0``."""
+    name = word.lstrip("#*")
+    return name if name in AXES else _NUMBERED.sub("", name)
+
+
 def meaning(word: str) -> Axis:
-    """What a word of a signature means, marks as in ``#batch`` and ``channels_0`` taken off.
+    """What a word of a signature means.
 
     ``_`` and numbers stand for axes without a name.
 
@@ -86,10 +98,10 @@ def meaning(word: str) -> Axis:
     found = AXES.get(word)
     if found is not None:
         return found
-    name = word.lstrip("#*")
+    name = bare(word)
     if name == "_" or name.isdigit():
         return _UNNAMED
-    found = AXES.get(name) or AXES.get(_NUMBERED.sub("", name))
+    found = AXES.get(name)
     if found is None:
         raise ValueError(f"axis word {name!r} is unknown, known are: {', '.join(AXES)}")
     return found

@@ -18,7 +18,6 @@ class GroupedMatmul(Call):
     """One matrix per run of rows."""
 
     name = "grouped_matmul"
-    symbolic = (*Call.symbolic, "inner", "columns")
     outputs = ("rows columns",)
     FORWARD_ONLY = (
         "grouped_matmul: rhs of 8-bit numbers is for inference, no gradient goes through it; to "

@@ -16,7 +16,6 @@ class MeanPooling(Call):
     """Means over sequences, packed sequences or chunks of them."""
 
     name = "mean_pooling"
-    symbolic = (*Call.symbolic, "channels_0", "channels_1", "channels_2")
 
     @staticmethod
     def takes(

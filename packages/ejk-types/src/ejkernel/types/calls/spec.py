@@ -12,6 +12,7 @@ import numpy as np
 
 from ejkernel.types.arrays import check_int32, is_symbolic
 from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import REQUIRED, Boundary, axes_of
 from ejkernel.types.calls.words import invalid
 from ejkernel.types.mask_info import MaskInfo
@@ -56,7 +57,7 @@ class Call:
     normal_samples: ClassVar[bool] = False
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
-        "pages", "max_blocks",
+        "pages", "max_blocks", "inner", "columns", "channels",
     )  # fmt: skip
     takes: ClassVar[Any]
     boundary: ClassVar[Boundary]
@@ -174,14 +175,14 @@ class Call:
                 continue
             override = cls.argument_axes(a) if override is None else override
             for word, size in zip(axes_of(p, a[p.name], override), shape, strict=True):
-                axis = word.lstrip("#")
+                axis = bare(word)
                 if is_symbolic(size) and axis not in (*cls.symbolic, "_"):
                     raise invalid(p.name, cls._needs_number(axis), a[p.name])
 
     @classmethod
     def _needs_number(cls, axis: str) -> str:
         forms = (axes for p in cls.boundary.parameters for _, axes in p.forms)
-        words = {word.lstrip("#") for axes in forms for word in axes.split()}
+        words = {bare(word) for axes in forms for word in axes.split()}
         legal = ", ".join(name for name in cls.symbolic if name in words)
         way = "export a program for each size"
         if axis == "sequences_plus_1":
