@@ -205,8 +205,9 @@ class CallKernel:
 class OwnTiles:
     """Mixed into a kernel whose tiles are its own choice: no config changes them."""
 
-    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
-        return ()
+    @staticmethod
+    def near(problem: Any, target: Any, chosen: Any, /) -> list[Any]:
+        return []
 
     def fields(self, chosen: Any) -> dict[str, Any]:
         return {}

@@ -24,7 +24,7 @@ class SoftmaxKernel:
             return (LISTED,)
         return (HULL,) if problem.rules.arrays else ()
 
-    def backward_tiles(self, tiles: Any) -> Iterable[tuple[int, int]]:
+    def backward_tiles(self, work: Any) -> Iterable[tuple[int, int]]:
         """Rows and keys of each tile that the backward pass walks over a pattern with."""
         return ()
 
@@ -38,7 +38,8 @@ class SoftmaxKernel:
         (o, lse), (do, dlse) = outputs, cotangents
         if p.pattern_blocks is None:
             q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
-        elif not all(rows_see_tiles(p, *tile) for tile in self.backward_tiles(work.tiles)):
+        elif p.biased or not all(rows_see_tiles(p, *tile) for tile in self.backward_tiles(work)):
+            # the gradient of a bias reads every row
             q, do, dlse = cleared_rows(lse, q, do, dlse)
         delta = row_delta(o, do, dlse)
         found = self.gradients(work, arrays | {"q": q, "do": do, "delta": delta, "base": saved})

@@ -6,7 +6,7 @@ recomputed tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,13 @@ from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.types import calls, softmax
-from ejkernel.types.hidden import cleared_rows, without_dead_rows
-from ejkernel.types.pattern import rows_see_tiles
+from ejkernel.types import calls
 from ejkernel.types.problem import Problem
+from ejkernel.types.softmax_kernel import SoftmaxKernel
 from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
 
 
-class FlashAttention(TritonKernel):
+class FlashAttention(SoftmaxKernel, TritonKernel):
     """Exact attention in memory linear in the lengths, on a GPU; see the operation of this name.
 
     q, k and v are float16, bfloat16 or float32, promoted to one dtype, with head dims that are
@@ -66,7 +65,7 @@ class FlashAttention(TritonKernel):
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
         if not isinstance(pattern, np.ndarray) or t.decode is not None:
             return arrays
-        of_keys = (tile for _, tile in tiles.key_passes(p, t.dkv, work.target))
+        of_keys = (tile for _, tile in _key_passes(work))
         walks = ((t.fwd, False), (t.dq, False), *((tile, True) for tile in of_keys))
         return arrays | {"walks": known_walks(p, arrays["mask"], pattern, walks)}
 
@@ -77,35 +76,38 @@ class FlashAttention(TritonKernel):
         return (o, lse), saved
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        p, t, mask = work.problem, work.tiles, arrays["mask"]
-        (o, lse), (do, dlse) = outputs, cotangents
-        if t.decode is not None:
-            o, lse, *saved = call(*_planned(plans.ForwardPlan, work, t.fwd, arrays))
-        q, passes = arrays["q"], tiles.key_passes(p, t.dkv, work.target)
-        of_keys = [tile for _, tile in passes]
-        if p.pattern_blocks is None:
-            q, do, dlse = without_dead_rows(mask, p.kv_len, lse, q, do, dlse)
-        elif p.biased or not all(
-            rows_see_tiles(p, tile.block_q, tile.block_kv) for tile in (t.dq, *of_keys)
-        ):
-            q, do, dlse = cleared_rows(lse, q, do, dlse)
-        delta = softmax.row_delta(o, do, dlse)
-        base, *rest = saved
-        tensors = {name: x for name, x in arrays.items() if name != "sink"}
-        tensors |= {"q": q, "base": base, **row_terms(p, do, delta, *(rest or [None]))}
+        if work.tiles.decode is not None:  # which saved nothing
+            o, lse, *saved = call(*_planned(plans.ForwardPlan, work, work.tiles.fwd, arrays))
+            outputs = o, lse
+        return super().backward(work, arrays, outputs, saved, cotangents)
+
+    def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
+        of_keys = (tile for _, tile in _key_passes(work))
+        return ((tile.block_q, tile.block_kv) for tile in (work.tiles.dq, *of_keys))
+
+    def gradients(self, work: Work, arrays: Arrays) -> Arrays:
+        p, t = work.problem, work.tiles
+        base, *rest = arrays["base"]
+        beside = ("sink", "base", "do", "delta")
+        tensors = {name: x for name, x in arrays.items() if name not in beside}
+        rows = row_terms(p, arrays["do"], arrays["delta"], *(rest or [None]))
+        tensors |= {"base": base, **rows}
         (dq,) = call(*_planned(plans.DqPlan, work, t.dq, tensors))
         found = {"q": dq}
-        for parts, part_tiles in passes:
-            grads = call(*_planned(plans.DkvPlan, work, part_tiles, tensors, parts=parts))
+        for parts, tile in _key_passes(work):
+            grads = call(*_planned(plans.DkvPlan, work, tile, tensors, parts=parts))
             found |= zip((part.removeprefix("d") for part in parts), grads, strict=True)
         bias = arrays.get("bias")
         if bias is not None:
             shared = dict(sum_batch=p.batch // bias.shape[0], sum_heads=p.heads // bias.shape[1])
             tile = tiles.bias_tiles(t.dq, work.target)
             (found["bias"],) = call(*_planned(DbiasPlan, work, tile, tensors, **shared))
-        if "sink" in arrays:
-            found["sink"] = softmax.sink_gradient(arrays["sink"], lse, delta)
         return found
+
+
+def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
+    """The launches for gradients of keys and values: what each computes, and its tiles."""
+    return tiles.key_passes(work.problem, work.tiles.dkv, work.target)
 
 
 def walks_lists(problem: Problem, target: Target) -> bool:

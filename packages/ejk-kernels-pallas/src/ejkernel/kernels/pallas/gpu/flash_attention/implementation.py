@@ -109,8 +109,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         o, lse, base = operands.folding(p, run, tensors)
         return (o, lse), base
 
-    def backward_tiles(self, tiles: FlashTiles) -> Iterable[tuple[int, int]]:
-        return ((t.block_q, t.block_kv) for t in (tiles.bwd, OF_QUERIES))
+    def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
+        return ((t.block_q, t.block_kv) for t in (work.tiles.bwd, OF_QUERIES))
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles.bwd, arrays.get("pattern")
