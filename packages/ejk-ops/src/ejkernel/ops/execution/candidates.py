@@ -20,7 +20,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
-from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable
+from ejkernel.ops.execution.timing import Timed
+from ejkernel.ops.execution.trials import GRADIENT_FACTOR, Trial, disagreement, unusable
 from ejkernel.ops.platforms import parse_platform
 
 # A first run shorter than this says nothing: it loads code.
@@ -73,6 +74,16 @@ class Candidate:
     def bwd_ms(self) -> float | None:
         """What the backward pass adds, None without one."""
         return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
+
+    def measured(self, fwd_ms: float, total: Timed) -> None:
+        """Keep what was measured; both passes take no less than one of them."""
+        self.fwd_ms, self.spread = fwd_ms, total.spread
+        self.total_ms = total.ms if self.both is None else max(total.ms, fwd_ms)
+
+    @property
+    def trial(self) -> Trial:
+        """What is told of it once it is measured."""
+        return Trial(self.cfg, self.total_ms, None, self.fwd_ms, self.bwd_ms, round(self.spread, 4))
 
 
 class TooSlow(RuntimeError):

@@ -296,9 +296,9 @@ class Search:
                 why = STOPPED if self.stopped.is_set() else BUDGET_SPENT
                 self._trial(index, Trial(candidate.cfg, error=why))
                 continue
-            self._measured(candidate, fwd, total)
+            candidate.measured(fwd.ms, total)
             self.sound.append(candidate)
-            self._trial(index, self._trial_of(candidate))
+            self._trial(index, candidate.trial)
 
     def _race(self, racers: Sequence[Any], deadline: float) -> list[Timed | None]:
         return race(
@@ -310,16 +310,6 @@ class Search:
             stop=self.stopped.is_set,
             busy_host=self.gate is not None,
         )
-
-    @staticmethod
-    def _measured(candidate: Candidate, fwd: Timed, total: Timed) -> None:
-        candidate.fwd_ms = fwd.ms
-        candidate.total_ms = total.ms if candidate.both is None else max(total.ms, fwd.ms)
-        candidate.spread = total.spread
-
-    @staticmethod
-    def _trial_of(c: Candidate) -> Trial:
-        return Trial(c.cfg, c.total_ms, None, c.fwd_ms, c.bwd_ms, round(c.spread, 4))
 
     # ---- choose ----------------------------------------------------------------------------
 
@@ -367,8 +357,8 @@ class Search:
         # the two met in one race: what counts is how they compare there
         ratio = timed[0].ms / timed[1].ms
         together = Timed(best.total_ms * ratio, timed[0].spread)
-        self._measured(joined, Timed(fwd.fwd_ms), together)
-        self._trial(len(self.configs), self._trial_of(joined))
+        joined.measured(fwd.fwd_ms, together)
+        self._trial(len(self.configs), joined.trial)
         return joined
 
     # ---- report ----------------------------------------------------------------------------
