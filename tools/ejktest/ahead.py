@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 from ejkernel.kernels.triton.targets import Target, compile_for
 from ejktest.attention_at_size import inputs, kernel
 

@@ -154,6 +154,6 @@ def test_rows_that_no_list_shows_a_key() -> None:
 def test_latent_decoding(name: str) -> None:
     """o and lse; two runs have the same bits, and so has one with NaN in unseen memory."""
     pytest.importorskip("ejkernel.kernels.triton", reason="it does part of the work")
-    from ejkernel.kernels.pallas.gpu.mla_decode import mla_decode
+    from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
     latent_at_size.check(name, mla_decode)

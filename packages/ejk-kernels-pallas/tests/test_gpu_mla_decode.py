@@ -112,7 +112,7 @@ class TestBesideTriton:
 
     @staticmethod
     def decode(*shapes: jax.ShapeDtypeStruct, **options):
-        from ejkernel.kernels.pallas.gpu.mla_decode import mla_decode
+        from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
         def call(q, cache, lengths, tables):
             return mla_decode(q, cache, lengths, tables, latent_dim=512, **options)
@@ -151,7 +151,7 @@ class TestBesideTriton:
 
     @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(8, 2048, False), (1, 2**17, True)])
     def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead) -> None:
-        from ejkernel.kernels.pallas.gpu.mla_decode import mla_decode
+        from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
         problem = SimpleNamespace(batch=batch, capacity=capacity)
         invocation = SimpleNamespace(facts={mla_decode: (problem, None)})

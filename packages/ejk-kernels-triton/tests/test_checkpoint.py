@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.flash_attention import flash_attention
-from ejkernel.kernels.triton.native_sparse_attention import native_sparse_attention
+from ejkernel.kernels.triton import flash_attention, native_sparse_attention
 
 POLICIES = jax.checkpoint_policies
 NAMED = POLICIES.save_only_these_names("ejkernel_out", "ejkernel_lse")

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels.triton.flash_attention import flash_attention, tiles
+from ejkernel.kernels.triton import flash_attention
+from ejkernel.kernels.triton.flash_attention import tiles
 from ejkernel.kernels.triton.flash_attention.fits import fits, needs
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import triton_calls

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels import triton as package
-from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton import compat, flash_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo

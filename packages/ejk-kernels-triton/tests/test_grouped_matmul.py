@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.grouped_matmul import grouped_matmul, implementation, tiles
+from ejkernel.kernels.triton import grouped_matmul
+from ejkernel.kernels.triton.grouped_matmul import implementation, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument

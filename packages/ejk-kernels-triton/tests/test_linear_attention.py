@@ -12,14 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ejkernel.kernels.triton import gla_attention, lightning_attention, recurrent_attention
 from ejkernel.kernels.triton.launch import Launch
-from ejkernel.kernels.triton.linear_attention import (
-    gla_attention,
-    lightning_attention,
-    recurrent_attention,
-    tiles,
-    walk,
-)
+from ejkernel.kernels.triton.linear_attention import tiles, walk
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument

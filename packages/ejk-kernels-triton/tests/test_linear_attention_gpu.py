@@ -13,8 +13,7 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton.linear_attention import recurrent_attention
-from ejkernel.kernels.triton.mean_pooling import mean_pooling
+from ejkernel.kernels.triton import mean_pooling, recurrent_attention
 
 pytestmark = pytest.mark.gpu
 # float32 products run as TF32, whose digits are those of float16

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.mean_pooling import backward, forward, mean_pooling, tiles
+from ejkernel.kernels.triton import mean_pooling
+from ejkernel.kernels.triton.mean_pooling import backward, forward, tiles
 from ejkernel.kernels.triton.mean_pooling.implementation import PoolPlan
 from ejkernel.kernels.triton.resources import measure, plan_source
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target

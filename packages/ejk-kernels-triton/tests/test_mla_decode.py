@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.mla_decode import mla_decode
+from ejkernel.kernels.triton import mla_decode
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.structure import Unsupported

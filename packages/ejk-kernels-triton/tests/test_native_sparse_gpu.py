@@ -15,7 +15,8 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton.native_sparse_attention import native_sparse_attention, select
+from ejkernel.kernels.triton import native_sparse_attention
+from ejkernel.kernels.triton.native_sparse_attention import select
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import current_target
 from ejkernel.types.token_blocks import block_means, find_blocks

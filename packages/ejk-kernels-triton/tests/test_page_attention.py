@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.page_attention import page_attention, tiles
+from ejkernel.kernels.triton import page_attention
+from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode

@@ -16,7 +16,7 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
 
-from ejkernel.kernels.triton.ragged_decode_attention import ragged_decode_attention
+from ejkernel.kernels.triton import ragged_decode_attention
 
 START, END = np.array([0, 30, 7, -9, 20]), np.array([70, 30, 40, 1000, 12])
 

@@ -19,8 +19,8 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
 
-from ejkernel.kernels.triton.ragged_page_attention import ragged_page_attention, tiles
-from ejkernel.kernels.triton.ragged_page_attention_v3 import ragged_page_attention_v3
+from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
+from ejkernel.kernels.triton.ragged_page_attention import tiles
 
 
 @pytest.fixture(autouse=True)

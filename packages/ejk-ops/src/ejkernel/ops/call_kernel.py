@@ -35,6 +35,8 @@ class CallKernel:
     """Whether JAX can differentiate ``forward`` and ``backward``, at least in forward mode."""
     takes_warpgroups: ClassVar[bool] = False
     """Whether ``honour`` reads ``WarpgroupParams``."""
+    own_tiles: ClassVar[bool] = False
+    """Whether no config names tiles: they are the kernel's own choice."""
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -181,10 +183,12 @@ class CallKernel:
 
     def heuristic(self, inv: Any) -> dict[str, Any]:
         """Config fields of the chosen tiles."""
-        return self.fields(self.choose(self.facts(inv)[0], self.target()))
+        return {} if self.own_tiles else self.fields(self.choose(self.facts(inv)[0], self.target()))
 
     def candidates(self, inv: Any) -> list[dict[str, Any]]:
         """Config fields worth timing, the chosen tiles' first, each once."""
+        if self.own_tiles:
+            return [{}]
         problem, target = self.facts(inv)[0], self.target()
         chosen = self.choose(problem, target)
         found: list[dict[str, Any]] = []
@@ -200,14 +204,3 @@ class CallKernel:
     def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
         """Valid arguments where random floats and zeros are not."""
         return (), self.call.samples(inv.arguments, rng)
-
-
-class OwnTiles:
-    """Mixed into a kernel whose tiles are its own choice: no config changes them."""
-
-    @staticmethod
-    def near(problem: Any, target: Any, chosen: Any, /) -> list[Any]:
-        return []
-
-    def fields(self, chosen: Any) -> dict[str, Any]:
-        return {}

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.flash_attention import flash_attention
+from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.gates import add

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
-from ejkernel.ops.call_kernel import OwnTiles
 from ejkernel.types import calls
 
 
-class ScaledDotProductAttention(OwnTiles, FlashAttention):
+class ScaledDotProductAttention(FlashAttention):
     """The kernels of flash attention for the operation of this name, whose options are fewer.
 
     Dtypes and head dims are those of ``flash_attention``; tiles are the kernel's own choice.
     """
 
     call = calls.ScaledDotProductAttention
+    own_tiles = True
 
 
 scaled_dot_product_attention = ScaledDotProductAttention()

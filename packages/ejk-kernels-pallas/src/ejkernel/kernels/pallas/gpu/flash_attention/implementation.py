@@ -20,7 +20,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
-from ejkernel.ops.call_kernel import OwnTiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
@@ -125,13 +124,14 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         return dict(zip("qkv", operands.folding(p, run, tensors), strict=True))
 
 
-class ScaledDotProductAttention(OwnTiles, FlashAttention):
+class ScaledDotProductAttention(FlashAttention):
     """The kernels of flash attention for the operation of this name, whose options are fewer.
 
     Dtypes, head dims and masks are those of ``flash_attention``; tiles are the kernel's own choice.
     """
 
     call = calls.ScaledDotProductAttention
+    own_tiles = True
 
 
 class FlashMLA(FromLatent, FlashAttention):

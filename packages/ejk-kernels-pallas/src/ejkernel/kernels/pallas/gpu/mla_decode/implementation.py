@@ -17,7 +17,6 @@ from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, ROWS, STEP, Steps
-from ejkernel.ops.call_kernel import OwnTiles
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import calls
 from ejkernel.types.problem import LOG2E
@@ -57,7 +56,7 @@ class WholeStep:
         return vary(found, axes)
 
 
-class MLADecode(OwnTiles, BesideTriton):
+class MLADecode(BesideTriton):
     """Latent attention of the last tokens over a paged cache, on a Hopper GPU; see the operation
     of this name.
 
@@ -71,6 +70,7 @@ class MLADecode(OwnTiles, BesideTriton):
     """
 
     call = calls.MLADecode
+    own_tiles = True
     unsupported = ("softmax_aux", "k_scale")
 
     def refuse(self, problem: Any, target: Any) -> str | None:
