@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,14 @@ def array(x: Any, dtype: Any = None) -> jax.Array:
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     """Normal numbers, others for every shape."""
     return array(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def pulled(function: Callable[..., Any], wanted: tuple[Any, ...], *rest: Any) -> Any:
+    """``(out, gradients of wanted, cotangent)`` of ``function(*wanted, *rest)``, all traced."""
+    out, back = jax.vjp(lambda *wanted: function(*wanted, *rest), *wanted)
+    cotangent = normal(*out.shape, seed=3, dtype=out.dtype)
+    return out, back(cotangent), cotangent
 
 
 def wild_tables(
@@ -99,22 +108,9 @@ def check_linear(
 # ---- mean pooling ------------------------------------------------------------------------------
 
 
-def check_pool(
-    pool: Callable[..., jax.Array],
-    x: jax.Array,
-    cu: Any = None,
-    mask: Any = None,
-    chunk: Any = None,
-) -> jax.Array:
+def check_pool(pool: Callable[..., Any], x: jax.Array, cu=None, mask=None, chunk=None) -> jax.Array:
     """Means and gradient of ``pool(x, cu, mask, chunk)`` against the oracle; cu and mask traced."""
-
-    @jax.jit
-    def pull(x: jax.Array, cu: Any, mask: Any) -> Any:
-        out, back = jax.vjp(lambda x: pool(x, cu, mask, chunk), x)
-        dout = normal(*out.shape, seed=3, dtype=out.dtype)
-        return out, back(dout)[0], dout
-
-    out, dx, dout = pull(x, cu, mask)
+    out, (dx,), dout = pulled(lambda x, *rest: pool(x, *rest, chunk), (x,), cu, mask)
     want, dwant = pooling.mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, dout=dout)
     assert out.dtype == dx.dtype == x.dtype
     check_close(out, want, name="out")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ejktest.attention_cases import Call, arrays, check, run
 
@@ -19,6 +20,7 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejktest.drawn import array
+from ejktest.transforms import check_shard_map
 
 
 @pytest.fixture(autouse=True)
@@ -256,21 +258,13 @@ def test_checkpoint_and_scan() -> None:
 def test_shard_map(check_vma: bool) -> None:
     """Keys replicated over the mesh get the summed gradient."""
     q, k, v = small_arrays()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: min(2, jax.device_count())]), ("x",))
-    P = jax.sharding.PartitionSpec
 
-    def sharded(q, k, v):
+    def attend(q, k, v):
         k = jnp.broadcast_to(k, (q.shape[0], *k.shape[1:]))
         return flash_attention(q, k, v, causal=True, softmax_aux=jnp.ones(1), cfg=CFG)
 
-    mapped = jax.shard_map(
-        sharded, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=P("x"), check_vma=check_vma
-    )
-    got, want = (
-        jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)))(q, k[:1], v)
-        for f in (mapped, sharded)
-    )
-    close(got, want)
+    specs, rows = {"q": P("x"), "v": P("x")}, {"q": q, "k": k[:1], "v": v}
+    check_shard_map(attend, rows, specs, P("x"), devices=2, check_vma=check_vma)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "b"), [(0, 8, 2), (8, 0, 2), (8, 8, 0)])

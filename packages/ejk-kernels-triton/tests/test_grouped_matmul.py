@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.triton import grouped_matmul
 from ejkernel.kernels.triton.grouped_matmul import implementation, tiles
@@ -19,6 +20,7 @@ from ejktest import grouped_cases as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_shard_map
 
 pytest.importorskip("triton")
 
@@ -296,20 +298,9 @@ def test_scan_checkpoint_and_repeatability():
 
 def test_shard_map():
     """Rows sharded, matrices replicated: their gradient is summed over the axis."""
-    lhs, rhs = normal(M, K), normal(G, K, N)
-    sizes = jnp.array(SIZES["rows left"])
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
-    sharded = jax.shard_map(
-        partial(grouped_matmul, cfg=SMALL),
-        mesh=mesh,
-        in_specs=(rows, whole, whole),
-        out_specs=rows,
-    )
-    got = jax.jit(jax.grad(lambda a, b: jnp.sum(jnp.sin(sharded(a, b, sizes))), (0, 1)))(lhs, rhs)
-    want = jax.grad(lambda a, b: jnp.sum(jnp.sin(dense(a, b, sizes))), (0, 1))(lhs, rhs)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    arrays = {"lhs": normal(M, K), "rhs": normal(G, K, N)}
+    product = partial(grouped_matmul, group_sizes=jnp.array(SIZES["rows left"]), cfg=SMALL)
+    check_shard_map(product, arrays, {"lhs": P("x")}, P("x"))
 
 
 def test_config_changes_rounding_only():
@@ -354,20 +345,14 @@ def test_precision_in_tritons_words():
 @pytest.mark.parametrize(
     ("change", "error", "name"),
     [
-        (dict(lhs=np.zeros((M, K), np.int32)), InvalidArgument, "lhs"),
         (dict(rhs=np.zeros((G, N, K), np.float32)), InvalidArgument, "rhs"),
-        (dict(group_sizes=np.zeros(G - 1, np.int32)), InvalidArgument, "group_sizes"),
-        (dict(group_sizes=np.zeros(G)), InvalidArgument, "group_sizes"),
-        (dict(group_offset=0.0), InvalidArgument, "group_offset"),
-        (dict(group_offset=jnp.zeros(2, int)), InvalidArgument, "group_offset"),
-        (dict(existing_out=np.zeros((M, K), np.float32)), InvalidArgument, "existing_out"),
         (dict(preferred_element_type=np.float64), Unsupported, "preferred_element_type"),
         (dict(precision="BF16_BF16_F32"), Unsupported, "precision"),
         (dict(group_sizes=np.zeros(4096, int), group_offset=0), Unsupported, "group_sizes"),
         (dict(rhs=np.zeros((G, K, 7), np.int8)), Unsupported, "rhs: 8-bit .* last axis 7 is odd"),
     ],
 )
-def test_wrong_arguments(change, error, name):
+def test_refuses(change, error, name):
     right = dict(lhs=normal(M, K), rhs=normal(G, K, N), group_sizes=np.full(G, 2))
     with pytest.raises(error, match=name):
         grouped_matmul(**{**right, **change})

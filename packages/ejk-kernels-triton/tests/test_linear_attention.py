@@ -23,6 +23,7 @@ from ejktest.drawn import check_linear, linear_cotangents
 from ejktest.drawn import linear_arguments as make
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_transformations
 
 pytest.importorskip("triton")
 
@@ -191,22 +192,11 @@ def test_lightning_is_recurrent_with_slopes():
         check_close(grads[name], want.grads[name], name=f"d{name}")
 
 
-def loss(args, cu=None):
-    return jnp.sum(jnp.sin(gla_attention(**args, cu_seqlens=cu, cfg=SMALL)))
-
-
-def test_vmap_checkpoint_and_repeats():
+def test_transformations():
     args = make(KINDS["per head"], **{**RUNS, "s": 18}, states=2)
-    both = jax.tree.map(lambda x: jnp.stack([x, x / 2]), args)
-    cu = jnp.array([[0, 7, 18], [0, 0, 16]])
-    single = jax.jit(jax.grad(loss))
-    want = [single(jax.tree.map(lambda x, i=i: x[i], both), cu[i]) for i in range(2)]
-    again = single(jax.tree.map(lambda x: x[1], both), cu[1])
-    mapped = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(both, cu)
-    for name in args:
-        np.testing.assert_array_equal(again[name], want[1][name])
-        for i in range(2):
-            np.testing.assert_allclose(mapped[name][i], want[i][name], atol=1e-5)
+    pairs = {name: jnp.stack([x, x / 2]) for name, x in args.items()}
+    pairs["cu_seqlens"] = jnp.array([[0, 7, 18], [0, 0, 16]])
+    check_transformations(partial(gla_attention, cfg=SMALL), pairs)
 
 
 @pytest.mark.parametrize("cu", [None, np.zeros(3, np.int32)])

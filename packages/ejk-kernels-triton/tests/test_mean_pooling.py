@@ -15,10 +15,10 @@ from ejkernel.kernels.triton.mean_pooling.implementation import PoolPlan
 from ejkernel.kernels.triton.resources import measure, plan_source
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types import InvalidArgument
 from ejkernel.types.structure import Unsupported
 from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle
+from ejktest.transforms import check_transformations
 
 pytest.importorskip("triton")
 
@@ -95,25 +95,12 @@ def test_many_sequences(monkeypatch):
     check(normal(24, 3), np.array([0, 0, 2, 2, 2, 9, 10, 10, 20, 20, 20], np.int32))
 
 
-def test_vmap_and_repeats():
-    x, cu = normal(2, 23, 2), jnp.stack([CU, CU // 2])
-
-    def loss(x, cu):
-        return jnp.sum(jnp.sin(mean_pooling(x, cu, chunk_size=5)))
-
-    single = jax.jit(jax.grad(loss))
-    want = jnp.stack([single(x[i], cu[i]) for i in range(2)])
-    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(loss)))(x, cu), want, atol=1e-6)
-    np.testing.assert_array_equal(single(x[0], CU), want[0])
-    remat = jax.grad(lambda x: jax.vmap(jax.checkpoint(loss), (0, None))(x, CU).sum())(x)
-    np.testing.assert_allclose(remat[0], want[0], atol=1e-6)
+def test_transformations():
+    pairs = {"x": normal(2, 23, 2), "cu_seqlens": jnp.stack([CU, CU // 2])}
+    check_transformations(partial(mean_pooling, chunk_size=5), pairs)
 
 
 def test_refuses():
-    with pytest.raises(InvalidArgument, match="x"):
-        mean_pooling(np.zeros((2, 3, 4), np.int32))
-    with pytest.raises(ValueError, match="chunk_size"):
-        mean_pooling(np.zeros((2, 3, 4), np.float32), chunk_size=0)
     with jax.enable_x64(True), pytest.raises(Unsupported, match="float64"):
         mean_pooling(np.zeros((2, 3, 4)))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention
 from ejkernel.types import InvalidArgument, MaskInfo
@@ -16,6 +17,7 @@ from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.drawn import array
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_shard_map
 
 SEGMENTS = np.array([[0] * 11 + [3] * 18 + [-1] * 4 + [1] * 7, [-1] * 40], np.int32)
 DENSE = np.random.default_rng(1).random((2, 1, 40, 40)) < 0.4
@@ -164,29 +166,18 @@ def test_checkpoint_and_scan() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma: bool) -> None:
     """Traced ranges of blocks; keys replicated over the mesh get the summed gradient."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: min(2, jax.device_count())]), ("x",))
     q, k, v = small_arrays()
     ids = array(np.sort(np.random.default_rng(3).integers(-1, 3, (2, 24)), -1), jnp.int32)
-    P = jax.sharding.PartitionSpec
 
     def attend(q, k, v, ids):
         mask = MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)
         k = jnp.broadcast_to(k, (q.shape[0], *k.shape[1:]))
         options = {"softmax_aux": jnp.ones(1), "sliding_window": 5, "return_lse": True}
-        o, lse = flash_attention(q, k, v, mask_info=mask, cfg=CFG, **options)
-        return o, jnp.where(ids[..., None] < 0, 0.0, lse)
+        return flash_attention(q, k, v, mask_info=mask, cfg=CFG, **options)
 
-    def loss(f, q, k, v):
-        o, lse = f(q, k, v, ids)
-        return (o**2).sum() + lse.sum()
-
-    specs = (P("x"), P(), P("x"), P("x"))
-    out = (P("x"), P("x"))
-    mapped = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
-    got, want = (
-        jax.jit(jax.grad(partial(loss, f), (0, 1, 2)))(q, k[:1], v) for f in (mapped, attend)
-    )
-    close(got, want)
+    rows = {"q": q, "k": k[:1], "v": v, "ids": ids}
+    specs = dict.fromkeys(("q", "v", "ids"), P("x"))
+    check_shard_map(attend, rows, specs, (P("x"), P("x")), devices=2, check_vma=check_vma)
 
 
 def test_traced_sequence_bounds() -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import gla_attention, lightning_attention, recurrent_attention
-from ejkernel.types import InvalidArgument
 from ejktest.drawn import check_linear, linear_cotangents
 from ejktest.drawn import linear_arguments as make
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_shard_map, check_transformations
 
 
 class Tile(NamedTuple):
@@ -232,74 +233,21 @@ def test_lightning():
             lightning_attention(**args, layer_idx=layer, num_layers=3)
 
 
-def loss(args, **options):
-    return jnp.sum(jnp.sin(recurrent_attention(**args, cfg=TILE, **options)))
-
-
 def test_transformations():
     args = make(("g3", "gv"), **{**DIMS, "s": 18})
-    single = jax.jit(jax.grad(loss))
-    plain = single(args)
-    batch = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), args)
-    mapped = jax.jit(jax.vmap(jax.grad(loss)))(batch)
-    half = single(jax.tree.map(lambda x: 0.5 * x, args))
-    summed = jax.jit(jax.grad(lambda a: jax.vmap(loss)(a).sum()))(batch)
-    remat = jax.jit(jax.grad(jax.checkpoint(loss)))(args)
-
-    def body(total, x):
-        return total + loss({**args, "query": x}), None
-
-    scanned = jax.jit(jax.grad(lambda qs: jax.lax.scan(body, 0.0, qs)[0]))(batch["query"])
-    for name in args:
-        for got in (mapped[name], summed[name]):
-            np.testing.assert_allclose(got[0], plain[name], atol=1e-5, rtol=1e-5)
-            np.testing.assert_allclose(got[1], half[name], atol=1e-5, rtol=1e-5)
-        np.testing.assert_allclose(remat[name], plain[name], atol=1e-5, rtol=1e-5)
-    np.testing.assert_allclose(scanned[0], plain["query"], atol=1e-5, rtol=1e-5)
-    shape = jax.eval_shape(lambda a: recurrent_attention(**a), args)
-    assert (shape.shape, shape.dtype) == ((2, 18, 4, 6), jnp.float32)
+    pairs = {name: jnp.stack([x, 0.5 * x]) for name, x in args.items()}
+    check_transformations(partial(recurrent_attention, cfg=TILE), pairs)
 
 
 def test_shard_map():
     """Some arguments sharded over the heads, others replicated."""
     args = make(("g_gamma",), **{**DIMS, "b": 1}, states=2)
-    cu = jnp.array([0, 20, 45])
-    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    heads = jax.sharding.PartitionSpec(None, None, "heads")
-    whole = jax.sharding.PartitionSpec()
-    specs = {n: heads if x.ndim == 4 and n != "initial_state" else whole for n, x in args.items()}
-
-    def local(args):
-        return recurrent_attention(**args, cu_seqlens=cu, cfg=TILE)
-
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=heads)
-    got = jax.jit(jax.grad(lambda a: jnp.sin(sharded(a)).sum()))(args)
-    want = jax.jit(jax.grad(lambda a: jnp.sin(local(a)).sum()))(args)
-    for name in args:
-        np.testing.assert_allclose(got[name], want[name], atol=1e-5, rtol=1e-5)
+    heads = P(None, None, "x")
+    specs = {n: heads for n, x in args.items() if x.ndim == 4 and n != "initial_state"}
+    run = partial(recurrent_attention, cu_seqlens=jnp.array([0, 20, 45]), cfg=TILE)
+    check_shard_map(run, args, specs, heads)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "name"),
-    [
-        (dict(g=np.zeros((2, 50, 4, 7), np.float32)), InvalidArgument, "g"),
-        (dict(g=np.zeros((2, 50, 4, 8), np.int32)), InvalidArgument, "g"),
-        (dict(gv=np.zeros((2, 50, 4, 8), np.float32)), InvalidArgument, "gv"),
-        (dict(g_gamma=np.zeros(3, np.float32)), InvalidArgument, "g_gamma"),
-        (dict(initial_state=np.zeros((2, 4, 6, 8), np.float32)), InvalidArgument, "initial_state"),
-        (dict(cu_seqlens=np.array([0, 50])), InvalidArgument, "cu_seqlens"),
-        (dict(key=np.zeros((2, 49, 2, 8), np.float32)), InvalidArgument, "key"),
-        (dict(softmax_scale=jnp.ones(())), InvalidArgument, "softmax_scale"),
-        (dict(cfg={"time_tile": 24}), ValueError, "time_tile"),
-    ],
-)
-def test_wrong_arguments(change, error, name):
-    with pytest.raises(error, match=name):
-        recurrent_attention(**{**make((), **DIMS), **change})
-
-
-@pytest.mark.parametrize("cu", [[1, 50], [0, 30, 20], [0, 51]])
-def test_wrong_lengths(cu):
-    args = make((), **{**DIMS, "b": 1})
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        recurrent_attention(**{**args, "initial_state": None}, cu_seqlens=np.array(cu))
+def test_a_chunk_is_a_power_of_two():
+    with pytest.raises(ValueError, match="time_tile"):
+        recurrent_attention(**make((), **DIMS), cfg={"time_tile": 24})

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import mean_pooling
-from ejkernel.types import InvalidArgument
 from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_shard_map, check_transformations
 
 # an empty sequence, one of a single row, rows of padding
 CU = np.array([0, 9, 9, 10, 21], np.int32)
@@ -107,62 +108,17 @@ def test_any_lengths(rows, cuts, chunk):
 
 
 def test_transformations():
-    x, cu = normal(2, 23, 2), jnp.stack([CU, CU // 2])
+    pairs = {"x": normal(2, 23, 2), "cu": jnp.stack([CU, CU // 2])}
+    pool = partial(run, mask=None, chunk=5)
+    check_transformations(pool, pairs)
 
-    def loss(x, cu):
-        return jnp.sum(jnp.sin(run(x, cu, None, 5)))
+    def along(t):
+        return jnp.sum(jnp.sin(pool(t * pairs["x"][0], CU)))
 
-    single = [jax.grad(loss)(x[i], cu[i]) for i in range(2)]
-    mapped = jax.jit(jax.vmap(jax.grad(loss)))(x, cu)
-    remat = jax.jit(jax.grad(lambda x: jax.vmap(jax.checkpoint(loss))(x, cu).sum()))(x)
-    scanned = jax.jit(
-        jax.grad(lambda x: jax.lax.scan(lambda c, xs: (c + loss(*xs), None), 0.0, (x, cu))[0])
-    )(x)
-    for got in (mapped, remat, scanned):
-        np.testing.assert_allclose(got, jnp.stack(single), atol=1e-6)
-    hessian = jax.jit(jax.hessian(lambda t: loss(t * x[0], cu[0])))(1.0)
-    reverse = jax.jit(jax.grad(jax.grad(lambda t: loss(t * x[0], cu[0]))))(1.0)
-    np.testing.assert_allclose(hessian, reverse, rtol=1e-5)
-    out = jax.eval_shape(partial(mean_pooling, chunk_size=5), x[0], cu[0])
-    assert (out.shape, out.dtype) == ((4, 5, 2), jnp.float32)
+    reverse = jax.jit(jax.grad(jax.grad(along)))(1.0)
+    np.testing.assert_allclose(jax.jit(jax.hessian(along))(1.0), reverse, rtol=1e-5)
 
 
 def test_shard_map():
-    mesh = jax.make_mesh((1,), ("channels",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec, whole = jax.sharding.PartitionSpec(None, "channels"), jax.sharding.PartitionSpec()
-    x = normal(23, 2)
-    sharded = jax.shard_map(mean_pooling, mesh=mesh, in_specs=(spec, whole), out_specs=spec)
-    got = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(sharded(x, jnp.asarray(CU))))))(x)
-    np.testing.assert_allclose(
-        got, jax.grad(lambda x: jnp.sum(jnp.sin(mean_pooling(x, CU))))(x), atol=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "name"),
-    [
-        ((np.zeros((2, 3), np.float32),), {}, InvalidArgument, "x"),
-        ((np.zeros((2, 3, 4), np.int32),), {}, InvalidArgument, "x"),
-        ((np.zeros(5, np.float32), np.array([0, 5])), {}, InvalidArgument, "x"),
-        ((np.zeros((5, 2), np.float32), np.array([0.0, 5.0])), {}, InvalidArgument, "cu_seqlens"),
-        ((np.zeros((5, 2), np.float32), np.array([1, 5])), {}, ValueError, "cu_seqlens"),
-        ((np.zeros((5, 2), np.float32), np.array([0, 6])), {}, ValueError, "cu_seqlens"),
-        ((np.zeros((1, 5, 2), np.float32),), dict(chunk_size=0), ValueError, "chunk_size"),
-        ((np.zeros((1, 5, 2), np.float32),), dict(chunk_size=2.0), InvalidArgument, "chunk_size"),
-        (
-            (np.zeros((1, 5, 2), np.float32),),
-            dict(attention_mask=np.ones((1, 5), np.float32)),
-            InvalidArgument,
-            "attention_mask",
-        ),
-        (
-            (np.zeros((1, 5, 2), np.float32),),
-            dict(attention_mask=np.ones((1, 4), bool)),
-            InvalidArgument,
-            "attention_mask",
-        ),
-    ],
-)
-def test_wrong_arguments(args, options, error, name):
-    with pytest.raises(error, match=name):
-        mean_pooling(*args, **options)
+    pool, columns = partial(run, mask=None, chunk=None), P(None, "x")
+    check_shard_map(pool, {"x": normal(23, 2), "cu": CU}, {"x": columns}, columns, devices=2)

@@ -15,6 +15,7 @@ from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.sparse_cases import compare
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_transformations
 
 S, HK, D, DV, SIZE = 21, 2, 8, 12, 4
 RNG = np.random.default_rng(0)
@@ -107,15 +108,7 @@ def test_no_gates_is_plain_selected_attention_and_half_precision():
 
 def test_transformations_and_empty_input():
     q, k, v, g_cmp, g_slc, _ = inputs(2)
-    f = jax.jit(partial(native_sparse_attention, block_counts=2, block_size=SIZE))
-    batch = [jnp.concatenate([x, x * 0.5]) for x in (q, k, v, g_cmp, g_slc)]
-    out = f(*batch)
-    np.testing.assert_allclose(out[:1], f(q, k, v, g_cmp, g_slc), atol=1e-6)
-    lifted = jax.vmap(f)(*(x[:, None] for x in batch))
-    np.testing.assert_allclose(lifted[:, 0], out, atol=1e-6)
-    grads = jax.jit(jax.vmap(jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))))(
-        *(x[:, None] for x in batch)
-    )
-    assert all(np.isfinite(g).all() for g in grads)
+    f = partial(native_sparse_attention, block_counts=2, block_size=SIZE)
+    args = {"query": q, "key": k, "value": v, "g_cmp": g_cmp, "g_slc": g_slc}
+    check_transformations(f, {name: jnp.stack([x, x * 0.5]) for name, x in args.items()})
     assert f(q[:, :0], k[:, :0], v[:, :0]).shape == (1, 0, 2 * HK, DV)
-    assert jax.eval_shape(f, q, k, v).shape == (1, S, 2 * HK, DV)

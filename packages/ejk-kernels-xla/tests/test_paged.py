@@ -20,6 +20,7 @@ from ejkernel.kernels.xla import (
 from ejktest.drawn import array
 from ejktest.oracles import paged as oracle
 from ejktest.tolerance import check_close
+from ejktest.transforms import check_transformations
 
 RNG = np.random.default_rng(0)
 B, H, HK, D, DV, PS, COLUMNS = 4, 4, 2, 16, 24, 4, 5
@@ -316,18 +317,14 @@ def test_packed_equals_batched_and_contiguous():
 def test_transformations_and_empty_shapes():
     bt = tables()
     q, k, v = normal(2, B, H, D), normal(PAGES, PS, HK, D), normal(PAGES, PS, HK, D)
-    f = partial(page_attention, sliding_window=None)
-    one = jnp.stack([f(x, k, v, LENS, bt) for x in q])
-    np.testing.assert_allclose(jax.vmap(lambda x: f(x, k, v, LENS, bt))(q), one, atol=1e-6)
-    g = jax.jit(jax.vmap(jax.grad(lambda x, n: f(x, k, v, n, bt).sum())))(q, jnp.stack([LENS] * 2))
-    assert g.shape == q.shape and np.isfinite(g).all()
+    pairs = {"query": q, "key_cache": k, "value_cache": v, "block_tables": bt}
+    pairs["context_lens"] = jnp.stack([LENS, LENS])
+    check_transformations(page_attention, pairs, ("key_cache", "value_cache", "block_tables"))
     assert page_attention(q[0], k[:0], v[:0], jnp.asarray(LENS), bt).shape == (B, H, D)
     assert page_attention(q[0], k, v, LENS, bt[:, :0]).sum() == 0
     assert page_attention(q[0, :0], k, v, LENS[:0], bt[:0]).shape == (0, H, D)
     empty = ragged_decode_attention(q[0], normal(B, 0, HK, D), normal(B, 0, HK, D), LENS, LENS)
     assert empty.shape == (B, H, D) and not np.asarray(empty).any()
-    shape = jax.eval_shape(lambda *a: page_attention(*a), q[0], k, v, LENS, bt)
-    assert shape.shape == (B, H, D)
 
 
 def test_float64():

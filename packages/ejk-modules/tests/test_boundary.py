@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel.kernels.xla as xla
 import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument
+from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
 from ejktest.calls import call
 
@@ -88,6 +90,10 @@ WRONG = [
     ("native_sparse_attention", "key", ones(2, 11, 2, 8), "key: expected.*seq=12"),
     ("native_sparse_attention", "cu_seqlens", jnp.arange(3), "query: expected batch 1 with cu_seqlens"),
     ("recurrent_attention", "g", ones(2, 12, 4, 6), "g: expected.*key_dim=8"),
+    ("recurrent_attention", "g", ids(2, 12, 4, 8), "g: expected float.*given int32"),
+    ("recurrent_attention", "key", ones(2, 11, 2, 8), "key: expected.*seq=12"),
+    ("recurrent_attention", "cu_seqlens", jnp.arange(3), "query: expected batch 1 with cu_seqlens"),
+    ("recurrent_attention", "softmax_scale", ones(), "softmax_scale: expected float or None, given float32"),
     ("recurrent_attention", "gk", ones(2, 12, 2, 8), "gk: expected.*heads=4"),
     ("recurrent_attention", "gv", ones(2, 12, 4, 8), "gv: expected.*v_dim=6"),
     ("recurrent_attention", "g_gamma", ones(2), "g_gamma: expected.*heads=4"),
@@ -106,6 +112,14 @@ WRONG = [
     ("mean_pooling", "x", ones(3), "x: expected"),
     ("mean_pooling", "x", ones(3, 4), r"x: expected float\[batch, seq, \*channels\]"),
     ("mean_pooling", "attention_mask", ids(2, 11), "attention_mask: expected"),
+    ("mean_pooling", "x", ids(2, 12, 8), "x: expected float.*given int32"),
+    ("mean_pooling", "attention_mask", ones(2, 12), r"attention_mask: expected bool\|int"),
+    ("mean_pooling", "cu_seqlens", ones(3), r"cu_seqlens: expected int\[sequences_plus_1\]"),
+    ("mean_pooling", "chunk_size", 2.0, "chunk_size: expected int or None, given float 2.0"),
+    ("grouped_matmul", "lhs", ids(8, 5), "lhs: expected float.*given int32"),
+    ("grouped_matmul", "group_sizes", ones(3), "group_sizes: expected int.*given float32"),
+    ("grouped_matmul", "group_offset", 0.0, "group_offset: expected int.*given float 0.0"),
+    ("grouped_matmul", "preferred_element_type", np.int32, "preferred_element_type: expected a floating"),
     ("grouped_matmul", "rhs", ones(3, 4, 6), "rhs: expected axis 1 equal to the inner axis 5"),
     ("grouped_matmul", "group_sizes", ids(4), "group_sizes: expected int.3., one per matrix"),
     ("grouped_matmul", "existing_out", ones(8, 5), r"existing_out: expected float\[8, 6\]"),
@@ -133,6 +147,12 @@ def test_arrays_of_other_libraries_are_named(operation):
 def test_wrong_arrays_and_classes(operation, argument, value, message):
     error = raises(InvalidArgument, message, operation, **{argument: value})
     assert isinstance(error, TypeError) and isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(("operation", "argument", "value", "message"), WRONG)
+def test_the_function_of_a_backend_says_the_same(operation, argument, value, message):
+    with pytest.raises(InvalidCall, match=message):
+        getattr(xla, operation)(**{**call(operation).arguments, argument: value})
 
 
 LENS = np.asarray([5, 13], np.int32)

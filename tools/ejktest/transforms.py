@@ -1,0 +1,123 @@
+"""What JAX's transformations must leave as it is, whatever they are applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+Arrays = Mapping[str, Any]
+
+
+def floats(arrays: Arrays) -> dict[str, Any]:
+    """Those that have gradients."""
+    return {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+@jax.jit
+def loss_of(outputs: Any) -> jax.Array:
+    """A smooth number that depends on every finite output."""
+    found = jax.tree.leaves(outputs)
+    return jnp.stack([jnp.sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0.0))) for x in found]).sum()
+
+
+def with_gradients(function: Callable[..., Any], arrays: Arrays) -> Any:
+    """``(outputs, gradients by name)`` of ``loss_of(function(**arrays))``."""
+
+    def loss(wanted: Arrays) -> Any:
+        outputs = function(**{**arrays, **wanted})
+        return loss_of(outputs), outputs
+
+    gradients, outputs = jax.grad(loss, has_aux=True)(floats(arrays))
+    return outputs, gradients
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Trees of the same arrays, but for sums in another order."""
+
+    def same(x: Any, y: Any) -> None:
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
+
+    jax.tree.map(same, found, wanted)
+
+
+def check_transformations(
+    function: Callable[..., Any],
+    pairs: Arrays,
+    shared: Collection[str] = (),
+    *,
+    tolerance: float = 1e-5,
+) -> None:
+    """Two calls under vmap of grad, grad of vmap, checkpoint and scan are the calls alone.
+
+    Alone, they repeat bit by bit, and abstract evaluation knows their shapes.
+
+    Args:
+        function: takes arrays by name, gives arrays; ``loss_of`` them is differentiated.
+        pairs: arguments by name, those of both calls stacked.
+        shared: names of arguments that are not stacked and serve both calls.
+    """
+    mapped = {name: x for name, x in pairs.items() if name not in shared}
+    common = {name: pairs[name] for name in shared}
+    calls = [{**common, **{name: x[i] for name, x in mapped.items()}} for i in range(2)]
+    alone = jax.jit(partial(with_gradients, function))
+    found = [alone(call) for call in calls]
+    jax.tree.map(np.testing.assert_array_equal, alone(calls[0]), found[0])
+    shapes = jax.eval_shape(lambda call: function(**call), calls[0])
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (shapes,)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), (found[0][0],)
+    )
+
+    stacked = jax.tree.map(lambda *x: np.stack(x), *found)
+    axes = ({name: None if name in shared else 0 for name in pairs},)
+    checkpointed = jax.checkpoint(lambda **call: function(**call))
+    each = jax.vmap(partial(with_gradients, checkpointed), axes)
+    close(jax.jit(each)(dict(pairs)), stacked, tolerance)
+
+    def loss(call: Arrays) -> jax.Array:
+        return loss_of(function(**call))
+
+    def of_vmap(wanted: Arrays) -> jax.Array:
+        return jax.vmap(loss, axes)({**pairs, **wanted}).sum()
+
+    def of_scan(wanted: Arrays) -> Any:
+        given = {**pairs, **wanted}
+        parts = {name: given[name] for name in mapped}
+        rest = {name: given[name] for name in shared}
+        return jax.lax.scan(lambda total, x: (total + loss({**rest, **x}), None), 0.0, parts)[0]
+
+    sums = {name: g.sum(0) if name in shared else g for name, g in stacked[1].items()}
+    for total in (of_vmap, of_scan):
+        close(jax.jit(jax.grad(total))(floats(pairs)), sums, tolerance)
+
+
+def check_shard_map(
+    function: Callable[..., Any],
+    arrays: Arrays,
+    specs: Mapping[str, PartitionSpec],
+    out_specs: Any,
+    *,
+    devices: int = 1,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    """``function`` under ``shard_map`` over axis "x": values and gradients, also of what is
+    replicated, are those of the whole call.
+
+    Args:
+        function: takes arrays by name.
+        specs: of the arrays that are spread.
+        options: of ``jax.shard_map``.
+    """
+    mesh = Mesh(np.array(jax.devices()[: min(devices, jax.device_count())]), ("x",))
+    each = {name: specs.get(name, PartitionSpec()) for name in arrays}
+    options |= {"mesh": mesh, "in_specs": (each,), "out_specs": out_specs}
+    sharded = jax.shard_map(lambda arrays: function(**arrays), **options)
+    both = (lambda **arrays: sharded(arrays), function)
+    close(*(jax.jit(partial(with_gradients, f))(dict(arrays)) for f in both), tolerance)
