@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
-
-
-def groups(shape, cu_seqlens=None, chunk_size=None):
-    """Index tuples of the output with the index tuples of the rows they average."""
-    if cu_seqlens is None:
-        b, s = shape
-        runs = [((i,), (i,), 0, s) for i in range(b)]
-    else:
-        cu = np.asarray(cu_seqlens)
-        s = shape[0]
-        runs = [((m,), (), cu[m], cu[m + 1]) for m in range(len(cu) - 1)]
-    for out, row, start, stop in runs:
-        if chunk_size is None:
-            yield out, (*row, np.arange(start, stop))
-        else:
-            for j in range(-(-s // chunk_size)):
-                first = min(start + j * chunk_size, stop)
-                yield (*out, j), (*row, np.arange(first, min(first + chunk_size, stop)))
 
 
 def mean_pooling(x, cu_seqlens=None, *, chunk_size=None, attention_mask=None, dout=None):
     """The means, and the gradient of x when ``dout`` is given."""
     x = np.asarray(x).astype(np.float64)
-    lead = 1 if cu_seqlens is not None else 2
-    kept = np.ones(x.shape[:lead], bool)
-    if attention_mask is not None:
-        kept = np.asarray(attention_mask) != 0
-    found = list(groups(x.shape[:lead], cu_seqlens, chunk_size))
-    n = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    form = (n,) if chunk_size is None else (n, -(-x.shape[lead - 1] // chunk_size))
-    out, dx = np.zeros((*form, *x.shape[lead:])), np.zeros_like(x)
-    for where, rows in found:
-        *row, tokens = rows
-        tokens = tokens[kept[rows]]
-        if len(tokens):
-            out[where] = x[(*row, tokens)].mean(axis=0)
-            if dout is not None:
-                dx[(*row, tokens)] = np.asarray(dout[where]).astype(np.float64) / len(tokens)
+    lead = 2 if cu_seqlens is None else 1
+    rows, channels, dx = x.shape[lead - 1], x.shape[lead:], np.zeros_like(x)
+    kept = np.ones(x.shape[:lead]) if attention_mask is None else np.asarray(attention_mask)
+    sequences = list(zip(x, kept != 0, dx, strict=True))
+    if cu_seqlens is not None:
+        sequences = [(x[i:j], kept[i:j] != 0, dx[i:j]) for i, j in pairwise(np.asarray(cu_seqlens))]
+    size = rows if chunk_size is None else chunk_size
+    chunks = 1 if chunk_size is None else -(-rows // size)
+    out = np.zeros((len(sequences), chunks, *channels))
+    given = out if dout is None else np.asarray(dout).astype(np.float64).reshape(out.shape)
+    for m, (values, counts, gradient) in enumerate(sequences):
+        for j in range(chunks):
+            group = slice(j * size, (j + 1) * size)
+            if counts[group].any():
+                out[m, j] = values[group][counts[group]].mean(axis=0)
+                gradient[group][counts[group]] = given[m, j] / counts[group].sum()
+    out = out[:, 0] if chunk_size is None else out
     return out if dout is None else (out, dx)

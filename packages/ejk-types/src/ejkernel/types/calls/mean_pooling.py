@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import as_bool, at_most
-from ejkernel.types.calls import settle, values
+from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I, invalid
 
@@ -28,11 +28,7 @@ class MeanPooling(Call):
 
     @classmethod
     def argument_axes(cls, a: Arguments) -> dict[str, str]:
-        if not hasattr(a["x"], "shape"):
-            return {}
-        first = 2 if a["cu_seqlens"] is None else 1
-        channels = "".join(f" channels_{i}" for i in range(len(a["x"].shape) - first))
-        return {"x": ("batch seq" if first == 2 else "tokens") + channels}
+        return {"x": "batch seq *channels" if a["cu_seqlens"] is None else "tokens *channels"}
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
@@ -41,10 +37,6 @@ class MeanPooling(Call):
         chunks = "" if a["chunk_size"] is None else " chunks"
         channels = a["x"].ndim - (1 if packed else 2)
         return (group + chunks + "".join(f" channels_{i}" for i in range(channels)),)
-
-    @classmethod
-    def check_values(cls, a: Arguments) -> None:
-        values.check_packed(a, "cu_seqlens", "x", axis=0)
 
     @classmethod
     def canonicalise(cls, a: Arguments) -> None:

@@ -206,10 +206,9 @@ class Boundary:
 def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None) -> list[str]:
     """One word per axis of ``value``: the form of its rank, ``*names`` numbered from 0."""
     rank = value if isinstance(value, int) else len(value.shape)
-    if override and p.name in override and len(override[p.name].split()) == rank:
-        return override[p.name].split()
     fallback: list[str] = []
-    for _, axes in p.forms:
+    said = [override[p.name]] if override and p.name in override else []
+    for axes in (*said, *(axes for _, axes in p.forms)):
         words = axes.split()
         star = next((i for i, w in enumerate(words) if w.startswith("*")), None)
         if star is None:

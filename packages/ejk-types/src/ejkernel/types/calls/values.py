@@ -98,6 +98,12 @@ def _packed_pair(a: Arguments) -> None:
     check_packed(a, "cum_seqlens_k", "key")
 
 
+def _packed(a: Arguments) -> None:
+    # rows of one sequence after the other, with a batch axis of 1 before them if they are queries
+    data, axis = ("query", 1) if "query" in a else ("x", 0)
+    check_packed(a, "cu_seqlens", data, axis=axis)
+
+
 def check_sequences(a: Arguments, lengths: str, rows: np.ndarray) -> None:
     """Row starts and cached lengths of the first ``rows`` packed sequences of a paged call."""
     total = (*getattr(a[lengths], "shape", ()), 0)[0]
@@ -168,6 +174,6 @@ def _build_bias(a: Arguments) -> None:
 BY_NAME = {
     "init_bias": _build_bias,
     "cum_seqlens_q": _packed_pair,
-    "cu_seqlens": lambda a: check_packed(a, "cu_seqlens", "query"),
+    "cu_seqlens": _packed,
 }
 """What is done with an argument of this name, in this order."""

@@ -7,7 +7,6 @@ Bound: every row is read once, a stream.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.packed import packing
 from ejkernel.kernels.xla._common.tiles import Steps
 from ejkernel.kernels.xla.kernel import XlaKernel
+from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
@@ -38,47 +38,32 @@ class RowTile(Steps):
 class MeanPooling(XlaKernel):
     """Means over sequences or over chunks of them; see the operation of this name.
 
-    Summed in float32 at least. A mean over nothing is 0 and passes no gradient. ``cfg``:
-    ``token_tile``, the number of rows summed first. Differentiable to every order, forward and
-    reverse, in x.
+    ``cfg``: ``token_tile``, the number of rows summed first. Differentiable to every order.
     """
 
     call = calls.MeanPooling
+    # rows of a batch and their means, whatever the form of the call
+    operands, results = CallKernel.operands, CallKernel.results
+    without_work = CallKernel.without_work
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return RowTile(BLOCK)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        cu, kept = arrays.get("cu_seqlens"), arrays.get("attention_mask")
-        chunk, block = work.problem.chunk_size, work.tiles.token_tile
-        return (_pool(arrays["x"], cu, kept, chunk, block),), ()
-
-
-def _pool(
-    x: jax.Array, cu: jax.Array | None, kept: jax.Array | None, chunk: int | None, block: int
-) -> jax.Array:
-    lead = 2 if cu is None else 1
-    shape, channels = x.shape[:lead], x.shape[lead:]
-    rows, width = shape[-1], math.prod(channels)
-    wide = x.astype(accumulation_dtype(x)).reshape(*shape, width)
-    ones = jnp.ones((*shape, 1), jnp.int32)
-    if kept is not None:
-        wide, ones = (jnp.where(kept[..., None], x, 0) for x in (wide, ones))
-
-    groups = shape[:1] if cu is None else (cu.shape[0] - 1,)
-    per_group = cdiv(rows, chunk or max(rows, 1))
-    form = groups if chunk is None else (*groups, per_group)
-    if 0 in (rows, width, *groups):
-        return jnp.zeros((*form, *channels), x.dtype)
-    if cu is None:
-        sums, length = (chunk_sums(t, chunk or rows, block) for t in (wide, ones))
-    else:
-        owner, changes = groups_of_rows(cu, rows, chunk), groups[0] + per_group + 1
-        count = math.prod(form)
-        sums = group_sums(wide, owner, count, block, changes=changes)
-        length = jax.ops.segment_sum(ones, owner, count)
-    mean = sums.reshape(-1, width) / jnp.maximum(length, 1).astype(wide.dtype).reshape(-1, 1)
-    return mean.reshape(*form, *channels).astype(x.dtype)
+        x, cu, kept = arrays["x"], arrays.get("cu_seqlens"), arrays.get("kept")
+        rows, chunk, block = x.shape[1], work.problem.chunk_size, work.tiles.token_tile
+        wide, ones = x.astype(accumulation_dtype(x)), jnp.ones((*x.shape[:2], 1), jnp.int32)
+        if kept is not None:
+            wide, ones = (jnp.where(kept[..., None] != 0, t, 0) for t in (wide, ones))
+        if cu is None:
+            sums, length = (chunk_sums(t, chunk or rows, block) for t in (wide, ones))
+        else:
+            owner, per_sequence = groups_of_rows(cu, rows, chunk), cdiv(rows, chunk or rows)
+            count = (cu.shape[0] - 1) * per_sequence
+            changes = cu.shape[0] + per_sequence
+            sums = group_sums(wide[0], owner, count, block, changes=changes)
+            length = jax.ops.segment_sum(ones[0], owner, count)
+        return ((sums / jnp.maximum(length, 1).astype(wide.dtype)).astype(x.dtype),), ()
 
 
 def chunk_sums(x: jax.Array, chunk: int, block: int) -> jax.Array:
