@@ -251,9 +251,9 @@ def named(program: Any) -> dict[str, tuple[Any, list[Any]]]:
     return found
 
 
-def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
-    """Kernel name -> (plan, operand types) of a call and its gradients."""
-    c, target = CALLS[call], TARGETS[target_name]
+def launches(call: str | Called, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
+    """Kernel name -> (plan, operand types) of a call, or one of the list, and its gradients."""
+    c, target = CALLS[call] if isinstance(call, str) else call, TARGETS[target_name]
     arrays = {
         n: jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for n, (shape, kind) in c.arrays.items()
     }
@@ -280,7 +280,7 @@ def launches(call: str, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
     }
 
 
-def resources(call: str, target_name: str) -> dict[str, Resources]:
+def resources(call: str | Called, target_name: str) -> dict[str, Resources]:
     """Kernel name -> what its binary uses."""
     target = TARGETS[target_name]
     return {

@@ -9,18 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("triton")
+
 from ejkernel.kernels.triton import mean_pooling
 from ejkernel.kernels.triton.mean_pooling import backward, forward, tiles
-from ejkernel.kernels.triton.mean_pooling.implementation import PoolPlan
-from ejkernel.kernels.triton.resources import measure, plan_source
-from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
+from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.structure import Unsupported
 from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle
 from ejktest.transforms import check_transformations
-
-pytest.importorskip("triton")
+from ejktest.triton_calls import Called, resources
 
 # an empty sequence, one of a single row, rows of padding
 CU = np.array([0, 9, 9, 10, 21], np.int32)
@@ -105,52 +104,32 @@ def test_refuses():
         mean_pooling(np.zeros((2, 3, 4)))
 
 
-TARGETS = {
-    "sm_80": cuda_target(80, 108),
-    "sm_90": cuda_target(90),
-    "sm_100": cuda_target(100, 148),
-    "gfx942": rocm_target("gfx942"),
-}
-# batch, rows, channels, chunk, sequences, masked, dtype
-SHAPES = {
-    "chunks": (8, 8192, 2048, 64, 0, False, "bfloat16"),
-    "whole": (1, 65536, 2048, 65536, 0, False, "bfloat16"),
-    "packed": (1, 65536, 2048, 65536, 40, True, "float32"),
-    "odd": (2, 5000, 130, 7, 0, False, "float16"),
-}
+def pooled(*shape, dtype="bfloat16", chunk=None, **arrays):
+    return Called("mean_pooling", {"x": (shape, dtype), **arrays}, {"chunk_size": chunk}, ("x",))
 
 
-def compiled(shape, kind, chip):
-    p, target = tiles.Problem(*SHAPES[shape]), TARGETS[chip]
-    t = tiles.choose(p, target)
-    plan = PoolPlan(p, t, kind)
-    sums = PoolPlan(p, t, "sums").outputs()
-    of = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(p.dtype))
-    cu = [of((1, p.sequences + 1), dtype=jnp.int32)] * bool(p.sequences)
-    kept = [of((p.batch, p.rows), dtype=jnp.int8)] * p.masked
-    if kind == "spread":
-        count = [of((p.batch * p.groups,), dtype=jnp.float32)] * p.masked
-        avals = [of((p.batch * p.groups, p.channels)), *count, *kept, *cu]
-    else:
-        avals = [*sums, *cu] if kind == "merge" else [of((p.batch, p.rows, p.channels)), *kept, *cu]
-    used = measure(plan_source(plan, avals, target), target)
-    print(f"{shape} {kind} {chip}: {t}: {used}")
-    assert used.spills == 0
-    # two programs run together
-    assert target.platform != "cuda" or used.registers * 32 * used.num_warps * 2 <= 65536
+COMPILED = {
+    "chunks": pooled(8, 8192, 2048, chunk=64),
+    "whole": pooled(1, 65536, 2048),
+    "packed": pooled(
+        65536, 2048, dtype="float32", cu_seqlens=((41,), "int32"), attention_mask=((65536,), "bool")
+    ),
+    "odd": pooled(2, 5000, 130, dtype="float16", chunk=7),
+}
+CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"), [("chunks", "sums"), ("packed", "sums"), ("chunks", "spread")]
+    ("call", "chip"),
+    [
+        ("chunks", "sm_90"),
+        ("packed", "sm_90"),
+        *(pytest.param(n, c, marks=pytest.mark.slow) for n in COMPILED for c in CHIPS),
+    ],
 )
-def test_compiles(shape, kind):
-    compiled(shape, kind, "sm_90")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", TARGETS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_compiles_everywhere(shape, chip):
-    p = tiles.Problem(*SHAPES[shape])
-    for kind in ("sums", "spread", *["merge"] * bool(tiles.choose(p, TARGETS[chip]).part)):
-        compiled(shape, kind, chip)
+def test_compiles(call, chip):
+    for kernel, used in resources(COMPILED[call], chip).items():
+        print(f"{call} {kernel} {chip}: {used}")
+        assert used.spills == 0
+        # two programs run together
+        assert chip == "gfx942" or used.registers * 32 * used.num_warps * 2 <= 65536

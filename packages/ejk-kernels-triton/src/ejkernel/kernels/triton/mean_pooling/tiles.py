@@ -60,15 +60,8 @@ class Problem:
     @property
     def facts(self) -> dict[str, Any]:
         """Numbers and constants that kernels ask for by these names."""
-        return {
-            "rows": self.rows,
-            "channels": self.channels,
-            "chunk": self.chunk,
-            "sequences": self.sequences,
-            "per_sequence": self.per_sequence,
-            "groups": self.groups,
-            "STREAMED": self.streamed,
-        }
+        more = {"per_sequence": self.per_sequence, "groups": self.groups}
+        return {**vars(self), **more, "STREAMED": self.streamed}
 
 
 @dataclass(frozen=True)
