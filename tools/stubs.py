@@ -1,7 +1,8 @@
-"""Overloads for type checkers: what ``return_lse`` and ``return_state`` make a call return.
+"""What type checkers are told beside the sources, made from what is said there once.
 
-An operation whose flag changes what it returns has a stub beside its module, made here from the
-signature in the module, so that the parameters are written once:
+An operation whose flag (``return_lse``, ``return_state``) changes what it returns has a stub with
+overloads, made from the signature in its module. A package that imports its names on first use has
+a stub that imports them:
 
     stubs.py            name the stubs that are out of date
     stubs.py --write    bring them up to date
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import generated
+from ejkernel import modules
+from ejkernel.types import calls
 
 OPERATIONS = generated.ROOT / "packages/ejk-modules/src/ejkernel/modules/operations"
 FLAGS = ("return_lse", "return_state")
@@ -88,9 +92,26 @@ def _imports(tree: ast.Module, body: str) -> list[str]:
     return "\n\n".join("\n".join(lines) for lines in groups if lines).splitlines()
 
 
+def stub_of_package(where: Mapping[str, tuple[str, str]]) -> str:
+    """The stub of a package with these names; of each its module, and its name there."""
+    lines = [f"from {module} import {name} as {ours}" for ours, (module, name) in where.items()]
+    head = "# Made by tools/stubs.py --write.\n# ruff: noqa\n# fmt: off\n"
+    return head + "\n".join(sorted(lines)) + "\n"
+
+
+def packages() -> dict[Path, str]:
+    """The stubs of packages."""
+    version = {"__version__": ("ejkernel.modules._version", "__version__")}
+    each = {
+        name: (f"{calls.__name__}.{home}", name) for name, home in vars(calls)["MODULES"].items()
+    }
+    of = {modules: stub_of_package(vars(modules)["WHERE"] | version), calls: stub_of_package(each)}
+    return {Path(package.__file__ or "").with_suffix(".pyi"): text for package, text in of.items()}
+
+
 def main(argv: list[str] | None = None) -> int:
-    modules = sorted(OPERATIONS.glob("*.py"))
-    return generated.main({m.with_suffix(".pyi"): stub_of(m) for m in modules}, __doc__, argv)
+    stubs = {m.with_suffix(".pyi"): stub_of(m) for m in sorted(OPERATIONS.glob("*.py"))}
+    return generated.main(packages() | stubs, __doc__, argv)
 
 
 if __name__ == "__main__":
