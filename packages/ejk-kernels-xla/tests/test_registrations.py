@@ -32,7 +32,7 @@ def test_every_entry_loads(entry) -> None:
     assert isinstance(implementation.fn, XlaKernel)
     assert implementation.fn.call.algorithm == entry.algorithm
     assert entry.public in dir(xla)
-    assert implementation.fn.__doc__
+    assert f"see the operation {implementation.fn.__name__}" in implementation.fn.__doc__
     assert implementation.heuristic.resolve() == implementation.fn.heuristic
     assert inspect.signature(implementation.fn) == signature(implementation.fn.call.takes)
 

@@ -44,7 +44,8 @@ class CallKernel:
         parameters = [*signature.parameters.values(), cfg]
         self.__signature__ = signature.replace(parameters=parameters)
         self.__name__ = self.__qualname__ = self.call.name
-        self.__doc__ = type(self).__doc__
+        about = f"What it takes and returns, and its source: see the operation {self.__name__}."
+        self.__doc__ = f"{inspect.getdoc(type(self))}\n\n{about}"
 
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__name__}"

@@ -16,14 +16,12 @@ LEAST_WALKED, LEAST_HELD = 32, 64
 
 
 class BlockSparseAttention(FlashAttention):
-    """Attention over the blocks that a pattern allows, on a GPU; see the operation of this name.
+    """Attention over the blocks that a pattern allows, on a GPU.
 
     The kernels are those of flash attention; they walk lists of the tiles that the pattern and the
     mask leave, which are made on the device. ``cfg`` as there. Best where the blocks of the pattern
     are multiples of the tiles: a tile that covers several blocks is computed if one of them is
     seen.
-
-    Source: Dao et al. 2022, FlashAttention (arXiv 2205.14135), section 3.3.
     """
 
     call = calls.BlockSparseAttention

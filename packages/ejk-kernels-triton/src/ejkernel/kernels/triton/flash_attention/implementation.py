@@ -32,15 +32,13 @@ from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split
 
 
 class FlashAttention(SoftmaxKernel, TritonKernel):
-    """Exact attention in memory linear in the lengths, on a GPU; see the operation of this name.
+    """Exact attention in memory linear in the lengths, on a GPU.
 
     q, k and v are float16, bfloat16 or float32, promoted to one dtype, with head dims that are
     multiples of 8 up to 256; sums are float32. Nothing is summed by atomics, so two runs give the
     same bits. ``cfg``: ``fwd_params`` (q_blocksize, kv_blocksize, num_warps, num_stages) and
     ``bwd_params`` (the same for the key gradients; blocksize_m and blocksize_n, with the same
     warps and stages, for the query gradient).
-
-    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
     """
 
     call = calls.FlashAttention

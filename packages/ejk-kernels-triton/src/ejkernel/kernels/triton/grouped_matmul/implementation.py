@@ -23,16 +23,13 @@ from ejkernel.types import calls
 
 
 class GroupedMatmul(TritonKernel):
-    """Consecutive runs of rows, each times its own matrix, on a GPU; see the operation of this
-    name.
+    """Consecutive runs of rows, each times its own matrix, on a GPU.
 
     float16, bfloat16 and float32, summed in float32, and 8-bit matrices whose last axis is even; at
     most 4095 groups. Two runs give the same bits. Differentiable once. ``vmap`` is one launch over
     the groups of all calls, up to 4096; then the calls run one after the other. ``cfg``: block_m,
     block_n, block_k, num_warps, num_stages of the product and of the gradient of lhs; the gradient
     of rhs has its own.
-
-    Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
 
     call = calls.GroupedMatmul

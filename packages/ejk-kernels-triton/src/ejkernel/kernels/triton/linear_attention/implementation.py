@@ -281,33 +281,24 @@ def _sum(parts: list[jax.Array]) -> jax.Array:
 
 
 class RecurrentAttention(LinearAttention):
-    """The gated recurrence, on a GPU; see the operation of this name.
+    """The gated recurrence, on a GPU.
 
     float16, bfloat16 and float32, states and sums in float32; head dims up to 256. Gates of
     every kind. Two runs give the same bits. Differentiable once.
     ``vmap`` is one launch. ``cfg``: time_tile, dv_tile, num_warps, num_stages.
-
-    Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.
     """
 
     call = calls.RecurrentAttention
 
 
 class GLAttention(LinearAttention):
-    """Gated linear attention, on a GPU; see the operation of this name, and recurrent_attention.
-
-    Source: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4.
-    """
+    """Gated linear attention, on a GPU, as ``recurrent_attention``."""
 
     call = calls.GLAttention
 
 
 class LightningAttention(LinearAttention):
-    """Linear attention with one decay a head and layer, on a GPU; see the operation of this name,
-    and recurrent_attention.
-
-    Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
-    """
+    """Linear attention with one decay a head and layer, on a GPU, as ``recurrent_attention``."""
 
     call = calls.LightningAttention
 

@@ -19,13 +19,10 @@ from ejkernel.types import calls
 
 
 class MeanPooling(TritonKernel):
-    """Means of sequences, packed sequences or chunks of them, on a GPU; see the operation of this
-    name.
+    """Means of sequences, packed sequences or chunks of them, on a GPU.
 
     float16, bfloat16 and float32, summed in float32. Two runs give the same bits. Differentiable
     once. ``vmap`` is one launch. ``cfg``: token_tile, channel_tile, num_warps.
-
-    Source: the arithmetic mean.
     """
 
     call = calls.MeanPooling

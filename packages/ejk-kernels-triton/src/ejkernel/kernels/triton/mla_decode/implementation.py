@@ -34,8 +34,7 @@ MAX_LATENT, MAX_ROPE = 512, 128
 
 
 class MLADecode(CacheKernel):
-    """Latent attention of the last tokens over a paged cache, on a GPU; see the operation of this
-    name.
+    """Latent attention of the last tokens over a paged cache, on a GPU.
 
     The query is float16, bfloat16 or float32; the cache is of those dtypes, int8, float8_e4m3fn or
     float8_e5m2. ``latent_dim`` is a power of two up to 512, the rotary part a multiple of 8 up to

@@ -15,14 +15,11 @@ from ejkernel.types import calls
 
 
 class PageAttention(CacheKernel):
-    """One new token per sequence over its paged cache, on a GPU; see the operation of this name.
+    """One new token per sequence over its paged cache, on a GPU.
 
     The query is float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
     float8_e5m2; head dims are multiples of 8 up to 256. Memory past a context is never read. Two
     runs give the same bits. ``cfg``: pages_per_block, num_splits, num_warps, num_stages.
-
-    Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), section 4.1; Dao et al. 2023,
-    "Flash-Decoding for long-context inference".
     """
 
     call = calls.PageAttention

@@ -21,8 +21,7 @@ from ejkernel.types.softmax import named_out
 
 
 class RaggedDecodeAttention(CacheKernel):
-    """One new token per sequence over a slice of its contiguous cache, on a GPU; see the operation
-    of this name.
+    """One new token per sequence over a slice of its contiguous cache, on a GPU.
 
     float16, bfloat16 and float32; head dims are multiples of 8 up to 256. Memory outside a slice is
     never read. Two runs give the same bits. ``cfg.fwd_params``: kv_blocksize, num_warps,

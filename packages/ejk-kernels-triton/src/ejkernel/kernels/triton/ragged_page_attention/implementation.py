@@ -46,8 +46,7 @@ class RaggedKernel(CacheKernel):
 
 
 class RaggedPageAttention(RaggedKernel):
-    """Packed rows of any mix of prefill and decoding over pages, on a GPU; see the operation of
-    this name.
+    """Packed rows of any mix of prefill and decoding over pages, on a GPU.
 
     Queries are float16, bfloat16 or float32; caches are of those dtypes, int8, float8_e4m3fn or
     float8_e5m2; head dims are multiples of 8 up to 256. Pages of which no row sees anything are not
@@ -56,9 +55,6 @@ class RaggedPageAttention(RaggedKernel):
     sequences, num_splits of decoded ones.
 
     Where traced starts are out of order a row belongs to the first sequence that reaches it.
-
-    Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180); Ragged Paged Attention
-    (arXiv 2604.15464).
     """
 
     call = calls.RaggedPageAttention

@@ -34,14 +34,11 @@ LANES = 64  # sequences it looks at together: one compare for each row and each 
 
 
 class RaggedPageAttentionv3(RaggedKernel):
-    """As ragged_page_attention, after writing the new keys and values to their pages, on a GPU; see
-    the operation of this name.
+    """As ragged_page_attention, after writing the new keys and values to their pages, on a GPU.
 
     The cache is written in place: donated under ``jax.jit`` it is not copied, else it is copied
     once. Keys and values are float16, bfloat16, float32, or of an 8-bit cache's dtype. For the rest
     as ragged_page_attention. A row whose table entry names no page is not written.
-
-    Source: Ragged Paged Attention (arXiv 2604.15464).
     """
 
     call = calls.RaggedPageAttentionv3

@@ -16,7 +16,7 @@ from ejkernel.types.softmax import named_out
 
 
 class Attention(XlaKernel):
-    """Attention and its weights, in O(q * k) memory; see the operation of this name.
+    """Attention and its weights, in O(q * k) memory.
 
     Differentiable in forward and reverse mode, to any order, in every float array.
     """

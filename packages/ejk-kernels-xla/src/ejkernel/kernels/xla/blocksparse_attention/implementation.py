@@ -21,14 +21,12 @@ from ejkernel.types import calls
 
 
 class BlockSparseAttention(BlockwiseKernel):
-    """Flash attention over the blocks that a pattern allows; see the operation of this name.
+    """Flash attention over the blocks that a pattern allows.
 
     Tiles without a visible pair are skipped, forward and backward, by each batch row and
     key/value head on its own. ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and
     of ``bwd_params``, the tiles; by default they are fitted to the blocks. Differentiable in
     reverse mode in query, key, value, softmax_aux and bias, through o and lse.
-
-    Source: Dao et al. 2022, FlashAttention (arXiv 2205.14135), section 3.3.
     """
 
     call = calls.BlockSparseAttention

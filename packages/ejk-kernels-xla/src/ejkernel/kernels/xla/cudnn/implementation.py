@@ -57,12 +57,10 @@ class CudnnKernel(XlaKernel):
 
 
 class FlashAttention(CudnnKernel):
-    __doc__ = CudnnKernel.__doc__
     call = calls.FlashAttention
 
 
 class ScaledDotProductAttention(CudnnKernel):
-    __doc__ = CudnnKernel.__doc__
     call = calls.ScaledDotProductAttention
 
 

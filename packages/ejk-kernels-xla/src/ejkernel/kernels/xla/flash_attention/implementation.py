@@ -15,13 +15,11 @@ from ejkernel.types.combine import mask_of
 
 
 class FlashAttention(BlockwiseKernel):
-    """Exact attention in memory linear in the lengths; see the operation of this name.
+    """Exact attention in memory linear in the lengths.
 
     Products accumulate in float32, in float64 when an array or ``logits_dtype`` is float64.
     ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and of ``bwd_params``.
     Differentiable in reverse mode in query, key, value, bias and softmax_aux, through o and lse.
-
-    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
     """
 
     call = calls.FlashAttention

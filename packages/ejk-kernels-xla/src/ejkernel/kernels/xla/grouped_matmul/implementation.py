@@ -19,7 +19,7 @@ from ejkernel.types.arrays import is_eight_bit, result_dtype
 
 
 class GroupedMatmul(XlaKernel):
-    """Consecutive runs of rows, each times its own matrix; see the operation of this name.
+    """Consecutive runs of rows, each times its own matrix.
 
     The cost is that of the rows: about ``2 k n (sum(group_sizes) + g * block_m / 2)`` operations,
     accumulated in float32 at least. ``cfg``: ``block_m``, the number of rows per step.

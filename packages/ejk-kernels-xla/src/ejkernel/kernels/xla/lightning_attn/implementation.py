@@ -13,14 +13,12 @@ from ejkernel.types import calls
 
 
 class LightningAttention(LinearKernel):
-    """Linear attention with one decay a head and layer; see the operation of this name.
+    """Linear attention with one decay a head and layer.
 
         gamma[m] = -(8 / h) * (1 - layer_idx / num_layers) * m        for head m of h
 
     ``cfg``: ``time_tile``, the chunk length, a power of two. Differentiable in query, key, value
     and initial_state, as ``recurrent_attention``.
-
-    Source: Qin et al. 2024, Various lengths, constant speed (Lightning Attention), section 3.
     """
 
     call = calls.LightningAttention

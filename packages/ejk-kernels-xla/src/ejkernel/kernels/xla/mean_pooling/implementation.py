@@ -36,7 +36,7 @@ class RowTile(Steps):
 
 
 class MeanPooling(XlaKernel):
-    """Means over sequences or over chunks of them; see the operation of this name.
+    """Means over sequences or over chunks of them.
 
     ``cfg``: ``token_tile``, the number of rows summed first. Differentiable to every order.
     """

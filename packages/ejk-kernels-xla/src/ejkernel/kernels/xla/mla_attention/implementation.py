@@ -20,12 +20,10 @@ from ejkernel.types.latent import expanded, without_hidden_rows
 
 
 class FlashMLA(XlaKernel):
-    """Attention over keys and values that are expanded from latent rows; see ``mla_attention``.
+    """Attention over keys and values that are expanded from latent rows.
 
     ``cfg``: as for flash attention, which sees the expanded head dims. Differentiable in every
     float array.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
     call = calls.FlashMLA

@@ -19,12 +19,10 @@ from ejkernel.types import calls
 
 
 class MLADecode(SplitKernel):
-    """Latent attention of the last tokens over a paged cache; see the operation of this name.
+    """Latent attention of the last tokens over a paged cache.
 
     ``cfg``: ``num_splits`` where the call gives none, ``pages_per_block``. Differentiable in
     query, caches of 16 bits or more, softmax_aux and k_scale.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
     """
 
     call = calls.MLADecode

@@ -78,14 +78,12 @@ def _selected(q, k, v, chosen, blocks: Blocks, scale: float, rows: int | None):
 
 
 class NativeSparseAttention(XlaKernel):
-    """Causal attention over compressed, selected and near keys; see the operation of this name.
+    """Causal attention over compressed, selected and near keys.
 
     Without ``block_indices`` the blocks are chosen per key head: the own block first, then those
     whose probability in the compressed branch, summed over the group's query heads, is largest
     (float32, ties to the lower number); the choice carries no gradient. ``cfg``: ``q_tile``, the
     tokens of a step of the selected branch. Differentiable in query, key, value and the gates.
-
-    Source: Native Sparse Attention (arXiv 2502.11089), section 3.
     """
 
     call = calls.NativeSparseAttention

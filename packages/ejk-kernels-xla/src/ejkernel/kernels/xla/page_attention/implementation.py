@@ -19,12 +19,10 @@ from ejkernel.types import calls
 
 
 class PageAttention(SplitKernel):
-    """One token per sequence over its paged cache; see the operation of this name.
+    """One token per sequence over its paged cache.
 
     ``cfg``: ``num_splits`` where the call gives none, ``pages_per_block``. Differentiable in
     query, caches of 16 bits or more, softmax_aux and the scales.
-
-    Source: Kwon et al. 2023, PagedAttention (arXiv 2309.06180), section 4.
     """
 
     call = calls.PageAttention

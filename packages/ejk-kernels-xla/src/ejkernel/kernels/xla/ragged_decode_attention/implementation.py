@@ -37,7 +37,7 @@ class Step:
 
 
 class RaggedDecodeAttention(XlaKernel):
-    """One token per row over a slice of its cache; see the operation of this name.
+    """One token per row over a slice of its cache.
 
     ``cfg``: ``blocksize_keys`` or ``kv_blocksize`` of ``fwd_params``, the keys of a step.
     Differentiable in every float array.

@@ -17,7 +17,7 @@ PAGES = ("kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seq
 
 
 class RaggedPageAttention(GroupKernel):
-    """Causal attention of packed query rows over their pages; see the operation of this name.
+    """Causal attention of packed query rows over their pages.
 
     ``cfg``: ``num_kv_pages_per_block``, ``num_queries_per_block``. Differentiable in queries,
     caches of 16 bits or more, softmax_aux and the scales.

@@ -12,13 +12,11 @@ from ejkernel.types import calls
 
 
 class RaggedPageAttentionv3(GroupKernel):
-    """Writes new tokens into the pages and attends over them; see the operation of this name.
+    """Writes new tokens into the pages and attends over them.
 
     ``cfg``: ``num_kv_pages_per_block``, ``num_queries_per_block``. The cache that is given is not
     modified; a donated one is updated in place. Differentiable in queries, keys, values, caches of
     16 bits or more, softmax_aux and the scales.
-
-    Source: Ragged Paged Attention (arXiv 2604.15464).
     """
 
     call = calls.RaggedPageAttentionv3

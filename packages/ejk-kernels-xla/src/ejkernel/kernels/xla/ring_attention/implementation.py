@@ -38,14 +38,12 @@ from ejkernel.types.blocks import cdiv
 
 
 class RingAttention(BlockwiseKernel):
-    """flash_attention over a sequence spread along a mesh axis; see the operation of this name.
+    """flash_attention over a sequence spread along a mesh axis.
 
     Call it inside ``shard_map``. Every array is this device's shard, ``bias`` and a dense mask
     with the keys of all devices; the result is its rows of flash_attention on the whole arrays.
     ``cfg``: ``q_blocksize`` and ``kv_blocksize`` of ``fwd_params`` and of ``bwd_params``.
     Differentiable in reverse mode in query, key, value, bias and softmax_aux, through o and lse.
-
-    Source: Liu et al. 2023, Ring Attention (arXiv 2310.01889).
     """
 
     call = calls.RingAttention

@@ -15,7 +15,7 @@ from ejkernel.types.softmax import named_out
 
 
 class ScaledDotProductAttention(XlaKernel):
-    """Softmax attention in O(q * k) memory; see the operation of this name.
+    """Softmax attention in O(q * k) memory.
 
     Differentiable in forward and reverse mode, to any order, in every float array.
     """

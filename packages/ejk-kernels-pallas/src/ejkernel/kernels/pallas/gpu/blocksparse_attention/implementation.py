@@ -12,7 +12,7 @@ from ejkernel.types.problem import Problem
 
 
 class BlockSparseAttention(FlashAttention):
-    """Attention over the blocks that a pattern allows, on a Hopper GPU; see the operation.
+    """Attention over the blocks that a pattern allows, on a Hopper GPU.
 
     The kernels are those of flash attention; they walk lists of the tiles that the pattern and the
     mask leave, made on the device. Dtypes, head dims, masks and ``cfg`` as there; blocks of any

@@ -32,7 +32,7 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 class FlashAttention(SoftmaxKernel, PallasKernel):
-    """Exact attention in memory linear in the lengths, on a Hopper GPU; see the operation.
+    """Exact attention in memory linear in the lengths, on a Hopper GPU.
 
     q, k and v are float16 or bfloat16, promoted to one dtype, with head dims 64, 128, 192 with
     values of 128, or 256. Masks are bands by index and segment ids. The tangent of a soft cap is

@@ -57,16 +57,12 @@ class WholeStep:
 
 
 class MLADecode(BesideTriton):
-    """Latent attention of the last tokens over a paged cache, on a Hopper GPU; see the operation
-    of this name.
+    """Latent attention of the last tokens over a paged cache, on a Hopper GPU.
 
     Queries and cache are of one dtype, float16 or bfloat16, the latent part 512 and the rotary
     part 64; heads come in multiples of 64; pages are powers of two from 8 on. No window, soft cap,
     sinks, scales or number of splits. Two runs give the same bits. The implementation for every
     GPU must be installed: it differentiates and maps.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; Shah et al. 2024, FlashAttention-3 (arXiv
-    2407.08608), section 3.1.
     """
 
     call = calls.MLADecode

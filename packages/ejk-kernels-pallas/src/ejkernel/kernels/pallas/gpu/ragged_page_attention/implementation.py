@@ -118,8 +118,7 @@ class Ragged(BesideTriton):
 
 
 class RaggedPageAttention(Ragged):
-    """Packed rows of any mix of prefill and decoding over pages, on a Hopper GPU; see the operation
-    of this name.
+    """Packed rows of any mix of prefill and decoding over pages, on a Hopper GPU.
 
     Sequences of at least 128 new tokens go through the core of flash attention, where a call has
     enough of them to fill the chip; all others as in the implementation for every GPU, which must
@@ -137,7 +136,7 @@ class RaggedPageAttention(Ragged):
 
 class RaggedPageAttentionv3(Ragged):
     """As ragged_page_attention, after writing the new keys and values to their pages, on a Hopper
-    GPU; see the operation of this name.
+    GPU.
 
     The cache is written in place, as by the implementation for every GPU.
     """

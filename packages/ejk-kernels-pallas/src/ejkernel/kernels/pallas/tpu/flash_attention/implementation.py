@@ -33,15 +33,13 @@ MAX_DIM = 256
 
 
 class FlashAttention(SoftmaxKernel, PallasKernel):
-    """Exact attention in memory linear in the lengths, on a TPU; see the operation of this name.
+    """Exact attention in memory linear in the lengths, on a TPU.
 
     q, k and v are bfloat16 or float32, promoted to one dtype, with head dims up to 256; a dense
     mask, a bias and dropout are not supported. ``precision`` of float32 products: None is one
     bfloat16 pass, "high" and "highest" float32. Two runs give the same bits. ``cfg``:
     ``fwd_params`` (q_blocksize, kv_blocksize) and ``bwd_params`` (the same for the key gradients;
     blocksize_m, blocksize_n for the query gradient); sizes below 128 mean 128.
-
-    Source: Dao 2023, FlashAttention-2 (arXiv 2307.08691), sections 3.1 and 3.2.
     """
 
     call = calls.FlashAttention
