@@ -26,7 +26,7 @@ from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.axes import Kind, mask_axes, meaning
+from ejkernel.types.calls.axes import Kind, bare, mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
 
 if TYPE_CHECKING:
@@ -172,7 +172,11 @@ def _spreadable(arguments: Sequence[Argument]) -> frozenset[str]:
 def _output_words(axes: str, arguments: Mapping[str, Argument]) -> tuple[str, ...]:
     if axes.startswith("="):
         return arguments[axes[1:]].words
-    return tuple(axes.split())
+    found: list[str] = []
+    for word in axes.split():
+        several = [w for a in arguments.values() for w in a.words if bare(w) == word[1:]]
+        found += dict.fromkeys(several) if word.startswith("*") else [word]
+    return tuple(found)
 
 
 def _own_output(
@@ -181,7 +185,7 @@ def _own_output(
     """Where an output lies that follows the arguments: a renewed one, or the words' first."""
     if axes.startswith("="):
         return own_spec(own, arguments[axes[1:]], a[axes[1:]])
-    return own.spec(axes.split())
+    return own.spec(_output_words(axes, arguments))
 
 
 def _typed_arrays(a: Arguments, arguments: Sequence[Argument]) -> list[tuple[Argument, Any]]:

@@ -61,6 +61,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         super().__init_subclass__(**kwargs)
         if "spec" not in vars(cls):
             return
+        cls.__doc__ = cls.__doc__ or f"Kernel of :func:`{cls.spec.name}`."
         cls.algorithm = cls.spec.algorithm
         cls.likeness = Likeness(
             cls.spec.indifferent, cls.spec.extents, frozenset(cls.spec.boundary.pools)

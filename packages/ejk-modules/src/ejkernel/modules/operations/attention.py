@@ -14,8 +14,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F
 
-__all__ = ["Attention", "attention"]
-
 
 def attention(
     query: F[Array, "batch q_len heads head_dim"],
@@ -104,7 +102,5 @@ def attention(
 
 
 class Attention(Operation[AttentionConfig]):
-    """Kernel of :func:`attention`."""
-
     spec = calls.Attention
     function = staticmethod(attention)

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
 
-__all__ = ["BlockSparseAttention", "blocksparse_attention"]
-
 
 def blocksparse_attention(
     query: F[Array, "batch q_len heads head_dim"],
@@ -107,7 +105,5 @@ def blocksparse_attention(
 
 
 class BlockSparseAttention(Operation[BlockSparseAttentionConfig]):
-    """Kernel of :func:`blocksparse_attention`."""
-
     spec = calls.BlockSparseAttention
     function = staticmethod(blocksparse_attention)

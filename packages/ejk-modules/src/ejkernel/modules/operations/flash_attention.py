@@ -15,8 +15,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
-__all__ = ["FlashAttention", "flash_attention"]
-
 
 def flash_attention(
     query: F[Array, "batch q_len heads head_dim"],
@@ -137,7 +135,5 @@ def flash_attention(
 
 
 class FlashAttention(Operation[FlashAttentionConfig]):
-    """Kernel of :func:`flash_attention`."""
-
     spec = calls.FlashAttention
     function = staticmethod(flash_attention)

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
-__all__ = ["GLAttention", "gla_attention"]
-
 
 def gla_attention(
     query: F[Array, "batch seq heads key_dim"],
@@ -85,7 +83,5 @@ def gla_attention(
 
 
 class GLAttention(Operation[GLAttentionConfig]):
-    """Kernel of :func:`gla_attention`."""
-
     spec = calls.GLAttention
     function = staticmethod(gla_attention)

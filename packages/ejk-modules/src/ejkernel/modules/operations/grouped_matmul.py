@@ -14,8 +14,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I, Weights
 
-__all__ = ["GroupedMatmul", "grouped_matmul"]
-
 
 def grouped_matmul(
     lhs: F[Array, "rows inner"],
@@ -95,7 +93,5 @@ def grouped_matmul(
 
 
 class GroupedMatmul(Operation[GroupedMatmulConfig]):
-    """Kernel of :func:`grouped_matmul`."""
-
     spec = calls.GroupedMatmul
     function = staticmethod(grouped_matmul)

@@ -18,8 +18,6 @@ from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I
 
-__all__ = ["LightningAttention", "lightning_attention"]
-
 
 def lightning_attention(
     query: F[Array, "batch seq heads key_dim"],
@@ -104,8 +102,6 @@ class _LayerOfShard(int):
 
 
 class LightningAttention(Operation[LightningAttentionConfig]):
-    """Kernel of :func:`lightning_attention`."""
-
     spec = calls.LightningAttention
     function = staticmethod(lightning_attention)
 

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
-__all__ = ["MeanPooling", "mean_pooling"]
-
 
 def mean_pooling(
     x: F[Array, "batch seq *channels"] | F[Array, " tokens *channels"],
@@ -75,7 +73,5 @@ def mean_pooling(
 
 
 class MeanPooling(Operation[MeanPoolingConfig]):
-    """Kernel of :func:`mean_pooling`."""
-
     spec = calls.MeanPooling
     function = staticmethod(mean_pooling)

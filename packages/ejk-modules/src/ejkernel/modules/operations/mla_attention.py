@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
-__all__ = ["FlashMLA", "mla_attention"]
-
 
 def mla_attention(
     query: F[Array, "batch q_len heads q_dim"],
@@ -108,9 +106,6 @@ def mla_attention(
 
 
 class FlashMLA(Operation[FlashMLAConfig]):
-    """Kernel of :func:`mla_attention`, also called ``flash_mla``."""
-
     spec = calls.FlashMLA
     function = staticmethod(mla_attention)
-
     aliases = ("flash_mla",)

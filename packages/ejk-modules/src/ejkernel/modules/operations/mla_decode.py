@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
-__all__ = ["MLADecode", "mla_decode"]
-
 
 def mla_decode(
     query: F[Array, "batch heads cache_dim"] | F[Array, "batch q_len heads cache_dim"],
@@ -93,9 +91,6 @@ def mla_decode(
 
 
 class MLADecode(Operation[MLADecodeConfig]):
-    """Kernel of :func:`mla_decode`."""
-
     spec = calls.MLADecode
     function = staticmethod(mla_decode)
-
     trained = False

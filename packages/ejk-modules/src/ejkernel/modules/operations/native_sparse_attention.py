@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
-__all__ = ["NativeSparseAttention", "native_sparse_attention"]
-
 
 def native_sparse_attention(
     query: F[Array, "batch seq heads head_dim"],
@@ -102,9 +100,6 @@ def native_sparse_attention(
 
 
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):
-    """Kernel of :func:`native_sparse_attention`."""
-
     spec = calls.NativeSparseAttention
     function = staticmethod(native_sparse_attention)
-
     whole_groups = True

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
-__all__ = ["PageAttention", "page_attention"]
-
 
 def page_attention(
     query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
@@ -97,9 +95,6 @@ def page_attention(
 
 
 class PageAttention(Operation[PageAttentionConfig]):
-    """Kernel of :func:`page_attention`."""
-
     spec = calls.PageAttention
     function = staticmethod(page_attention)
-
     trained = False

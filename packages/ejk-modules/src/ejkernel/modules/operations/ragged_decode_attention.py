@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
-__all__ = ["RaggedDecodeAttention", "ragged_decode_attention"]
-
 
 def ragged_decode_attention(
     query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
@@ -79,9 +77,6 @@ def ragged_decode_attention(
 
 
 class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):
-    """Kernel of :func:`ragged_decode_attention`."""
-
     spec = calls.RaggedDecodeAttention
     function = staticmethod(ragged_decode_attention)
-
     trained = False

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
-__all__ = ["RaggedPageAttention", "ragged_page_attention"]
-
 
 def ragged_page_attention(
     queries: F[Array, "tokens heads head_dim"],
@@ -91,9 +89,6 @@ def ragged_page_attention(
 
 
 class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):
-    """Kernel of :func:`ragged_page_attention`."""
-
     spec = calls.RaggedPageAttention
     function = staticmethod(ragged_page_attention)
-
     trained = False

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
-__all__ = ["RaggedPageAttentionv3", "ragged_page_attention_v3"]
-
 
 def ragged_page_attention_v3(
     queries: F[Array, "tokens heads head_dim"],
@@ -105,11 +103,7 @@ def ragged_page_attention_v3(
 
 
 class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):
-    """Kernel of :func:`ragged_page_attention_v3`."""
-
     spec = calls.RaggedPageAttentionv3
     function = staticmethod(ragged_page_attention_v3)
-
     trained = False
-
     whole_groups = True  # every device writes the keys it holds

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
-__all__ = ["RecurrentAttention", "recurrent_attention"]
-
 
 def recurrent_attention(
     query: F[Array, "batch seq heads key_dim"],
@@ -97,7 +95,5 @@ def recurrent_attention(
 
 
 class RecurrentAttention(Operation[RecurrentAttentionConfig]):
-    """Kernel of :func:`recurrent_attention`."""
-
     spec = calls.RecurrentAttention
     function = staticmethod(recurrent_attention)

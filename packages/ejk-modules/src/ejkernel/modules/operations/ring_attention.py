@@ -21,8 +21,6 @@ from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
 from ejkernel.types.calls.words import Array, F, I, given
 
-__all__ = ["RingAttention", "ring_attention", "zigzag_shard", "zigzag_unshard"]
-
 _asking: ContextVar[bool] = ContextVar("ejkernel_ring_asking", default=False)
 """Whether a call is only asked about, so that arrays without a mesh stand for one device's."""
 
@@ -127,8 +125,6 @@ def ring_attention(
 
 
 class RingAttention(Operation[RingAttentionConfig]):
-    """Kernel of :func:`ring_attention`."""
-
     spec = calls.RingAttention
     function = staticmethod(ring_attention)
 

@@ -13,8 +13,6 @@ from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
-__all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention"]
-
 
 def scaled_dot_product_attention(
     query: F[Array, "batch q_len heads head_dim"],
@@ -85,7 +83,5 @@ def scaled_dot_product_attention(
 
 
 class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):
-    """Kernel of :func:`scaled_dot_product_attention`."""
-
     spec = calls.ScaledDotProductAttention
     function = staticmethod(scaled_dot_product_attention)

@@ -32,11 +32,8 @@ class MeanPooling(Call):
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        packed = a["cu_seqlens"] is not None
-        group = "sequences" if packed else "batch"
-        chunks = "" if a["chunk_size"] is None else " chunks"
-        channels = a["x"].ndim - (1 if packed else 2)
-        return (group + chunks + "".join(f" channels_{i}" for i in range(channels)),)
+        group = "batch" if a["cu_seqlens"] is None else "sequences"
+        return (group + (" *channels" if a["chunk_size"] is None else " chunks *channels"),)
 
     @classmethod
     def canonicalise(cls, a: Arguments) -> None:
