@@ -209,6 +209,10 @@ SPARSE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (2, 1100, 1100, 8, 2, 128, 128, BF),
         dict(causal=True, segments=True, cap=9.0, pattern=((128, 64), 0.5, (2, 8))),
     ),
+    "sinks over lists": (
+        (1, 1000, 1000, 8, 2, 128, 128, BF),
+        dict(causal=True, sliding_window=400, sinks=True, pattern=((128, 64), 0.4, (1, 8))),
+    ),
     "256 full gqa": (
         (1, 2048, 1536, 8, 2, 128, 128, BF), dict(pattern=((256, 256), 0.3, (1, 8))),
     ),

@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "d128 float16": (8192, 32, 8, 128, 128, 64, 128, 16, "float16", False),
     "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
 }
-KINDS = ("forward", "dq", "pieces", "sums", "ranks", "scores")
+KINDS = ("forward", "forward added", "dq", "pieces", "sums", "ranks", "scores")
 
 
 def problem(shape: str) -> Problem:
@@ -50,7 +50,10 @@ def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
         "chosen": ((*row, p.kv_heads, p.slots), "int32"),
         "tokens": ((*key, p.entries), "int32"),
         "bounds": ((*key, p.blocks + 1), "int32"),
-        **dict.fromkeys(("base", "rest", "delta"), ((*row, p.heads), "float32")),
+        **dict.fromkeys(("o_cmp", "o_swa"), ((*row, p.heads, p.value_dim), p.dtype)),
+        **dict.fromkeys(
+            ("base", "rest", "delta", "g_cmp", "g_slc", "g_swa"), ((*row, p.heads), "float32")
+        ),
         **dict.fromkeys(("starts", "firsts", "completes", "owns"), (row, "int32")),
         **dict.fromkeys(("first_tokens", "last_tokens"), ((p.batch, p.blocks), "int32")),
     }
@@ -65,8 +68,8 @@ def used(shape: str, kind: str, target: Target) -> Resources:
     if kind in ("ranks", "scores"):
         plan: Any = select.SelectPlan(p, select.choose(p, target), kind)
     else:
-        tile = {"forward": chosen.fwd, "dq": chosen.dq}.get(kind, chosen.dkv)
-        plan = plans.SelectedPlan(p, tile, kind)
+        tile = {"forward": chosen.fwd, "dq": chosen.dq}.get(kind.split()[0], chosen.dkv)
+        plan = plans.SelectedPlan(p, tile, kind.split()[0], plans.OTHERS if "added" in kind else ())
     given = operands(p, chosen.dkv)
     found = measure(plan_source(plan, [given[n] for n in plan.names], target), target)
     print(f"{shape} {kind} {target.name}: {plan.tiles}: {found}")
@@ -80,7 +83,7 @@ def test_compiles(kind):
     assert found.spills == 0 and found.products > 0 and not found.serialized
 
 
-@pytest.mark.parametrize(("kind", "programs"), [("forward", 6), ("dq", 5)])
+@pytest.mark.parametrize(("kind", "programs"), [("forward", 6), ("forward added", 6), ("dq", 5)])
 def test_programs_of_a_multiprocessor(kind, programs):
     """Each waits for its keys most of the time."""
     found = used("64:4 d128", kind, TARGETS["sm_90"])

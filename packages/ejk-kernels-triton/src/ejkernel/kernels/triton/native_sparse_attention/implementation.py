@@ -1,7 +1,8 @@
 """Native sparse attention in Triton: three branches, gated and added.
 
 The compressed and the sliding branch are flash attention, over block means and over a window. The
-selected branch has kernels of its own. Means, gates and sums are XLA's.
+selected branch has kernels of its own; where no gradient is asked for, its forward pass adds all
+three under their gates. Means are XLA's, and that sum where there are gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.native_sparse_attention import tiles
-from ejkernel.kernels.triton.native_sparse_attention.gates import add
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
-from ejkernel.kernels.triton.native_sparse_attention.selected import attend
+from ejkernel.kernels.triton.native_sparse_attention.selected import attend, attend_and_add
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.second_order import running
@@ -87,19 +87,22 @@ class NativeSparseAttention(TritonKernel):
         blocks = find_blocks(s, p.block_size, cu)
         held = (blocks.sequence >= 0)[None] if blocks.packed else None
         q, k, v = cleared(held, q, k, v)
-        branches = {
+        others = {
             name: cleared(held, arrays[name].astype(jnp.float32))[0]
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
         inner = Work(self, selected_problem(p), work.tiles, work.target, work.operation)
         chosen = _chosen(p, inner, arrays, q, k, blocks)
-        branches["o_slc"] = attend(inner, q, k, v, chosen, blocks)
-        if "g_cmp" in branches:
-            branches["o_cmp"] = _compressed(p, work.target.cores, q, k, v, blocks)
+        if "g_cmp" in others:
+            others["o_cmp"] = _compressed(p, work.target.cores, q, k, v, blocks)
         if p.sliding_window is not None:
-            branches["o_swa"] = _sliding(p, q, k, v, cu)
-        out = add(work, branches, p.query.dtype) if len(branches) > 1 else branches["o_slc"]
+            others["o_swa"] = _sliding(p, q, k, v, cu)
+        selected = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
+        if others:
+            out = attend_and_add(inner, p.query.dtype, selected, others)
+        else:
+            out = attend(inner, selected)
         return (cleared(held, out)[0].astype(p.query.dtype),), ()
 
 

@@ -37,19 +37,27 @@ PACKED = {
     "sums": ("first_tokens", "last_tokens"),
 }
 
+OTHERS = ("o_cmp", "o_swa", "g_cmp", "g_slc", "g_swa")
+"""The other branches and all gates."""
+
 
 @dataclass(frozen=True)
 class SelectedPlan(Batched, KernelPlan):
-    """One of the four launches: ``forward``, ``dq``, ``pieces`` and ``sums`` of dk and dv."""
+    """One of the four launches: ``forward``, ``dq``, ``pieces`` and ``sums`` of dk and dv.
+
+    ``added``: names of what a forward pass adds, ``OTHERS`` that there are.
+    """
 
     problem: Problem
     tiles: Tiles
     kind: str
+    added: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the operands, in order."""
-        return (*OPERANDS[self.kind], *(PACKED[self.kind] if self.problem.packed else ()))
+        packed = PACKED[self.kind] if self.problem.packed else ()
+        return (*OPERANDS[self.kind], *packed, *self.added)
 
     @property
     def pieces(self) -> int:
@@ -66,6 +74,8 @@ class SelectedPlan(Batched, KernelPlan):
             "sums": ((*lead, p.kv_heads, p.dim), (*lead, p.kv_heads, p.value_dim)),
         }
         kinds = {"forward": (p.dtype, "float32", "float32"), "pieces": ("float32",) * 2}
+        if self.added:  # with nothing kept for gradients
+            return (struct(p.dtype, *shapes["forward"][0]),)
         found = zip(shapes[self.kind], kinds.get(self.kind, (p.dtype,) * 2), strict=False)
         return tuple(struct(kind, *shape) for shape, kind in found)
 
@@ -78,14 +88,15 @@ class SelectedPlan(Batched, KernelPlan):
 
         p, t, kind = self.problem, self.tiles, self.kind
         results: dict[str, tuple[str, ...]] = {
-            "forward": ("o", "base", "rest"),
+            "forward": ("o",) if self.added else ("o", "base", "rest"),
             "dq": ("dq",),
             "pieces": ("dk_parts", "dv_parts"),
             "sums": ("dk", "dv"),
         }
         parts = p.parts(t.keys)
         members = min(power_of_two(p.group), t.heads)
-        arguments: dict[str, Any] = dict.fromkeys(PACKED[kind])
+        absent = (*OTHERS, "base", "rest") if kind == "forward" else ()
+        arguments: dict[str, Any] = dict.fromkeys((*PACKED[kind], *absent))
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         arguments |= {name: Out(i) for i, name in enumerate(results[kind])}
         walks, products = kind in ("forward", "dq"), kind != "sums"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.native_sparse_attention.gates import add
 from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, transposed
-from ejkernel.kernels.triton.native_sparse_attention.plans import SelectedPlan
+from ejkernel.kernels.triton.native_sparse_attention.plans import OTHERS, SelectedPlan
 from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.types.softmax import named
@@ -58,9 +60,9 @@ class Selected:
 
 
 def _launch(
-    work: Work, tiles: Tiles, kind: str, tensors: Arrays, blocks: Blocks
+    work: Work, tiles: Tiles, kind: str, tensors: Arrays, blocks: Blocks, *added: str
 ) -> tuple[jax.Array, ...]:
-    plan = SelectedPlan(work.problem, tiles, kind)
+    plan = SelectedPlan(work.problem, tiles, kind, added)
     if blocks.packed:
         token = jnp.arange(blocks.position.shape[0], dtype=jnp.int32)
         tensors = {
@@ -75,9 +77,31 @@ def _launch(
 selected = Selected()
 
 
-def attend(work: Work, q: Any, k: Any, v: Any, chosen: Any, blocks: Blocks) -> jax.Array:
-    """o ``[b, s, h, dv]`` in the dtype of q, k and v; ``work`` is that of the whole operation with
-    the problem of this branch."""
+def attend(work: Work, arrays: Arrays) -> jax.Array:
+    """o ``[b, s, h, dv]`` in the dtype of q, k and v.
+
+    ``arrays`` as ``Selected`` wants them; ``work`` is that of the whole operation with the problem
+    of this branch.
+    """
     work = Work(selected, work.problem, work.tiles, work.target, work.operation)
-    arrays = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
     return differentiable(work, same_axes(arrays))[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend_and_add(work: Work, dtype: Any, arrays: Arrays, others: Arrays) -> jax.Array:
+    """The sum of this branch and ``others`` under their gates, ``OTHERS`` that there are, in
+    ``dtype``: in one launch where nothing has to be kept of it."""
+    arrays, others = same_axes((arrays, others))
+    added = tuple(name for name in OTHERS if name in others)
+    tensors, blocks = {**arrays, **others}, arrays["places"]
+    return _launch(work, work.tiles.fwd, "forward", tensors, blocks, *added)[0].astype(dtype)
+
+
+def _apart(work: Work, dtype: Any, arrays: Arrays, others: Arrays) -> jax.Array:
+    return add(work, {"o_slc": attend(work, arrays), **others}, dtype)
+
+
+attend_and_add.defvjp(
+    lambda work, dtype, *arrays: jax.vjp(partial(_apart, work, dtype), *arrays),
+    lambda work, dtype, back, do: back(do),
+)
