@@ -8,7 +8,7 @@ Math, per token t and query head over the keys j <= t of the blocks selected for
 Work split: one program per (token, batch row, key head). The group's query heads are the rows of
 its products, so they share every key that is read (groups of more heads than a tile has rows are
 split). Programs of one key head follow each other: its keys and values stay in the L2 cache. A call
-without gradients adds the other branches here, which costs an addition of its own 0.38 ms.
+without gradients adds the other branches here, which in a pass of its own takes 0.38 ms.
 
 Bound: each program reads ``blocks * size * (d + dv)`` elements and shares none with its neighbours.
 At T 32k, 64:4 heads, D128, 16 blocks of 64: 69 GB from L2, 1.1 TFLOP: L2, by a factor of four. It
