@@ -70,7 +70,7 @@ class CallKernel:
         return self.call.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        """The arrays of such a call, by the names ``forward`` knows them by."""
+        """The arrays of such a call, by the names ``forward`` knows them by; None: not given."""
         return self.call.operands(a, problem)
 
     def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
@@ -151,7 +151,8 @@ class CallKernel:
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
             work = Work(self, problem, tiles, target, operation(self.call.name))
-            arrays = self.known(work, self.operands(a, problem))
+            given = self.operands(a, problem)
+            arrays = self.known(work, {name: x for name, x in given.items() if x is not None})
             outputs = self.outputs(work, same_axes(arrays))
         return self.results(a, outputs)
 

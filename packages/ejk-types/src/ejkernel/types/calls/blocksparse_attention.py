@@ -101,9 +101,7 @@ class BlockSparseAttention(SoftmaxCall):
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-        pattern = a["block_mask"]
-        found = super().operands(a, problem)
-        return found if pattern is None else {**found, "pattern": pattern}
+        return super().operands(a, problem) | {"pattern": a["block_mask"]}
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

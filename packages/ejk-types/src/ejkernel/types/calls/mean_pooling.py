@@ -43,8 +43,7 @@ class MeanPooling(Call):
         if x.ndim < axis + 2:
             form = "float[tokens, *channels]" if packed else "float[batch, seq, *channels]"
             raise invalid("x", f"{form} with at least one channel axis", x)
-        if packed:
-            settle.at_least_one(a, "cu_seqlens")
+        settle.at_least_one(a, "cu_seqlens")
         settle.positive(a, "chunk_size", "an integer >= 1, or None")
         if a["chunk_size"] is not None:
             a["chunk_size"] = max(at_most(a["chunk_size"], x.shape[axis]), 1)
@@ -57,21 +56,17 @@ class MeanPooling(Call):
     def _shapes(cls, a: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the means, and of x as ``[batch, rows, channels]``."""
         x, cu, chunk = a["x"], a["cu_seqlens"], a["chunk_size"]
-        first = 2 if cu is None else 1
-        batch, rows = (1, x.shape[0]) if first == 1 else x.shape[:2]
-        groups = (batch,) if cu is None else (cu.shape[0] - 1,)
+        batch, rows, *channels = x.shape if cu is None else (1, *x.shape)
+        groups = batch if cu is None else cu.shape[0] - 1
         per_group = () if chunk is None else (-(-rows // chunk),)
-        channels = x.shape[first:]
-        return (*groups, *per_group, *channels), (batch, rows, math.prod(channels))
+        return (groups, *per_group, *channels), (batch, rows, math.prod(channels))
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
         """x ``[batch, rows, channels]``, cu_seqlens, and kept int8 ``[batch, rows]``."""
-        shape = cls._shapes(a)[1]
-        given = {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"]}
-        if a["attention_mask"] is not None:
-            given["kept"] = a["attention_mask"].reshape(shape[:2]).astype(jnp.int8)
-        return {name: x for name, x in given.items() if x is not None}
+        shape, kept = cls._shapes(a)[1], a["attention_mask"]
+        kept = None if kept is None else kept.reshape(shape[:2]).astype(jnp.int8)
+        return {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"], "kept": kept}
 
     @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -47,7 +47,7 @@ class PageAttention(AttentionCall):
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
         """q ``[b, h, d]``, k and v pages, lens, tables, sink ``[h, n]``, k_scale, v_scale."""
         query = a["query"]
-        given = {
+        return {
             "q": query if query.ndim == 3 else query[:, 0],
             "k": a["key_cache"],
             "v": a["value_cache"],
@@ -57,7 +57,6 @@ class PageAttention(AttentionCall):
             "k_scale": a["k_scale"],
             "v_scale": a["v_scale"],
         }
-        return {name: x for name, x in given.items() if x is not None}
 
     @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -69,16 +69,14 @@ def _packed_pair(a: Arguments) -> None:
 
 
 def _packed(a: Arguments, name: str = "cu_seqlens") -> None:
-    if a[name] is None:
-        return
     at_least_one(a, name)
-    if a["query"].shape[0] != 1:
+    if a[name] is not None and a["query"].shape[0] != 1:
         raise invalid("query", f"batch 1 with {name}", a["query"])
 
 
 def at_least_one(a: Arguments, name: str) -> None:
     """Cumulative lengths have a first entry."""
-    if a[name].shape[0] < 1:
+    if a[name] is not None and a[name].shape[0] < 1:
         raise invalid(name, "int[sequences + 1], at least one entry", a[name])
 
 

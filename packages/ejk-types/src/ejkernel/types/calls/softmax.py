@@ -93,13 +93,12 @@ class SoftmaxCall(AttentionCall):
     @staticmethod
     def beside(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         """What a kernel gets beside q, k and v."""
-        given = {
+        return {
             "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),
             "sink": arg.sink_logit(a.get("softmax_aux")),
             "mask": mask_of(a) if _packed(a) else a["mask_info"],
             "seed": arg.seed_words(a.get("dropout_seed")) if problem.dropout > 0.0 else None,
         }
-        return {name: x for name, x in given.items() if x is not None}
 
     @classmethod
     def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:

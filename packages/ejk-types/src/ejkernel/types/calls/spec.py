@@ -222,7 +222,7 @@ class Call:
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
-        """The arrays a kernel reads, by the names it knows them by."""
+        """The arrays a kernel reads, by the names it knows them by; None for what is not given."""
         return cls.given(a)
 
     @classmethod

@@ -73,12 +73,8 @@ class PoolPlan(Batched, KernelPlan):
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.mean_pooling import backward, forward
 
-        make = {
-            "sums": forward.launch,
-            "merge": forward.merge_launch,
-            "spread": backward.launch,
-        }[self.kind]
-        return make(self.problem, self.tiles)
+        kinds = {"sums": forward.launch, "merge": forward.merge_launch, "spread": backward.launch}
+        return kinds[self.kind](self.problem, self.tiles)
 
 
 mean_pooling = MeanPooling()

@@ -60,8 +60,7 @@ class MeanPooling(XlaKernel):
         else:
             owner, per_sequence = groups_of_rows(cu, rows, chunk), cdiv(rows, chunk or rows)
             count = (cu.shape[0] - 1) * per_sequence
-            changes = cu.shape[0] + per_sequence
-            sums = group_sums(wide[0], owner, count, block, changes=changes)
+            sums = group_sums(wide[0], owner, count, block, changes=cu.shape[0] + per_sequence)
             length = jax.ops.segment_sum(ones[0], owner, count)
         return ((sums / jnp.maximum(length, 1).astype(wide.dtype)).astype(x.dtype),), ()
 
