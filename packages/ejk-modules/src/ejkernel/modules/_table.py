@@ -29,10 +29,7 @@ OPERATIONS = {
 }
 """The functions, each in a module of its name, and their Kernel classes."""
 
-ALIASES = {
-    "flash_mla": "mla_attention",
-    "ragged_page_attention_v2": "ragged_page_attention",
-}
+ALIASES = {"flash_mla": "mla_attention", "ragged_page_attention_v2": "ragged_page_attention"}
 """Other names of functions."""
 
 CONFIGS = (*(kernel + "Config" for kernel in OPERATIONS.values()), "RaggedPageAttentionv2Config")

@@ -51,11 +51,7 @@ from ejkernel.ops.utils.device import (
     target_device,
 )
 from ejkernel.ops.utils.known import allow_in_files
-from ejkernel.ops.utils.labels import (
-    extract_labels_from_hlo_text,
-    find_labels_in_lowered,
-    label,
-)
+from ejkernel.ops.utils.labels import extract_labels_from_hlo_text, find_labels_in_lowered, label
 from ejkernel.ops.utils.serialization import (
     abstractify,
     from_json,

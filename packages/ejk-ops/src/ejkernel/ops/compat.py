@@ -8,14 +8,7 @@ import jax
 from jax._src import distributed, mesh
 from jax.core import Tracer
 
-__all__ = [
-    "Coordination",
-    "Tracer",
-    "ambient_mesh",
-    "coordination",
-    "kernel_times",
-    "settings",
-]
+__all__ = ["Coordination", "Tracer", "ambient_mesh", "coordination", "kernel_times", "settings"]
 
 settings: Any = jax.config
 """``jax.config``, whose attributes no type checker knows."""

@@ -12,13 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ejkernel.ops.platforms import (
-    LEGAL_BACKENDS,
-    Backend,
-    Platform,
-    parse_backend,
-    parse_platform,
-)
+from ejkernel.ops.platforms import LEGAL_BACKENDS, Backend, Platform, parse_backend, parse_platform
 
 
 class LazyLoadError(ImportError):

@@ -17,14 +17,7 @@ from ejkernel.ops.implementation import (
     signature_differences,
     table,
 )
-from ejkernel.ops.lookup import (
-    Refusal,
-    Survey,
-    filtered,
-    misplaced,
-    platforms_for,
-    rank,
-)
+from ejkernel.ops.lookup import Refusal, Survey, filtered, misplaced, platforms_for, rank
 from ejkernel.ops.platforms import Backend, Platform, parse_backend, parse_platform
 from ejkernel.ops.registrations import Registrations
 from ejkernel.ops.utils.device import TargetDevice, target_device

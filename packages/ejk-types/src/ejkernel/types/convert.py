@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import (
-    as_bool,
-    int_array,
-    is_array,
-    mask_array,
-    namespace,
-    static_int,
-)
+from ejkernel.types.arrays import as_bool, int_array, is_array, mask_array, namespace, static_int
 from ejkernel.types.blocks import INT_MAX
 from ejkernel.types.errors import invalid
 from ejkernel.types.fields import lengths_of, per_head

@@ -273,11 +273,7 @@ class MaskInfo(Constructors):
 
     @staticmethod
     def create_chunked_attention_mask(
-        chunk_size: int,
-        q_len: int,
-        kv_len: int | None = None,
-        offset: int = 0,
-        dtype: Any = bool,
+        chunk_size: int, q_len: int, kv_len: int | None = None, offset: int = 0, dtype: Any = bool
     ) -> np.ndarray:
         """Dense ``[q, k]``: causal, and ``(i + offset) // chunk_size == j // chunk_size``."""
         return apply.chunked_attention_mask(chunk_size, q_len, kv_len, offset, dtype)
@@ -297,12 +293,7 @@ class MaskInfo(Constructors):
         return sharding.empty_sharding(self)
 
     def block_summary(
-        self,
-        q_block: int,
-        kv_block: int,
-        *,
-        q_len: int | None = None,
-        kv_len: int | None = None,
+        self, q_block: int, kv_block: int, *, q_len: int | None = None, kv_len: int | None = None
     ) -> BlockSummary:
         """Empty, partial and full blocks, and the ranges to visit. See BlockSummary.
 

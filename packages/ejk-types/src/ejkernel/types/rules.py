@@ -143,10 +143,7 @@ class Rule:
                 return None
         window = self.window or other.window
         if self.window and other.window:
-            window = (
-                min(self.window[0], other.window[0]),
-                min(self.window[1], other.window[1]),
-            )
+            window = (min(self.window[0], other.window[0]), min(self.window[1], other.window[1]))
         return Rule(self.causal or other.causal, self.offset, window, chunk)
 
 

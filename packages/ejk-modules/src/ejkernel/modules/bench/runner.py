@@ -193,10 +193,7 @@ def steps(cases: Iterable[Case], modes: Sequence[str]) -> list[tuple[Case, str]]
 
 
 def run_cases(
-    cases: Iterable[Case],
-    modes: Sequence[str],
-    limits: Limits,
-    **options: Any,
+    cases: Iterable[Case], modes: Sequence[str], limits: Limits, **options: Any
 ) -> Iterator[Row]:
     """The rows of all cases in all modes, one after the other.
 

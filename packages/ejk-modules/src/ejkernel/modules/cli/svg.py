@@ -71,9 +71,7 @@ def _clip(text: str) -> str:
 
 
 def dots(
-    panels: Sequence[Panel],
-    rows: Sequence[tuple[str, Sequence[Lane]]],
-    colours: Mapping[str, str],
+    panels: Sequence[Panel], rows: Sequence[tuple[str, Sequence[Lane]]], colours: Mapping[str, str]
 ) -> str:
     """A dot plot: one column per panel, one line per row, ``(label, lane of each panel)``."""
     top, gap = 42, 86
@@ -133,10 +131,7 @@ def heat(
     width, height = left + side * len(across) + 12, top + tall * len(down) + 8
     low, high = min(cells.values()), max(cells.values())
     span = math.log(high / low) if high > low else 1.0
-    parts = [
-        _text(left, 14, f"{names[0]} →", "tick"),
-        _text(4, top - 8, f"{names[1]} ↓", "tick"),
-    ]
+    parts = [_text(left, 14, f"{names[0]} →", "tick"), _text(4, top - 8, f"{names[1]} ↓", "tick")]
     for i, value in enumerate(across):
         parts.append(_text(left + side * (i + 0.5), top - 8, str(value), "label", "middle"))
     for j, row in enumerate(down):

@@ -70,10 +70,7 @@ def _sinks(shape: DecodeShape | RaggedShape) -> dict[str, Any]:
 
 
 def _options(shape: DecodeShape | RaggedShape, cache_dtype: str) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "sliding_window": shape.window,
-        "logits_soft_cap": shape.soft_cap,
-    }
+    options: dict[str, Any] = {"sliding_window": shape.window, "logits_soft_cap": shape.soft_cap}
     if WIDTH[cache_dtype] == 1:
         options |= {"k_scale": QUANTISED_SCALE, "v_scale": QUANTISED_SCALE}
     return {name: value for name, value in options.items() if value is not None}

@@ -10,13 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.config.store import (
-    NOT_WRITTEN,
-    ConfigFile,
-    Entry,
-    encode_config,
-    file_stem,
-)
+from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config, file_stem
 from ejkernel.ops.config.versions import versions
 from ejkernel.ops.utils.serialization import short_hash
 

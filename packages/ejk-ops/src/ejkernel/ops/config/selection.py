@@ -12,12 +12,7 @@ from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tables import covers, nearest_configs
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.errors import (
-    ConfigError,
-    KernelNotFound,
-    KernelNotSupported,
-    NoConfigError,
-)
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, NoConfigError
 from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, shortlist
 from ejkernel.ops.platforms import parse_platform

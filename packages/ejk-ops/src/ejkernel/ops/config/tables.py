@@ -14,13 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config.nearness import (
-    NOTHING_SAID,
-    Likeness,
-    distance_of_alike,
-    outline,
-    subject,
-)
+from ejkernel.ops.config.nearness import NOTHING_SAID, Likeness, distance_of_alike, outline, subject
 from ejkernel.ops.config.store import Entry, read_table
 from ejkernel.ops.errors import warn_once
 

@@ -102,11 +102,7 @@ def _one_config(run: Executor, kernel: Kernel[Any, Any], call: _Mapped, cfg: Any
 
 
 def vmap_with_config(
-    kernel: Kernel[Any, Any],
-    in_axes: Any = 0,
-    *,
-    executor: Executor | None = None,
-    cfg: Any = None,
+    kernel: Kernel[Any, Any], in_axes: Any = 0, *, executor: Executor | None = None, cfg: Any = None
 ) -> Callable[..., Any]:
     """``jax.vmap`` of a kernel with one config, chosen for the shapes of one element.
 

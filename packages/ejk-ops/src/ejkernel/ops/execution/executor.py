@@ -24,13 +24,7 @@ from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
-from ejkernel.ops.execution.program import (
-    OtherOutputs,
-    Program,
-    Route,
-    flatten,
-    resolve,
-)
+from ejkernel.ops.execution.program import OtherOutputs, Program, Route, flatten, resolve
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 

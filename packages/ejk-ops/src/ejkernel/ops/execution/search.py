@@ -205,10 +205,7 @@ class Search:
             some = some or any(future.exception() is None for future in done)
 
     def _check_all(
-        self,
-        bench: Workbench,
-        compiling: Compiling,
-        left_out: Mapping[int, str],
+        self, bench: Workbench, compiling: Compiling, left_out: Mapping[int, str]
     ) -> list[tuple[int, Candidate]]:
         """The candidates that compile and compute the right values, in order."""
         ready: list[tuple[int, Candidate]] = []

@@ -171,9 +171,5 @@ def _build_bias(a: Arguments) -> None:
     a["init_bias"] = None
 
 
-BY_NAME = {
-    "init_bias": _build_bias,
-    "cum_seqlens_q": _packed_pair,
-    "cu_seqlens": _packed,
-}
+BY_NAME = {"init_bias": _build_bias, "cum_seqlens_q": _packed_pair, "cu_seqlens": _packed}
 """What is done with an argument of this name, in this order."""

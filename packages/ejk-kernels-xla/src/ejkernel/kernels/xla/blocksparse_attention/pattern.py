@@ -110,13 +110,7 @@ class HeadMask:
 
     @classmethod
     def of(
-        cls,
-        grid: Grid,
-        mask: MaskInfo,
-        pattern: jax.Array | None,
-        *,
-        by_key: bool,
-        together: bool,
+        cls, grid: Grid, mask: MaskInfo, pattern: jax.Array | None, *, by_key: bool, together: bool
     ) -> HeadMask:
         """``mask`` with ``pattern`` ``[#b, #h, blocks of queries, blocks of keys]`` or None."""
         seen = visible_tiles(grid, mask, pattern)

@@ -21,13 +21,7 @@ from ejkernel.types.arrays import at_most, is_symbolic
 from ejkernel.types.combine import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
-from ejkernel.types.token_blocks import (
-    Blocks,
-    block_means,
-    clean_indices,
-    find_blocks,
-    means_mask,
-)
+from ejkernel.types.token_blocks import Blocks, block_means, clean_indices, find_blocks, means_mask
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18
