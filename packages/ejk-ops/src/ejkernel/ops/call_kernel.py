@@ -31,6 +31,8 @@ class CallKernel:
     """
 
     call: ClassVar[Any]
+    has_backward: ClassVar[bool] = True
+    """Whether ``backward`` has the gradients; else, under ``compiled``, JAX differentiates."""
     forward_again: ClassVar[bool] = False
     """Whether JAX can differentiate ``forward`` and ``backward``, at least in forward mode."""
     takes_warpgroups: ClassVar[bool] = False

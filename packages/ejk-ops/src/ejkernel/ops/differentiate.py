@@ -75,6 +75,15 @@ def _as(gradient: Any, primal: Any) -> Any:
 differentiable.defvjp(_forward, _backward)
 
 
+@partial(jax.jit, static_argnums=0)
+def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
+    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
+    with running(work.operation):
+        if work.kernel.has_backward:
+            return differentiable(work, arrays)
+        return work.kernel.forward(work, arrays)[0]
+
+
 def same_axes(arrays: Arrays) -> Arrays:
     """The arrays as ``differentiable`` wants them.
 

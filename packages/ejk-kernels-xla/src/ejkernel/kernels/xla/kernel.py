@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
-import jax
-
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.ops.differentiate import Arrays, Work, differentiable
-from ejkernel.ops.second_order import running
+from ejkernel.ops.differentiate import Arrays, compiled
 from ejkernel.ops.utils.device import device_kind
-
-
-@partial(jax.jit, static_argnums=0)
-def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
-    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
-    kernel = work.kernel
-    with running(work.operation):
-        if kernel.differentiable:
-            return differentiable(work, arrays)
-        return kernel.forward(work, arrays)[0]
 
 
 class XlaKernel(CallKernel):
@@ -29,11 +15,11 @@ class XlaKernel(CallKernel):
 
     ``work.problem`` holds them all, with shapes in place of arrays; ``arrays`` the arrays that
     were given. The outputs are those of the operation, also of calls without work. JAX
-    differentiates ``forward``, which then names its residuals itself, unless a kernel says that it
-    is ``differentiable`` by a ``backward`` of its own.
+    differentiates ``forward``, which then names its residuals itself, unless a kernel
+    ``has_backward``.
     """
 
-    differentiable: ClassVar[bool] = False
+    has_backward: ClassVar[bool] = False
     forward_again: ClassVar[bool] = True
     outputs = staticmethod(compiled)
 

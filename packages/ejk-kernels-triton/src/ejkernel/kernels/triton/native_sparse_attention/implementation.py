@@ -7,8 +7,7 @@ three under their gates. Means are XLA's, and that sum where there are gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,8 +21,7 @@ from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
 from ejkernel.kernels.triton.native_sparse_attention.selected import attend, attend_and_add
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.ops.second_order import running
+from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.combine import mask_of
@@ -38,13 +36,6 @@ from ejkernel.types.token_blocks import (
 )
 
 
-@partial(jax.jit, static_argnums=0)
-def composed(work: Work, arrays: Arrays) -> tuple[Any, ...]:
-    """The outputs as one program, whose steps have gradients of their own."""
-    with running(work.operation):
-        return work.kernel.forward(work, arrays)[0]
-
-
 class NativeSparseAttention(TritonKernel):
     """Causal attention over compressed, selected and near keys, on a GPU.
 
@@ -56,13 +47,8 @@ class NativeSparseAttention(TritonKernel):
     """
 
     call = calls.NativeSparseAttention
-    outputs = staticmethod(composed)
-
-    def problem(self, a: Mapping[str, Any]) -> Any:
-        return self.call.facts(a)
-
-    def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        return self.call.given(a)
+    outputs = staticmethod(compiled)
+    has_backward = False  # its steps have gradients of their own
 
     def refuse(self, problem: Any, target: Target) -> str | None:
         dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}

@@ -19,7 +19,7 @@ class BlockwiseKernel(XlaKernel):
     Residuals are the arguments, o and two numbers a row for its probabilities (``Shares``).
     """
 
-    differentiable: ClassVar[bool] = True
+    has_backward: ClassVar[bool] = True
 
     def choose(self, problem: Any, target: Any) -> Passes:
         heads, dim = problem.query.shape[2:]
