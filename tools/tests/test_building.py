@@ -7,14 +7,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.ops import (
-    AutotunePolicy,
-    Autotuner,
-    AutotuneResult,
-    Invocation,
-    Trial,
-    target_device,
-)
+from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, Invocation, Trial, target_device
 from ejkernel.ops.execution import timing
 from ejktest.tunable import Doubled, Tile
 from tuned import building

@@ -58,9 +58,7 @@ def test_commands_and_paths_in_the_documents_exist(document):
 
 
 @pytest.mark.parametrize(
-    "folder",
-    sorted(p.parent for p in ROOT.glob("packages/*/pyproject.toml")),
-    ids=lambda p: p.name,
+    "folder", sorted(p.parent for p in ROOT.glob("packages/*/pyproject.toml")), ids=lambda p: p.name
 )
 def test_every_package_warns_of_the_other_project(folder):
     text = " ".join((folder / "README.md").read_text().split())

@@ -131,22 +131,15 @@ def jax_flash(dim: int, block: int) -> Iterator[Cost]:
 
 def jax_splash(dim: int, block: int) -> Iterator[Cost]:
     import jax
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as sk,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as sm,
-    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as sm
 
     shape = jax.ShapeDtypeStruct((BATCH, HEADS, LENGTH, dim), "bfloat16")
     names = [f for f in sk.BlockSizes.__dataclass_fields__ if f.startswith("block_")]
     blocks: dict[str, Any] = dict.fromkeys(names, block)
     mask = sm.MultiHeadMask([sm.FullMask((LENGTH, LENGTH))] * HEADS)
     kernel = sk.make_splash_mha(
-        mask,
-        block_sizes=sk.BlockSizes(**blocks),
-        head_shards=1,
-        q_seq_shards=1,
+        mask, block_sizes=sk.BlockSizes(**blocks), head_shards=1, q_seq_shards=1
     )
 
     def forward(q: Any, k: Any, v: Any) -> Any:

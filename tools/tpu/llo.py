@@ -98,9 +98,7 @@ def kernel_code(folder: Path, name: str) -> KernelCode:
     first, count, _ = max(pieces, key=lambda piece: piece[2])
     sums = [sum(column) for column in zip(*rows[first : first + count], strict=True)]
     steady = Piece(
-        count,
-        dict(zip(names, sums, strict=True)),
-        dict(zip(names, capacity, strict=True)),
+        count, dict(zip(names, sums, strict=True)), dict(zip(names, capacity, strict=True))
     )
     return KernelCode(sum(n for _, n, _ in pieces), steady, _vmem(folder, stamp, kernel))
 

@@ -36,11 +36,7 @@ class Job:
 
 
 def tune_in_turn(
-    tuner: Autotuner,
-    jobs: Iterable[Job],
-    *,
-    ahead: int = 1,
-    end: float | None = None,
+    tuner: Autotuner, jobs: Iterable[Job], *, ahead: int = 1, end: float | None = None
 ) -> Generator[tuple[Job, AutotuneResult | Exception]]:
     """Tune calls, each as ``tuner.tune`` does; compiling overlaps, use of the device does not.
 

@@ -125,12 +125,7 @@ class OrderPlan(Batched):
 
 
 def walk_operands(
-    problem: Problem,
-    mask: MaskInfo,
-    pattern: jax.Array | None,
-    tile: Tiles,
-    *,
-    by_key: bool,
+    problem: Problem, mask: MaskInfo, pattern: jax.Array | None, tile: Tiles, *, by_key: bool
 ) -> dict[str, jax.Array]:
     """The operands of a walk over the tiles that anybody sees. ``by_key``: over query blocks."""
     p, rules = problem, problem.rules

@@ -17,11 +17,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention import groups
 from ejkernel.kernels.triton.flash_attention.terms import gradient_factor, logit_shift, logit_unit
-from ejkernel.kernels.triton.flash_attention.tiles import (
-    Tiles,
-    can_use_tensor_maps,
-    partial_stages,
-)
+from ejkernel.kernels.triton.flash_attention.tiles import Tiles, can_use_tensor_maps, partial_stages
 from ejkernel.kernels.triton.launch import (
     Launch,
     Named,

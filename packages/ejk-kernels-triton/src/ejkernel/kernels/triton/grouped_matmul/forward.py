@@ -94,15 +94,7 @@ def store_rest(
 
 
 @triton.jit
-def grouped_rows(
-    lhs,
-    rhs,
-    sizes,
-    offset,
-    existing,
-    out,
-    of,
-):
+def grouped_rows(lhs, rhs, sizes, offset, existing, out, of):
     inner, columns = of.inner, of.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
     starts, ends = lane_rows(sizes, of)

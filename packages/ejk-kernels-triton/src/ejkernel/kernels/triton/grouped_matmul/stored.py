@@ -23,12 +23,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.eight_bit import pair_operands
 from ejkernel.kernels.triton.grouped_matmul.forward import store_rest, store_tile
-from ejkernel.kernels.triton.grouped_matmul.groups import (
-    lane_rows,
-    matrix_of,
-    read_tile,
-    row_tile,
-)
+from ejkernel.kernels.triton.grouped_matmul.groups import lane_rows, matrix_of, read_tile, row_tile
 from ejkernel.kernels.triton.grouped_matmul.tiles import (
     Problem,
     Tiles,
@@ -42,16 +37,7 @@ from ejkernel.kernels.triton.targets import Target, instructions
 
 @triton.jit
 def grouped_stored(
-    lhs,
-    rhs,
-    scale,
-    sizes,
-    offset,
-    existing,
-    out,
-    of,
-    KIND: tl.constexpr,
-    PTX: tl.constexpr,
+    lhs, rhs, scale, sizes, offset, existing, out, of, KIND: tl.constexpr, PTX: tl.constexpr
 ):
     inner, columns = of.inner, of.columns
     program, programs = tl.program_id(0), tl.num_programs(0)

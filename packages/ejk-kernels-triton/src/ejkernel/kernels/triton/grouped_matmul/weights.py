@@ -45,12 +45,7 @@ from ejkernel.kernels.triton.grouped_matmul.groups import (
     read_tile,
     rows_of,
 )
-from ejkernel.kernels.triton.grouped_matmul.tiles import (
-    Problem,
-    Tiles,
-    launched,
-    uses_maps,
-)
+from ejkernel.kernels.triton.grouped_matmul.tiles import Problem, Tiles, launched, uses_maps
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 from ejkernel.kernels.triton.launch import In, Launch, Out, TensorMap, inputs, runs_map
 from ejkernel.kernels.triton.targets import Target
@@ -102,17 +97,7 @@ def _taken(tiles, program, programs):
 
 
 @triton.jit
-def grouped_weights(
-    a_map,
-    b_map,
-    a,
-    b,
-    sizes,
-    offset,
-    out,
-    of,
-    LATE: tl.constexpr,
-):
+def grouped_weights(a_map, b_map, a, b, sizes, offset, out, of, LATE: tl.constexpr):
     inner, columns = of.inner, of.columns
     program, programs = tl.program_id(0), tl.num_programs(0)
     starts, ends = lane_rows(sizes, of)

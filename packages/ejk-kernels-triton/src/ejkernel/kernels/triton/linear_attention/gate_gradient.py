@@ -34,13 +34,7 @@ from ejkernel.kernels.triton.targets import Target
 
 
 @triton.jit
-def gate_gradient(
-    of,
-    states,
-    dstates,
-    cu,
-    dgate,
-):
+def gate_gradient(of, states, dstates, cu, dgate):
     heads, kv_heads, dim, columns = of.heads, of.kv_heads, of.dim, of.columns
     CHUNK: tl.constexpr = of.CHUNK
     SEGMENT: tl.constexpr = of.SEGMENT

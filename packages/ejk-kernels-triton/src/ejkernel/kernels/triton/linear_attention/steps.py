@@ -25,17 +25,7 @@ from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
-OPERANDS = (
-    "query",
-    "key",
-    "value",
-    "constant",
-    "gate",
-    "key_gate",
-    "value_gate",
-    "cu",
-    "initial",
-)
+OPERANDS = ("query", "key", "value", "constant", "gate", "key_gate", "value_gate", "cu", "initial")
 
 
 @triton.jit

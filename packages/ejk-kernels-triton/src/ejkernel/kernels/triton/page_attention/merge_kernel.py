@@ -149,7 +149,5 @@ def paged_merge(
         lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse_out + row + one, lse)
     tl.store(
-        o + row * DV + column,
-        (acc * tl.sum(factor, 0)).to(o.dtype.element_ty),
-        mask=column < DV,
+        o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
     )

@@ -125,9 +125,7 @@ def _fitting(tiles: Tiles, problem: Problem, chip: Chip, accumulators: int) -> T
     if tiles.rows > LANES:
         return _fitting(replace(tiles, rows=tiles.rows // 2), problem, chip, accumulators)
     smaller = replace(
-        tiles,
-        block_q=max(tiles.block_q // 2, LANES),
-        block_kv=max(tiles.block_kv // 2, LANES),
+        tiles, block_q=max(tiles.block_q // 2, LANES), block_kv=max(tiles.block_kv // 2, LANES)
     )
     return _fitting(smaller, problem, chip, accumulators)
 
