@@ -11,6 +11,7 @@ import pytest
 
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import blocksparse_attention
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
+from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel, lists
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     DIMS,
     DTYPES,
@@ -20,7 +21,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
 from ejkernel.types.structure import Unsupported
 from ejktest import attention_at_size as cases
 from ejktest import large_logits_at_size as large
-from ejktest import latent_at_size
+from ejktest import latent_at_size, tile_lists
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +68,33 @@ def test_against_float32(name: str, found) -> None:
 def test_lists_against_float32(name: str) -> None:
     """o, lse and all gradients; the second run has the same bits."""
     cases.assert_sound(name, *cases.check(name, blocksparse_attention))
+
+
+# a list is read 256 tiles at a time, by warps of 32; the last rows of a launch may be missing
+@pytest.mark.parametrize("rows, n", [(2048, 128), (5, 3), (7, 1), (130, 33), (64, 257), (3, 1500)])
+def test_lists_from_tiles(rows: int, n: int) -> None:
+    rng = np.random.default_rng(n)
+    tiles = rng.integers(0, 4, (2, rows, n)) * (rng.random((2, rows, n)) < rng.random((2, rows, 1)))
+    tiles[tiles == lists.EVERY] = 0
+    tiles = tiles.astype(np.int8)
+    walks = [list_kernel.Walk(jnp.asarray(x[None, None]), i == 0) for i, x in enumerate(tiles)]
+    made = list_kernel.make_lists(*walks)
+    expected = tile_lists.of_queries(tiles[0]), tile_lists.of_keys(tiles[1])
+    for (found, lengths), want, column in zip(made, expected, (1, 0), strict=True):
+        np.testing.assert_array_equal(found[0, 0], want)
+        np.testing.assert_array_equal(lengths[0, 0], want[:, column])
+
+
+@pytest.mark.parametrize("groups, places", [(4, 512), (1, 1), (3, 129), (2, 1000)])
+def test_tiles_by_length(groups: int, places: int) -> None:
+    """A launch of two orders, one of them with slots of its own, some for no tile."""
+    rng = np.random.default_rng(places)
+    lengths = rng.integers(0, 9, (2, groups, places)).astype(np.int32)
+    slots = rng.permutation(groups * places + 137).astype(np.int32)
+    orders = [(lengths[0], None), (lengths[1], slots)]
+    found = list_kernel.longest_first(*(list_kernel.Lengths(jnp.asarray(x), s) for x, s in orders))
+    for x, order in zip(found, orders, strict=True):
+        np.testing.assert_array_equal(x, tile_lists.longest_first(*order))
 
 
 @pytest.mark.parametrize("form", latent_at_size.EXPANDED)
@@ -157,48 +185,3 @@ def test_latent_decoding(name: str) -> None:
     from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
     latent_at_size.check(name, mla_decode)
-
-
-DEALT = {
-    "even": [8192] * 64,
-    "uneven": [1, 0, 700, 64, 65, 0, 3000, 63],
-    "one": [20000],
-    "none": [0, -3, 0],
-    "empty ends": [0, 0, 130, 0],
-    "many": [i % 97 for i in range(200)],
-    "more than lanes hold": [i * i % 1009 for i in range(3000)],
-}
-
-
-@pytest.mark.parametrize(("name", "groups"), [(n, g) for n in DEALT for g in (1, 66)])
-def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
-    from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
-
-    lengths = jnp.asarray(DEALT[name], jnp.int32)
-
-    def body(lengths, out):
-        run = jax.lax.axis_index("run")
-        for i, x in enumerate(deal(lengths, run, groups=groups, step=64, capacity=10**6)):
-            out[run, i] = x
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((groups, 4), jnp.int32),
-        grid=(groups,),
-        grid_names=("run",),
-        num_threads=1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-    )
-    got = np.asarray(jax.jit(kernel)(lengths))
-    runs, sequences = (np.asarray(x) for x in shares(jnp.clip(lengths, 0), groups, 64))
-    taken = runs[:, 2] > 0
-    np.testing.assert_array_equal(got[:, 2], runs[:, 2])
-    np.testing.assert_array_equal(got[taken, :2], runs[taken, :2])
-    cut = (sequences[:, 4] > 1).any()
-    assert (got[:, 3] == (max(2, -(-runs[:, 2].sum() // groups)) if cut else got[:, 3])).all()

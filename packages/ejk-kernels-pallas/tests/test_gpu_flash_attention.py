@@ -39,6 +39,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     scaled_dot_product_attention,
 )
 from ejkernel.types.problem import Problem
+from ejkernel.types.softmax import row_delta
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.bound import on, struct
@@ -179,7 +180,7 @@ def _visible(problem, block_q, block_kv, t, transposed):
     if "q_ids" in t:
         q_ids, kv_ids = t["q_ids"][:, : p.q_len], t["kv_ids"][:, : p.kv_len]
         seen &= (q_ids[:, :, None] == kv_ids[:, None])[:, None]
-    if "lists" in t:
+    if "tiles" in t:
         return _in_lists(t, seen, block_q, block_kv, i, j, transposed)
     if "q_ids" not in t:
         return seen
@@ -191,16 +192,7 @@ def _visible(problem, block_q, block_kv, t, transposed):
 
 
 def _in_lists(t, seen, block_q, block_kv, i, j, transposed):
-    x = t["lists"]
-    if transposed:
-        others, place = x[..., 1:], jnp.arange(x.shape[-1] - 1)
-        listed, full = place < x[..., :1], others < lists.LIMIT
-        others = others & (lists.LIMIT - 1)
-    else:
-        others, place = x[..., 2:], jnp.arange(x.shape[-1] - 2)
-        listed, full = place < x[..., 1:2], place < x[..., :1]
-    at = others[..., None] == jnp.arange(others.shape[-1])
-    visited, whole = (jnp.any(at & y[..., None], -2) for y in (listed, listed & full))
+    visited, whole = (t["tiles"] & bit != 0 for bit in (lists.SOME, lists.EVERY))
     if transposed:
         visited, whole = visited.swapaxes(2, 3), whole.swapaxes(2, 3)
     if "bits" in t:
@@ -239,13 +231,17 @@ class ForwardDouble:
         return o.astype(q.dtype), lse, jnp.where(jnp.isfinite(lse), lse / unit(s.problem), jnp.inf)
 
 
-def backward_double(problem, tiles, cores, *, q, k, v, do, base, delta, **t):
+def backward_double(
+    problem, tiles, cores, *, q, k, v, do, base, delta=None, o=None, dlse=None, **t
+):
+    if delta is None:
+        delta = row_delta(o, do, dlse)
     ids = {name: x for name, x in t.items() if name in ("q_ids", "kv_ids")}
     walks = {
         by: ids | {name.removeprefix(by): x for name, x in t.items() if name.startswith(by)}
         for by in ("by_key_", "by_query_")
     }
-    if "lists" in walks["by_key_"]:
+    if "tiles" in walks["by_key_"]:
         seen = _visible(problem, tiles.block_q, tiles.block_kv, walks["by_key_"], True)
         of_rows = _visible(problem, 128, 64, walks["by_query_"], False)
         seen, of_rows = jnp.broadcast_arrays(seen, of_rows)
@@ -273,6 +269,7 @@ def backward_double(problem, tiles, cores, *, q, k, v, do, base, delta, **t):
 def doubles(monkeypatch):
     monkeypatch.setattr(implementation, "Forward", ForwardDouble)
     monkeypatch.setattr(implementation, "backward", backward_double)
+    monkeypatch.setattr(implementation, "with_lists", lambda problem, tensors, programs: tensors)
     monkeypatch.setattr(flash_attention, "target", Chip)
     monkeypatch.setattr(blocksparse_attention, "target", Chip)
 

@@ -19,10 +19,11 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form, known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
-from ejkernel.types import MaskInfo
+from ejkernel.types import combine_masks
 from ejkernel.types.blocks import structural_ranges
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
+from ejktest import tile_lists
 
 BANDS = (Band(), Band(None, 0), Band(None, 37), Band(None, -100), Band(-64, 0), Band(-70, 130))
 
@@ -185,18 +186,18 @@ def test_tiles_of_lengths_in_arrays_are_dealt_once_and_evenly(shape):
     assert by_length.max() <= 1.1 * by_length.mean() < by_row.max()
 
 
-@pytest.mark.parametrize("most", [1, 1024])
-def test_lists_of_known_and_of_traced_patterns_agree(monkeypatch, most):
-    """Products, cumulative sums and numpy count alike."""
-    monkeypatch.setattr(lists, "DOT", most)
+def test_lists_of_known_and_tiles_of_traced_patterns_agree():
+    """Tiles are what the device makes lists of."""
     n = 70
     p = Problem(1, n, 2 * n, 1, 1, 64, 64, "bfloat16", 1.0, pattern_blocks=(1, 1))
+    p = replace(p, rules=Rules(Band(None, 3)))
+    mask = combine_masks(causal=True, causal_offset=3, q_len=n, kv_len=2 * n)
     pattern = np.random.default_rng(n).random((1, 1, n, 2 * n)) < 0.4
     for make in (lists.forward_lists, lists.backward_lists):
-        known, traced = (make(p, MaskInfo(), x, (1, 1)) for x in (pattern, jnp.asarray(pattern)))
-        assert known.keys() == traced.keys()
-        for name, x in known.items():
-            np.testing.assert_array_equal(x, traced[name])
+        known, traced = (make(p, mask, x, (1, 1)) for x in (pattern, jnp.asarray(pattern)))
+        assert set(known) == {"lists"} and set(traced) == {"tiles"}
+        of_tiles = tile_lists.of_queries if make is lists.forward_lists else tile_lists.of_keys
+        np.testing.assert_array_equal(known["lists"], of_tiles(np.asarray(traced["tiles"])))
 
 
 @pytest.mark.parametrize("rows, heads", [(1, 1), (1, 16), (3, 4)])

@@ -28,9 +28,13 @@ class SoftmaxKernel:
         """Rows and keys of each tile that the backward pass walks over a pattern with."""
         return ()
 
+    def finds_delta(self, work: Any) -> bool:
+        """Whether ``gradients`` finds delta itself."""
+        return False
+
     def gradients(self, work: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Gradients by name. Beside the arrays of the call there are do, delta and ``base``: what
-        forward saved."""
+        """Gradients by name. Beside the arrays of the call there are do, ``base``, what forward
+        saved, and delta; in place of delta o and dlse where ``finds_delta`` says so."""
         raise NotImplementedError
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
@@ -41,8 +45,11 @@ class SoftmaxKernel:
         elif p.biased or not all(rows_see_tiles(p, *tile) for tile in self.backward_tiles(work)):
             # the gradient of a bias reads every row
             q, do, dlse = cleared_rows(lse, q, do, dlse)
+        given = {"q": q, "do": do, "base": saved}
+        if "sink" not in arrays and self.finds_delta(work):
+            return self.gradients(work, arrays | given | {"o": o, "dlse": dlse})
         delta = row_delta(o, do, dlse)
-        found = self.gradients(work, arrays | {"q": q, "do": do, "delta": delta, "base": saved})
+        found = self.gradients(work, arrays | given | {"delta": delta})
         if "sink" in arrays:
             found["sink"] = sink_gradient(arrays["sink"], lse, delta)
         return found

@@ -51,6 +51,8 @@ class _Program:
         problem, blocks = plan.problem, plan.n_kv
         item = lax.axis_index("item")
         self.plan, self.table = plan, r.lists if plan.listed else r.ranges
+        if plan.listed:
+            item = r.order[0, item]
         self.block = lax.rem(item, blocks)
         heads = lax.div(item, blocks)
         self.kv_head = lax.rem(heads, problem.kv_heads)

@@ -40,9 +40,17 @@ class Program:
         problem = plan.problem
         self.plan, self.r = plan, r
         n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
-        turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
-        self.turns = pl.get_global(turns)
-        row, self.block, self.falling = plan.place(lax.axis_index("item"))
+        if not plan.listed or plan.shares:
+            turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
+            self.turns = pl.get_global(turns)
+        item = lax.axis_index("item")
+        if plan.listed:
+            # heads that share keys take turns: a program waits only for one launched before it
+            place = r.order[0, lax.div(item, problem.group)]
+            row = lax.div(place, plan.n_kv) * problem.group + lax.rem(item, problem.group)
+            self.block = lax.rem(place, plan.n_kv)
+        else:
+            row, self.block, self.falling = plan.place(item)
         self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
         self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
@@ -249,7 +257,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
             plgpu.commit_smem()
             for _, staged, ref in sums:
                 plgpu.copy_smem_to_gmem(staged.at[rows], ref.at[out])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         add() if plan.shares else write_whole()
 

@@ -47,6 +47,14 @@ def is_wide(problem: Problem) -> bool:
     return max(problem.dim, problem.value_dim) > 128
 
 
+def holds_rows(problem: Problem) -> bool:
+    """Whether the kernel of dq keeps its rows of q and do in registers.
+
+    Wider heads leave no room; for narrower ones the compiler puts ds where do is held.
+    """
+    return problem.dim == problem.value_dim == 128
+
+
 def backward_tiles(problem: Problem) -> BackwardTiles:
     """Tile sizes for a problem.
 

@@ -35,13 +35,15 @@ def walk_visits(table: Any, at: tuple, step: Callable[..., None]) -> Any:
     Gives their number.
     """
 
-    def one_visit(t: Any, carry: None) -> None:
-        visit = table[*at, 1 + t]
-        step(visit & (LIMIT - 1), t, visit >= LIMIT)
-        return carry
+    last = table.shape[-1] - 1
 
-    length = table[*at, 0]
-    lax.fori_loop(0, length, one_visit, None)
+    def one_visit(t: Any, visit: Any) -> Any:
+        following = table[*at, lax.min(t + 2, last)]  # read before it is needed
+        step(visit & (LIMIT - 1), t, visit >= LIMIT)
+        return following
+
+    length, first = table[*at, 0], table[*at, 1]
+    lax.fori_loop(0, length, one_visit, first)
     return length
 
 

@@ -15,6 +15,12 @@ from ejkernel.kernels.pallas.common.units import unit
 from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.masks import row_of
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
+from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
+    Lengths,
+    Walk,
+    longest_first,
+    make_lists,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.types.problem import LOG2E, Problem
@@ -44,6 +50,40 @@ def known_order(lengths: np.ndarray, problem: Problem, programs: int) -> np.ndar
     return _read_ahead(schedule.assign_lengths(whole, group, grid))[None]
 
 
+def traced_order(lengths: jax.Array, problem: Problem, programs: int) -> jax.Array:
+    """As ``known_order``, of lengths that the device finds."""
+    blocks = lengths.shape[2]
+    rows = problem.batch * problem.heads
+    order = _dealt_places(rows, blocks, min(programs, rows * blocks))
+    flat, most = order.reshape(-1), np.iinfo(np.int32).max
+    # tiles' slots in the order of their places, then those after a program's last
+    slots = np.argsort(np.where(flat < 0, most, flat), kind="stable").astype(np.int32)
+    lengths = jnp.broadcast_to(lengths, (problem.batch, problem.heads, blocks))
+    lengths = lengths.reshape(-1, sorted_rows(rows, blocks) * blocks)
+    (found,) = longest_first(Lengths(lengths, slots))
+    return found.reshape(1, *order.shape)
+
+
+def with_lists(problem: Problem, tensors: dict[str, Any], programs: int) -> dict[str, Any]:
+    """Operands with the lists of their tiles and the order of a walk over lists."""
+    given = dict(tensors)
+    if "tiles" in given:
+        ((given["lists"], lengths),) = make_lists(Walk(given.pop("tiles"), by_query=True))
+    elif "lists" in given:
+        lengths = given["lists"][..., 1]
+    else:
+        return given
+    if "order" not in given:
+        given["order"] = traced_order(lengths, problem, programs)
+    return given
+
+
+def _dealt_places(rows: int, blocks: int, programs: int) -> np.ndarray:
+    """Places of tiles, the longest of a few rows at the first of theirs, dealt to programs."""
+    group = sorted_rows(rows, blocks)
+    return _read_ahead(schedule.assign_places(rows // group, group * blocks, programs))
+
+
 @dataclass(frozen=True)
 class Form:
     """One compiled form of the kernel.
@@ -51,7 +91,7 @@ class Form:
     Attributes:
         problem, tiles: what is computed and how.
         operands: names of the operands: beside q, k and v of ``ranges`` int32 [#b, #h, blocks, 4],
-            ``lists`` and ``bits`` (see ``lists``), ``q_ids`` and ``kv_ids`` int32
+            ``lists`` and ``bits`` (see ``lists``), with ``order``, ``q_ids`` and ``kv_ids`` int32
             [#b, padded length], ``sink`` float32 [#b, h], ``order`` as ``known_order`` makes it.
         programs: how many programs run: the multiprocessors.
     """
@@ -152,8 +192,6 @@ class Form:
         rows = p.batch * p.heads
         if "order" in given:
             return given["order"][0]
-        if "lists" in given:
-            return self._order_by_length(given["lists"][..., 1], rows, n)
         if "ranges" in given:
             ranges = given["ranges"]
             return self._order_by_length(ranges[..., 3] - ranges[..., 0], rows, n)
@@ -163,9 +201,8 @@ class Form:
 
     def _order_by_length(self, lengths: jax.Array, rows: int, n: int) -> jax.Array:
         """Places are dealt ahead of time, and the longest tile of a few heads takes the first."""
-        group = sorted_rows(rows, n)
-        places = group * n
-        order = _read_ahead(schedule.assign_places(rows // group, places, self.grid))
+        places = sorted_rows(rows, n) * n
+        order = _dealt_places(rows, n, self.grid)
         lengths = jnp.broadcast_to(lengths, (self.problem.batch, self.problem.heads, n))
         longest = jnp.argsort(-lengths.reshape(-1, places), axis=-1).astype(jnp.int32)
         tile = order // places * places + longest[order // places, order % places]

@@ -14,10 +14,10 @@ import numpy as np
 
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import operands, preference, tiles
-from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES
+from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward, backward_orders
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, holds_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order, with_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.differentiate import Arrays, Work
@@ -85,11 +85,11 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             return arrays
         p, t = work.problem, work.tiles
         forward = operands.forward_masks(mask, pattern, p, t.fwd)
-        lists = forward["lists"]
-        if isinstance(lists, np.ndarray):
-            forward["order"] = known_order(lists[..., 1], p, work.target.cores)
-        lists = operands.backward_masks(mask, pattern, p, t.bwd)
-        return arrays | {"forward_lists": forward, "backward_lists": lists}
+        backward = operands.backward_masks(mask, pattern, p, t.bwd)
+        if "lists" in forward:
+            forward["order"] = known_order(forward["lists"][..., 1], p, work.target.cores)
+            backward |= backward_orders(p, backward)
+        return arrays | {"forward_lists": forward, "backward_lists": backward}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, t, pattern = work.problem, work.tiles.fwd, arrays.get("pattern")
@@ -103,6 +103,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         def run(problem: Problem, tensors: Arrays) -> Any:
             if problem.batch != p.batch:
                 tensors.pop("order", None)  # that of other rows
+            tensors = with_lists(problem, tensors, work.target.cores)
             return Forward(problem, t, tuple(tensors), work.target.cores)(tensors)
 
         o, lse, base = operands.folding(p, run, tensors)
@@ -111,14 +112,21 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     def backward_tiles(self, work: Work) -> Iterable[tuple[int, int]]:
         return ((t.block_q, t.block_kv) for t in (work.tiles.bwd, OF_QUERIES))
 
+    def finds_delta(self, work: Work) -> bool:
+        """The kernel of dq over lists does, from rows that it holds."""
+        return work.problem.pattern_blocks is not None and holds_rows(work.problem)
+
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles.bwd, arrays.get("pattern")
-        tensors = {name: arrays[name] for name in ("q", "k", "v", "do", "base", "delta")}
+        names = ("q", "k", "v", "do", "base", "delta", "o", "dlse")
+        tensors = {name: arrays[name] for name in names if name in arrays}
         tensors |= arrays.get("backward_lists") or operands.backward_masks(
             arrays["mask"], pattern, p, t
         )
 
         def run(problem: Problem, tensors: Arrays) -> Any:
+            if problem.batch != p.batch:
+                tensors = {name: x for name, x in tensors.items() if not name.endswith("_order")}
             return backward(problem, t, work.target.cores, **tensors)
 
         return dict(zip("qkv", operands.folding(p, run, tensors), strict=True))

@@ -1,4 +1,4 @@
-"""Sparse walks: a pattern of blocks and the mask as lists of tiles, made by XLA on the device.
+"""Sparse walks: a pattern of blocks and the mask as lists of tiles.
 
 A tile is visited if any block of the pattern that it meets is set and the mask shows a pair of it;
 it needs an element mask unless all are. What a tile has of blocks smaller than itself is a word of
@@ -23,7 +23,7 @@ from ejkernel.types.problem import Problem
 COUNTS = 2  # numbers before the blocks of a list: how many need no element mask, how many there are
 GROUP = 16  # rows and keys of a bit
 LIMIT = 2**15  # blocks of an axis that a visit can name; added where it needs an element mask
-DOT = 1024  # entries up to which a product counts those before each
+SOME, EVERY = 1, 2  # of a tile: somebody sees it, everybody does
 
 
 def refuse(problem: Problem) -> str | None:
@@ -48,19 +48,24 @@ def forward_lists(
     lists int32 ``[#b, #h, query blocks, COUNTS + key blocks]``: blocks that need no element mask,
     then the others, either in rising order. A block of queries that sees nothing visits the block
     past the end. bits: see ``_bits``, with a column for the block past the end.
+
+    Where arrays are traced, tiles int8 ``[#b, #h, query blocks, key blocks]`` in place of lists,
+    of which ``list_kernel`` makes them.
     """
     some, every = _tiles(problem, mask, pattern, tile)
-    xp, n = namespace(some, every), some.shape[-1]
+    n = some.shape[-1]
     if problem.kv_len % tile[1]:
         every = every & (np.arange(n) < n - 1)
-    whole, rest = some & every, some & ~every
-    first, count = (x.sum(-1, keepdims=True, dtype=np.int32) for x in (whole, some))
-    place = xp.where(whole, _before(whole), first + _before(rest))
-    empty = xp.broadcast_to(np.int32(n), some.shape)
-    start = xp.concatenate([first, xp.maximum(count, 1), empty], axis=-1)
-    place = xp.where(some, place + COUNTS, np.int32(n + COUNTS))
-    number = xp.broadcast_to(np.arange(n, dtype=np.int32), some.shape)
-    operands = {"lists": _put(start, place, number)}
+    operands: dict[str, Any] = {}
+    if isinstance(some, jax.Array) or isinstance(every, jax.Array):
+        operands["tiles"] = _as_bits(some, every)
+    else:
+        whole, rest = some & every, some & ~every
+        first, count = (x.sum(-1, keepdims=True, dtype=np.int32) for x in (whole, some))
+        place = np.where(whole, _before(whole), first + _before(rest))
+        empty = np.broadcast_to(np.int32(n), some.shape)
+        start = np.concatenate([first, np.maximum(count, 1), empty], axis=-1)
+        operands["lists"] = _put(start, some, place + COUNTS, np.arange(n, dtype=np.int32))
     if not _inside(problem, tile):
         bits = _bits(problem, pattern, tile[1], by_key=False)
         operands["bits"] = namespace(bits).pad(bits, [(0, 0), (0, 0), (0, 0), (0, 1)])
@@ -74,45 +79,38 @@ def backward_lists(
 
     lists int32 ``[#b, #h, key blocks, 1 + query blocks]``: how many visits, then the visits in
     rising order, the query block and LIMIT more if it needs an element mask. bits: see ``_bits``.
+    Tiles in place of lists as there, ``[#b, #h, key blocks, query blocks]``.
     """
     some, every = (x.swapaxes(-1, -2) for x in _tiles(problem, mask, pattern, tile))
-    xp, n = namespace(some, every), some.shape[-1]
-    visit = np.arange(n, dtype=np.int32) + LIMIT * (~every).astype(np.int32)
-    visit = xp.broadcast_to(visit, some.shape)
-    place = xp.where(some, _before(some) + 1, np.int32(n + 1))
-    count = some.sum(-1, keepdims=True, dtype=np.int32)
-    start = xp.concatenate([count, xp.zeros_like(visit)], axis=-1)
-    operands = {"lists": _put(start, place, visit)}
+    operands: dict[str, Any] = {}
+    if isinstance(some, jax.Array) or isinstance(every, jax.Array):
+        operands["tiles"] = _as_bits(some, every)
+    else:
+        visit = np.arange(some.shape[-1], dtype=np.int32) + LIMIT * (~every).astype(np.int32)
+        count = some.sum(-1, keepdims=True, dtype=np.int32)
+        start = np.concatenate([count, np.zeros(some.shape, np.int32)], axis=-1)
+        operands["lists"] = _put(start, some, _before(some) + 1, visit)
     if not _inside(problem, tile):
         operands["bits"] = _bits(problem, pattern, tile[0], by_key=True)
     return operands
 
 
-def _before(x: Any) -> Any:
+def _as_bits(some: Any, every: Any) -> jax.Array:
+    return jnp.where(some, SOME + EVERY * jnp.asarray(every, jnp.int8), 0).astype(jnp.int8)
+
+
+def _before(x: np.ndarray) -> np.ndarray:
     """How many are set before each along the last axis, int32."""
-    n = x.shape[-1]
-    if not isinstance(x, jax.Array):
-        return np.cumsum(x, axis=-1, dtype=np.int32) - x
-    if n > DOT:
-        return jnp.cumsum(x, axis=-1, dtype=np.int32) - x
-    # a product takes a tenth of a cumulative sum's time; it is exact
-    earlier = jnp.triu(jnp.ones((n, n), jnp.bfloat16), 1)
-    counts = jnp.einsum(
-        "...i,ij->...j", x.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32
-    )
-    return counts.astype(np.int32)
+    return np.cumsum(x, axis=-1, dtype=np.int32) - x
 
 
-def _put(start: Any, place: Any, values: Any) -> Any:
-    """``start`` with values at their places along the last axis, but for those past its end."""
+def _put(start: np.ndarray, some: np.ndarray, place: np.ndarray, values: Any) -> np.ndarray:
+    """``start`` with values at their places along the last axis where ``some`` is set."""
     n = start.shape[-1]
-    if not isinstance(place, jax.Array):
-        out = np.pad(start, [(0, 0)] * (start.ndim - 1) + [(0, 1)])
-        np.put_along_axis(out, place, values, axis=-1)
-        return out[..., :n]
-    rows = [x.reshape(-1, x.shape[-1]) for x in (start, place, values)]
-    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
-    return put(*rows).reshape(start.shape)
+    out = np.pad(start, [(0, 0)] * (start.ndim - 1) + [(0, 1)])
+    values = np.broadcast_to(values, some.shape)
+    np.put_along_axis(out, np.where(some, place, np.int32(n)), values, axis=-1)
+    return out[..., :n]
 
 
 def _tiles(problem: Problem, mask: MaskInfo, pattern: Any, tile: tuple[int, int]) -> tuple:

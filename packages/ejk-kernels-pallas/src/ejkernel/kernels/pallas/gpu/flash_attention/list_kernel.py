@@ -1,0 +1,333 @@
+"""Lists of tiles and their order, made on the device: a small kernel each.
+
+A warp makes a list. Its threads vote, 32 tiles at a time, whether theirs is visited, and find its
+place by counting the votes before their own. The place of a tile among those ordered together is
+the number of longer ones, and of equally long ones before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import math as _math
+from jaxlib.mlir.dialects import memref as _memref
+
+from ejkernel.kernels.pallas.compat import untracked
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    SCALAR,
+    arith,
+    constant,
+    i32,
+    llvm,
+    scf,
+    thread,
+)
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS, EVERY, LIMIT, SOME
+from ejkernel.types.blocks import cdiv
+
+# the compiler's own operations, whose stubs are stricter than they are
+math: Any = _math
+memref: Any = _memref
+
+WARP = 32
+THREADS = 128  # of a program
+RANKED = 16  # tiles of a program that finds ranks
+VOTES = 8  # taken before the first is used: reads of memory that overlap
+
+
+class Walk(NamedTuple):
+    """A walk whose lists are to be made.
+
+    Attributes:
+        tiles: int8 ``[#b, #h, rows, tiles]``, bits ``SOME`` and ``EVERY``.
+        by_query: as ``forward_lists`` makes them, else as ``backward_lists``.
+    """
+
+    tiles: jax.Array
+    by_query: bool
+
+
+class Lengths(NamedTuple):
+    """Tiles to be ordered.
+
+    Attributes:
+        lengths: int32 ``[groups, places]``; those of a group are ordered together.
+        slots: int32, where the i-th longest tile of group g goes, at ``g * places + i``; then the
+            slots of -1. None: each to its own place.
+    """
+
+    lengths: jax.Array
+    slots: np.ndarray | None = None
+
+
+def make_lists(*walks: Walk) -> list[tuple[jax.Array, jax.Array]]:
+    """(lists, their lengths ``[#b, #h, rows]``) of each walk, in one launch."""
+    rows = [x.tiles.reshape(-1, x.tiles.shape[-1]) for x in walks]
+    kinds, programs = [], []
+    for x, walk in zip(rows, walks, strict=True):
+        start = COUNTS if walk.by_query else 1
+        kinds += [_int32(len(x), start + x.shape[1]), _int32(len(x))]
+        programs.append(cdiv(len(x), THREADS // WARP))
+
+    def work(n: int) -> Callable[..., None]:
+        def make(item: Any, tiles: Any, lists: Any, lengths: Any) -> None:
+            _make_list(item, tiles, lists, lengths, rows[n].shape, walks[n].by_query)
+
+        return make
+
+    found = _launch("tile_lists", [work(n) for n in range(len(walks))], programs, rows, kinds)
+    return [
+        (lists.reshape(*walk.tiles.shape[:3], -1), lengths.reshape(walk.tiles.shape[:3]))
+        for walk, lists, lengths in zip(walks, found[::2], found[1::2], strict=True)
+    ]
+
+
+def longest_first(*orders: Lengths) -> list[jax.Array]:
+    """The tiles' numbers at their slots, int32, in one launch."""
+    inputs, kinds, programs = [], [], []
+    for lengths, slots in orders:
+        inputs.append(lengths)
+        kinds.append(_int32(lengths.size if slots is None else slots.size))
+        programs.append(len(lengths) * cdiv(lengths.shape[1], RANKED))
+    constants = [jnp.asarray(x.slots) for x in orders if x.slots is not None]
+    number = {n: i for i, n in enumerate(n for n, x in enumerate(orders) if x.slots is not None)}
+
+    def work(n: int) -> Callable[..., None]:
+        lengths, slots = orders[n]
+
+        def make(item: Any, lengths_ref: Any, order: Any, *constants: Any) -> None:
+            given = None if slots is None else constants[number[n]]
+            size = 0 if slots is None else slots.size
+            _place_tiles(item, lengths_ref, order, given, lengths.shape, size)
+
+        return make
+
+    works = [work(n) for n in range(len(orders))]
+    return list(_launch("tile_order", works, programs, inputs, kinds, constants))
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _launch(
+    name: str, works: Sequence[Callable[..., None]], programs: Sequence[int],
+    inputs: Sequence[jax.Array], kinds: Sequence[Any], constants: Sequence[jax.Array] = (),
+) -> Any:  # fmt: skip
+    """One launch for several works: ``programs`` of each, with an input and as many outputs."""
+    outputs = len(kinds) // len(works)
+
+    def body(*refs: Any) -> None:
+        given, more, made = (
+            refs[: len(inputs)],
+            refs[len(inputs) : len(inputs) + len(constants)],
+            refs[len(inputs) + len(constants) :],
+        )
+        item, first = lax.axis_index("item"), 0
+        for n, (work, count) in enumerate(zip(works, programs, strict=True)):
+            mine = made[n * outputs : (n + 1) * outputs]
+
+            def run(work: Any = work, first: int = first, n: int = n, mine: Any = mine) -> None:
+                work(item - first, given[n], *mine, *more)
+
+            pl.when((item >= first) & (item < first + count))(run)
+            first += count
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(kinds),
+        grid=(sum(programs),),
+        grid_names=("item",),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return untracked(kernel, tuple(kinds))(*inputs, *constants)
+
+
+def _by_thread(function: Callable[..., None], item: Any, *refs: Any) -> None:
+    """``function(item, *refs)`` as each thread does it, in the compiler's own operations."""
+    made = plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType(),) * len(refs)))
+    made(lambda _, item, *refs: function(item.registers.item(), *refs))(jnp.int32(item), *refs)
+
+
+def _at(*numbers: Any) -> list[Any]:
+    return [arith.index_cast(ir.IndexType.get(), n) for n in numbers]
+
+
+def _test(kind: str, a: Any, b: Any) -> Any:
+    return arith.cmpi(getattr(arith.CmpIPredicate, kind), a, b)
+
+
+def _store_if(test: Any, value: Any, ref: Any, *place: Any) -> None:
+    branch = scf.IfOp(test)
+    with ir.InsertionPoint(branch.then_block):
+        memref.store(value, ref, _at(*place))
+        scf.yield_([])
+
+
+def _vote(test: Any) -> Any:
+    """A bit for each thread of the warp."""
+    return llvm.inline_asm(
+        i32(),
+        [arith.extui(i32(), test)],
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+        "=r,r",
+        has_side_effects=True,
+    )
+
+
+def _loop(count: int, step: int, body: Callable[..., list[Any]], *carry: Any) -> list[Any]:
+    """``carry = body(i, *carry)`` for i = 0, step, .. below ``count``."""
+    loop = scf.ForOp(*_at(constant(0), constant(count), constant(step)), list(carry))
+    with ir.InsertionPoint(loop.body):
+        i = arith.index_cast(i32(), loop.induction_variable)
+        scf.yield_(body(i, *loop.inner_iter_args))
+    return list(loop.results)
+
+
+def _make_list(
+    item: Any, tiles: Any, lists: Any, lengths: Any, shape: tuple[int, ...], by_query: bool
+) -> None:
+    rows, n = shape
+    step = min(VOTES, cdiv(n, WARP)) * WARP
+
+    def by_thread(item: Any, tiles: Any, lists: Any, lengths: Any) -> None:
+        t, zero = thread(), constant(0)
+        lane = arith.andi(t, constant(WARP - 1))
+        row = arith.addi(arith.muli(item, constant(THREADS // WARP)), arith.shrui(t, constant(5)))
+        row = arith.minsi(row, constant(rows - 1))  # the last may be made by several warps, alike
+        before = arith.subi(arith.shli(constant(1), lane), constant(1))
+
+        def votes(first: Any) -> list[tuple[Any, ...]]:
+            """(column, inside, visited, whole, votes of either) of tiles from ``first`` on."""
+            columns = [
+                arith.addi(first, arith.addi(lane, constant(c))) for c in range(0, step, WARP)
+            ]
+            found = [
+                memref.load(tiles, _at(row, arith.minsi(column, constant(n - 1))))
+                for column in columns
+            ]
+            out = []
+            for column, bits in zip(columns, found, strict=True):
+                inside = _test("slt", column, constant(n))
+                bits = arith.select(inside, arith.extui(i32(), bits), zero)
+                some, every = (
+                    _test("ne", arith.andi(bits, constant(bit)), zero) for bit in (SOME, EVERY)
+                )
+                every = arith.andi(some, every)
+                out.append((column, inside, some, every, _vote(some), _vote(every)))
+            return out
+
+        def count(first: Any, some: Any, every: Any) -> list[Any]:
+            for *_, some_votes, every_votes in votes(first):
+                some = arith.addi(some, math.ctpop(some_votes))
+                every = arith.addi(every, math.ctpop(every_votes))
+            return [some, every]
+
+        visited, whole = _loop(n, step, count, zero, zero)
+        # rows of queries that see nothing visit the block past the end
+        length = arith.maxsi(visited, constant(1)) if by_query else visited
+        head = (whole, length) if by_query else (length,)
+        for place, value in enumerate(head):
+            _store_if(_test("eq", lane, constant(place)), value, lists, row, constant(place))
+        _store_if(_test("eq", lane, constant(len(head))), length, lengths, row)
+
+        def earlier(votes: Any) -> Any:
+            return math.ctpop(arith.andi(votes, before))
+
+        def put(first: Any, left: Any, right: Any) -> list[Any]:
+            """Those that everybody sees from place ``left`` on, the others from ``right`` on."""
+            for column, inside, some, every, some_votes, every_votes in votes(first):
+                if by_query:
+                    rest_votes = arith.xori(some_votes, every_votes)
+                    place = arith.select(
+                        every,
+                        arith.addi(left, earlier(every_votes)),
+                        arith.addi(right, earlier(rest_votes)),
+                    )
+                    value, nothing = column, constant(n)
+                    left = arith.addi(left, math.ctpop(every_votes))
+                    right = arith.addi(right, math.ctpop(rest_votes))
+                else:
+                    place = arith.addi(left, earlier(some_votes))
+                    value = arith.select(every, column, arith.addi(column, constant(LIMIT)))
+                    nothing = zero
+                    left = arith.addi(left, math.ctpop(some_votes))
+                _store_if(some, value, lists, row, place)
+                # places that no tile takes
+                unused = arith.andi(inside, _test("sge", column, visited))
+                end = arith.addi(column, constant(len(head)))
+                _store_if(unused, nothing, lists, row, end)
+            return [left, right]
+
+        start = constant(len(head))
+        _loop(n, step, put, start, arith.addi(start, whole))
+
+    _by_thread(by_thread, item, tiles, lists, lengths)
+
+
+def _place_tiles(
+    item: Any, lengths: Any, order: Any, slots: Any, shape: tuple[int, ...], size: int
+) -> None:
+    groups, places = shape
+    parts = cdiv(places, RANKED)
+    each = RANKED * WARP // THREADS  # tiles of a warp
+    step = min(16, cdiv(places, WARP)) * WARP
+
+    def by_thread(item: Any, lengths: Any, order: Any, slots: Any = None) -> None:
+        t = thread()
+        lane = arith.andi(t, constant(WARP - 1))
+        group, part = arith.divsi(item, constant(parts)), arith.remsi(item, constant(parts))
+        first_place = arith.muli(group, constant(places))
+        warp = arith.muli(arith.shrui(t, constant(5)), constant(each))
+        first = arith.addi(arith.muli(part, constant(RANKED)), warp)
+        mine = [arith.addi(first, constant(i)) for i in range(each)]
+        last = constant(places - 1)
+        own = [memref.load(lengths, _at(group, arith.minsi(i, last))) for i in mine]
+
+        def count(begin: Any, *ranks: Any) -> list[Any]:
+            begin = arith.addi(begin, lane)
+            others = [arith.addi(begin, constant(c)) for c in range(0, step, WARP)]
+            found = [memref.load(lengths, _at(group, arith.minsi(i, last))) for i in others]
+            out = list(ranks)
+            for i, length in zip(others, found, strict=True):
+                inside = _test("slt", i, constant(places))
+                length = arith.select(inside, length, constant(-1))
+                for n in range(each):
+                    # of equally long ones those before go before
+                    less = arith.extui(i32(), _test("slt", i, mine[n]))
+                    votes = _vote(_test("sgt", arith.addi(length, less), own[n]))
+                    out[n] = arith.addi(out[n], math.ctpop(votes))
+            return out
+
+        ranks = _loop(places, step, count, *[constant(0)] * each)
+        # a thread for each of the warp's tiles
+        rank = ranks[0]
+        for n in range(1, each):
+            rank = arith.select(_test("eq", lane, constant(n)), ranks[n], rank)
+        place = arith.addi(first, lane)
+        inside = arith.andi(
+            _test("slt", lane, constant(each)), _test("slt", place, constant(places))
+        )
+        slot = arith.addi(first_place, arith.minsi(rank, last))
+        if slots is not None:
+            slot = memref.load(slots, _at(slot))
+        _store_if(inside, arith.addi(first_place, place), order, slot)
+        for e in range(groups * places, size, THREADS):
+            end = arith.addi(t, constant(e))
+            left = arith.andi(_test("eq", item, constant(0)), _test("slt", end, constant(size)))
+            slot = memref.load(slots, _at(arith.minsi(end, constant(size - 1))))
+            _store_if(left, constant(-1), order, slot)
+
+    refs = (lengths, order) if slots is None else (lengths, order, slots)
+    _by_thread(by_thread, item, *refs)
