@@ -120,7 +120,7 @@ def planned(shape, which, target):
     if which == "read":
         last = aval((b * max(n, 1), h, dk, dv), jnp.float32)
         rows = [known[x] for x in ("q", "k", "v", "do", *roles.GATE_SUMS)]
-        plan = ReadPlan(p, t, True, (dtype, dtype))
+        plan = ReadPlan(p, t, True, (("dkey", dtype), ("dvalue", dtype)))
         return plan, [*rows, ends, ends, last, *cu]
     if which == "scan":
         return ScanPlan(p, t, False, False), [ends, decays, *cu]

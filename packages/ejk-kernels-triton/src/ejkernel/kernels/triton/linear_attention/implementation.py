@@ -162,7 +162,8 @@ class Passes:
         p, gated = self.problem, self.gated
         role = replace(roles.DQ, out=p.out, partner="q" if gated else "")
         dq, *reached = self.walk(role, starts)
-        plan = ReadPlan(p, self.tiles, gated, (dtypes["key"], dtypes["value"]))
+        results = (("dkey", dtypes["key"]), ("dvalue", dtypes["value"]))
+        plan = ReadPlan(p, self.tiles, gated, results)
         states = [starts, final] if gated else []
         given = self.named("q", "k", "v", "do", *roles.GATE_SUMS)
         dk, dv, *of_gate = call(plan, *given, dstarts, *states, *self.named("cu"))

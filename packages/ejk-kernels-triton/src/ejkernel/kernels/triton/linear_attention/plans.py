@@ -116,18 +116,19 @@ class ScanPlan(LinearPlan):
 
 @dataclass(frozen=True)
 class ReadPlan(LinearPlan):
-    """q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu) -> dk and dv of every head,
-    and where it is ``gated`` what PullPlan needs: over, leaving, read, reading."""
+    """q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu) -> dk and dv of every head in
+    the dtypes of ``results``, and where it is ``gated`` what PullPlan needs: over, leaving, read,
+    reading."""
 
     module = "linear_attention.read_gradients"
     gated: bool
-    dtypes: tuple[str, str]
+    results: tuple[tuple[str, str], ...]
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         rows = (p.batch, p.rows, p.heads)
-        dims = zip(self.dtypes, (p.dim, p.value_dim), strict=True)
-        found = tuple(struct(dtype, *rows, n) for dtype, n in dims)
+        columns = {"dkey": p.dim, "dvalue": p.value_dim}
+        found = tuple(struct(dtype, *rows, columns[name]) for name, dtype in self.results)
         if not self.gated:
             return found
         from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN

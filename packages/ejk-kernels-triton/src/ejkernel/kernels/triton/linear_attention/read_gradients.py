@@ -188,11 +188,14 @@ def read_gradients(
         store_rows(dkey, dk, row, written, head, heads, 0, dim, CHUNK, DIM, MAPS)
 
 
-def launch(p: Problem, t: Tiles, target: Target, gated: bool, dtypes: tuple[str, str]) -> Launch:
-    """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu)."""
+def launch(
+    p: Problem, t: Tiles, target: Target, gated: bool, wanted: tuple[tuple[str, str], ...]
+) -> Launch:
+    """Of operands q, k, v, do, (sums of the gate), dstarts, (starts, final), (cu); ``wanted``: dkey
+    and dvalue with their dtypes."""
     of = opening(p, t, target, width(p.value_dim))
     known = {"dstarts": True, "starts": gated, "final": gated, "cu": p.sequences > 0}
-    made = {"dkey": True, "dvalue": True, **dict.fromkeys(OF_GATE, gated)}
+    made = dict.fromkeys((name for name, _ in wanted), True) | dict.fromkeys(OF_GATE, gated)
     arguments = {"of": of, **inputs(known, first=7 if p.scalar else 4), **results(made)}
     grid = (p.batch * of.pieces * p.heads,)
     warps = 8 if of.DIM * of.COLUMNS > 64 * 64 else 4
