@@ -145,7 +145,7 @@ CALLS = (
         "page 16", "splits 5", "window cap sinks", "int8 page 1", "e4m3 d64 window",
     )),
     *((latent, name) for name in (
-        "page 16, rows", "16 heads", "page 3, 40 heads", "e4m3", "int8, 16 heads",
+        "page 16, rows", "16 heads", "page 3, 40 heads", "e4m3", "int8, 16 heads", "e4m3, 16 heads",
         "float16 and e5m2, page 16", "int8, 20 heads",
     )),
     *((ragged, name) for name in (

@@ -26,6 +26,10 @@ def halves(x):
     return np.stack([x & 0xFFFF, x >> 16]).astype(np.uint16).view(np.float16)
 
 
+def without_bias(x):
+    return halves(x).astype(np.float32) * 2**24 - 128
+
+
 def brains(x):
     return np.stack([x & 0xFFFF, x >> 16]).astype(np.uint16).view(ml_dtypes.bfloat16)
 
@@ -117,6 +121,7 @@ def run(text, word):
     ("text", "kind", "read"),
     [
         (eight_bit.INT8, np.int8, halves),
+        (eight_bit.INT8_BIASED, np.int8, without_bias),
         (eight_bit.PAIRED_INT8_BFLOAT16, np.int8, brains),
         (eight_bit.E5M2, ml_dtypes.float8_e5m2, halves),
         (eight_bit.E4M3, ml_dtypes.float8_e4m3fn, halves),

@@ -71,6 +71,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(softmax_scale=-0.3),
         dict(scale=-0.3),
     ),
+    "shares that begin several sequences": (
+        dict(lens=(37, 0, 1, 300, 16, 33, 64, 3, 0, 130), h=1, dtype="bfloat16"),
+        {},
+        {},
+    ),
     "int8": (dict(dtype="bfloat16", cache="int8"), dict(k_scale=0.02), dict(k_scale=0.02)),
     "e4m3, 70 heads": (
         dict(lens=(40,), h=70, dtype="bfloat16", cache="float8_e4m3fn"),
@@ -81,6 +86,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(lens=(70, 0), h=20, rope=32, ps=64, dtype="bfloat16", cache="int8"),
         dict(k_scale=0.02),
         dict(k_scale=0.02),
+    ),
+    "int8 as digits, cap": (
+        dict(lens=(70, 0), h=3, rope=32, ps=64, dtype="bfloat16", cache="int8"),
+        dict(k_scale=-0.02, logits_soft_cap=2.0),
+        dict(k_scale=-0.02, cap=2.0),
+    ),
+    "e4m3 in quads, no scale": (
+        dict(lens=(70,), h=3, rope=32, ps=64, dtype="float16", cache="float8_e4m3fn"),
+        dict(),
+        dict(),
     ),
     "e5m2, 40 heads, pages by descriptors": (
         dict(lens=(70,), h=40, rope=32, ps=64, dtype="bfloat16", cache="float8_e5m2"),
@@ -103,6 +118,17 @@ def test_against_the_formula(name):
     check_close(np.asarray(o), want, name=name)
     check_close(np.asarray(lse), want_lse, name=name, dtype=q.dtype)
     assert not np.asarray(o, np.float32)[lens == 0].any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_digits_of_queries_without_size():
+    q, c, lens, tables = draw(lens=(70,), h=4, rope=32, ps=64, dtype="float16", cache="int8")
+    q[0, 0], q[0, 1, 5], q[0, 2, 7] = 0, np.nan, np.inf
+    q[0, 3] *= np.float16(3e-6)  # hardly more than 0, most of them subnormal
+    o = mla_decode(q, c, lens, tables, latent_dim=32, k_scale=0.02)
+    assert np.isnan(o[0, 1:3]).all()
+    want = expected(q[:, [0, 3]], c, lens, tables, 32, k_scale=0.02)[0][:, 0]
+    check_close(np.asarray(o[:, [0, 3]]), want, name="no size")
 
 
 @pytest.mark.parametrize("maps", [False, True])

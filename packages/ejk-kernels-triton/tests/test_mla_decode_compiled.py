@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,6 +29,7 @@ CASES = {
     "16 heads": (16, 64, "bfloat16", {}),
     "page 16": (128, 16, "bfloat16", dict(tokens=2, left=1000, soft_cap=30.0)),
     "int8": (128, 64, "int8", {}),
+    "int8, 16 heads": (16, 64, "int8", {}),
     "e4m3, 16 heads": (16, 64, "float8_e4m3fn", {}),
     "three parts": (16, 16, "bfloat16", dict(splits=3)),
 }
@@ -57,6 +60,7 @@ def planned(name, target):
     [
         ("128 heads", "sm_90"),
         ("page 16", "sm_90"),
+        ("int8, 16 heads", "sm_90"),
         ("e4m3, 16 heads", "sm_90"),
         ("three parts", "sm_90"),
         ("int8", "sm_80"),
@@ -87,6 +91,15 @@ def test_8_bit_numbers_are_converted_once_for_both_products():
     text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
     words = plan.tiles.block * plan.problem.token_bytes // 4 // (32 * plan.tiles.num_warps)
     assert text.count("fma.rn.bf16x2") == 2 * words
+
+
+def test_few_heads_take_int8_keys_as_they_are():
+    target = TARGETS["sm_90"]
+    plan, avals = planned("int8, 16 heads", target)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    # a warp has 16 of 64 keys: two digits times 18 steps of 32 columns times two of eight keys
+    assert len(re.findall(r"mma\.sync\S*\.s32\.s8", text)) == 2 * 18 * 2
+    assert "sub.rn.f16x2" not in text
 
 
 def test_merge_kernel():

@@ -5,8 +5,6 @@ it, and what ``fused_softmax`` carries along.
 An 8-bit cache is read two columns at a time (``common.eight_bit``): even and odd columns meet even
 and odd columns of the queries, and have accumulators of their own. A head dim held as two powers of
 two has a second part of everything; what a call does not have is passed through as it came.
-
-Logits are products times a positive slope for each row; a scale's sign is the queries', exactly.
 """
 
 from __future__ import annotations
@@ -15,30 +13,18 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.eight_bit import pair_numbers, whole_numbers
+from ejkernel.kernels.triton.common.eight_bit import biased_numbers, pair_numbers, whole_numbers
+from ejkernel.kernels.triton.common.eight_bit_keys import add_scores, whole_scores
 from ejkernel.kernels.triton.common.pages import load_places
-from ejkernel.kernels.triton.common.softmax import fused_softmax, online_softmax, tanh_from_exp2
+from ejkernel.kernels.triton.common.softmax import (
+    fused_softmax,
+    online_softmax,
+    rounded_softmax,
+    tanh_from_exp2,
+)
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 
 RUNS = tl.constexpr(_RUNS)
-
-
-class Queries(NamedTuple):
-    """Rows of queries: both parts of their columns, as they meet even and odd columns of keys.
-
-    ``slopes``: of their logits, ``inner`` inside the soft cap. ``sign``: of the products' factor,
-    None = the queries carry it. ``power``, ``large``: of ``fused_softmax``.
-    """
-
-    main: Any
-    main_odd: Any
-    more: Any
-    more_odd: Any
-    slopes: Any
-    inner: Any
-    sign: Any
-    power: Any
-    large: Any
 
 
 class Keys(NamedTuple):
@@ -58,98 +44,6 @@ class Keys(NamedTuple):
     position: Any
     left: Any
     partly: Any
-
-
-@triton.jit
-def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
-    """Columns COLUMN .. COLUMN + COLS of int64 ``rows`` of ``[., D]``; 0 where not inside."""
-    column = COLUMN + tl.arange(0, COLS)
-    mask = inside[:, None] & (column < D)[None, :]
-    return tl.load(q + rows[:, None] * D + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
-    """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
-
-    inner: slopes inside the soft cap. NORMALISE: any query fits float16 once its largest entry is
-    near 1; slopes take the rest. POSITIVE: so is the factor, and queries stay as they are loaded:
-    products then read them where they lie.
-    """
-    slopes = tl.full([q.shape[0]], 1.0, tl.float32) * tl.abs(factor)
-    if not POSITIVE:
-        sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
-        q = q.to(tl.float32) * sign
-        if side.REST > 0:
-            q_more = q_more.to(tl.float32) * sign
-    if NORMALISE:
-        q = q.to(tl.float32)
-        if side.REST > 0:
-            q_more = q_more.to(tl.float32)
-        size = tl.max(tl.abs(q), 1)
-        if side.REST > 0:
-            size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
-        power, inverse = power_of_two(size)
-        q = q * inverse[:, None]
-        if side.REST > 0:
-            q_more = q_more * inverse[:, None]
-        slopes = slopes * power
-    slopes = tl.maximum(slopes, 2.0**-120)
-    inner = slopes * logits.cap_in
-    if logits.CAPPED:
-        slopes = slopes * 0.0 + logits.cap_out
-    if side.REST > 0:
-        q_more = q_more.to(side.NUMBER)
-    return q.to(side.NUMBER), q_more, slopes, inner
-
-
-@triton.jit
-def _even_odd(q, KIND: tl.constexpr):
-    """What meets the cache: all columns (twice), or the even and the odd ones of an 8-bit cache."""
-    if KIND == "":
-        even, odd = q, q
-    else:
-        even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
-    return even, odd
-
-
-@triton.jit
-def opened(q, rows, inside, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
-    """Int64 ``rows`` of q, 0 where not inside, for keys of ``side`` and products by ``factor``."""
-    main = _load_queries(q, rows, inside, side.DIM, 0, side.MAIN)
-    more = main
-    if side.REST > 0:
-        more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
-    main, more, slopes, inner = _prepared(main, more, factor, logits, side, NORMALISE, POSITIVE)
-    main, main_odd = _even_odd(main, side.KIND)
-    more_odd = main_odd
-    if side.REST > 0:
-        more, more_odd = _even_odd(more, side.KIND)
-    power, _ = power_of_two(slopes)
-    large = 1073741824.0 / slopes
-    return Queries(main, main_odd, more, more_odd, slopes, inner, None, power, large)
-
-
-@triton.jit
-def opened_as_loaded(q, rows, inside, factor, logits, side, POSITIVE: tl.constexpr):
-    """The same with the factor's sign at the end: queries stay as they are loaded.
-
-    An asynchronous product reads such queries from shared memory; any arithmetic would move them to
-    registers.
-    """
-    main = _load_queries(q, rows, inside, side.DIM, 0, side.MAIN)
-    more = main
-    if side.REST > 0:
-        more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
-    one = tl.full([main.shape[0]], 1.0, tl.float32)
-    sign = None
-    if not POSITIVE:
-        sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
-    slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
-    inner = slopes * logits.cap_in
-    if logits.CAPPED:
-        slopes = one * logits.cap_out
-    return Queries(main, main, more, more, slopes, inner, sign, None, None)
 
 
 @triton.jit
@@ -178,17 +72,11 @@ def joined(sums, side):
 
 
 @triton.jit
-def power_of_two(x):
-    """(p, 1 / p) with p the power of two at or below x > 0; (1, 1) where x is 0, tiny or huge."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.where((bits < 0x08000000) | (bits > 0x77000000), 0x3F800000, bits)
-    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _numbers(tile, side, PTX: tl.constexpr):
+def _numbers(tile, side, PTX: tl.constexpr, BIASED: tl.constexpr):
     """(even, odd) of a tile as it was read: the same twice, or even and odd columns of KIND."""
-    if side.ONCE is not None:
+    if BIASED:
+        even, odd = biased_numbers(tile, PTX)
+    elif side.ONCE is not None:
         even = whole_numbers(tile, side.ONCE, side.NUMBER, PTX)
         odd = even
     elif side.KIND != "":
@@ -199,10 +87,8 @@ def _numbers(tile, side, PTX: tl.constexpr):
 
 
 @triton.jit
-def _columns(
-    array, side, keys, head, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr
-):
-    """Columns from COLUMN on as ``_even_odd`` has them: all of them twice, or even and odd ones."""
+def _columns(array, side, keys, head, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns from COLUMN on as they are read."""
     # numbers that are read as one
     EACH: tl.constexpr = 1 if side.KIND == "" and side.ONCE is None else 2
     if keys.run is not None:
@@ -212,30 +98,29 @@ def _columns(
             array, keys.places, keys.loaded, head, side.HEADS, side.STEP // EACH, side.DIM // EACH,
             COLUMN // EACH, COLUMNS // EACH,
         )  # fmt: skip
-    return _numbers(tile, side, PTX)
+    return tile
 
 
 @triton.jit
-def _run_columns(array, side, keys, first, PTX: tl.constexpr):
+def _run_columns(array, side, keys, first):
     """The same by a descriptor of runs, from column ``first`` of a token on: 0 behind the run."""
     EACH: tl.constexpr = 1 if side.KIND == "" and side.ONCE is None else 2
     place, count = keys.run
     tile = array.load([RUNS, place + count, -count + RUNS, first // EACH])
-    tile = tl.reshape(tile, [tile.shape[2], tile.shape[3]])
-    return _numbers(tile, side, PTX)
+    return tl.reshape(tile, [tile.shape[2], tile.shape[3]])
 
 
 @triton.jit
 def _value_columns(
     array, side, keys, head, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr
 ):
-    """The same of values, which are 0 where they may not be read."""
+    """(even, odd) of columns of values, which are 0 where they may not be read."""
     if keys.run is not None:
         first = head * side.STEP + side.STEP // 2 + COLUMN
-        even, odd = _run_columns(array, side, keys, first, PTX)
+        tile = _run_columns(array, side, keys, first)
     else:
-        even, odd = _columns(array, side, keys, head, COLUMN, COLUMNS, PTX)
-    return even, odd
+        tile = _columns(array, side, keys, head, COLUMN, COLUMNS)
+    return _numbers(tile, side, PTX, False)
 
 
 @triton.jit
@@ -260,14 +145,35 @@ def _add_product(s, q, k, NUMBER: tl.constexpr, PRECISION: tl.constexpr, APART: 
 
 
 @triton.jit
-def _add_values(acc, acc_odd, alpha, p, even, odd, side, PRECISION: tl.constexpr):
-    """acc * alpha plus p times columns of values; acc_odd as ``_even_odd`` says."""
-    acc = tl.dot(p, even.to(side.NUMBER), acc * alpha[:, None], input_precision=PRECISION)
+def _add_values(acc, acc_odd, alpha, taken, p, even, odd, side, PRECISION: tl.constexpr):
+    """acc * alpha plus p times columns of values; acc_odd as ``_even_odd`` says.
+
+    ``taken``: what else every column gets, None: nothing.
+    """
+    acc = tl.dot(p, even.to(side.NUMBER), _rescaled(acc, alpha, taken), input_precision=PRECISION)
     if side.KIND != "":
-        acc_odd = tl.dot(
-            p, odd.to(side.NUMBER), acc_odd * alpha[:, None], input_precision=PRECISION
-        )
+        acc_odd = _rescaled(acc_odd, alpha, taken)
+        acc_odd = tl.dot(p, odd.to(side.NUMBER), acc_odd, input_precision=PRECISION)
     return acc, acc_odd
+
+
+@triton.jit
+def _rescaled(acc, alpha, taken):
+    if taken is None:
+        return acc * alpha[:, None]
+    else:
+        none = tl.zeros(acc.shape, tl.float32)
+        return tl.fma(acc, alpha[:, None] + none, taken[:, None] + none)
+
+
+@triton.jit
+def _formed_scores(queries, tile, rest, side, keys, head, FORM: tl.constexpr, PTX: tl.constexpr):
+    """float32 scores with keys whose first columns are ``tile``."""
+    sums = add_scores(None, queries.main, queries.main_odd, tile, FORM, side.KIND, PTX)
+    if side.REST > 0:
+        tile = _columns(rest, side, keys, head, side.MAIN, side.REST)
+        sums = add_scores(sums, queries.more, queries.more_odd, tile, FORM, side.KIND, PTX)
+    return whole_scores(sums, FORM)
 
 
 @triton.jit
@@ -298,19 +204,27 @@ def attend_block(
     """
     acc, acc_odd, acc_more, acc_more_odd = sums
     APART: tl.constexpr = apart is not None
-    s = tl.zeros([queries.main.shape[0], keys.j.shape[0]], tl.float32)
+    rest = cache.k
     if cache.k_rest is None:
-        rest = cache.k
-        even, odd = _columns(cache.k, cache.K, keys, head, 0, cache.K.MAIN, PTX)
+        tile = _columns(cache.k, cache.K, keys, head, 0, cache.K.MAIN)
     else:
         rest = cache.k_rest
-        even, odd = _run_columns(cache.k, cache.K, keys, 0, PTX)
-    s = _add_scores(s, queries.main, queries.main_odd, even, odd, cache.K, dots.PRECISION, APART)
-    if cache.K.REST > 0:
-        more, more_odd = _columns(rest, cache.K, keys, head, cache.K.MAIN, cache.K.REST, PTX)
+        tile = _run_columns(cache.k, cache.K, keys, 0)
+    if dots.FORM != "":
+        s = _formed_scores(queries, tile, rest, cache.K, keys, head, dots.FORM, PTX)
+        even, odd = _numbers(tile, cache.K, PTX, dots.BIASED)
+    else:
+        even, odd = _numbers(tile, cache.K, PTX, False)
+        s = tl.zeros([queries.main.shape[0], keys.j.shape[0]], tl.float32)
         s = _add_scores(
-            s, queries.more, queries.more_odd, more, more_odd, cache.K, dots.PRECISION, APART
+            s, queries.main, queries.main_odd, even, odd, cache.K, dots.PRECISION, APART
         )
+        if cache.K.REST > 0:
+            tile = _columns(rest, cache.K, keys, head, cache.K.MAIN, cache.K.REST)
+            more, more_odd = _numbers(tile, cache.K, PTX, False)
+            s = _add_scores(
+                s, queries.more, queries.more_odd, more, more_odd, cache.K, dots.PRECISION, APART
+            )
     if queries.sign is not None:
         s = s * queries.sign[:, None]
     if logits.CAPPED:
@@ -319,7 +233,12 @@ def attend_block(
         s = _hide(s, keys)
     elif keys.partly:
         s = _hide(s, keys)
-    if dots.FUSED:
+    taken = None
+    if dots.BIASED:
+        p, m, new, alpha = rounded_softmax(s, m, queries.slopes, cache.V.NUMBER)
+        l = l * alpha + new  # noqa: E741
+        taken = new * (-128.0 * 2.0**-24)
+    elif dots.FUSED:
         p, m, l, e, alpha = fused_softmax(  # noqa: E741
             s, m, l, e, queries.slopes, queries.power, queries.large, True
         )
@@ -333,11 +252,11 @@ def attend_block(
     p = p.to(cache.V.NUMBER)
     if v is not None:
         even, odd = _value_columns(v, cache.V, keys, head, 0, cache.V.MAIN, PTX)
-    acc, acc_odd = _add_values(acc, acc_odd, alpha, p, even, odd, cache.V, dots.PRECISION)
+    acc, acc_odd = _add_values(acc, acc_odd, alpha, taken, p, even, odd, cache.V, dots.PRECISION)
     if cache.V.REST > 0:
         more, more_odd = _value_columns(v, cache.V, keys, head, cache.V.MAIN, cache.V.REST, PTX)
         acc_more, acc_more_odd = _add_values(
-            acc_more, acc_more_odd, alpha, p, more, more_odd, cache.V, dots.PRECISION
+            acc_more, acc_more_odd, alpha, taken, p, more, more_odd, cache.V, dots.PRECISION
         )
     return m, l, e, (acc, acc_odd, acc_more, acc_more_odd)
 

@@ -9,6 +9,7 @@ can say is exact in float16, and in bfloat16.
 The PTX forms turn one register of four numbers into two registers of two:
 
 * int8: ``0x6400 | (byte ^ 0x80)`` are the bits of 1152 + x.
+* int8 with a bias: ``byte ^ 0x80`` are the bits of (x + 128) * 2**-24, a subnormal number.
 * float8_e5m2: the number is the high byte of its float16.
 * float8_e4m3fn: an instruction from compute capability 8.9 on. Before, exponent and mantissa in
   float16's places are the number times 2**-8, subnormals too, and NaN becomes 480 * 2**-8, the
@@ -30,6 +31,13 @@ lop3.b32 $0, $2, 0x00ff00ff, bias, 0x6a;
 lop3.b32 $1, high, 0x00ff00ff, bias, 0x6a;
 sub.rn.f16x2 $0, $0, bias;
 sub.rn.f16x2 $1, $1, bias;
+}""")
+INT8_BIASED = tl.constexpr("""{
+.reg .b32 high, sign;
+mov.b32 sign, 0x00800080;
+shr.u32 high, $2, 8;
+lop3.b32 $0, $2, 0x00ff00ff, sign, 0x6a;
+lop3.b32 $1, high, 0x00ff00ff, sign, 0x6a;
 }""")
 E5M2 = tl.constexpr("""{
 prmt.b32 $0, $2, 0, 0x2404;
@@ -163,6 +171,23 @@ def pair_numbers(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
         return _assembled(pairs, E4M3)
     else:
         return _assembled(pairs, E4M3_BITS)
+
+
+@triton.jit
+def biased_numbers(pairs, PTX: tl.constexpr):
+    """float16 (even, odd) of int8 numbers x in int16 ``pairs``: (x + 128) * 2**-24.
+
+    Bytes as they are, but for the sign: subnormal numbers, multiplied exactly.
+    """
+    if PTX == 0:
+        return _byte_bits(pairs), _byte_bits(pairs >> 8)
+    else:
+        return _assembled(pairs, INT8_BIASED)
+
+
+@triton.jit
+def _byte_bits(pairs):
+    return ((pairs & 0xFF) ^ 0x80).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

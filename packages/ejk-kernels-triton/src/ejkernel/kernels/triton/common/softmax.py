@@ -30,8 +30,26 @@ LN2 = tl.constexpr(0.6931471805599453)
 def online_softmax(x, m, l, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):  # noqa: E741
     """One tile: returns (p, m, l, alpha), alpha being the factor for what was summed before.
 
+    GUARD: rows may be empty so far. The others as below.
+    """
+    p, m, alpha = _relative(x, m, slope, PER_ROW, GUARD)
+    return p, m, l * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def rounded_softmax(x, m, slope, NUMBER: tl.constexpr):
+    """The same with p in NUMBER: returns (p, m, sum of p, alpha)."""
+    p, m, alpha = _relative(x, m, slope, True, True)
+    p = p.to(NUMBER)
+    return p, m, tl.sum(p.to(tl.float32), 1), alpha
+
+
+@triton.jit
+def _relative(x, m, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr):
+    """(p, m, alpha): probabilities relative to the new m.
+
     ``slope`` brings x to base 2: a positive number, PER_ROW one for each. x must not be a product
-    that may be rounded anew in each of its uses. GUARD: rows may be empty so far.
+    that may be rounded anew in each of its uses.
     """
     m_new = tl.maximum(m, tl.max(x, 1))
     base = tl.where(m_new == float("-inf"), 0.0, m_new) if GUARD else m_new
@@ -39,8 +57,7 @@ def online_softmax(x, m, l, slope, PER_ROW: tl.constexpr, GUARD: tl.constexpr): 
         p = tl.exp2((x - base[:, None]) * slope[:, None])
     else:
         p = tl.exp2((x - base[:, None]) * slope)
-    alpha = tl.exp2((m - base) * slope)
-    return p, m_new, l * alpha + tl.sum(p, 1), alpha
+    return p, m_new, tl.exp2((m - base) * slope)
 
 
 @triton.jit

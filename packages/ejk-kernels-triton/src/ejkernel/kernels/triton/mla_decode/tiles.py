@@ -10,6 +10,8 @@ from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target
 
+FORMS = {"int8": "digits", "float8_e4m3fn": "quads"}  # of scores, see common.eight_bit_keys
+
 
 def held_bytes(problem: Problem, tiles: Tiles, target: Target) -> int:
     """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
@@ -47,7 +49,10 @@ def can_map(problem: Problem, tiles: Tiles, target: Target) -> bool:
 
 def settled(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
     """``tiles`` as they run, whatever a config made of them."""
-    return replace(tiles, maps=tiles.maps and can_map(problem, tiles, target))
+    maps = tiles.maps and can_map(problem, tiles, target)
+    # rows of one matrix instruction leave the multiprocessor to conversions, if there are any
+    few = maps and tiles.most == 16 and not problem.wide
+    return replace(tiles, maps=maps, form=FORMS.get(problem.key, "") if few else "")
 
 
 def choose(problem: Problem, target: Target) -> Tiles:
@@ -83,7 +88,7 @@ def _form(problem: Problem, target: Target) -> Tiles:
             # 8-bit numbers are converted by several instructions, in more registers
             return Tiles(16 if eight_bit else 32, 4, 1, 1, most=16)
         # four warps wait for each other in every step: long ones, as registers allow
-        return Tiles(64 if eight_bit and target.hopper else 32, 4, 2, 1, most=16)
+        return Tiles(64 if eight_bit and target.hopper else 32, 4, 2, 1, 2, most=16)
     if not target.hopper or (eight_bit and p.group * p.tokens <= 32):
         # so do 32, shared by eight warps
         return Tiles(32, 8, 2, 1, most=32)

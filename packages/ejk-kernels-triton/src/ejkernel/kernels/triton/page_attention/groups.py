@@ -106,9 +106,13 @@ class Heads(NamedTuple):
 class Dots(NamedTuple):
     """How products are made, PRECISION of float32 ones; see ``common.cached``.
 
-    FUSED: see ``fused_softmax``.
+    FUSED: see ``fused_softmax``. FORM: of scores with 8-bit keys that hold their values, see
+    ``common.eight_bit_keys``; "": even and odd columns apart. BIASED: their int8 values are
+    multiplied as ``biased_numbers``.
     """
 
+    FORM: str
+    BIASED: bool
     NORMALISE: bool
     RAW: bool
     APART: bool

@@ -63,7 +63,7 @@ def _share_of(t, each, extra):
 
 @triton.jit
 def parts_of(
-    b, starts, batch, shares, SPLITS: tl.constexpr,
+    b, starts, batch, shares, SPLITS: tl.constexpr, OPENING: tl.constexpr,
 ):  # fmt: skip
     """(first slot, number of parts) of a sequence."""
     if SPLITS > 0:
@@ -75,7 +75,7 @@ def parts_of(
         total = tl.load(starts + batch)
         each = total // shares
         extra = total % shares
-        first = _share_of(start, each, extra)
+        first = _share_of(start + OPENING, each, extra)
         slot = first + b
         count = tl.where(stop > start, _share_of(stop - 1, each, extra) - first + 1, 0)
     return slot, count
@@ -131,12 +131,13 @@ def paged_merge(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    OPENING: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * HEADS
     b = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
     h = row % HEADS
-    slot, count = parts_of(b, starts, batch, shares, SPLITS)
+    slot, count = parts_of(b, starts, batch, shares, SPLITS, OPENING)
     m, l, acc = merge_row(  # noqa: E741
         acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, DV, COLUMNS, PARTS
     )

@@ -81,6 +81,8 @@ def facts(problem: Problem, target: Target, once: bool = False) -> dict[str, Any
         "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
         "POSITIVE": p.scale > 0,
         "PRECISION": precision(p, target),
+        "FORM": "",
+        "BIASED": False,
         "RAW": False,
         "APART": False,
         "FUSED": False,
@@ -171,6 +173,8 @@ class SplitPlan(PagedPlan):
         known = facts(p, target, t.once) | {
             "RAW": p.shared and (p.key == p.query or t.once),
             "APART": t.apart,
+            "FORM": t.form,
+            "BIASED": t.form == "digits",
         }
         arguments = {
             "q": self.operand("q"),
@@ -191,6 +195,7 @@ class SplitPlan(PagedPlan):
             "BLOCK": t.block,
             "LANES": min(MAX_LANES, power_of_two(p.batch)),
             "SPLITS": t.splits or 0,
+            "OPENING": 0 if t.splits else t.opening,
         }
         grid = (self.shares * p.kv_heads * chunks,)
         # left alone the assembler spills to fit more programs than are meant to run together
@@ -233,5 +238,6 @@ class MergePlan(PagedPlan):
             # a few thousand floats a program: all of a long sequence's parts in one or two loads
             "PARTS": min(4096 // columns, power_of_two(t.splits or self.shares)),
             "SPLITS": t.splits or 0,
+            "OPENING": 0 if t.splits else t.opening,
         }
         return Launch.of(paged_merge, arguments, (p.batch * self.rows,), 4, 1)

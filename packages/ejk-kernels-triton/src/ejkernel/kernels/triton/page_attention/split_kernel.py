@@ -12,6 +12,8 @@ much as even ones. Sequence b, as far as share s holds it, goes to slot s + b of
 results: both only grow along the shares, so no two pieces meet in a slot. Programs of the same
 share and different heads are neighbours: together they read whole cache rows. All query heads of
 a kv head are rows of one product, padded to 16.
+A sequence costs OPENING tiles more than it has: a share that begins another one waits for its
+queries and first keys, and stores what it had; it gets so many tiles fewer.
 With SPLITS > 0 every sequence is cut into SPLITS equal parts instead.
 
 A sequence has one query row at its end, or up to TOKENS of them (``counts``, None: all; from row
@@ -38,11 +40,10 @@ from ejkernel.kernels.triton.common.cached import (
     attend_block,
     empty,
     joined,
-    opened,
-    opened_as_loaded,
     store_rows,
 )
 from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
+from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 
 
@@ -69,6 +70,15 @@ def _extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl
 
 
 @triton.jit
+def _cost(tiles, OPENING: tl.constexpr):
+    """Of a sequence of so many tiles."""
+    if OPENING > 0:
+        return tl.where(tiles > 0, tiles + OPENING, 0)
+    else:
+        return tiles
+
+
+@triton.jit
 def paged_split(
     q,
     cache,
@@ -88,6 +98,7 @@ def paged_split(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
+    OPENING: tl.constexpr,
     PTX: tl.constexpr,
 ):
     GROUP: tl.constexpr = layout.ALL // layout.KV
@@ -114,6 +125,7 @@ def paged_split(
         for base in range(0, batch, LANES):
             i = base + tl.arange(0, LANES)
             _, _, _, count = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
+            count = _cost(count, OPENING)
             if pid == 0:
                 tl.store(starts + i, total + tl.cumsum(count, 0) - count, mask=i < batch)
             total += tl.sum(count, 0)
@@ -127,11 +139,12 @@ def paged_split(
         for base in range(0, batch, LANES):
             i = base + tl.arange(0, LANES)
             _, _, _, count = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
+            count = _cost(count, OPENING)
             done = (passed + tl.cumsum(count, 0) <= t) & (i < batch)
             b += tl.sum(done.to(tl.int32), 0)
             before += tl.sum(tl.where(done, count, 0), 0)
             passed += tl.sum(count, 0)
-        more = t < end
+        more = t < end if OPENING == 0 else tl.maximum(t, before + OPENING) < end
 
     member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
     token = member // GROUP
@@ -150,7 +163,7 @@ def paged_split(
         length, begin, first_tile, tiles = _extent(
             sequences, b, None, capacity, sizes, BLOCK, TOKENS
         )
-        stop = tl.minimum(end, before + tiles)
+        stop = tl.minimum(end, before + _cost(tiles, OPENING))
         row = b.to(tl.int64) * (TOKENS * layout.ALL)
         if sequences.rows is not None:
             row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
@@ -169,19 +182,19 @@ def paged_split(
         if dots.RAW:
             queries = opened_as_loaded(q, row + row_of, inside, factor, logits, cache.K, POSITIVE)
         else:
-            queries = opened(
-                q, row + row_of, inside, factor, logits, cache.K, dots.NORMALISE, POSITIVE
-            )
+            queries = opened(q, row + row_of, inside, factor, logits, cache.K, dots, POSITIVE)
         m, l, sums = empty(cache.V, layout.BLOCK)  # noqa: E741
         table = sequences.tables + b.to(tl.int64) * sizes.max_pages
 
         tile0 = first_tile + t - before
+        if OPENING > 0:
+            tile0 = first_tile + tl.maximum(t - before - OPENING, 0)
         # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline
         page = block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
         apart = None
         if dots.APART:
             apart = length > 0
-        for tile in tl.range(tile0, first_tile + stop - before):
+        for tile in tl.range(tile0, first_tile + stop - before - OPENING):
             j = tile * BLOCK + tl.arange(0, BLOCK)
             places = token_places(page, tile * BLOCK, sizes.pages, cache.PAGE, BLOCK)
             here = page
@@ -202,6 +215,8 @@ def paged_split(
 
         m = m * queries.slopes
         acc, acc_more = joined(sums, cache.V)
+        if dots.BIASED:
+            acc = acc * 2.0**24
         if o is not None:
             factor = finish(m, l, sinks, b, heads, inside, v_scale, hk)
             acc = acc * factor[:, None]
@@ -217,8 +232,8 @@ def paged_split(
 
         if SPLITS == 0:
             t = stop
-            before += tiles
+            before += _cost(tiles, OPENING)
             b += 1
-            more = t < end
+            more = t + OPENING < end
         else:
             more = False

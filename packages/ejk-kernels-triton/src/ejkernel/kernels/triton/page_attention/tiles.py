@@ -24,11 +24,14 @@ class Tiles:
         block: tokens read at a time, a power of two of at least 16.
         num_warps, num_stages: of the program that reads them.
         per_core: programs meant to run together on one multiprocessor.
+        opening: tiles that another sequence of a share costs beside its own, in time.
         splits: parts of every sequence; None cuts the cache as a whole into equal shares.
         pages: ``block`` in pages, where a config shall say it.
         most: query rows of one product, at most.
         maps: whether steps are read by TMA; only where keys hold their values.
         apart: whether scores are cut along keys where the compiler would cut them along rows.
+        form: of scores with 8-bit keys (``common.eight_bit_keys``); only where keys hold their
+            values and are read by TMA.
         once: whether 8-bit numbers are converted once for both products, which then read shared
             memory; only where keys hold their values.
         whole: what does a step in place of the launches: ``whole(problem, q, k, lens, tables)``,
@@ -39,11 +42,13 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 3
     per_core: int = 2
+    opening: int = 0
     splits: int | None = None
     pages: int | None = None
     most: int = MAX_ROWS
     apart: bool = False
     maps: bool = False
+    form: str = ""
     once: bool = False
     whole: Callable[..., Any] | None = None
 

@@ -53,7 +53,7 @@ def ragged_merge(
     if pid < n * HEADS:
         h = pid % HEADS
         b = pid // HEADS
-        slot, parts = parts_of(b, d_starts, n, shares, 0)
+        slot, parts = parts_of(b, d_starts, n, shares, 0, 0)
         start = tl.load(first_rows + b)
         for token in range(0, tl.load(d_counts + b)):
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h

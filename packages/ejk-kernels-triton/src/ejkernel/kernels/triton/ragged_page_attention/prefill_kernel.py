@@ -31,10 +31,10 @@ from ejkernel.kernels.triton.common.cached import (
     attend_block,
     empty,
     joined,
-    opened,
     store_rows,
 )
 from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
+from ejkernel.kernels.triton.common.queries import opened
 from ejkernel.kernels.triton.common.structure import band_blocks
 from ejkernel.kernels.triton.page_attention.merge_kernel import finish
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
@@ -158,7 +158,7 @@ def ragged_prefill(
                 if k_scale.array is not None:
                     factor *= tl.load(k_scale.array + hk * k_scale.head).to(tl.float32)
                 queries = opened(
-                    q, row, inside, factor, logits, cache.K, dots.NORMALISE,
+                    q, row, inside, factor, logits, cache.K, dots,
                     logits.POSITIVE and k_scale.array is None,
                 )  # fmt: skip
                 m, l, sums = empty(cache.V, ROWS)  # noqa: E741

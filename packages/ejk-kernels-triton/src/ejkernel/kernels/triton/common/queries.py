@@ -1,0 +1,163 @@
+"""Queries as they meet a cache: in the dtype of products, with the slopes of their logits.
+
+Logits are products times a positive slope for each row; a scale's sign is the queries', exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from ejkernel.kernels.triton.common.eight_bit_keys import LARGEST, digits, quads
+
+
+class Queries(NamedTuple):
+    """Rows of queries: both parts of their columns, as they meet even and odd columns of keys.
+
+    ``slopes``: of their logits, ``inner`` inside the soft cap. ``sign``: of the products' factor,
+    None = the queries carry it. ``power``, ``large``: of ``fused_softmax``.
+    """
+
+    main: Any
+    main_odd: Any
+    more: Any
+    more_odd: Any
+    slopes: Any
+    inner: Any
+    sign: Any
+    power: Any
+    large: Any
+
+
+@triton.jit
+def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: tl.constexpr):
+    """Columns COLUMN .. COLUMN + COLS of int64 ``rows`` of ``[., D]``; 0 where not inside."""
+    column = COLUMN + tl.arange(0, COLS)
+    mask = inside[:, None] & (column < D)[None, :]
+    return tl.load(q + rows[:, None] * D + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
+    """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
+
+    inner: slopes inside the soft cap. NORMALISE: any query fits float16 once its largest entry is
+    near 1; slopes take the rest. POSITIVE: so is the factor, and queries stay as they are loaded:
+    products then read them where they lie.
+    """
+    slopes = tl.full([q.shape[0]], 1.0, tl.float32) * tl.abs(factor)
+    if not POSITIVE:
+        sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+        q = q.to(tl.float32) * sign
+        if side.REST > 0:
+            q_more = q_more.to(tl.float32) * sign
+    if NORMALISE:
+        q = q.to(tl.float32)
+        if side.REST > 0:
+            q_more = q_more.to(tl.float32)
+        size = tl.max(tl.abs(q), 1)
+        if side.REST > 0:
+            size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
+        power, inverse = power_of_two(size)
+        q = q * inverse[:, None]
+        if side.REST > 0:
+            q_more = q_more * inverse[:, None]
+        slopes = slopes * power
+    slopes = tl.maximum(slopes, 2.0**-120)
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = slopes * 0.0 + logits.cap_out
+    if side.REST > 0:
+        q_more = q_more.to(side.NUMBER)
+    return q.to(side.NUMBER), q_more, slopes, inner
+
+
+@triton.jit
+def _even_odd(q, KIND: tl.constexpr, FORM: tl.constexpr):
+    """What meets the cache: all columns (twice), or the even and the odd ones of an 8-bit cache."""
+    if KIND == "":
+        even, odd = q, q
+    elif FORM == "quads":
+        even, odd = quads(q)
+    else:
+        even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
+    return even, odd
+
+
+@triton.jit
+def opened(q, rows, inside, factor, logits, side, dots, POSITIVE: tl.constexpr):
+    """Int64 ``rows`` of q, 0 where not inside, for keys of ``side`` and products by ``factor``."""
+    main = _load_queries(q, rows, inside, side.DIM, 0, side.MAIN)
+    more = main
+    if side.REST > 0:
+        more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
+    if dots.FORM == "digits":
+        main, main_odd, more, more_odd, slopes, inner = _as_digits(main, more, factor, logits, side)
+    else:
+        main, more, slopes, inner = _prepared(
+            main, more, factor, logits, side, dots.NORMALISE, POSITIVE
+        )
+        main, main_odd = _even_odd(main, side.KIND, dots.FORM)
+        more_odd = main_odd
+        if side.REST > 0:
+            more, more_odd = _even_odd(more, side.KIND, dots.FORM)
+    power, _ = power_of_two(slopes)
+    large = 1073741824.0 / slopes
+    return Queries(main, main_odd, more, more_odd, slopes, inner, None, power, large)
+
+
+@triton.jit
+def _as_digits(q, q_more, factor, logits, side):
+    """Both digits of queries of both parts, and (slopes, inner) as ``_prepared`` has them."""
+    q = q.to(tl.float32)
+    size = tl.max(tl.abs(q), 1)
+    # digits are finite: what is no number makes all logits of its row none
+    wrong = tl.sum(q * 0.0, 1)
+    if side.REST > 0:
+        q_more = q_more.to(tl.float32)
+        size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
+        wrong += tl.sum(q_more * 0.0, 1)
+    power, inverse = power_of_two(size)
+    near_one = tl.maximum(size * inverse, 2.0**-100)
+    scale = inverse * (LARGEST / near_one)
+    slopes = tl.maximum(tl.abs(factor) * (power * near_one * (1.0 / LARGEST)), 2.0**-120) + wrong
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = slopes * 0.0 + logits.cap_out
+    scale *= tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+    high, low = digits(q, scale)
+    high_more, low_more = high, low
+    if side.REST > 0:
+        high_more, low_more = digits(q_more, scale)
+    return high, low, high_more, low_more, slopes, inner
+
+
+@triton.jit
+def opened_as_loaded(q, rows, inside, factor, logits, side, POSITIVE: tl.constexpr):
+    """The same with the factor's sign at the end: queries stay as they are loaded.
+
+    An asynchronous product reads such queries from shared memory; any arithmetic would move them to
+    registers.
+    """
+    main = _load_queries(q, rows, inside, side.DIM, 0, side.MAIN)
+    more = main
+    if side.REST > 0:
+        more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
+    one = tl.full([main.shape[0]], 1.0, tl.float32)
+    sign = None
+    if not POSITIVE:
+        sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+    slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = one * logits.cap_out
+    return Queries(main, main, more, more, slopes, inner, sign, None, None)
+
+
+@triton.jit
+def power_of_two(x):
+    """(p, 1 / p) with p the power of two at or below x > 0; (1, 1) where x is 0, tiny or huge."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.where((bits < 0x08000000) | (bits > 0x77000000), 0x3F800000, bits)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
