@@ -26,7 +26,13 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (
     ragged_page_attention,
     ragged_page_attention_v3,
 )
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
+    NEAR,
+    Sizes,
+    most_tiles,
+    tile_of,
+    walks,
+)
 from ejktest import ragged_cases
 from ejktest.bound import on, struct
 from ejktest.paged_at_size import in_context
@@ -35,48 +41,50 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 TILES = ForwardTiles(q_held=64, registers=232)
 
 
-@pytest.mark.parametrize("page, d", [(16, 128), (256, 64)])
-def test_lowers_for_a_hopper_gpu(page, d):
+@pytest.mark.parametrize("page, d, single", [(16, 128, True), (256, 64, False)])
+def test_lowers_for_a_hopper_gpu(page, d, single):
     n, rows = 5, 1024
     ints = struct(n, dtype=jnp.int32)
     arrays = (
         struct(rows, 8, d), struct(40, page, 4, d), struct(n, 4096 // page, dtype=jnp.int32),
-        ints, ints, ints, struct(n, dtype=jnp.bool_),
+        ints, ints, ints, struct(n, dtype=jnp.bool_), struct(n, dtype=jnp.bool_),
     )  # fmt: skip
-    long = LongRows(128, 0, d**-0.5, None, TILES, 132)
+    long = LongRows(128, 0, d**-0.5, None, TILES, 132, single)
     with on(H200):
         traced = jax.jit(lambda *a: long(*a)).trace(*arrays)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("rows", [(1, 300, 128, 0, 129), (7, 5), (1024,)])
-def test_tiles_are_those_of_a_loop(rows):
-    block_q, block_kv, least = 128, 128, 128
+@pytest.mark.parametrize("rows", [(1, 300, 128, 0, 129), (7, 5), (1, 1024, 1)])
+def test_queue_has_every_tile_of_every_head_once(rows):
+    """Sequences in the order of their lengths, their tiles in that of theirs for a few heads."""
+    block_q, block_kv, least, heads, kv_heads = 128, 128, 128, 12, 6
     last = np.cumsum(rows).astype(np.int32)
     first = last - np.asarray(rows, np.int32)
     length = np.asarray([n + 100 * i for i, n in enumerate(rows)], np.int32)
+    given = np.asarray(rows)
     want = []
-    for i, n in enumerate(rows):
-        if n < least:
-            continue
-        for row in range(first[i] // 8 * 8, last[i], block_q):
-            want.append((i, row, first[i], last[i], length[i]))
-
-    def blocks(tile):
-        _, row, _, last, length = tile
-        return -(-(length - last + row + min(last - row, block_q)) // block_kv)
-
-    want.sort(key=lambda tile: -blocks(tile))
+    for i in np.argsort(-length // block_kv, kind="stable"):  # the most blocks first
+        found = [(i, row, first[i], last[i], length[i])
+                 for row in range(first[i] // 8 * 8, last[i], block_q)][::-1]  # fmt: skip
+        size = max(k for k in (1, 2, 3, 6) if k == 1 or k * length[i] <= 1000) * heads // kv_heads
+        for group in range(0, heads if given[i] >= least else 0, size):
+            want += [(head, *x) for x in found for head in range(group, group + size)]
     most = most_tiles(sum(rows), len(rows), least, block_q)
-    found, until = walks(
-        *map(jnp.asarray, (first, last, length, np.asarray(rows) >= least)),
-        most=most, block_q=block_q, block_kv=block_kv,
-    )  # fmt: skip
-    assert int(until[-1]) == len(want) <= most
-    np.testing.assert_array_equal(found[: len(want)], np.reshape(want, (-1, 5)))
+    sizes = Sizes(most, block_q, block_kv, heads, kv_heads, NEAR // 1000, 132)
+    arrays = map(jnp.asarray, (first, last, length, given >= least, given == 1))
+    lines, own = walks(*arrays, sizes)
+    numbers = jnp.arange(most * heads + 200)
+    found = jax.vmap(lambda n: tile_of(n, lambda m, c: lines[m, c], most, heads))(numbers)
+    found = np.stack(found, axis=1)
+    np.testing.assert_array_equal(found[: len(want)], np.reshape(want, (-1, 6)))
+    assert (found[len(want) :, 0] == -1).all()
+    np.testing.assert_array_equal(own[:, 0], first)
+    np.testing.assert_array_equal(own[:, 1], np.where(given == 1, length, 0))
+    assert (own[:, 2] > 0).all() == (own[:, 1] > 0).any() and (own[:, 2] < 132).all()
 
 
-@pytest.mark.parametrize("page, ahead", [(16, True), (128, True), (256, False)])
+@pytest.mark.parametrize("page, ahead", [(16, True), (256, True), (512, False)])
 def test_leads_with_pages_that_a_card_has_compared(page, ahead):
     problem = SimpleNamespace(paged=SimpleNamespace(page_size=page))
     invocation = SimpleNamespace(facts={ragged_page_attention: (problem, None)})
@@ -88,8 +96,14 @@ def test_leads_with_pages_that_a_card_has_compared(page, ahead):
 MIX = ragged_cases.Mix(
     (1, 0, 700, 3, 130, 1, 301, 64, 3), (4096, 5, 3000, 777, 130, 16, 2001, 6000, 3)
 )
+# the single rows are short beside the prefills: the same kernel has them
+SINGLE = ragged_cases.Mix(
+    (1, 1, 2048, 1, 1, 697, 1, 0, 3, 1, 1), (500, 2000, 6000, 129, 1, 3000, 777, 5, 100, 128, 1999)
+)
 AT_SIZE = {
     "page 16": MIX,
+    "singles": SINGLE,
+    "singles, 64 heads": replace(SINGLE, h=64, hk=2),
     "page 64": replace(MIX, ps=64),
     "page 256": replace(MIX, ps=256),
     "cap, one key head": replace(MIX, hk=1, cap=20.0),

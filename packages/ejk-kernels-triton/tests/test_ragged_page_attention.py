@@ -110,20 +110,28 @@ class Sevens:
 
     least: int
     enough: int
+    single: bool = False
 
-    def __call__(self, q, cache, tables, first, last, length, long):
+    def __call__(self, q, cache, tables, first, last, length, long, alone):
         row = jnp.arange(q.shape[0])[:, None]
-        mine = jnp.any((row >= first) & (row < last) & long, axis=1)
+        mine = jnp.any((row >= first) & (row < last) & (long | alone & (length > 0)), axis=1)
         return jnp.where(mine[:, None, None], 7.0, jnp.nan).astype(q.dtype) + 0 * q
 
 
-@pytest.mark.parametrize("least, enough, given", [(10, 28, (2, 4)), (18, 19, ())])
-def test_long_sequences_may_be_another_kernels(least, enough, given):
+@pytest.mark.parametrize(
+    "least, enough, own, given",
+    [
+        (10, 28, 37, (2, 4)),  # the single row would take longer than all others
+        (10, 28, 3, (0, 2, 4)),
+        (18, 19, 3, ()),
+    ],
+)
+def test_long_sequences_may_be_another_kernels(least, enough, own, given):
     class Kernel(type(ragged_page_attention)):
         def choose(self, problem, target):
-            return replace(super().choose(problem, target), long=Sevens(least, enough))
+            return replace(super().choose(problem, target), long=Sevens(least, enough, True))
 
-    args = draw()
+    args = draw(lens=(own, *LENS[1:]))
     want, starts = np.array(expected(*args)), args[4]
     for i in given:
         want[starts[i] : starts[i + 1]] = 7.0

@@ -47,10 +47,13 @@ def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
     parts = launch(plans.decode_plan, work, decoded, *decoded)
     arrays = arrays | dict(zip(("d_acc", "d_m", "d_l", "d_starts"), parts, strict=True))
     if work.tiles.long is not None:
-        first, (last, length), least = arrays["d_rows"], arrays["work"][:2], arrays["facts"][4]
+        first, (last, length), facts = arrays["d_rows"], arrays["work"][:2], arrays["facts"]
         # the rows of sequences past the valid ones end behind all rows
-        long = (last - first >= least) & (last <= work.problem.rows)
-        o = work.tiles.long(arrays["q"], arrays["k"], arrays["tables"], first, last, length, long)
+        rows, valid = last - first, last <= work.problem.rows
+        long, alone = (rows >= facts[4]) & valid, (rows == 1) & valid & (facts[5] > 0)
+        o = work.tiles.long(
+            arrays["q"], arrays["k"], arrays["tables"], first, last, length, long, alone
+        )
         arrays = arrays | {"o": o}
     tiles = launch(
         plans.PrefillPlan, work, arrays,

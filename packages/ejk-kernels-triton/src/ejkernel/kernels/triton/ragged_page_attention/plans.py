@@ -94,7 +94,7 @@ class SchedulePlan(RaggedPlan):
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         n = self.problem.sequences
-        return (*[struct("int32", n)] * 4, struct("int32", 5, n), struct("int32", 5))
+        return (*[struct("int32", n)] * 4, struct("int32", 5, n), struct("int32", 6))
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import ragged_schedule
@@ -110,12 +110,16 @@ class SchedulePlan(RaggedPlan):
             "fair": self.fair,
             "least": -(-self.tiles.least // self.tiles.block),
             "enough": long.enough if long else 0,
+            "cores": target.cores,
             "LANES": self.lanes,
             "WINDOW": p.left is not None,
             "BLOCK": self.tiles.block,
             "TOKENS": p.tokens,
             "TILE": self.sizes["TILE"],
             "LONG": long.least if long else 0,
+            "SINGLE": long is not None and long.single,
+            "HEADS": p.heads,
+            "KV_HEADS": p.kv_heads,
         }
         return Launch.of(ragged_schedule, arguments, (1,), 4, 1)
 

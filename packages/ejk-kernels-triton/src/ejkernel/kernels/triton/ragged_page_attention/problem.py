@@ -20,7 +20,8 @@ class Long(Protocol):
     """A kernel for sequences of at least ``least`` new tokens; hashable.
 
     It gets them where a call has at least ``enough`` tokens of such sequences, which only the
-    device knows. Its result is given to the kernels here, which write all other rows.
+    device knows; ``single``: it may get those of one new token besides. Its result is given to the
+    kernels here, which write all other rows.
     """
 
     @property
@@ -29,11 +30,15 @@ class Long(Protocol):
     @property
     def enough(self) -> int: ...
 
+    @property
+    def single(self) -> bool: ...
+
     def __call__(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array,
-        first: jax.Array, last: jax.Array, length: jax.Array, long: jax.Array,
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array, first: jax.Array,
+        last: jax.Array, length: jax.Array, long: jax.Array, alone: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        """o ``[T, h, d]`` in rows first .. last of the sequences that are ``long [n]``."""
+        """o ``[T, h, d]`` in rows first .. last of the sequences that are ``long [n]``, or have one
+        row and are ``alone [n]``."""
         ...
 
 

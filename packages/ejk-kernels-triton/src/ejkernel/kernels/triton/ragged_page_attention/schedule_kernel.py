@@ -15,9 +15,11 @@ start and behind the last.
 
 ``work [5, n]``: row past the last (more than there are from the last sequence on), context length,
 pieces (tiles times parts) up to and with this sequence, parts, slots up to and with this sequence
-(pieces of sequences cut into parts). ``facts [5]``: pieces, first and last row of any, slots, and
-from how many rows on a sequence is another kernel's: LONG if such sequences have ``enough`` rows in
-all, else more than there are. LONG 0: there is no other kernel.
+(pieces of sequences cut into parts). ``facts [6]``: pieces, first and last row of any, slots, from
+how many rows on a sequence is another kernel's, and whether those of one row are too. The first is
+LONG if such sequences have ``enough`` rows in all, else more than there are. LONG 0: there is no
+other kernel. SINGLE: it takes those of one row beside long ones, where none of them is half as long
+as all takes (``cores`` programs).
 """
 
 from __future__ import annotations
@@ -76,12 +78,16 @@ def ragged_schedule(
     fair,
     least,
     enough,
+    cores,
     LANES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     LONG: tl.constexpr,
+    SINGLE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):
     lane = tl.arange(0, LANES)
     valid = tl.minimum(tl.maximum(tl.load(valid), 0), n)
@@ -89,17 +95,30 @@ def ragged_schedule(
     edge = tl.where(valid > 0, tl.minimum(tl.maximum(edge, 0), rows), 0)
 
     most = rows
+    single = 0
     if LONG > 0:
         found = 0
+        # keys that programs of the other kernel walk over, in steps of 128 rows
+        walked = 0.0
+        longest_single = 0
         top = edge
         for base in range(0, n, LANES):
-            first, _, _, count, _, _ = _sequences(
+            first, _, length, count, _, _ = _sequences(
                 base + lane, starts, lens, valid, top, rows, rows, capacity, left, WINDOW, BLOCK,
                 TOKENS, TILE,
             )  # fmt: skip
             found += tl.sum(tl.where(count >= LONG, count, 0), 0)
+            if SINGLE:
+                seen = length.to(tl.float32) - 0.5 * count
+                steps = tl.where(count >= LONG, count * seen * (HEADS / 128), 0.0)
+                alone = tl.where(count == 1, length, 0)
+                walked += tl.sum(steps + alone.to(tl.float32) * (KV_HEADS / 2), 0)
+                longest_single = tl.maximum(longest_single, tl.max(alone, 0))
             top = tl.max(first, 0)
         most = tl.where(found >= enough, LONG - 1, rows)
+        if SINGLE:
+            fits = 2.0 * longest_single * cores <= walked
+            single = tl.where((found >= enough) & fits, 1, 0)
 
     total = tl.zeros([], tl.int64)
     top = edge
@@ -129,6 +148,8 @@ def ragged_schedule(
         kept = tl.where(parts > 1, mine, 0)
 
         few = (count > 0) & (count <= TOKENS)
+        if SINGLE:
+            few = few & ((single == 0) | (count > 1) | (length == 0))
         begin = length * 0
         if WINDOW:
             begin = tl.maximum(length - count - left, 0)
@@ -148,6 +169,7 @@ def ragged_schedule(
     tl.store(facts + 2, end)
     tl.store(facts + 3, slots)
     tl.store(facts + 4, most + 1)
+    tl.store(facts + 5, single)
 
 
 @triton.jit

@@ -98,11 +98,14 @@ def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Arra
     return apply(x, factors, terms)
 
 
-def store_rows(ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last: Any) -> None:
+def store_rows(
+    ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last: Any, *, heads: bool = False
+) -> None:
     """Rows ``first`` .. ``last`` of tile ``x``, in the layout of products, to global memory.
 
     ``place`` is that of the tile's first element in ``ref [batch, rows, heads, columns]``: (batch,
-    row, head, column). Each thread stores what it has: for ends of tiles, not for whole ones.
+    row, head, column); ``heads``: its rows are heads of one row. Each thread stores what it has:
+    for ends of tiles, not for whole ones.
     """
     scalars = tuple(jnp.int32(n) for n in (*place, first, last))
 
@@ -124,7 +127,8 @@ def store_rows(ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last:
             )
             branch = scf.IfOp(inside)
             with ir.InsertionPoint(branch.then_block):
-                vector.store(pair, ref, at(batch, arith.addi(top, mine), head, c))
+                here = (top, arith.addi(head, mine)) if heads else (arith.addi(top, mine), head)
+                vector.store(pair, ref, at(batch, *here, c))
                 scf.yield_([])
 
     apply(ref, x, *scalars)

@@ -53,9 +53,8 @@ class Forward(Form):
 
     # ---- producer ---------------------------------------------------------------------------
 
-    def _produce(self, r: Any) -> None:
+    def produce(self, r: Any) -> None:
         t = self.tiles
-        plgpu.set_max_registers(t.producer_registers, action="decrease")
 
         def load(which, smem, ready, free, tile, j, n):
             slot = lax.rem(n, t.stages)
@@ -87,7 +86,7 @@ class Forward(Form):
             return i + 1, n + 1, ahead
 
         zero = jnp.int32(0)
-        carry = (zero, zero, self.ahead(r, zero))
+        carry = (zero, zero, self.opening(r))
         lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
 
     def place(self, r: Any, tile: Any, j: Any) -> Any:
@@ -151,10 +150,9 @@ class Forward(Form):
         place = (tile.batch, rows, tile.head, pl.ds(column, part.shape[1]))
         plgpu.copy_smem_to_gmem(staged, r.o.at[place])
 
-    def _consume(self, r: Any) -> None:
+    def consume(self, r: Any) -> None:
         t, p = self.tiles, self.problem
         wg = lax.axis_index("wg")
-        plgpu.set_max_registers(t.consumer_registers, action="increase")
         rows = pl.ds(wg * ROWS, ROWS)
         shape = (ROWS, t.block_kv)
 
@@ -229,7 +227,7 @@ class Forward(Form):
             return i2, ahead3, tile2, j2, n + 1, held2, *sums
 
         def walk(o_acc):
-            tile = self.tile(r, self.number(r, 0))
+            tile = self.tile(r, self.first(r))
             j = tile.stop - 1
             plgpu.barrier_wait(r.q_ready.at[0])
             plgpu.barrier_wait(r.k_ready.at[0])
@@ -336,12 +334,18 @@ class Forward(Form):
 
         def body(*refs, **scratch):
             r = SimpleNamespace(**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch)
-            wg, some = lax.axis_index("wg"), self.has_tiles(r)
-            for mine, work in (
-                (wg == t.consumers, self._produce),
-                (wg < t.consumers, self._consume),
-            ):
-                pl.when(mine if some is None else mine & some)(lambda work=work: work(r))
+            wg = lax.axis_index("wg")
+            self.opened(r)
+
+            @pl.when(wg == t.consumers)
+            def produce():
+                plgpu.set_max_registers(t.producer_registers, action="decrease")
+                self.produce(r)
+
+            @pl.when(wg < t.consumers)
+            def consume():
+                plgpu.set_max_registers(t.consumer_registers, action="increase")
+                self.consume(r)
 
         together: dict[str, Any] = {"cluster": (t.cluster,), "cluster_names": (MEMBER,)}
         return plgpu.kernel(

@@ -249,9 +249,16 @@ class Form:
         """Where among the keys masks count its first row."""
         return self.first_row(tile)
 
-    def has_tiles(self, r: Any) -> jax.Array | None:
-        """Whether there are any for this program; None: every program has some."""
-        return None
+    def first(self, r: Any) -> jax.Array:
+        """Number of this program's first tile."""
+        return self.number(r, 0)
+
+    def opening(self, r: Any) -> tuple:
+        """The same as those who copy know it, ``ahead`` of all others."""
+        return self.ahead(r, jnp.int32(0))
+
+    def opened(self, r: Any) -> None:
+        """What all of a program do first: nothing."""
 
     def ahead(self, r: Any, i: Any, following: Any = None) -> tuple:
         """What is known of tile i a tile early: (number, blocks, number of the next).

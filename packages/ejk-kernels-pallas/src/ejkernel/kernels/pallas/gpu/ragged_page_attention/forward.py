@@ -4,15 +4,15 @@ The core, its bound and its sources are those of ``flash_attention/forward.py``.
 ``block_q`` packed rows of one sequence and one query head, and a block of keys is gathered by TMA:
 a box for every page of the block, or one where a page holds it. Tiles begin at multiples of 8 rows,
 which is what copies of q and o move together; rows of a tile that belong to other sequences are
-computed but not stored. ``walks`` says which tiles there are, the longest first; programs take
-them in turns, back and forth. A cluster takes two heads of one key head, and each of its programs
-copies half of every page to both. Values behind the last key are set to 0 before they are used,
-whatever the memory held.
+computed but not stored. ``walks`` says which tiles there are and in which order; a program that is
+done takes the next, so that all end together however long they take. The warpgroup that copies
+takes it, and tells the others. Before, some programs decode (``decode``). Values behind the last
+key are set to 0 before they are used, whatever the memory held.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,46 +25,65 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, hide_outside, read
 from ejkernel.kernels.pallas.gpu.common.rows import store_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
-from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
+from ejkernel.kernels.pallas.gpu.ragged_page_attention import decode
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.queue import taken_before
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import tile_of
 from ejkernel.types.structure import Band
 
 COLUMNS = 64  # of values that are looked at together
+TAKEN = 8  # tiles that are remembered: nobody falls half as many behind those who copy
+
+
+class Said:
+    """Numbers of the tiles that were taken, in shared memory, a line for each.
+
+    Head, sequence, row, first, last and length: the first row of the tile; those from ``first`` on
+    and before ``last`` are the sequence's, which has ``length`` keys.
+    """
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+    def __getitem__(self, at: tuple[Any, int]) -> jax.Array:
+        return self.words[at]
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("head", "sequence", "row", "first", "last", "length"),
-    meta_fields=("block_q", "block_kv"),
+    data_fields=("line", "full_stop"),
+    meta_fields=("said", "block_q", "block_kv"),
 )
 @dataclass(frozen=True)
 class PageTile:
     """Rows of one sequence and head, and the key blocks they visit, as those of ``Tile``.
 
-    ``row`` is the first of the tile; those from ``first`` on and before ``last`` are the
-    sequence's, which has ``length`` keys. What follows from these is computed where it is used:
-    registers are few.
+    What it is stands in ``line`` of ``said``, and is read where it is used: registers are few.
     """
 
-    head: jax.Array
-    sequence: jax.Array
-    row: jax.Array
-    first: jax.Array
-    last: jax.Array
-    length: jax.Array
+    line: jax.Array
+    full_stop: jax.Array
+    said: Said
     block_q: int
     block_kv: int
 
     batch: ClassVar[int] = 0
     start: ClassVar[int] = 0
 
+    head = property(lambda self: self.said[self.line, 0])
+    sequence = property(lambda self: self.said[self.line, 1])
+    row = property(lambda self: self.said[self.line, 2])
+    first = property(lambda self: self.said[self.line, 3])
+    last = property(lambda self: self.said[self.line, 4])
+    length = property(lambda self: self.said[self.line, 5])
+
     @property
     def position(self) -> Any:
         """Of the tile's first row."""
         return self.length - self.last + self.row
 
-    @property
-    def full_stop(self) -> Any:
+    def all_see(self) -> Any:
+        """The block from which on some row does not see every key: ``full_stop``."""
         first = self.position + jnp.maximum(self.first - self.row, 0)
         return lax.div(jnp.maximum(first + 1, 0), self.block_kv)
 
@@ -83,9 +102,11 @@ class PagedForward(Forward):
 
     Attributes:
         page: tokens of a page; it divides ``block_kv`` or is a multiple of it.
+        decodes: whether there may be sequences of one row that are decoded here.
     """
 
     page: int = 0
+    decodes: bool = False
 
     kernel_name: ClassVar[str] = "ragged_page_attention_prefill"
     keeps_lse: ClassVar[bool] = False
@@ -96,31 +117,62 @@ class PagedForward(Forward):
 
     @property
     def grid(self) -> int:
-        return self.programs // self.tiles.cluster
-
-    @property
-    def units(self) -> int:
-        """Programs, or pairs of them, that a tile's rows take: one for each head or two."""
-        return self.problem.heads // self.tiles.cluster
+        return self.programs
 
     # ---- tiles ------------------------------------------------------------------------------
 
-    def number(self, r: Any, i: Any) -> jax.Array:
-        program = lax.axis_index("program")
-        program = jnp.where(lax.rem(i, 2) == 1, self.grid - 1 - program, program)
-        number = i * self.grid + program
-        tiles = r.until[r.until.shape[0] - 1]
-        return jnp.where(number < tiles * self.units, number, -1)
+    def opened(self, r: Any) -> None:
+        r.counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        r.said = Said(r.queue)
 
-    def has_tiles(self, r: Any) -> jax.Array | None:
-        return self.number(r, jnp.int32(0)) >= 0
+    def produce(self, r: Any) -> None:
+        r.takes = True
+        if self.decodes:
+            decode.copy(self, r)
+        r.begun = self.number(r, jnp.int32(0))
+        pl.when(r.begun >= 0)(lambda: super(PagedForward, self).produce(r))
+
+    def consume(self, r: Any) -> None:
+        r.takes = False
+        if self.decodes:
+            decode.attend(self, r)
+        r.begun = self.number(r, jnp.int32(0))
+        pl.when(r.begun >= 0)(lambda: super(PagedForward, self).consume(r))
+
+    def first(self, r: Any) -> jax.Array:
+        return r.begun
+
+    def opening(self, r: Any) -> tuple:
+        return r.begun, None, None
+
+    def number(self, r: Any, i: Any) -> jax.Array:
+        """Where ``r.queue`` has this program's i-th tile; asked for once, and in order."""
+        place = lax.rem(i, TAKEN)
+        if r.takes:
+            self.take(r, i, place)
+        else:
+            plgpu.barrier_wait(r.taken.at[place])
+        return jnp.where(r.queue[place, 0] >= 0, place, -1)
+
+    def take(self, r: Any, i: Any, place: Any) -> None:
+        """Takes the next tile from the queue, and says which it is.
+
+        The first of a program that does not decode is known: one trip to memory less.
+        """
+        heads, last = self.problem.heads, r.lines.shape[0] - 1
+        decoding = decode.programs(r) if self.decodes else 0
+        own = lax.axis_index("program") - decoding
+        asks = (i > 0) | (own < 0)
+        taken = taken_before(r.counter, r.queue, place, asks)
+        number = jnp.where(asks, self.grid - decoding + taken, own)
+        said = tile_of(number, lambda m, c: r.lines[m, c], last, heads)
+        for column, value in enumerate(said):
+            r.queue[place, column] = value
+        plgpu.barrier_arrive(r.taken.at[place])
 
     def tile(self, r: Any, number: Any) -> PageTile:
-        t = self.tiles
-        n, head = lax.div(number, self.units), lax.rem(number, self.units)
-        if t.cluster > 1:
-            head = head * t.cluster + lax.axis_index(MEMBER)
-        return PageTile(head, *(r.walks[n, c] for c in range(5)), t.block_q, t.block_kv)
+        tile = PageTile(number, number, r.said, self.tiles.block_q, self.tiles.block_kv)
+        return replace(tile, full_stop=tile.all_see())
 
     def first_row(self, tile: PageTile) -> Any:
         return pl.multiple_of(tile.row, 8)
@@ -130,45 +182,52 @@ class PagedForward(Forward):
 
     # ---- keys and values --------------------------------------------------------------------
 
-    def place(self, r: Any, tile: PageTile, j: Any) -> list[tuple[Any, Any]]:
-        """Page and tokens of it of every copy."""
+    def place(self, r: Any, tile: Any, j: Any, keys: int = 0) -> list[tuple[Any, Any]]:
+        """Page and tokens of it of every copy of the j-th block, or the j-th ``keys`` keys."""
         pages, columns = r.cache.shape[0], r.tables.shape[1]
 
         def page(column):
             n = r.tables[tile.sequence, jnp.minimum(column, columns - 1)]
             return jnp.clip(n, 0, pages - 1)
 
-        block = self.tiles.block_kv
+        block = keys or self.tiles.block_kv
         if self.page > block:
             blocks = self.page // block
             return [(page(lax.div(j, blocks)), pl.ds(lax.rem(j, blocks) * block, block))]
-        return [(page(j * self.copies + i), pl.ds(0, self.page)) for i in range(self.copies)]
+        copies = block // self.page
+        return [(page(j * copies + i), pl.ds(0, self.page)) for i in range(copies)]
 
-    def copy(self, r: Any, which: str, tile: PageTile, place: Any, smem: Any, ready: Any) -> None:
+    def copy(self, r: Any, which: str, tile: Any, place: Any, smem: Any, ready: Any) -> None:
         head = 2 * lax.div(tile.head, self.problem.group) + (which == "v")
-        axes = MEMBER if self.tiles.cluster > 1 else None
         for i, (page, tokens) in enumerate(place):
-            rows = pl.ds(i * self.page, min(self.page, self.tiles.block_kv))
             source = r.cache.at[page, tokens, head]
-            plgpu.copy_gmem_to_smem(source, smem.at[rows], ready, collective_axes=axes)
+            to = smem.at[pl.ds(i * tokens.size, tokens.size)]
+            plgpu.copy_gmem_to_smem(source, to, ready)
 
     def arrived_values(self, r: Any, tile: PageTile, j: Any, slot: Any) -> None:
-        """Values behind the last key to 0: they are multiplied by 0, which not all memory bears.
+        """Values behind the last key to 0.
 
         Both warpgroups do it, each before its own products read them; what the other writes
         meanwhile is the same.
         """
-        t, p = self.tiles, self.problem
-        left = tile.length - j * t.block_kv
 
-        @pl.when(left < t.block_kv)
-        def clear():
-            for row in range(0, t.block_kv, ROWS):
-                for column in range(0, p.value_dim, COLUMNS):
-                    part = r.v_smem.at[slot, pl.ds(row, ROWS), pl.ds(column, COLUMNS)]
+        @pl.when(j >= tile.full_stop)
+        def last():
+            self.clear(r.v_smem.at[slot], tile.length - j * self.tiles.block_kv)
+
+    def clear(self, values: Any, left: Any) -> None:
+        """Values from the ``left``-th on to 0: they are multiplied by 0, which not all memory
+        bears."""
+        keys, columns = values.shape
+
+        @pl.when(left < keys)
+        def behind():
+            for row in range(0, keys, ROWS):
+                for column in range(0, columns, COLUMNS):
+                    part = values.at[pl.ds(row, ROWS), pl.ds(column, COLUMNS)]
                     x = read(part, LAYOUT).astype(F32)
                     x = hide_outside(x, Band(), 0, rows_left=left - row, fill=0.0)
-                    part[...] = x.astype(p.dtype)
+                    part[...] = x.astype(self.problem.dtype)
             plgpu.commit_smem()
 
     # ---- output -----------------------------------------------------------------------------
@@ -187,15 +246,23 @@ class PagedForward(Forward):
 
     # ---- launch -----------------------------------------------------------------------------
 
+    def _scratch(self) -> dict[str, Any]:
+        own = {
+            "queue": plgpu.SMEM((TAKEN, 8), jnp.int32),
+            "taken": plgpu.Barrier(num_barriers=TAKEN),
+        }
+        return super()._scratch() | own | (decode.scratch(self) if self.decodes else {})
+
     def attend(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array, walks: jax.Array, until: jax.Array
-    ) -> jax.Array:
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lines: jax.Array,
+        decoded: jax.Array,
+    ) -> jax.Array:  # fmt: skip
         """o [rows, h, d] of q [rows, h, d]; rows of no tile are whatever the memory held.
 
-        cache ``[pages, page, 2 * kv heads, d]``, tables ``[n, columns]``, walks ``[tiles, 5]``,
-        until ``[n]``, as ``walks`` has them.
+        cache ``[pages, page, 2 * kv heads, d]``, tables ``[n, columns]``, lines and decoded as
+        ``walks`` has them.
         """
-        inputs = ("q", "cache", "tables", "walks", "until")
+        inputs = ("q", "cache", "tables", "lines", "decoded")
         outputs = {"o": jax.ShapeDtypeStruct((1, *q.shape), q.dtype)}
-        (o,) = self.launch(inputs, outputs)(q[None], cache, tables, walks, until)
+        (o,) = self.launch(inputs, outputs)(q[None], cache, tables, lines, decoded)
         return o[0]

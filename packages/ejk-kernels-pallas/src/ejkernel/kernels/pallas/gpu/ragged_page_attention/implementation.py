@@ -1,8 +1,9 @@
 """Ragged attention over pages on Hopper: long sequences by the flash core, the others by Triton.
 
 The kernels for every GPU (``ejkernel.kernels.triton``, found through the registry) plan the call,
-decode, and attend to short sequences; those of many new tokens are given to ``LongRows``, whose
-output they complete. Which sequence is long is decided on the device, call by call.
+decode, and attend to short sequences; those of many new tokens are given to ``LongRows``, and with
+them those of one, whose decoding waits for memory while prefill does not. They complete its output.
+Which sequence is whose is decided on the device, call by call.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
-from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import most_tiles, walks
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import Sizes, most_tiles, walks
 from ejkernel.types import calls
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
@@ -23,7 +24,7 @@ from ejkernel.types.structure import Band, Rules
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128)
 LEAST = 128  # rows of a sequence that fill a tile of every head
-COMPARED = 128  # tokens of the largest pages that a card has compared with the formula
+COMPARED = 256  # tokens of the largest pages that a card has compared with the formula
 ROUNDS = 2  # tiles a program at which walks of several lengths even out
 
 
@@ -37,6 +38,7 @@ class LongRows:
         scale, soft_cap: of logits.
         tiles: of the kernel.
         cores: multiprocessors.
+        single: whether it takes sequences of one new token too.
     """
 
     least: int
@@ -45,12 +47,14 @@ class LongRows:
     soft_cap: float | None
     tiles: ForwardTiles
     cores: int
+    single: bool = False
 
     def __call__(
         self, q: jax.Array, cache: jax.Array, tables: jax.Array,
-        first: jax.Array, last: jax.Array, length: jax.Array, long: jax.Array,
+        first: jax.Array, last: jax.Array, length: jax.Array, long: jax.Array, alone: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        """o ``[T, h, d]`` in the rows first .. last of sequences that are ``long [n]``.
+        """o ``[T, h, d]`` in the rows first .. last of sequences that are ``long [n]``, and in
+        those of sequences of one row that are ``alone [n]``.
 
         cache ``[pages, page, 2 * kv heads, d]`` or packed without padding. Other rows are whatever
         the memory held.
@@ -63,12 +67,23 @@ class LongRows:
             1, rows, capacity, heads, cache.shape[2] // 2, dim, dim, q.dtype.name, self.scale,
             self.soft_cap, rules=Rules(band=Band(hi=0)),
         )  # fmt: skip
-        most = most_tiles(rows, len(first), self.least, t.block_q)
-        tiles, until = walks(
-            first, last, length, long, most=most, block_q=t.block_q, block_kv=t.block_kv
-        )
-        kernel = PagedForward(problem, t, (), self.cores, page=page)
-        return kernel.attend(q, cache, tables, tiles, until)
+        sizes = Sizes(
+            most_tiles(rows, len(first), self.least, t.block_q), t.block_q, t.block_kv, heads,
+            problem.kv_heads, 2 * dim * problem.itemsize, self.cores,
+        )  # fmt: skip
+        lines, decoded = walks(first, last, length, long, alone, sizes)
+        kernel = PagedForward(problem, t, (), self.cores, page=page, decodes=self.single)
+        return kernel.attend(q, cache, tables, lines, decoded)
+
+
+def decodes(paged: Any) -> bool:
+    """Whether the kernel can decode: two key heads at a time, whose query heads are copied by
+    eights and fit a product. What is hidden is so before a cap or a sign could show it. Only of
+    what a card has compared with the formula."""
+    rows = 2 * paged.group
+    plain = paged.soft_cap is None and paged.scale > 0
+    compared = paged.query == "bfloat16" and paged.dim == 128
+    return compared and plain and paged.kv_heads % 2 == 0 and rows % 8 == 0 and rows <= ROWS
 
 
 class Ragged(BesideTriton):
@@ -103,7 +118,7 @@ class Ragged(BesideTriton):
         # constants take that
         forward = ForwardTiles(q_held=0 if p.soft_cap else 64, registers=232)
         enough = -(-ROUNDS * target.cores * LEAST // p.heads)
-        return LongRows(LEAST, enough, p.scale, p.soft_cap, forward, target.cores)
+        return LongRows(LEAST, enough, p.scale, p.soft_cap, forward, target.cores, decodes(p))
 
     def choose(self, problem: Any, target: Any) -> Any:
         long = self.long(problem, target)
@@ -121,8 +136,9 @@ class RaggedPageAttention(Ragged):
     """Packed rows of any mix of prefill and decoding over pages, on a Hopper GPU.
 
     Sequences of at least 128 new tokens go through the core of flash attention, where a call has
-    enough of them to fill the chip; all others as in the implementation for every GPU, which must
-    be installed. Queries and caches are of one dtype, float16 or bfloat16, head dims 64 or 128,
+    enough of them to fill the chip, and those of one new token are decoded beside them, unless one
+    of these takes long by itself; all others as in the implementation for every GPU, which must be
+    installed. Queries and caches are of one dtype, float16 or bfloat16, head dims 64 or 128,
     pages powers of two from 16 on, the packed rows a multiple of 8. No windows, sinks or scales.
     The tangent of a soft cap is the hardware's, exact to 2^-11. Two runs give the same bits.
     ``cfg`` is that of the implementation for every GPU.

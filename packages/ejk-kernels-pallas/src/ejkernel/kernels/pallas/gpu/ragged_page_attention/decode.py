@@ -1,0 +1,185 @@
+"""Sequences of one new token beside those of many: some programs decode before they take tiles.
+
+Decoding waits for memory, prefill for products: while few programs do the one and all others the
+other, both run at once. An item is a sequence and two key heads, one for each warpgroup, whose
+query heads are rows of a product of 64. Either has one of the prefill's two buffers of keys and of
+values, in halves, which are loaded and used in turns. A program that has done its items takes tiles
+like the others, so that nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
+from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_rows
+from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, softmax, start
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
+    OWN_LENGTH,
+    OWN_ROW,
+    PROGRAMS,
+)
+from ejkernel.types.structure import Band, Rules
+
+SIDES = 2  # key heads of an item, buffers, warpgroups
+HALVES = 2  # of a buffer
+
+
+@dataclass(frozen=True)
+class OwnTile:
+    """What the walk over pages asks of a tile: its query head, its sequence of ``length`` keys."""
+
+    head: jax.Array
+    sequence: jax.Array
+    row: jax.Array
+    length: jax.Array
+
+    full_stop: ClassVar[int] = 0
+    position: ClassVar[int] = 0
+
+
+def programs(r: Any) -> jax.Array:
+    """How many programs decode."""
+    return r.decoded[0, PROGRAMS]
+
+
+def _items(kernel: Any, r: Any, body: Callable[..., Any], carry: Any) -> Any:
+    """``body(carry, row, first query head, tile)`` of each of this program's items."""
+    p = kernel.problem
+    pairs, group = p.heads // p.group // SIDES, p.group
+    program, some = lax.axis_index("program"), programs(r)
+    count = lax.div(r.decoded.shape[0] * pairs - program + some - 1, jnp.maximum(some, 1))
+
+    def item(i: Any, carry: Any) -> Any:
+        number = program + i * some
+        sequence, pair = lax.div(number, pairs), lax.rem(number, pairs)
+        row, length = r.decoded[sequence, OWN_ROW], r.decoded[sequence, OWN_LENGTH]
+        head = pair * SIDES * group
+        tile = OwnTile(head, sequence, row, length)
+        return lax.cond(length > 0, lambda: body(carry, row, head, tile), lambda: carry)
+
+    return lax.fori_loop(0, jnp.where(program < some, count, 0), item, carry)
+
+
+def _keys(kernel: Any) -> int:
+    """Keys of a step."""
+    return kernel.tiles.block_kv // HALVES
+
+
+def _steps(kernel: Any, tile: Any) -> Any:
+    return lax.div(tile.length + _keys(kernel) - 1, _keys(kernel))
+
+
+def _half(kernel: Any, smem: Any, side: Any, half: Any) -> Any:
+    return smem.at[side, pl.ds(half * _keys(kernel), _keys(kernel))]
+
+
+def scratch(kernel: Any) -> dict[str, Any]:
+    """Barriers of the halves of both sides' buffers."""
+    n, copies = SIDES * HALVES, max(1, _keys(kernel) // kernel.page)
+    ready = plgpu.Barrier(num_arrivals=copies, num_barriers=n)
+    free = plgpu.Barrier(num_barriers=n)
+    return {"ks_ready": ready, "vs_ready": ready, "ks_free": free, "vs_free": free}
+
+
+def copy(kernel: Any, r: Any) -> None:
+    """Copies queries, keys and values of this program's items; the last buffers are free again."""
+    t, group = kernel.tiles, kernel.problem.group
+    buffers = (("k", r.k_smem, r.ks_ready, r.ks_free), ("v", r.v_smem, r.vs_ready, r.vs_free))
+
+    def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
+        i, n = carry
+        slot = lax.rem(i, t.q_stages)
+        pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
+        heads = pl.ds(pl.multiple_of(head, 8), SIDES * group)
+        to = r.q_smem.at[slot, pl.ds(0, SIDES * group)]
+        plgpu.copy_gmem_to_smem(r.q.at[0, row, heads], to, r.q_ready.at[slot])
+
+        def step(j: Any, n: Any) -> Any:
+            place, half = kernel.place(r, tile, j, _keys(kernel)), lax.rem(n, HALVES)
+            for which, smem, ready, free in buffers:
+                for side in range(SIDES):
+                    of = replace(tile, head=tile.head + side * group)
+                    at, to = side * HALVES + half, _half(kernel, smem, side, half)
+                    used = n >= HALVES
+                    pl.when(used)(lambda free=free, at=at: plgpu.barrier_wait(free.at[at]))
+                    kernel.copy(r, which, of, place, to, ready.at[at])
+            return n + 1
+
+        return i + 1, lax.fori_loop(0, _steps(kernel, tile), step, n)
+
+    zero = jnp.int32(0)
+    i, n = _items(kernel, r, item, (zero, zero))
+    for back in range(HALVES):
+        half = lax.rem(jnp.maximum(n - 1 - back, 0), HALVES)
+        for free in (r.ks_free, r.vs_free):
+            for side in range(SIDES):
+                at = side * HALVES + half
+                pl.when(n > back)(lambda free=free, at=at: plgpu.barrier_wait(free.at[at]))
+    for back in range(t.q_stages):
+        slot = lax.rem(jnp.maximum(i - 1 - back, 0), t.q_stages)
+        pl.when(i > back)(lambda slot=slot: plgpu.barrier_wait(r.q_free.at[slot]))
+
+
+def attend(kernel: Any, r: Any) -> None:
+    """Attention of this program's items: of each the key head of this warpgroup."""
+    t, p, keys = kernel.tiles, kernel.problem, _keys(kernel)
+    wg = lax.axis_index("wg")
+    form = replace(kernel, problem=replace(p, rules=Rules()))
+
+    def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
+        i, n = carry
+        slot = lax.rem(i, t.q_stages)
+        plgpu.barrier_wait(r.q_ready.at[slot])
+        q = r.q_smem.at[slot, pl.ds(0, ROWS)]
+
+        def walk(o_acc: Any) -> Any:
+            def step(j: Any, carry: Any) -> Any:
+                n, *state = carry
+                half = lax.rem(n, HALVES)
+                at = wg * HALVES + half
+                k, v = (_half(kernel, smem, wg, half) for smem in (r.k_smem, r.v_smem))
+                plgpu.barrier_wait(r.ks_ready.at[at])
+
+                def product(s_acc: Any) -> Any:
+                    plgpu.wgmma(s_acc, q, k.T)
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+                s = pl.run_scoped(product, plgpu.ACC((ROWS, keys), F32))
+                plgpu.barrier_arrive(r.ks_free.at[at])
+                left = tile.length - j * keys
+
+                def hide() -> jax.Array:
+                    return hide_outside(s, Band(), 0, columns_left=left)
+
+                s = lax.cond(left < keys, hide, lambda: s)
+                x, state, alpha = softmax(form, r, s, tile, j, (), tuple(state))
+                plgpu.barrier_wait(r.vs_ready.at[at])
+                kernel.clear(v, left)
+                o_acc[...] = scale_rows(o_acc[...], alpha)
+                plgpu.wgmma(o_acc, x.astype(p.dtype), v)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(r.vs_free.at[at])
+                return n + 1, *state
+
+            carry = (n, *start(form))
+            n2, _, total, *_ = lax.fori_loop(0, _steps(kernel, tile), step, carry)
+            plgpu.barrier_arrive(r.q_free.at[slot])
+            share = 1.0 / jnp.where(total == 0.0, 1.0, total)
+            o = o_acc[...] * lax.broadcast_in_dim(share, (ROWS, p.value_dim), [0])
+            mine = wg * p.group
+            place = (0, row, head, 0)
+            store_rows(r.o, o.astype(p.dtype), place, mine, mine + p.group, heads=True)
+            return n2
+
+        return i + 1, pl.run_scoped(walk, plgpu.ACC((ROWS, p.value_dim), F32))
+
+    _items(kernel, r, item, (jnp.int32(0), jnp.int32(0)))
