@@ -185,3 +185,48 @@ def test_latent_decoding(name: str) -> None:
     from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
     latent_at_size.check(name, mla_decode)
+
+
+DEALT = {
+    "even": [8192] * 64,
+    "uneven": [1, 0, 700, 64, 65, 0, 3000, 63],
+    "one": [20000],
+    "none": [0, -3, 0],
+    "empty ends": [0, 0, 130, 0],
+    "many": [i % 97 for i in range(200)],
+    "more than lanes hold": [i * i % 1009 for i in range(3000)],
+}
+
+
+@pytest.mark.parametrize(("name", "groups"), [(n, g) for n in DEALT for g in (1, 66)])
+def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
+    from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
+
+    lengths = jnp.asarray(DEALT[name], jnp.int32)
+
+    def body(lengths, out):
+        run = jax.lax.axis_index("run")
+        for i, x in enumerate(deal(lengths, run, groups=groups, step=64, capacity=10**6)):
+            out[run, i] = x
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((groups, 4), jnp.int32),
+        grid=(groups,),
+        grid_names=("run",),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+    got = np.asarray(jax.jit(kernel)(lengths))
+    runs, sequences = (np.asarray(x) for x in shares(jnp.clip(lengths, 0), groups, 64))
+    taken = runs[:, 2] > 0
+    np.testing.assert_array_equal(got[:, 2], runs[:, 2])
+    np.testing.assert_array_equal(got[taken, :2], runs[taken, :2])
+    cut = (sequences[:, 4] > 1).any()
+    assert (got[:, 3] == (max(2, -(-runs[:, 2].sum() // groups)) if cut else got[:, 3])).all()

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.pallas.common import units
+from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
-from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, ROWS, STEP, Steps
-from ejkernel.ops.varying import vary, varying_axes
+from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, Steps
 from ejkernel.types import calls
 from ejkernel.types.problem import LOG2E
 
@@ -41,19 +42,29 @@ class WholeStep:
         self, p: Any, q: jax.Array, cache: jax.Array, lengths: jax.Array, tables: jax.Array
     ) -> tuple[jax.Array, ...]:
         """o ``[b, rows, latent]`` and, if ``p.lse``, lse float32 ``[b, rows]``."""
-        axes = varying_axes(q, cache, lengths, tables)
         steps = Steps(
             batch=q.shape[0], rows=q.shape[1], tokens=p.tokens, page=p.page_size,
             pages=cache.shape[0], columns=tables.shape[1], dtype=p.query,
             c=units.unit(p) * LOG2E, negative=p.scale < 0.0, cores=self.cores,
         )  # fmt: skip
-        with jax.enable_x64(False):  # the kernels count in int32
-            lengths = jnp.clip(lengths, 0, p.capacity)
-            runs, sequences = shares(lengths, steps.groups, STEP)
-            whole, o, m, total = steps(q, cache, tables, runs, sequences)
-            found = (merge(whole, o, m, total, sequences, steps.c),)
-            found += (merged_lse(m, total, sequences, steps.c),) if p.lse else ()
-        return vary(found, axes)
+
+        def launch(
+            q: jax.Array, cache: jax.Array, lengths: jax.Array, tables: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            with jax.enable_x64(False):  # the kernels count in int32
+                whole, o, m, total, cuts = steps(q, cache, tables, lengths)
+                found = (merge(whole, o, m, total, cuts, lengths, steps.c),)
+                if p.lse:
+                    _, sequences = shares(jnp.clip(lengths, 0, p.capacity), steps.groups, STEP)
+                    found += (merged_lse(m, total, sequences, steps.c),)
+            return found
+
+        kinds = (
+            jax.ShapeDtypeStruct((*q.shape[:2], LATENT), q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+        )
+        run = untracked(launch, kinds if p.lse else kinds[:1])
+        return tuple(run(q, cache, lengths, tables))
 
 
 class MLADecode(BesideTriton):

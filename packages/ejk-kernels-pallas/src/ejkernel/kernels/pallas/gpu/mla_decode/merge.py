@@ -2,9 +2,9 @@
 
     m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
 
-A program has one row of one sequence and adds its parts in their order. A load takes as long as
-hundreds of additions, so of many parts ``TOGETHER`` are loaded before the first is added. Of whole
-sequences, every so-many-th program copies the rows of all of them.
+A program has one row of the sequence that one run cuts, and adds its parts in their order. A load
+takes as long as hundreds of additions, so several parts are loaded before the first is added: two,
+or eight of many. Whole sequences are where they belong; those without tokens get rows of 0.
 """
 
 from __future__ import annotations
@@ -21,52 +21,38 @@ from ejkernel.kernels.pallas.gpu.mla_decode.shares import numbers
 
 F32 = jnp.float32
 THREADS = 128  # of a program
-TOGETHER = 8  # parts whose loads are in flight together; rows of one copy
+FEW, MANY = 2, 8  # parts whose loads are in flight together
 
 
 def merge(
-    whole: jax.Array, o: jax.Array, m: jax.Array, total: jax.Array, sequences: jax.Array, c: float
-) -> jax.Array:
-    """``[b, rows, d]`` of parts o ``[parts, rows, d]`` with maxima m and sums ``[parts, rows]``.
+    whole: jax.Array, o: jax.Array, m: jax.Array, total: jax.Array, cuts: jax.Array,
+    lengths: jax.Array, c: float,
+) -> jax.Array:  # fmt: skip
+    """``whole [b, rows, d]``, in place, with the rows of all other sequences.
 
-    Sequences of one part are copied from ``whole [b, rows, d]``, those without have rows of 0.
+    o ``[parts, rows, d]``; maxima m and sums ``[parts, rows]``; cuts ``[runs, 3]`` and lengths
+    ``[b]`` as ``Steps`` has them.
     """
-    _, rows, d = o.shape
-    dtype = whole.dtype
+    b, rows, d = whole.shape
+    runs = len(cuts)
     layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
-    together = TOGETHER if rows % TOGETHER == 0 else 1
 
-    def body(whole: Any, o: Any, m: Any, total: Any, sequences: Any, out: Any) -> None:
-        b, row = lax.axis_index("sequence"), lax.axis_index("row")
-        first, count = sequences[b, 3], sequences[b, 4]
+    def body(out: Any, o: Any, m: Any, total: Any, cuts: Any, lengths: Any) -> None:
+        run, row = lax.axis_index("run"), lax.axis_index("row")
+        sequence, first, count = (cuts[run, i] for i in range(3))
 
-        @pl.when((count == 1) & (lax.rem(row, together) == 0))
-        def copy() -> None:
-            there = pl.ds(row, together)
-            out[b, there, :] = whole[b, there, :]
+        def clear(i: Any, carry: Any) -> Any:
+            at = jnp.minimum(run + i * runs, b - 1)
 
-        # a clamped load costs as many instructions as one of a part: few parts go one by one
-        @pl.when((count != 1) & (count < TOGETHER))
-        def add_few() -> None:
-            def higher(i: Any, top: Any) -> Any:
-                return jnp.maximum(top, m[numbers(first, i), row])
+            @pl.when(lengths[at] <= 0)
+            def none() -> None:
+                out[at, row, :] = plgpu.layout_cast(jnp.zeros((d,), out.dtype), layout)
 
-            top = lax.fori_loop(0, count, higher, jnp.float32(-jnp.inf))
-            top = jnp.where(top == -jnp.inf, 0.0, top)
+            return carry
 
-            def add(i: Any, carry: Any) -> Any:
-                norm, acc = carry
-                part = numbers(first, i)
-                weight = jnp.exp2((m[part, row] - top) * c)
-                return norm + weight * total[part, row], acc + weight * o[part, row, :]
+        lax.fori_loop(0, -(-b // runs), clear, jnp.int32(0))
 
-            acc = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
-            norm, acc = lax.fori_loop(0, count, add, (jnp.float32(0.0), acc))
-            acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
-            out[b, row, :] = acc.astype(dtype)
-
-        @pl.when(count >= TOGETHER)
-        def add_many() -> None:
+        def add_parts(some: int) -> None:
             def parts(i: Any, some: int) -> list[tuple[Any, Any]]:
                 """(number, whether there is one) of the i-th so many parts."""
                 at = [i * some + n for n in range(some)]
@@ -75,19 +61,21 @@ def merge(
             def steps(some: int) -> Any:
                 return lax.div(count + (some - 1), some)
 
+            ahead = some if some == FEW else 4 * some
+
             def higher(i: Any, top: Any) -> Any:
-                for x in [m[part, row] for part, _ in parts(i, 4 * TOGETHER)]:
+                for x in [m[part, row] for part, _ in parts(i, ahead)]:
                     top = jnp.maximum(top, x)
                 return top
 
-            top = lax.fori_loop(0, steps(4 * TOGETHER), higher, jnp.float32(-jnp.inf))
+            top = lax.fori_loop(0, steps(ahead), higher, jnp.float32(-jnp.inf))
             top = jnp.where(top == -jnp.inf, 0.0, top)
 
             def add(i: Any, carry: Any) -> Any:
                 norm, acc = carry
                 found = [
                     (m[part, row], total[part, row], o[part, row, :], there)
-                    for part, there in parts(i, TOGETHER)
+                    for part, there in parts(i, some)
                 ]
                 for high, share, x, there in found:
                     weight = jnp.where(there, jnp.exp2((high - top) * c), 0.0)
@@ -96,15 +84,18 @@ def merge(
                 return norm, acc
 
             acc = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
-            norm, acc = lax.fori_loop(0, steps(TOGETHER), add, (jnp.float32(0.0), acc))
+            norm, acc = lax.fori_loop(0, steps(some), add, (jnp.float32(0.0), acc))
             acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
-            out[b, row, :] = acc.astype(dtype)
+            out[sequence, row, :] = acc.astype(out.dtype)
+
+        pl.when((count > 0) & (count < MANY))(lambda: add_parts(FEW))
+        pl.when(count >= MANY)(lambda: add_parts(MANY))
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((len(sequences), rows, d), dtype),
-        grid=(len(sequences), rows),
-        grid_names=("sequence", "row"),
+        out_type=(),
+        grid=(runs, rows),
+        grid_names=("run", "row"),
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",
@@ -115,7 +106,9 @@ def merge(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
-    return kernel(whole, o, m, total, sequences)
+    # the kernel itself: it is mapped further out, and no version maps references
+    run = pl.run_state(lambda place: kernel.fun(place, o, m, total, cuts, lengths))
+    return run(whole)
 
 
 def merged_lse(m: jax.Array, total: jax.Array, sequences: jax.Array, c: float) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 LEAST = 2  # steps of a run: shorter ones cost more to merge than they save
-UNEVEN = 1.04  # how much longer than the mean a run may be for sequences to stay whole
+UNEVEN = (26, 25)  # how much longer than the mean a run may be for sequences to stay whole
 
 
 def numbers(first: Any, i: Any) -> Any:
@@ -42,8 +42,8 @@ def shares(lengths: jax.Array, groups: int, step: int) -> tuple[jax.Array, jax.A
     # runs of whole sequences, as many in each, where they are nearly as even
     last = jnp.minimum(g * (-(-b // groups)), b) - 1
     whole = jnp.where(last < 0, 0, ends[jnp.maximum(last, 0)])
-    longest = jnp.max(whole[1:] - whole[:-1]).astype(jnp.float32)
-    bounds = jnp.where(longest <= UNEVEN * even, whole, jnp.minimum(g * even, most))
+    longest = jnp.max(whole[1:] - whole[:-1])
+    bounds = jnp.where(UNEVEN[1] * longest <= UNEVEN[0] * even, whole, jnp.minimum(g * even, most))
     first = jnp.minimum(total(ends <= bounds[:-1, None], 1), b - 1)
     runs = jnp.stack([first, bounds[:-1] - starts[first], bounds[1:] - bounds[:-1]], axis=1)
     later = (i > i[:, None]) & (steps > 0)
