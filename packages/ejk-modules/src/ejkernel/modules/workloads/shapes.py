@@ -256,6 +256,7 @@ LINEAR = (
     LinearShape("gated-heads-b2-8k", 2, 8192, 16, 128, per_head=True),
     LinearShape("gated-heads-b1-64k", 1, 65536, 16, 128, per_head=True),
     LinearShape("gla-b2-8k-float32", 2, 8192, 16, 128, "float32"),
+    LinearShape("gated-heads-b2-8k-float32", 2, 8192, 16, 128, "float32", per_head=True),
     LinearShape("linear-decode-b64", 64, 1, 16, 128, per_head=True, state=True),
     LinearShape("linear-verify-b64", 64, 8, 16, 128, per_head=True, state=True),
     LinearShape("minimax-01-b1-32k", 1, 32768, 64, 128, source="MiniMax-01"),
