@@ -122,6 +122,15 @@ def branches(name: str):
     return out, back(x["do"]), call(*arrays)  # which without gradients is another launch
 
 
+def whole(reverse: bool):
+    """Linear attention of float32 numbers in whole chunks: on Hopper a kernel of its own."""
+    q, k, v = (jnp.ones((1, 192, h, 128), jnp.float32) for h in (2, 1, 1))
+    g = jnp.full((1, 192, 2), -0.1)
+    run = lambda *x: kernels.recurrent_attention(*x[:3], g=x[3], reverse=reverse)  # noqa: E731
+    out, back = jax.vjp(run, q, k, v, g)
+    return out, back(out)
+
+
 def varied(operation: str, label: str):
     call = VARIANTS[operation, label]
     smooth = {name: call.arrays[name] for name in call.gradients}
@@ -159,6 +168,7 @@ CALLS = (
     *((stored, case) for case in ("int8", "e4m3 transposed", "e5m2", "e5m2 transposed")),
     *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
     *((branches, name) for name in ("one head d64", "float32")),
+    *((whole, reverse) for reverse in (False, True)),
     *((varied, *names) for names in VARIANTS),
 )  # fmt: skip
 
@@ -189,6 +199,20 @@ def to_jax(tensor, aval):
     return jnp.asarray(bits.cpu().numpy().view(aval.dtype).reshape(aval.shape))
 
 
+def descriptors(kernel):
+    """What makes the descriptors that a kernel takes: in Gluon they say how a tile lies."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia import hopper
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not isinstance(kernel, GluonJITFunction):
+        return TensorDescriptor
+    return lambda x, shape, strides, block: hopper.TensorDescriptor(
+        x, shape, strides, block, NVMMASharedLayout(128, 8 * x.element_size(), len(block))
+    )
+
+
 def launch_alone(*arrays, plan, short=False):
     """The results of a plan, launched by Triton itself."""
     global launches
@@ -198,6 +222,8 @@ def launch_alone(*arrays, plan, short=False):
     for operand, result in launch.aliases.items():
         results[result] = given[operand]
 
+    described = descriptors(launch.kernel)
+
     def argument(value, path, constant):
         if constant and value is not None:
             return tl.constexpr(value)
@@ -205,11 +231,9 @@ def launch_alone(*arrays, plan, short=False):
             x = (given if isinstance(value, bridge.In) else results)[value.index]
             return x if value.view is None else x.view(getattr(torch, value.view))
         if isinstance(value, bridge.TensorMap):
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
             x = (results if value.result else given)[value.index]
             x = x if value.view is None else x.view(getattr(torch, value.view))
-            return TensorDescriptor(x, list(value.shape), list(value.strides), list(value.block))
+            return described(x, list(value.shape), list(value.strides), list(value.block))
         return value
 
     arguments = {name: bridge.rebuilt(x, argument) for name, x in launch.arguments.items()}

@@ -155,6 +155,11 @@ def test_float32_products_in_three_parts(monkeypatch):
         np.testing.assert_allclose(found, expected, atol=bound, rtol=0)
 
 
+def test_the_interpreter_walks_where_hopper_has_a_kernel_by_hand():
+    """Whole chunks of float32 numbers, whose kernel in Gluon it cannot run."""
+    check(make(KINDS["per head"], b=1, s=128, h=1, hk=1, dk=64, dv=64), cfg=None)
+
+
 @pytest.mark.parametrize(
     ("kind", "level"),
     [("per head", -20.0), ("per key channel", -20.0), ("head and value", -3e38)],

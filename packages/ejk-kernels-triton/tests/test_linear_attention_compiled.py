@@ -41,6 +41,7 @@ SHAPES = {
     "wide": (2, 8192, 8, 8, 256, 256, 0, "bfloat16", (0, 0)),
     "odd": (2, 5000, 8, 8, 80, 96, 0, "float16", (0, 0)),
     "float32": (2, 8192, 16, 16, 128, 128, 0, "float32", (0, 0)),
+    "small float32": (2, 8192, 16, 8, 64, 128, 0, "float32", (0, 0)),
     "wide float32": (2, 8192, 8, 8, 256, 256, 0, "float32", (0, 0)),
     "channels": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (1, 0)),
     "wide gates": (2, 8192, 16, 16, 128, 128, 0, "bfloat16", (3, 0)),
@@ -64,6 +65,7 @@ PASSES = {
 SAMPLE = [
     ("large", "out", "sm_90"),
     ("float32", "out", "sm_90"),
+    ("small float32", "dk", "sm_90"),
     ("wide float32", "out", "sm_90"),
     ("large", "read", "sm_90"),
     ("large", "steps", "sm_90"),
@@ -155,11 +157,12 @@ def check(shape, which, chip):
         few = 144
     if which == "steps":
         few = 32  # once, not in a loop
-    if shape == "float32":
+    if shape in ("float32", "small float32"):
         few = 96  # TF32 operands of transposed products lie in registers
         if target.hopper and which in ("out", "dq", "dk", "dv"):
-            # addresses of sums of gates, which stay as they are: nothing is stored in the loop
-            few = 448
+            # what two programs spill has no room in the first cache beside their shared memory
+            few = 0
+            assert plan.launch(target).kernel.__name__ == "split_walk"
             assert 2 * (used.shared + 2**10) <= 228 * 2**10  # two programs a multiprocessor
     if which == "read" or shape == "wide float32":
         # the state that a segment begins with passes through registers; in the walk of bfloat16
@@ -169,6 +172,26 @@ def check(shape, which, chip):
     assert not used.serialized or which == "gate"  # two products end where one is summed up
     assert used.products > 0 or which in OTHERS or chip == "sm_100"
     assert used.shared <= target.shared_limit
+
+
+@pytest.mark.parametrize(
+    ("changed", "kernel"),
+    [
+        ({}, "split_walk"),
+        ({"narrowest": "float16", "dtype": "float16"}, "walk"),
+        ({"narrowest": "bfloat16"}, "walk"),
+        ({"out": "bfloat16"}, "walk"),
+        ({"rows": 8190}, "walk"),
+        ({"sequences": 3}, "walk"),
+        ({"dim": 100}, "walk"),
+        ({"key_parts": 1, "scalar": False}, "walk"),
+    ],
+)
+def test_float32_numbers_in_whole_chunks_have_a_kernel_by_hand(changed, kernel):
+    target = TARGETS["sm_90"]
+    p = replace(planned("float32", "out", target)[0].problem, **changed)
+    plan = WalkPlan(p, tiles.choose(p, target), roles.OUTPUT)
+    assert plan.launch(target).kernel.__name__ == kernel
 
 
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)

@@ -43,6 +43,7 @@ def draw(s, h, hk, dk, dv, states, dtype, size, gate):
     ("dims", "cu", "reverse"),
     [
         ((512, 2, 2, 128, 128), None, False),
+        ((256, 2, 1, 64, 128), None, True),
         ((700, 2, 1, 128, 64), None, True),
         ((700, 2, 1, 64, 64), [0, 100, 100, 357, 650], False),
         ((300, 1, 1, 256, 256), None, False),

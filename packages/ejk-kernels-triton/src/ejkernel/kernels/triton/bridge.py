@@ -129,8 +129,10 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             return "*" + TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
         if isinstance(value, TensorMap):
             aval = (outs if value.result else avals)[value.index]
-            element = TRITON_TYPES[value.view or np.dtype(aval.dtype).name]
-            return f"tensordesc<{element}[{','.join(str(b) for b in value.block)}]>"
+            dtype = np.dtype(value.view or aval.dtype)
+            block = ",".join(str(b) for b in value.block)
+            layout = _layout(kernel, len(value.block), 8 * dtype.itemsize)
+            return f"tensordesc<{TRITON_TYPES[dtype.name]}[{block}]{layout}>"
         if isinstance(value, int) and not isinstance(value, bool):
             if value % 16 == 0:
                 aligned.append(place)
@@ -155,6 +157,16 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
         aligned=tuple(aligned),
         options=tuple(sorted(options.items())),
     )
+
+
+def _layout(kernel: Any, rank: int, bits: int) -> str:
+    """How a tile lies in shared memory, which a kernel in Gluon decides and not the compiler."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    if not isinstance(kernel, GluonJITFunction):
+        return ""
+    return f",{gl.NVMMASharedLayout(128, bits, rank)!r}"
 
 
 def _parameters(native, launch: Launch, source: Source, code: Code) -> list:

@@ -112,6 +112,12 @@ def has_tensor_maps() -> bool:
     return version_tuple(installed("jax-triton") or "") >= (0, 4)
 
 
+@functools.cache
+def has_gluon() -> bool:
+    """Whether the installed Triton has the names that kernels in Gluon are written with."""
+    return version_tuple(installed("triton") or "") >= (3, 9)
+
+
 def _native_module() -> Any:
     """jax-triton's handle on jaxlib's launcher; its import must not disturb Triton's cache."""
     # importing jax_triton changes TRITON_CACHE_DIR (0.3.1 empties it, 0.4 removes it)

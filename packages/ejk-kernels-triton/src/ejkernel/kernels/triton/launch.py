@@ -89,7 +89,7 @@ class Launch:
     constant. ``interpreted``: constants that take another value in the interpreter, which runs no
     assembly. ``aliases``: operand to the result that lies in its memory: elements that the kernel
     does not write stay as they were. A program that still needs the operand afterwards gets a copy
-    of it made.
+    of it made. ``stand_in``: what the interpreter runs in the place of a kernel in Gluon.
     """
 
     kernel: Any
@@ -101,6 +101,7 @@ class Launch:
     options: Mapping[str, Any] = field(default_factory=dict)
     interpreted: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[int, int] = field(default_factory=dict)
+    stand_in: Launch | None = None
 
     @classmethod
     def of(

@@ -39,7 +39,7 @@ Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 hea
 64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
 0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.04 to
 0.06 ms, o 0.113 ms, dq 0.151 ms with what the gate's gradient takes from it; of float32 (products
-in three parts, see ``products``) the sums 0.082 ms, o 0.393 ms.
+in three parts, see ``products``) the sums 0.079 ms, o 0.40 ms; whole chunks have ``split_walk``.
 
 Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
 et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
@@ -51,6 +51,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import In, Launch, results
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
@@ -59,6 +60,7 @@ from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.products import parts, product
 from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
 from ejkernel.kernels.triton.linear_attention.rows import (
+    WHOLE,
     load_rows,
     maps_of,
     row_operand,
@@ -335,6 +337,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
     # registers that decays between rows would take are free where pairs come prepared
     block = min(t.columns * (2 if p.key_parts or p.value_parts else 1), width(columns))
     split = target.hopper and p.operand == "float32" and t.chunk >= 64
+    usual = (t.num_warps, t.num_stages) == (8, 2)  # of no config
     if split and not roles.query and width(dim) <= 128:
         block = min(128, width(columns))  # without a query registers are left
     if split:
@@ -380,12 +383,16 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         "MAPS": maps,
         "SPLIT": split,
     }
-    return Launch.of(
-        walk,
-        arguments,
-        (p.batch * known["pieces"] * p.heads * -(-columns // block),),
-        t.num_warps,
-        t.num_stages,
-        known=known,
+    grid = (p.batch * known["pieces"] * p.heads * -(-columns // block),)
+    found = Launch.of(
+        walk, arguments, grid, t.num_warps, t.num_stages, known=known,
         interpreted={"SPLIT": False},  # products of float32 numbers as they are
-    )
+    )  # fmt: skip
+    asked = roles.query and p.scalar and not (roles.partner or roles.ends)
+    asked = asked and {p.dtype, p.out, p.narrowest} == {"float32"}  # and not those of float16
+    fits = t.chunk == 64 and block == 64 and width(dim) in (64, 128) and maps == WHOLE.value
+    if split and usual and asked and fits and compat.has_gluon():
+        from ejkernel.kernels.triton.linear_attention import split_walk
+
+        return split_walk.launch(known | arguments, found)
+    return found
