@@ -11,6 +11,7 @@ import pytest
 from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists
+from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_orders
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
@@ -212,3 +213,39 @@ def test_tiles_of_known_lengths_are_dealt_once_and_evenly(rows, heads):
     loads = np.where(order >= 0, costs[order], 0).sum(axis=1)
     if rows * heads > 8:
         assert loads.max() <= 1.05 * loads.mean()
+
+
+def _causal(heads):
+    """Of each key and query block which are seen, at random: ``[1, heads, 128, 128]``."""
+    seen = np.random.default_rng(0).random((1, heads, 128, 128)) < 0.1
+    return seen & np.tril(np.ones((128, 128), bool))
+
+
+def test_uneven_tiles_of_known_lengths_end_together():
+    """Ordered two heads together, programs with the longest tiles end 7% late."""
+    p = Problem(1, 16384, 16384, 16, 16, 128, 128, "bfloat16", 1.0, pattern_blocks=(128, 128))
+    lengths = np.maximum(_causal(16).sum(-1), 1)
+    (order,) = known_order(lengths, p, 132)
+    costs = np.append(lengths.reshape(-1) + schedule.TILE_COST, 0.0)
+    loads = costs[order].sum(axis=1)
+    assert loads.max() <= 1.02 * loads.mean()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_programs_over_known_lists_start_longest_first(shared):
+    """Each block once; heads that share keys stand at one place."""
+    p = Problem(1, 16384, 16384, 16, 8, 128, 128, "bfloat16", 1.0, pattern_blocks=(128, 128))
+    seen = _causal(1 if shared else 16)
+    walks = {
+        "by_query_lists": np.stack([seen.sum(-1)] * 2, -1),
+        "by_key_lists": seen.sum(-2)[..., None],
+    }
+    orders = backward_orders(p, walks)
+    of_keys = np.broadcast_to(seen.sum(-2), (1, 16, 128)).reshape(8, 2, 128).sum(1).reshape(-1)
+    of_queries = np.broadcast_to(seen.sum(-1), (1, 16, 128)).reshape(-1)
+    for (order,), lengths in zip(
+        (orders["by_query_order"], orders["by_key_order"]), (of_queries, of_keys), strict=True
+    ):
+        assert sorted(order) == list(range(lengths.size))
+        assert (np.diff(lengths[order].reshape(-1, 512), axis=1) <= 0).all()
+        assert (order.reshape(-1, 512) // 512 == np.arange(lengths.size // 512)[:, None]).all()

@@ -35,19 +35,29 @@ def _read_ahead(order: np.ndarray) -> np.ndarray:
     return np.pad(order, [(0, 0), (0, 1)], constant_values=-1)
 
 
-def sorted_rows(rows: int, blocks: int) -> int:
+def sorted_rows(rows: int, blocks: int, tiles: int = SORTED) -> int:
     """Rows of (batch, head) whose tiles are ordered together."""
-    return max(d for d in range(1, max(SORTED // blocks, 1) + 1) if rows % d == 0)
+    return max(d for d in range(1, max(tiles // blocks, 1) + 1) if rows % d == 0)
 
 
 def known_order(lengths: np.ndarray, problem: Problem, programs: int) -> np.ndarray:
-    """``Form.order`` of tiles whose lengths ``[#b, #h, blocks]`` are known, with an axis before."""
+    """``Form.order`` of tiles whose lengths ``[#b, #h, blocks]`` are known, with an axis before.
+
+    More tiles are ordered together where the last program then ends sooner by more than their keys
+    cost that no longer fit L2: under a causal mask a call of 16k took 188 us, not 197, without one
+    345, not 340.
+    """
     blocks = lengths.shape[2]
     whole = np.broadcast_to(lengths, (problem.batch, problem.heads, blocks)).reshape(-1, blocks)
     rows = len(whole)
     grid = min(programs, rows * blocks)
-    group = sorted_rows(rows, blocks)
-    return _read_ahead(schedule.assign_lengths(whole, group, grid))[None]
+    orders = [
+        schedule.assign_lengths(whole, sorted_rows(rows, blocks, tiles), grid)
+        for tiles in (SORTED, 2 * SORTED)
+    ]
+    costs = np.append(whole.reshape(-1) + schedule.TILE_COST, 0.0)  # -1 is no tile
+    near, far = (costs[order].sum(axis=1).max() for order in orders)
+    return _read_ahead(orders[1] if far < 0.97 * near else orders[0])[None]
 
 
 def traced_order(lengths: jax.Array, problem: Problem, programs: int) -> jax.Array:
