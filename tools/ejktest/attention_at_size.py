@@ -188,6 +188,9 @@ SPARSE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "causal 128": (
         (1, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, pattern=((128, 128), 0.3, (1, 4))),
     ),
+    "more than programs": (
+        (1, 4096, 4096, 8, 8, 128, 128, BF), dict(causal=True, pattern=((128, 128), 0.15, (1, 8))),
+    ),
     "all seen": (
         (1, 1024, 1024, 4, 4, 128, 128, BF), dict(causal=True, pattern=((128, 128), 2.0, (1, 1))),
     ),

@@ -1,5 +1,7 @@
 """dq of wide heads and of lists: a program owns 128 query rows and walks the key blocks they see.
 
+Over lists heads of 128 go to ``backward_dq_queue``, whose programs walk for several such blocks.
+
 Either consumer warpgroup owns 64 rows: s = q k^T and dp = do v^T, then ds in registers, the left
 operand of dq += ds k. The last product of a step runs beside the first of the next.
 
@@ -19,15 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, read, row_of, spread
+from ejkernel.kernels.pallas.gpu.common.masks import ROW, read, row_of, spread
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
-    OF_QUERIES,
-    Plan,
-    holds_rows,
-    is_wide,
-)
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, Plan, is_wide
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     CONSUMERS,
     ROWS,
@@ -53,15 +50,15 @@ def in_flight(problem: Any) -> tuple[int, int]:
     return 2, 2 if 2 * (rows + 2 * ROWS * problem.value_dim) <= MEMORY else 1
 
 
-class _Program:
-    """The query block of one program and its walk."""
+class Program:
+    """A query block, of a program's number or at a place of (batch, head, block), and its walk."""
 
-    def __init__(self, plan: Plan, r: Any) -> None:
+    def __init__(self, plan: Plan, r: Any, place: Any = None) -> None:
         problem, blocks = plan.problem, plan.n_q
         item = lax.axis_index("item")
         self.plan, self.table = plan, r.lists if plan.listed else r.ranges
         if plan.listed:
-            item = r.order[0, item]
+            item = r.order[0, item] if place is None else place
         self.block = lax.rem(item, blocks)
         if not plan.listed:  # under a causal mask the last rows take longest: they go first
             self.block = blocks - 1 - self.block
@@ -71,8 +68,8 @@ class _Program:
         self.kv_head = lax.div(self.head, problem.group)
         self.last = plan.n_kv - 1
 
-    def walk(self, step: Callable[..., None]) -> None:
-        """``step(key block, steps before, whether a mask is needed)``."""
+    def walk(self, step: Callable[..., None]) -> Any:
+        """``step(key block, steps before, whether a mask is needed)``; their number."""
         at = (*row_of(self.table, self.batch, self.head), self.block)
 
         def visit(j: Any, n: Any, masked: Any) -> None:
@@ -86,8 +83,9 @@ class _Program:
                 return carry
 
             # rows that see nothing have the block past the end alone
-            lax.fori_loop(0, lax.select(first > self.last, 0, count), one, None)
-            return
+            count = lax.select(first > self.last, 0, count)
+            lax.fori_loop(0, count, one, None)
+            return count
         start, whole, whole_end, stop = (self.table[*at, c] for c in range(4))
 
         def upwards(j: Any, carry: None) -> None:
@@ -95,12 +93,23 @@ class _Program:
             return carry
 
         lax.fori_loop(start, lax.max(start, stop), upwards, None)
+        return lax.max(stop - start, 0)
 
 
-def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+def probabilities(
+    plan: Plan, r: Any, program: Program, lse: Any, first_q: Any, s: jax.Array, j: Any, masked: Any
+) -> jax.Array:
+    """Those of the products of 64 rows with key block j, times the slope of a cap."""
+    x, slope = base2(plan.problem, s, spread(lse, SHAPE, 0))
+    if needs_masks(plan, r):
+        at = ((program.batch, program.head), first_q, j * ROWS, (lax.div(first_q, ROWS), j))
+        x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=False), lambda x: x, x)
+    p = jnp.exp2(x)
+    return p if slope is None else p * slope
+
+
+def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> jax.Array:
     """dq of q, k, v, do, -lse in base 2, -delta, ranges or lists and bits, and ids.
-
-    With o and dlse in place of -delta that is a second result.
 
     As for ``key_gradients``, but the row vectors and ids of queries cover whole blocks of 128, and
     ranges are those of key blocks of 64 for each of these.
@@ -109,32 +118,14 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     dtype = jnp.dtype(problem.dtype)
     dim, value_dim = problem.dim, problem.value_dim
     k_count, v_count = in_flight(problem)
-    held = holds_rows(problem)
-    finds_delta = "delta" not in operands
 
-    def consume(r: Any, program: _Program, wg: Any) -> None:
+    def consume(r: Any, program: Program, wg: Any) -> None:
         rows = pl.ds(wg * ROWS, ROWS)
         first_q = program.block * BLOCK_Q + wg * ROWS
         at = (program.batch, program.head, pl.ds(first_q, ROWS))
         lse = read(r.lse.at[at], ROW, optimized=False)
-        delta = read((r.dlse if finds_delta else r.delta).at[at], ROW, optimized=False)
+        delta = read(r.delta.at[at], ROW, optimized=False)
         plgpu.barrier_wait(r.q_full)
-
-        def probabilities(s: jax.Array, j: Any, masked: Any) -> jax.Array:
-            x, slope = base2(problem, s, spread(lse, SHAPE, 0))
-            if needs_masks(plan, r):
-                at = ((program.batch, program.head), first_q, j * ROWS, (lax.div(first_q, ROWS), j))
-                x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=False), lambda x: x, x)
-            p = jnp.exp2(x)
-            return p if slope is None else p * slope
-
-        q, do = (read(x.at[rows], LAYOUT) if held else None for x in (r.q_s, r.do_s))
-        if do is not None and finds_delta:
-            o = read(r.o_s.at[rows], LAYOUT)
-            delta = delta - jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
-            r.less_s.at[rows][...] = delta
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(r.less_s.at[rows], r.less.at[at])
 
         def accumulate(dq_acc: Any) -> jax.Array:
             def step(j: Any, n: Any, masked: Any) -> None:
@@ -144,41 +135,27 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
                 some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
                 plgpu.barrier_wait(r.k_full.at[slot])
 
-                def scores(s_acc: Any) -> None:
-                    plgpu.wgmma(s_acc, r.q_s.at[mine] if q is None else q, r.k_s.at[slot].T)
-
-                def difference(s_acc: Any, dp_acc: Any) -> jax.Array:
-                    plgpu.wgmma(dp_acc, r.do_s.at[mine] if do is None else do, r.v_s.at[some_v].T)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-
-                    @pl.when(n > 0)  # the dq of the step before is done with its block
-                    def _() -> None:
-                        plgpu.barrier_arrive(r.k_empty.at[lax.rem(n + k_count - 1, k_count)])
-
-                    p = probabilities(s, j, masked)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    plgpu.barrier_arrive(r.v_empty.at[v_slot])
-                    if not held:
-                        dp = dp + spread(delta, SHAPE, 0)
-                    return (p * dp).astype(dtype)
-
-                def one_by_one(s_acc: Any) -> jax.Array:
-                    scores(s_acc)
+                def with_scores(s_acc: Any) -> jax.Array:
+                    plgpu.wgmma(s_acc, r.q_s.at[mine], r.k_s.at[slot].T)
                     plgpu.barrier_wait(r.v_full.at[v_slot])
-                    return pl.run_scoped(functools.partial(difference, s_acc), plgpu.ACC(SHAPE))
 
-                def at_once(s_acc: Any, dp_acc: Any) -> jax.Array:
-                    # numbers that are not zeros between two products would make the second wait
-                    dp_acc[...] = spread(delta, SHAPE, 0)
-                    scores(s_acc)
-                    return difference(s_acc, dp_acc)
+                    def with_products(dp_acc: Any) -> jax.Array:
+                        plgpu.wgmma(dp_acc, r.do_s.at[mine], r.v_s.at[some_v].T)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+                        @pl.when(n > 0)  # the dq of the step before is done with its block
+                        def _() -> None:
+                            plgpu.barrier_arrive(r.k_empty.at[lax.rem(n + k_count - 1, k_count)])
+
+                        p = probabilities(plan, r, program, lse, first_q, s, j, masked)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        plgpu.barrier_arrive(r.v_empty.at[v_slot])
+                        return (p * (dp + spread(delta, SHAPE, 0))).astype(dtype)
+
+                    return pl.run_scoped(with_products, plgpu.ACC(SHAPE))
 
                 # a sum that begins right before its product needs no zeros in registers
-                if not held:
-                    ds = pl.run_scoped(one_by_one, plgpu.ACC(SHAPE))
-                else:
-                    plgpu.barrier_wait(r.v_full.at[v_slot])
-                    ds = pl.run_scoped(at_once, plgpu.ACC(SHAPE), plgpu.ACC(SHAPE))
+                ds = pl.run_scoped(with_scores, plgpu.ACC(SHAPE))
                 plgpu.wgmma(dq_acc, ds, r.k_s.at[slot])
 
             program.walk(step)
@@ -192,13 +169,11 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
         plgpu.copy_smem_to_gmem(out, r.dq.at[program.batch, pl.ds(first_q, ROWS), program.head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def produce(r: Any, program: _Program) -> None:
+    def produce(r: Any, program: Program) -> None:
         b, kv_head = program.batch, program.kv_head
         at = (b, pl.ds(program.block * BLOCK_Q, BLOCK_Q), program.head)
         plgpu.copy_gmem_to_smem(r.q.at[at], r.q_s, r.q_full)
         plgpu.copy_gmem_to_smem(r.do.at[at], r.do_s, r.q_full)
-        if finds_delta:
-            plgpu.copy_gmem_to_smem(r.o.at[at], r.o_s, r.q_full)
 
         def step(j: Any, n: Any, masked: Any) -> None:
             del masked
@@ -217,7 +192,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
 
         program.walk(step)
 
-    def move(r: Any, program: _Program, wg: Any) -> None:
+    def move(r: Any, program: Program, wg: Any) -> None:
         for_one_warp(lambda: produce(r, program))
 
     barrier = plgpu.Barrier
@@ -226,7 +201,7 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
         "k_empty": barrier(num_arrivals=CONSUMERS, num_barriers=k_count),
         "k_full": barrier(num_barriers=k_count),
         "k_s": tiled((k_count, ROWS, dim), dtype),
-        "q_full": barrier(num_arrivals=3 if finds_delta else 2),  # q, do, o
+        "q_full": barrier(num_arrivals=2),  # q and do
         "q_s": tiled((BLOCK_Q, dim), dtype),
         "v_empty": barrier(num_arrivals=CONSUMERS, num_barriers=v_count),
         "v_full": barrier(num_barriers=v_count),
@@ -234,13 +209,8 @@ def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
     }
     shape = (problem.batch, whole_rows(problem.q_len), problem.heads, dim)
     outputs = {"dq": jax.ShapeDtypeStruct(shape, dtype)}
-    if finds_delta:
-        scratch["o_s"] = tiled((BLOCK_Q, value_dim), dtype)
-        scratch["less_s"] = plgpu.SMEM((BLOCK_Q,), jnp.float32)
-        rows = (problem.batch, problem.heads, plan.n_q * BLOCK_Q)
-        outputs["less"] = jax.ShapeDtypeStruct(rows, jnp.float32)
     programs = problem.batch * problem.heads * plan.n_q
-    make = functools.partial(_Program, plan)
+    make = functools.partial(Program, plan)
     name = "flash_attention_backward_dq"
-    dq, *less = launch(name, programs, make, [consume], move, operands, outputs, scratch)
-    return dq[:, : problem.q_len], *less
+    (dq,) = launch(name, programs, make, [consume], move, operands, outputs, scratch)
+    return dq[:, : problem.q_len]

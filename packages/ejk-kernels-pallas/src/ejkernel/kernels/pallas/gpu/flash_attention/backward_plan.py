@@ -47,12 +47,12 @@ def is_wide(problem: Problem) -> bool:
     return max(problem.dim, problem.value_dim) > 128
 
 
-def holds_rows(problem: Problem) -> bool:
-    """Whether the kernel of dq keeps its rows of q and do in registers.
+def has_queue(problem: Problem) -> bool:
+    """Whether the programs of dq over lists stay and take block after block, rows in registers.
 
-    Wider heads leave no room; for narrower ones the compiler puts ds where do is held.
+    Wider heads leave no registers for rows; at 64 the compiler (of CUDA 13.0) puts ds where do is.
     """
-    return problem.dim == problem.value_dim == 128
+    return problem.pattern_blocks is not None and problem.dim == problem.value_dim == 128
 
 
 def backward_tiles(problem: Problem) -> BackwardTiles:
