@@ -2,9 +2,10 @@
 
     m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
 
-A program has one row of the sequence that one run cuts, and adds its parts in their order. A load
-takes as long as hundreds of additions, so several parts are loaded before the first is added: two,
-or eight of many. Whole sequences are where they belong; those without tokens get rows of 0.
+All runs but the last that a sequence is cut into share its rows, and add the parts of a row in
+their order. A load takes as long as hundreds of additions, so several parts are loaded before the
+first is added: two, or eight of many. Whole sequences are where they belong; those without tokens
+get rows of 0.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import CUT, ROWS
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import numbers
 
 F32 = jnp.float32
 THREADS = 128  # of a program
+PROGRAMS = 6  # of a multiprocessor: as many as its registers hold
 FEW, MANY = 2, 8  # parts whose loads are in flight together
 
 
@@ -30,29 +33,38 @@ def merge(
 ) -> jax.Array:  # fmt: skip
     """``whole [b, rows, d]``, in place, with the rows of all other sequences.
 
-    o ``[parts, rows, d]``; maxima m and sums ``[parts, rows]``; cuts ``[runs, 3]`` and lengths
+    o ``[parts, rows, d]``; maxima m and sums ``[parts, rows]``; cuts ``[runs, CUT]`` and lengths
     ``[b]`` as ``Steps`` has them.
     """
     b, rows, d = whole.shape
-    runs = len(cuts)
+    runs, programs = len(cuts), PROGRAMS * rows // ROWS
     layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
 
+    def of_many(start: Any, stride: Any) -> Any:
+        """How many rows are ``start`` or so many strides after it."""
+        return lax.div(jnp.maximum(rows - start, 0) + stride - 1, stride)
+
     def body(out: Any, o: Any, m: Any, total: Any, cuts: Any, lengths: Any) -> None:
-        run, row = lax.axis_index("run"), lax.axis_index("row")
-        sequence, first, count = (cuts[run, i] for i in range(3))
+        run, program = lax.axis_index("run"), lax.axis_index("program")
+        sequence, first, count, before = (cuts[run, i] for i in range(CUT))
 
         def clear(i: Any, carry: Any) -> Any:
             at = jnp.minimum(run + i * runs, b - 1)
 
             @pl.when(lengths[at] <= 0)
             def none() -> None:
-                out[at, row, :] = plgpu.layout_cast(jnp.zeros((d,), out.dtype), layout)
+                def row(i: Any, carry: Any) -> Any:
+                    nothing = plgpu.layout_cast(jnp.zeros((d,), out.dtype), layout)
+                    out[at, program + i * programs, :] = nothing
+                    return carry
+
+                lax.fori_loop(0, of_many(program, programs), row, jnp.int32(0))
 
             return carry
 
         lax.fori_loop(0, -(-b // runs), clear, jnp.int32(0))
 
-        def add_parts(some: int) -> None:
+        def add_parts(some: int, row: Any) -> None:
             def parts(i: Any, some: int) -> list[tuple[Any, Any]]:
                 """(number, whether there is one) of the i-th so many parts."""
                 at = [i * some + n for n in range(some)]
@@ -88,14 +100,23 @@ def merge(
             acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
             out[sequence, row, :] = acc.astype(out.dtype)
 
-        pl.when((count > 0) & (count < MANY))(lambda: add_parts(FEW))
-        pl.when(count >= MANY)(lambda: add_parts(MANY))
+        def add_rows(some: int) -> None:
+            start, stride = before * programs + program, (count - 1) * programs
+
+            def row(i: Any, carry: Any) -> Any:
+                add_parts(some, start + i * stride)
+                return carry
+
+            lax.fori_loop(0, of_many(start, stride), row, jnp.int32(0))
+
+        pl.when((count > 0) & (count < MANY))(lambda: add_rows(FEW))
+        pl.when(count >= MANY)(lambda: add_rows(MANY))
 
     kernel = plgpu.kernel(
         body,
         out_type=(),
-        grid=(runs, rows),
-        grid_names=("run", "row"),
+        grid=(runs, programs),
+        grid_names=("run", "program"),
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",

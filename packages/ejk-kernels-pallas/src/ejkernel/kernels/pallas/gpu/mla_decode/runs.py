@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64  # query rows of a program
 SHIFT = 6
 STEP = 1 << SHIFT  # tokens of a step
+CUT = 4  # numbers of a cut: see ``Steps``
+
+
+class Place(NamedTuple):
+    """A step: of which sequence, its number in it, and the sequence's length."""
+
+    sequence: Any
+    j: Any
+    length: Any
+
+    @property
+    def steps(self) -> Any:
+        """Of the sequence."""
+        return lax.shift_right_logical(self.length + (STEP - 1), SHIFT)
+
+    @property
+    def ended(self) -> Any:
+        """Whether it is the sequence's last."""
+        return self.j + 1 == self.steps
+
+    def whole(self, n: Any) -> Any:
+        """Whether it is the last, and the first was in this run, whose n-th it is."""
+        return (n >= self.j) & self.ended
 
 
 @dataclass(frozen=True)
@@ -66,68 +89,62 @@ class Runs:
 
     # ---- the walk ---------------------------------------------------------------------------
 
-    def place(self) -> tuple[jax.Array, jax.Array]:
+    def block(self) -> tuple[jax.Array, jax.Array]:
         """(run, block of query rows) of this program."""
         program = lax.axis_index("program")
         return lax.div(program, self.blocks), lax.rem(program, self.blocks)
 
-    def start(self, r: Any) -> tuple[jax.Array, ...]:
-        """(sequence, its step, how many steps) of this program's run."""
-        return r.run[:3]
+    def start(self, r: Any) -> Place:
+        """Where this program's run begins."""
+        sequence, j = r.run[:2]
+        return Place(sequence, j, self.length(r, sequence))
 
-    def part(self, r: Any, sequence: Any, n: Any, j: Any) -> jax.Array:
-        """Number of what this program sums of a sequence until step n, its j-th."""
-        inside = self.place()[0] * 2 + (sequence != r.run[0]).astype(jnp.int32)
-        return jnp.where(self.whole(r, sequence, n, j), 2 * self.groups + sequence, inside)
+    def count(self, r: Any) -> jax.Array:
+        """Steps of this program's run."""
+        return r.run[2]
 
-    def whole(self, r: Any, sequence: Any, n: Any, j: Any) -> jax.Array:
-        """Whether step n, the j-th, is a sequence's last and the first was in this run."""
-        return (n >= j) & (j + 1 == self.steps(r, sequence))
+    def part(self, r: Any, at: Place, n: Any) -> jax.Array:
+        """Number of what this program sums of a sequence until step n of the run."""
+        inside = self.block()[0] * 2 + (at.sequence != r.run[0]).astype(jnp.int32)
+        return jnp.where(at.whole(n), 2 * self.groups + at.sequence, inside)
 
     def length(self, r: Any, sequence: Any) -> jax.Array:
         return jnp.clip(r.lengths[sequence], 0, self.capacity)
 
-    def steps(self, r: Any, sequence: Any) -> jax.Array:
-        return lax.shift_right_logical(self.length(r, sequence) + (STEP - 1), SHIFT)
-
-    def following(self, r: Any, sequence: Any, j: Any) -> tuple[jax.Array, jax.Array]:
+    def following(self, r: Any, at: Place) -> Place:
         """The next step; a sequence behind the last is any."""
 
         def empty(sequence: Any) -> Any:
             return (r.lengths[sequence] <= 0) & (sequence + 1 < self.batch)
 
         def next_one() -> Any:
-            after = jnp.minimum(sequence + 1, self.batch - 1)
-            return lax.while_loop(empty, lambda s: s + 1, after)
+            after = jnp.minimum(at.sequence + 1, self.batch - 1)
+            after = lax.while_loop(empty, lambda s: s + 1, after)
+            return after, jnp.int32(0), self.length(r, after)
 
-        ended = j + 1 == self.steps(r, sequence)
-        return lax.cond(ended, next_one, lambda: sequence), jnp.where(ended, 0, j + 1)
-
-    def ends(self, r: Any, sequence: Any, j: Any, n: Any, count: Any) -> jax.Array:
-        """Whether step n, the j-th of the sequence, is the last of its part."""
-        return (j + 1 == self.steps(r, sequence)) | (n + 1 == count)
+        return Place(*lax.cond(at.ended, next_one, lambda: (at.sequence, at.j + 1, at.length)))
 
     def walk(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
-        """``body(carry, n, sequence, j, last)`` of every step."""
-        sequence, j, count = self.start(r)
+        """``body(carry, n, place, whether it is the last of its part)`` of every step."""
+        count = self.count(r)
 
         def step(n: Any, state: Any) -> Any:
-            sequence, j, carry = state
-            carry = body(carry, n, sequence, j, self.ends(r, sequence, j, n, count))
-            return *self.following(r, sequence, j), carry
+            at, carry = state
+            carry = body(carry, n, at, at.ended | (n + 1 == count))
+            return self.following(r, at), carry
 
-        return lax.fori_loop(0, count, step, (sequence, j, carry))[2]
+        return lax.fori_loop(0, count, step, (self.start(r), carry))[1]
 
     # ---- copies -----------------------------------------------------------------------------
 
-    def boxes(self, r: Any, sequence: Any, j: Any) -> list[tuple[int, Any, Any]]:
+    def boxes(self, r: Any, at: Place) -> list[tuple[int, Any, Any]]:
         """(first token in the step, page, first token in the page) of every copy of a step."""
         found = []
-        for at in range(0, STEP, self.copied):
-            column = jnp.minimum(lax.div(j * STEP + at, self.page), self.columns - 1)
-            page = jnp.clip(r.tables[sequence, column], 0, self.pages - 1)
-            first = 0 if self.page <= STEP else lax.rem(j, self.page // STEP) * STEP
-            found.append((at, page, first))
+        for token in range(0, STEP, self.copied):
+            column = jnp.minimum(lax.div(at.j * STEP + token, self.page), self.columns - 1)
+            page = jnp.clip(r.tables[at.sequence, column], 0, self.pages - 1)
+            first = 0 if self.page <= STEP else lax.rem(at.j, self.page // STEP) * STEP
+            found.append((token, page, first))
         return found
 
     def load(self, r: Any, boxes: list, columns: Any, there: Any, ready: Any) -> None:
@@ -135,16 +152,19 @@ class Runs:
             source = r.cache.at[page, pl.ds(first, self.copied), columns]
             plgpu.copy_gmem_to_smem(source, there.at[pl.ds(at, self.copied)], ready)
 
-    def plan(self, r: Any, sequence: Any, n: Any, j: Any) -> None:
-        """Says what is to be merged if a sequence begins here and goes on in the next run.
+    def plan(self, r: Any, at: Place, n: Any) -> None:
+        """Says what this run helps to merge: the sequence that goes on in the next run, if any.
 
-        Step n, the j-th, is the last of this run that the sequence has.
+        Step n of the run is the last that the sequence has in it.
         """
-        run, block = self.place()
-        left = self.steps(r, sequence) - (j + 1)
+        run, block = self.block()
+        bound = r.run[3]
 
-        @pl.when((block == 0) & (n >= j) & (left > 0))
+        @pl.when((block == 0) & jnp.logical_not(at.ended))
         def cut() -> None:
-            r.cuts[run, 0] = sequence
-            r.cuts[run, 1] = self.part(r, sequence, n, j)
-            r.cuts[run, 2] = 1 + lax.div(left + r.run[3] - 1, r.run[3])
+            start = run * bound + n - at.j  # its first step among those of all sequences
+            first = lax.div(start, bound)
+            inside = (lax.rem(start, bound) != 0).astype(jnp.int32)
+            last = lax.div(start + at.steps - 1, bound)
+            for i, x in enumerate((at.sequence, 2 * first + inside, last - first + 1, run - first)):
+                r.cuts[run, i] = x

@@ -22,8 +22,10 @@ three steps ahead; the one of the scores loads the rotary columns, one step ahea
 A step's values are added while the exponentials of the next are computed: they start behind the
 next scores. If they started with them, nothing would fill the tensor cores during the exponentials.
 The probabilities wait in registers until the next scores are asked for, so that these wait neither
-for values being added nor for shared memory to be written (0.263 -> 0.243 ms on an H200, 64
-sequences of 8192). What follows of that: page numbers and lengths are read before the product.
+for values being added nor for shared memory to be written (0.263 -> 0.245 ms on an H200, 64
+sequences of 8192). The warpgroup of the scores decides how fast a step is: it reads page numbers
+before the product and lengths once a sequence (0.237), and lanes keep what they can to themselves
+(``softmax``, 0.227).
 
 What is summed is scaled anew only where a row's maximum has grown by more than ``SLACK`` powers of
 two. Rows of the cache behind the last are set to 0 before they are added, whatever they were.
@@ -55,7 +57,8 @@ from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, hide_outside, 
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
-from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import CUT, ROWS, STEP, Runs
+from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
 from ejkernel.types.structure import Band
 
 F32 = jnp.float32
@@ -86,7 +89,7 @@ class Steps(Runs):
 
     def queries(self, r: Any, sequence: Any) -> tuple[Any, ...]:
         """The columns of this program's queries that are held; asks for the others."""
-        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        rows = pl.ds(self.block()[1] * ROWS, ROWS)
         rest = pl.ds(REST, LATENT + ROPE - REST)
         plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, rest], r.q_rest, r.q_ready)
         return tuple(
@@ -106,9 +109,9 @@ class Steps(Runs):
 
     def score(self, r: Any) -> None:
         plgpu.set_max_registers(REGISTERS["scores"], action="increase")
-        block = self.place()[1]
+        block = self.block()[1]
         token = lax.div(block * ROWS, self.rows // self.tokens)
-        count = self.start(r)[2]
+        count = self.count(r)
 
         def publish(n: Any, p: Any, alpha: Any, m: Any, total: Any, last: Any) -> None:
             """Writes what is to be added in step n, and how it is divided after the last."""
@@ -118,7 +121,8 @@ class Steps(Runs):
 
             @pl.when(last)
             def divide() -> None:
-                r.sums[SHARE] = 1.0 / jnp.where(total == 0.0, 1.0, total)
+                whole = over_lanes(total)
+                r.sums[SHARE] = 1.0 / jnp.where(whole == 0.0, 1.0, whole)
 
             plgpu.commit_smem()
 
@@ -136,13 +140,12 @@ class Steps(Runs):
             pl.when(n > 0)(lambda: plgpu.barrier_arrive(r.p_ready))
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(carry: Any, n: Any, sequence: Any, j: Any, last: Any) -> Any:
+        def step(carry: Any, n: Any, at: Any, last: Any) -> Any:
             new, held, *state = carry
             slot = lax.rem(n, STAGES)
             # read before the product, used after it
-            length = self.length(r, sequence)
-            boxes = self.boxes(r, *self.following(r, sequence, j))
-            held = lax.cond(new, lambda: self.queries(r, sequence), lambda: held)
+            boxes = self.boxes(r, self.following(r, at))
+            held = lax.cond(new, lambda: self.queries(r, at.sequence), lambda: held)
             pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready))
             s = pl.run_scoped(
                 lambda acc: product(acc, held, n, new, state), plgpu.ACC((ROWS, STEP), F32)
@@ -152,40 +155,39 @@ class Steps(Runs):
             total = lax.cond(new, lambda: _rows_of(0.0), lambda: total)
             pl.when(n + 1 < count)(lambda: self.load_rope(r, boxes))
             s = -s if self.negative else s
-            left = length - (self.tokens - 1 - token) - j * STEP
+            left = at.length - (self.tokens - 1 - token) - at.j * STEP
 
             def hide() -> jax.Array:
                 return hide_outside(s, Band(), 0, columns_left=left)
 
             s = lax.cond(left < STEP, hide, lambda: s)
-            top = jnp.maximum(m, jnp.max(s, axis=1))
-            top = jnp.where(top > m + SLACK / self.c, top, m)
+            top = raised(m, s, SLACK / self.c)
             # a token before the last may see nothing of a part
             shift = top if self.tokens == 1 else jnp.where(top == -jnp.inf, 0.0, top)
             alpha = jnp.exp2((m - shift) * self.c)
-            total = total * alpha
             p = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * self.c)
-            total = total + jnp.sum(p, axis=1)
-            left = length - j * STEP
+            total = lane_sums(p, total, alpha)
+            p = halved(p, self.dtype)
+            left = at.length - at.j * STEP
             pl.when(left < STEP)(lambda: self.clear(r.main.at[slot], left))
 
             @pl.when(last)
             def finish() -> None:
-                here = (self.part(r, sequence, n, j), pl.ds(block * ROWS, ROWS))
+                here = (self.part(r, at, n), pl.ds(block * ROWS, ROWS))
                 compat.store_registers(r.m.at[here], top)
-                compat.store_registers(r.total.at[here], total)
-                self.plan(r, sequence, n, j)
+                compat.store_registers(r.total.at[here], over_lanes(total))
+                self.plan(r, at, n)
 
-            return last, held, p.astype(self.dtype), alpha, top, total
+            return last, held, p, alpha, top, total
 
         @pl.when(block == 0)
         def nothing_cut() -> None:  # until ``plan`` says otherwise
-            for i in range(3):
-                r.cuts[self.place()[0], i] = jnp.int32(0)
+            for i in range(CUT):
+                r.cuts[self.block()[0], i] = jnp.int32(0)
 
         @pl.when(count > 0)
         def every() -> None:
-            self.load_rope(r, self.boxes(r, *self.start(r)[:2]))
+            self.load_rope(r, self.boxes(r, self.start(r)))
             nothing = tuple(
                 plgpu.layout_cast(jnp.zeros((ROWS, columns), self.dtype), LAYOUT)
                 for _, _, columns in (*HELD, (0, 0, STEP))
@@ -201,17 +203,16 @@ class Steps(Runs):
     def add(self, r: Any) -> None:
         plgpu.set_max_registers(REGISTERS["values"], action="decrease")
         half = lax.axis_index("wg")
-        rows = pl.ds(self.place()[1] * ROWS, ROWS)
+        rows = pl.ds(self.block()[1] * ROWS, ROWS)
         mine = pl.ds(half * HALF, HALF)
-        count = self.start(r)[2]
+        count = self.count(r)
 
         def load(n: Any, boxes: list) -> None:
             slot = lax.rem(n, STAGES)
             self.load(r, boxes, mine, r.main.at[slot, half], r.ready.at[slot])
 
-        def finish(sequence: Any, n: Any, j: Any, *added: Any) -> None:
-            whole = self.whole(r, sequence, n, j)
-            part = self.part(r, sequence, n, j)
+        def finish(at: Any, n: Any, *added: Any) -> None:
+            sequence, whole, part = at.sequence, at.whole(n), self.part(r, at, n)
             share = read(r.sums.at[SHARE], ROW, optimized=False)
             for i, x in enumerate(added):
                 columns = pl.ds(half * HALF + i * COLUMNS, COLUMNS)
@@ -227,10 +228,10 @@ class Steps(Runs):
             plgpu.commit_smem()  # all warps have read what may be written anew from here on
 
         def every(*sums: Any) -> None:
-            def step(ahead: Any, n: Any, sequence: Any, j: Any, last: Any) -> Any:
+            def step(ahead: Any, n: Any, at: Any, last: Any) -> Any:
                 slot = lax.rem(n, STAGES)
                 values = r.main.at[slot, half]
-                boxes = self.boxes(r, *ahead)  # read before the wait, used after it
+                boxes = self.boxes(r, ahead)  # read before the wait, used after it
                 plgpu.barrier_wait(r.ready.at[slot])
                 plgpu.barrier_wait(r.p_ready)
                 alpha = read(r.sums.at[ALPHA], ROW, optimized=False)
@@ -242,18 +243,17 @@ class Steps(Runs):
                 # one value before and in the branch: two would be in registers together
                 added = [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in sums]
                 pl.when(n + STAGES < count)(lambda: load(n + STAGES, boxes))
-                pl.when(last)(lambda: finish(sequence, n, j, *added))
+                pl.when(last)(lambda: finish(at, n, *added))
                 for acc, x in zip(sums, added, strict=True):
                     acc[...] = x
                 plgpu.barrier_arrive(r.p_free)
-                return self.following(r, *ahead)
+                return self.following(r, ahead)
 
-            sequence, j, _ = self.start(r)
+            ahead = self.start(r)
             for n in range(STAGES):
-                at = jnp.int32(n)
-                pl.when(at < count)(lambda at=at, x=(sequence, j): load(at, self.boxes(r, *x)))
-                sequence, j = self.following(r, sequence, j)
-            self.walk(r, step, (sequence, j))
+                pl.when(n < count)(lambda n=n, x=ahead: load(jnp.int32(n), self.boxes(r, x)))
+                ahead = self.following(r, ahead)
+            self.walk(r, step, ahead)
 
         pl.run_scoped(every, *[plgpu.ACC((ROWS, COLUMNS), F32)] * (HALF // COLUMNS))
 
@@ -280,8 +280,9 @@ class Steps(Runs):
         self, q: jax.Array, cache: jax.Array, tables: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Outputs of whole sequences ``[b, rows, 512]``; sums of parts, float32: o ``[parts, rows,
-        512]``; m and total ``[parts + b, rows]``; of what runs cut ``[runs, 3]``: sequence, number
-        of its first part, parts or 0.
+        512]``; m and total ``[parts + b, rows]``; of the sequence that goes on behind a run
+        ``[runs, CUT]``: which it is, the number of its first part, how many parts or 0, and how
+        many runs before this one it began.
 
         q ``[b, rows, 576]``, cache ``[pages, page, 576]``, tables ``[b, columns]``, lengths
         ``[b]``. Parts that no program has are whatever the memory held.
@@ -291,7 +292,7 @@ class Steps(Runs):
         def body(*refs: Any, **scratch: Any) -> None:
             r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
             r.run = deal(
-                r.lengths, self.place()[0], groups=self.groups, step=STEP, capacity=self.capacity
+                r.lengths, self.block()[0], groups=self.groups, step=STEP, capacity=self.capacity
             )
             wg = lax.axis_index("wg")
             pl.when(wg == SCORES)(lambda: self.score(r))
@@ -306,7 +307,7 @@ class Steps(Runs):
                 jax.ShapeDtypeStruct((parts, self.rows, LATENT), F32),
                 sums,
                 sums,
-                jax.ShapeDtypeStruct((self.groups, 3), jnp.int32),
+                jax.ShapeDtypeStruct((self.groups, CUT), jnp.int32),
             ),
             scratch_types=self._scratch(),
             grid=(self.groups * self.blocks,),

@@ -1,0 +1,140 @@
+"""Maxima and sums of rows in registers, where four lanes have the elements of a row.
+
+Lanes speak with each other only where they must: a maximum is looked for among all four where one
+of them saw more than is allowed, and sums of lanes stay apart until a part of a sequence ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    LAYOUT,
+    ROW,
+    arith,
+    constant,
+    element,
+    i32,
+    like,
+    llvm,
+    on_registers,
+    scf,
+    vector,
+)
+
+
+def _other_lane(x: Any, distance: int) -> Any:
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return llvm.inline_asm(ir.F32Type.get(), [x], text, "=f,f", has_side_effects=True)
+
+
+def _of_rows(x: Any, combine: Any) -> list[Any]:
+    """What a lane's elements of its two rows give."""
+    found = []
+    for row in range(2):
+        pairs = [p for at, p in np.ndenumerate(x.registers) if at[4] == row]
+        both = functools.reduce(combine, pairs)
+        found.append(combine(element(both, 0), element(both, 1)))
+    return found
+
+
+def _rows(like_this: Any, values: list[Any]) -> Any:
+    """Numbers of the two rows as an array in the layout of ``like_this``."""
+    registers = np.empty_like(like_this.registers)
+    kind = like_this.registers.flat[0].type
+    registers.flat = [vector.broadcast(kind, x) for x in values]
+    return like(like_this, registers)
+
+
+def lane_sums(x: jax.Array, rows: jax.Array, factors: jax.Array) -> jax.Array:
+    """``rows * factors`` plus what this lane has of the rows of ``x``: each lane its own sum."""
+
+    @on_registers(rows, ROW, ROW, LAYOUT)
+    def apply(rows: Any, factors: Any, x: Any) -> Any:
+        sums = _of_rows(x, arith.addf)
+        old = [element(r, 0) for r in rows.registers.flat]
+        by = [element(r, 0) for r in factors.registers.flat]
+        return _rows(rows, [llvm.intr_fma(o, f, s) for o, f, s in zip(old, by, sums, strict=True)])
+
+    return apply(rows, factors, x)
+
+
+def over_lanes(rows: jax.Array) -> jax.Array:
+    """The sums of rows from those of lanes."""
+
+    @on_registers(rows, ROW)
+    def apply(rows: Any) -> Any:
+        found = []
+        for x in (element(r, 0) for r in rows.registers.flat):
+            for distance in (1, 2):
+                x = arith.addf(x, _other_lane(x, distance))
+            found.append(x)
+        return _rows(rows, found)
+
+    return apply(rows)
+
+
+def raised(m: jax.Array, x: jax.Array, slack: float) -> jax.Array:
+    """Maxima ``m`` of rows, after those of ``x`` where these are more than ``slack`` above."""
+
+    @on_registers(m, ROW, LAYOUT)
+    def apply(m: Any, x: Any) -> Any:
+        old = [element(r, 0) for r in m.registers.flat]
+        limit = [arith.addf(o, constant(slack)) for o in old]
+        seen = _of_rows(x, arith.maxnumf)
+        above = arith.CmpFPredicate.OGT
+        over = [arith.cmpf(above, a, b) for a, b in zip(seen, limit, strict=True)]
+        some = llvm.inline_asm(
+            i32(),
+            [arith.extui(i32(), arith.ori(*over))],
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.u32 $0, 1, 0, p; }",
+            "=r,r",
+            has_side_effects=True,
+        )
+        some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
+        branch = scf.IfOp(some, [o.type for o in old], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            new = []
+            for top, o, most in zip(seen, old, limit, strict=True):
+                for distance in (1, 2):
+                    top = arith.maxnumf(top, _other_lane(top, distance))
+                new.append(arith.select(arith.cmpf(above, top, most), top, o))
+            scf.yield_(new)
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(old)
+        return _rows(m, list(branch.results))
+
+    return apply(m, x)
+
+
+def halved(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` as float16 or bfloat16, here and now: a conversion that waits keeps twice the
+    registers."""
+    name = {"float16": "f16x2", "bfloat16": "bf16x2"}[jnp.dtype(dtype).name]
+    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
+    def apply(_: Any, x: Any) -> Any:
+        scalar = ir.F16Type.get() if name == "f16x2" else ir.BF16Type.get()
+        pair_type = ir.VectorType.get((2,), scalar)
+        out = np.empty_like(x.registers)
+        for at, pair in np.ndenumerate(x.registers):
+            both = llvm.inline_asm(
+                i32(),
+                [element(pair, 1), element(pair, 0)],
+                f"cvt.rn.{name}.f32 $0, $1, $2;",
+                "=r,f,f",
+                has_side_effects=True,
+            )
+            out[at] = llvm.bitcast(pair_type, both)
+        return like(x, out)
+
+    return apply(x)
