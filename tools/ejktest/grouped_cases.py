@@ -29,14 +29,25 @@ KINDS: dict[str, tuple[int, int, str, float]] = {
     "float32": (96, 72, "float32", 1e-3),
     "odd float32": (33, 41, "float32", 1e-3),
 }
+# of kernels that ask for whole columns of 64, and rows in eights
+WHOLE: dict[str, tuple[int, int, str, float]] = {
+    "whole bfloat16": (256, 320, "bfloat16", 6e-3),
+    "whole float16": (576, 256, "float16", 1e-3),
+}
 
 
-def operands(sizes_name: str, kind: str, transposed: bool) -> tuple[jax.Array, ...]:
+def _kind(name: str) -> tuple[int, int, str, float]:
+    return (KINDS | WHOLE)[name]
+
+
+def operands(
+    sizes_name: str, kind: str, transposed: bool, rows: int = ROWS
+) -> tuple[jax.Array, ...]:
     """lhs, rhs and the cotangent; rows behind the groups hold NaN and infinity."""
     used = sum(SIZES[sizes_name][0])
-    inner, columns, dtype, _ = KINDS[kind]
+    inner, columns, dtype, _ = _kind(kind)
     rng = np.random.default_rng(0)
-    lhs, dout = (rng.standard_normal((ROWS, n)) for n in (inner, columns))
+    lhs, dout = (rng.standard_normal((rows, n)) for n in (inner, columns))
     lhs[used:], dout[used:] = np.nan, np.inf
     rhs = rng.standard_normal(
         (MATRICES, columns, inner) if transposed else (MATRICES, inner, columns)
@@ -48,11 +59,19 @@ def _added_to(shape: tuple[int, int]) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape, np.float32)
 
 
-def _added(sizes_name: str, kind: str) -> Any:
-    return _added_to((ROWS, KINDS[kind][1])) * SIZES[sizes_name][2]
+def _added(sizes_name: str, kind: str, rows: int) -> Any:
+    return _added_to((rows, _kind(kind)[1])) * SIZES[sizes_name][2]
 
 
-def pull(fn: Callable[..., Any], sizes_name: str, kind: str, transposed: bool, **options: Any):
+def pull(
+    fn: Callable[..., Any],
+    sizes_name: str,
+    kind: str,
+    transposed: bool,
+    *,
+    rows: int = ROWS,
+    **options: Any,
+):
     """A jitted function of ``operands``: the product and the gradients of lhs and rhs."""
     sizes, offset, added = SIZES[sizes_name]
 
@@ -65,8 +84,8 @@ def pull(fn: Callable[..., Any], sizes_name: str, kind: str, transposed: bool, *
         out, back = jax.vjp(product, lhs, rhs)
         return out, *back(dout)
 
-    group_sizes, add = np.asarray(sizes, np.int32), _added(sizes_name, kind)
-    return run, (*operands(sizes_name, kind, transposed), group_sizes, add)
+    group_sizes, add = np.asarray(sizes, np.int32), _added(sizes_name, kind, rows)
+    return run, (*operands(sizes_name, kind, transposed, rows), group_sizes, add)
 
 
 def errors(

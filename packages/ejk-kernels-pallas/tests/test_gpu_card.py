@@ -20,8 +20,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
 )
 from ejkernel.types.structure import Unsupported
 from ejktest import attention_at_size as cases
+from ejktest import grouped_cases, latent_at_size, tile_lists
 from ejktest import large_logits_at_size as large
-from ejktest import latent_at_size, tile_lists
 
 pytestmark = pytest.mark.gpu
 
@@ -230,3 +230,43 @@ def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -
     np.testing.assert_array_equal(got[taken, :2], runs[taken, :2])
     cut = (sequences[:, 4] > 1).any()
     assert (got[:, 3] == (max(2, -(-runs[:, 2].sum() // groups)) if cut else got[:, 3])).all()
+
+
+@pytest.fixture(scope="module")
+def grouped_matmul():
+    pytest.importorskip("ejkernel.kernels.triton", reason="it does the rest of the work")
+    from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import grouped_matmul
+
+    return grouped_matmul
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", grouped_cases.WHOLE)
+def test_grouped_matrices(kind: str, transposed: bool, grouped_matmul) -> None:
+    """The gradient of matrices, against float64, groups around the size of a tile among them."""
+    for sizes in grouped_cases.SIZES:
+        rows = 384 if sizes == "one group" else 392
+        found = grouped_cases.errors(grouped_matmul, sizes, kind, transposed, rows=rows)
+        assert max(found.values()) <= grouped_cases.WHOLE[kind][-1], (sizes, found)
+
+
+@pytest.mark.parametrize("zipf", [False, True])
+@pytest.mark.parametrize("name", grouped_cases.AT_SIZE)
+def test_grouped_matrices_of_models(name: str, zipf: bool, grouped_matmul) -> None:
+    """Values, both gradients, and the bits of a second run."""
+    grouped_cases.check_at_size(grouped_matmul, name, zipf)
+
+
+def test_mapped_grouped_matrices_have_the_same_bits(grouped_matmul) -> None:
+    a, b, c = jax.random.split(jax.random.key(0), 3)
+    lhs = jax.random.normal(a, (2, 704, 256), jnp.bfloat16)
+    dout = jax.random.normal(c, (2, 704, 512), jnp.bfloat16)
+    rhs = jax.random.normal(b, (5, 256, 512), jnp.bfloat16)
+    sizes = jnp.array([[130, 0, 64, 300, 100], [1, 699, 0, 0, 0]])
+
+    def pull(lhs, sizes, dout):
+        return jax.vjp(lambda rhs: grouped_matmul(lhs, rhs, sizes), rhs)[1](dout)[0]
+
+    mapped = jax.jit(jax.vmap(pull))(lhs, sizes, dout)
+    for i in range(2):
+        np.testing.assert_array_equal(mapped[i], jax.jit(pull)(lhs[i], sizes[i], dout[i]))

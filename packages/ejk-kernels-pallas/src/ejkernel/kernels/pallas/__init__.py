@@ -82,6 +82,13 @@ PACKAGE = KernelPackage(
             hooks=HOOKS,
             config_fields=(),
         ),
+        Entry(
+            "grouped_matmul",
+            "gpu.grouped_matmul.implementation:grouped_matmul",
+            priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
+            hooks=HOOKS,
+            config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
+        ),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,8 @@ class GroupedMatmul(TritonKernel):
             passes = choice.choose_all(p, work.target)
         lhs, rhs, dout = (x.astype(p.dtype) for x in (arrays["lhs"], arrays["rhs"], dout))
         dlhs = Product(p.flipped(), passes.dlhs)(dout, rhs, *_rows(arrays), None, None)
-        drhs = Product(p, passes.drhs, weights=True)(lhs, dout, *_rows(arrays))
+        weights = Product(p, passes.drhs, weights=True, whole=passes.whole)
+        drhs = weights(lhs, dout, *_rows(arrays))
         return found | {"lhs": dlhs, "rhs": drhs}
 
 
@@ -124,17 +125,21 @@ class WeightsPlan(RowsPlan):
 class Product:
     """One of the two products with its launch; called with arrays, it knows mapped axes.
 
-    ``weights``: lhs, dout, sizes, offset; else lhs, rhs, sizes, offset, existing, scale.
+    ``weights``: lhs, dout, sizes, offset; else lhs, rhs, sizes, offset, existing, scale. ``whole``:
+    see ``Passes``.
     """
 
     problem: Problem
     tiles: Tiles
     weights: bool = False
+    whole: Callable[..., Any] | None = None
 
     def __call__(self, *arrays: Any) -> jax.Array:
         return _mapped(self)(*arrays)
 
     def run(self, *arrays: Any) -> jax.Array:
+        if self.whole is not None:
+            return self.whole(self.problem, *arrays)
         offset = arrays[3]
         added, scaled = (x is not None for x in arrays[4:] or (None, None))
         kind = WeightsPlan if self.weights else RowsPlan

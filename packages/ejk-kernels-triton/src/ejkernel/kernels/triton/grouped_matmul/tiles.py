@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -143,11 +143,16 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passes:
-    """The launches of the product and of the gradients of lhs and rhs."""
+    """The launches of the product and of the gradients of lhs and rhs.
+
+    ``whole``: what computes the gradient of rhs in place of its launch: ``whole(problem, lhs, dout,
+    sizes, offset)``, a hashable callable of another backend that returns what that returns.
+    """
 
     fwd: Tiles
     dlhs: Tiles
     drhs: Tiles
+    whole: Callable[..., Any] | None = None
 
     @property
     def fields(self) -> dict[str, int]:
