@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "d128 float16": (8192, 32, 8, 128, 128, 64, 128, 16, "float16", False),
     "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
 }
-KINDS = ("forward", "forward added", "dq", "pieces", "sums", "ranks", "scores")
+KINDS = ("forward", "forward added", "total", "dq", "pieces", "sums", "ranks", "scores")
 
 
 def problem(shape: str) -> Problem:
@@ -68,8 +68,10 @@ def used(shape: str, kind: str, target: Target) -> Resources:
     if kind in ("ranks", "scores"):
         plan: Any = select.SelectPlan(p, select.choose(p, target), kind)
     else:
-        tile = {"forward": chosen.fwd, "dq": chosen.dq}.get(kind.split()[0], chosen.dkv)
-        plan = plans.SelectedPlan(p, tile, kind.split()[0], plans.OTHERS if "added" in kind else ())
+        passes = {"forward": chosen.fwd, "total": chosen.fwd, "dq": chosen.dq}
+        tile = passes.get(kind.split()[0], chosen.dkv)
+        added = plans.OTHERS if kind in ("forward added", "total") else ()
+        plan = plans.SelectedPlan(p, tile, kind.removesuffix(" added"), added)
     given = operands(p, chosen.dkv)
     found = measure(plan_source(plan, [given[n] for n in plan.names], target), target)
     print(f"{shape} {kind} {target.name}: {plan.tiles}: {found}")
@@ -83,7 +85,9 @@ def test_compiles(kind):
     assert found.spills == 0 and found.products > 0 and not found.serialized
 
 
-@pytest.mark.parametrize(("kind", "programs"), [("forward", 6), ("forward added", 6), ("dq", 5)])
+@pytest.mark.parametrize(
+    ("kind", "programs"), [("forward", 6), ("forward added", 6), ("total", 6), ("dq", 5)]
+)
 def test_programs_of_a_multiprocessor(kind, programs):
     """Each waits for its keys most of the time."""
     found = used("64:4 d128", kind, TARGETS["sm_90"])

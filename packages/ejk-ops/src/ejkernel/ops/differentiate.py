@@ -40,9 +40,11 @@ class Work:
 def differentiable(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
     """The outputs of ``work.kernel.forward``, differentiated by ``work.kernel.backward``.
 
-    ``arrays`` are ``same_axes(arrays)``.
+    ``arrays`` are ``same_axes(arrays)``. A kernel that keeps much for its gradients has a forward
+    pass ``without_gradients`` too.
     """
-    return work.kernel.forward(work, arrays)[0]
+    forward = getattr(work.kernel, "without_gradients", work.kernel.forward)
+    return forward(work, arrays)[0]
 
 
 def _once(work: Work, tree: Any) -> Any:

@@ -7,8 +7,8 @@ Math, per token t and query head over the keys j <= t of the blocks selected for
 
 Work split: one program per (token, batch row, key head). The group's query heads are the rows of
 its products, so they share every key that is read (groups of more heads than a tile has rows are
-split). Programs of one key head follow each other: its keys and values stay in the L2 cache. A call
-without gradients adds the other branches here, which in a pass of its own takes 0.38 ms.
+split). Programs of one key head follow each other: its keys and values stay in the L2 cache. The
+other branches are added here: a pass of its own would take 0.38 ms.
 
 Bound: each program reads ``blocks * size * (d + dv)`` elements and shares none with its neighbours.
 At T 32k, 64:4 heads, D128, 16 blocks of 64: 69 GB from L2, 1.1 TFLOP: L2, by a factor of four. It
@@ -174,12 +174,13 @@ def selected_fwd(
     o,
     base,
     rest,
+    total,
     of,
 ):
-    """o ``[b, s, h, dv]``; base and rest ``[b, s, h]``, as of ``row_terms``; or with both None o is
-    the sum of this and the other branches ``[b, s, h, dv]`` under their gates ``[b, s, h]``, None =
-    no such branch, no such gate.
+    """o ``[b, s, h, dv]``; base and rest ``[b, s, h]``, as of ``row_terms``; all three or none.
 
+    ``total [b, s, h, dv]``: the sum of o and the other branches' under their gates ``[b, s, h]``;
+    None = not asked for, no such branch, no such gate.
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
     t, key_row, start, entries, count, at, inside, q_tile = open_walk(q, chosen, starts, of)
@@ -210,19 +211,23 @@ def selected_fwd(
             m = m_new
 
     l = tl.sum(sums, 1)  # noqa: E741
-    acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
-    column = tl.arange(0, of.VALUE_COLUMNS)
-    stored = inside[:, None] & (column < of.DV)[None, :]
-    if base is not None:
+    if o is not None:
         top, low = row_terms(m, l)
         tl.store(base + at, top, mask=inside)
         tl.store(rest + at, low, mask=inside)
-    else:  # of what differentiation would keep, as it would
-        acc = under_gate(acc.to(o.dtype.element_ty), g_slc, at, inside)
+    acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
+    column = tl.arange(0, of.VALUE_COLUMNS)
+    stored = inside[:, None] & (column < of.DV)[None, :]
+    each = at[:, None] * of.DV + column[None, :]
+    own = acc.to(q.dtype.element_ty)
+    if o is not None:
+        tl.store(o + each, own, mask=stored)
+    if total is not None:
+        acc = under_gate(own, g_slc, at, inside)
         if o_cmp is not None:
             other = load_group(o_cmp, at, inside, 0, of.DV, of.VALUE_COLUMNS)
             acc += under_gate(other, g_cmp, at, inside)
         if o_swa is not None:
             other = load_group(o_swa, at, inside, 0, of.DV, of.VALUE_COLUMNS)
             acc += under_gate(other, g_swa, at, inside)
-    tl.store(o + at[:, None] * of.DV + column[None, :], acc.to(o.dtype.element_ty), mask=stored)
+        tl.store(total + each, acc.to(total.dtype.element_ty), mask=stored)

@@ -1,8 +1,8 @@
 """Native sparse attention in Triton: three branches, gated and added.
 
 The compressed and the sliding branch are flash attention, over block means and over a window. The
-selected branch has kernels of its own; where no gradient is asked for, its forward pass adds all
-three under their gates. Means are XLA's, and that sum where there are gradients.
+selected branch has kernels of its own, whose forward pass adds all three under their gates. Means
+and the gradients of gates are XLA's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ejkernel.kernels.triton.native_sparse_attention import tiles
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
-from ejkernel.kernels.triton.native_sparse_attention.selected import attend, attend_and_add
+from ejkernel.kernels.triton.native_sparse_attention.selected import attend
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
@@ -85,10 +85,7 @@ class NativeSparseAttention(TritonKernel):
         if p.sliding_window is not None:
             others["o_swa"] = _sliding(p, q, k, v, cu)
         selected = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
-        if others:
-            out = attend_and_add(inner, p.query.dtype, selected, others)
-        else:
-            out = attend(inner, selected)
+        out = attend(inner, selected | others)
         return (cleared(held, out)[0].astype(p.query.dtype),), ()
 
 

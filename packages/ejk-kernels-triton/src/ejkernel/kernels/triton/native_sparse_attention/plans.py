@@ -26,12 +26,14 @@ from ejkernel.kernels.triton.targets import Target
 
 OPERANDS = {
     "forward": ("q", "k", "v", "chosen"),
+    "total": ("q", "k", "v", "chosen"),
     "dq": ("q", "k", "v", "chosen", "do", "base", "rest", "delta"),
     "pieces": ("q", "k", "v", "tokens", "bounds", "do", "base", "rest", "delta"),
     "sums": ("dk_parts", "dv_parts", "bounds"),
 }
 PACKED = {
     "forward": ("starts",),
+    "total": ("starts",),
     "dq": ("starts",),
     "pieces": ("first_tokens",),
     "sums": ("first_tokens", "last_tokens"),
@@ -43,7 +45,8 @@ OTHERS = ("o_cmp", "o_swa", "g_cmp", "g_slc", "g_swa")
 
 @dataclass(frozen=True)
 class SelectedPlan(Batched, KernelPlan):
-    """One of the four launches: ``forward``, ``dq``, ``pieces`` and ``sums`` of dk and dv.
+    """One of the launches: ``forward``, or ``total`` which keeps nothing for gradients; ``dq``,
+    ``pieces`` and ``sums`` of dk and dv.
 
     ``added``: names of what a forward pass adds, ``OTHERS`` that there are.
     """
@@ -69,15 +72,17 @@ class SelectedPlan(Batched, KernelPlan):
         lead, summed = (p.batch, p.length), (p.batch * p.kv_heads, self.pieces, parts)
         shapes: dict[str, Any] = {
             "forward": ((*lead, p.heads, p.value_dim), (*lead, p.heads), (*lead, p.heads)),
+            "total": ((*lead, p.heads, p.value_dim),),
             "dq": ((*lead, p.heads, p.dim),),
             "pieces": ((*summed, p.dim), (*summed, p.value_dim)),
             "sums": ((*lead, p.kv_heads, p.dim), (*lead, p.kv_heads, p.value_dim)),
         }
         kinds = {"forward": (p.dtype, "float32", "float32"), "pieces": ("float32",) * 2}
-        if self.added:  # with nothing kept for gradients
-            return (struct(p.dtype, *shapes["forward"][0]),)
         found = zip(shapes[self.kind], kinds.get(self.kind, (p.dtype,) * 2), strict=False)
-        return tuple(struct(kind, *shape) for shape, kind in found)
+        results = tuple(struct(kind, *shape) for shape, kind in found)
+        if self.kind == "forward" and self.added:
+            results = (*results, results[0])
+        return results
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.native_sparse_attention import (
@@ -88,18 +93,20 @@ class SelectedPlan(Batched, KernelPlan):
 
         p, t, kind = self.problem, self.tiles, self.kind
         results: dict[str, tuple[str, ...]] = {
-            "forward": ("o",) if self.added else ("o", "base", "rest"),
+            "forward": ("o", "base", "rest", *(["total"] if self.added else [])),
+            "total": ("total",),
             "dq": ("dq",),
             "pieces": ("dk_parts", "dv_parts"),
             "sums": ("dk", "dv"),
         }
         parts = p.parts(t.keys)
         members = min(power_of_two(p.group), t.heads)
-        absent = (*OTHERS, "base", "rest") if kind == "forward" else ()
+        attends = kind in ("forward", "total")
+        absent = (*OTHERS, "o", "base", "rest", "total") if attends else ()
         arguments: dict[str, Any] = dict.fromkeys((*PACKED[kind], *absent))
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         arguments |= {name: Out(i) for i, name in enumerate(results[kind])}
-        walks, products = kind in ("forward", "dq"), kind != "sums"
+        walks, products = kind not in ("pieces", "sums"), kind != "sums"
         arguments["of"] = Sizes(
             length=p.length,
             heads=p.heads if products else None,
@@ -130,17 +137,13 @@ class SelectedPlan(Batched, KernelPlan):
             LANES=lane_count(p.blocks),
             PRECISION=p.precision,
         )
-        programs = {
-            "forward": p.length * -(-p.group // t.heads),
-            "dq": p.length * -(-p.group // t.heads),
-            "pieces": self.pieces * parts,
-            "sums": p.blocks * parts,
-        }[kind]
-        kernel = {
-            "forward": forward_kernel.selected_fwd,
-            "dq": dq_kernel.selected_dq,
-            "pieces": dkv_kernel.selected_dkv,
-            "sums": dkv_kernel.sum_of_pieces,
+        tokens = p.length * -(-p.group // t.heads)
+        kernel, programs = {
+            "forward": (forward_kernel.selected_fwd, tokens),
+            "total": (forward_kernel.selected_fwd, tokens),
+            "dq": (dq_kernel.selected_dq, tokens),
+            "pieces": (dkv_kernel.selected_dkv, self.pieces * parts),
+            "sums": (dkv_kernel.sum_of_pieces, p.blocks * parts),
         }[kind]
         warps, stages = (4, 1) if kind == "sums" else (t.num_warps, t.num_stages)
         grid = (p.batch * p.kv_heads * programs,)
