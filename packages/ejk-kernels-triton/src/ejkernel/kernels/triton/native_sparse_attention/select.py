@@ -16,6 +16,7 @@ from ejkernel.kernels.triton.launch import (
     KernelPlan,
     Launch,
     Out,
+    TensorMap,
     power_of_two,
     struct,
 )
@@ -57,7 +58,9 @@ def choose(p: Problem, target: Target) -> Tiles:
         registers = 128 if not wide and p.group >= 8 else None
         t = Tiles(128, 32 if wide else 64, 8, 2, 2 * target.cores, registers)
     else:
-        t = Tiles(64, 16 if wide else 32, 4, 2, 2 * target.cores)
+        # left to itself the compiler takes 168 registers, and spills four bytes
+        registers = 255 if wide and target.platform == "cuda" else None
+        t = Tiles(64, 16 if wide else 32, 4, 2, 2 * target.cores, registers)
     if p.dtype == "float32":  # queries are two operands
         t = replace(t, rows=64, num_warps=4 if target.hopper else 8, registers=None)
     if target.platform == "rocm":
@@ -98,7 +101,13 @@ class SelectPlan(Batched, KernelPlan):
         results = (*(["chosen"] if ranks else []), "scores", "queries")
         arguments |= {name: Out(i) for i, name in enumerate(results)}
         count = p.slots - 1 if ranks else 1
+        mapped = target.platform == "cuda" and target.hopper and target.tensor_maps
+        if mapped:
+            rows = p.batch * p.kv_heads * (p.blocks + t.keys) * 2
+            block = 2 * t.keys, padded(p.dim)
+            arguments["terms"] = TensorMap(self.names.index("terms"), (rows, p.dim), block)
         arguments |= {
+            "MAPPED": mapped,
             "length": p.length,
             "heads": p.heads,
             "kv_heads": p.kv_heads,
