@@ -66,6 +66,10 @@ def heads(d, dv, length=1037, kv_length=None):
     return struct(2, length, 4, d), struct(2, kv, 2, d), struct(2, kv, 2, dv)
 
 
+def sparse(q, k, v, pattern):
+    return blocksparse_attention(q, k, v, block_mask=pattern, causal=True)
+
+
 CAUSAL = functools.partial(flash_attention, causal=True)
 LOWERED = {
     "d64": (gradient(CAUSAL), heads(64, 64)),
@@ -79,6 +83,8 @@ LOWERED = {
         gradient(lambda *a: packed(*a)),
         (*(struct(1, 1024, n, 128) for n in (4, 2, 2)), struct(5, dtype=jnp.int32)),
     ),
+    "sparse": (gradient(sparse), (*heads(128, 128, 1000), struct(1, 4, 8, 8, dtype=jnp.bool_))),
+    "sparse d64": (gradient(sparse), (*heads(64, 64, 1000), struct(2, 1, 8, 8, dtype=jnp.bool_))),
     "sinks, cap": (with_sinks, (*heads(128, 128), struct(4, 1))),
     "vmap": (
         jax.vmap(gradient(CAUSAL), in_axes=(0, 0, None)),
@@ -113,7 +119,7 @@ def test_named_residuals_keep_the_forward_kernel_from_running_twice():
     assert kernels(policies.nothing_saveable) == named + 1
 
 
-@pytest.mark.parametrize("name", ["d128", "d256", "packed"])
+@pytest.mark.parametrize("name", ["d128", "d256", "packed", "sparse"])
 def test_lowers_where_numbers_have_64_bits(name):
     f, shapes = LOWERED[name]
     with on(H200), jax.enable_x64(True):

@@ -55,10 +55,11 @@ class Program:
 
     def __init__(self, plan: Plan, r: Any, place: Any = None) -> None:
         problem, blocks = plan.problem, plan.n_q
-        item = lax.axis_index("item")
+        # JAX 0.10 has no number of the program where a single warp is at work
+        item = lax.axis_index("item") if place is None else place
         self.plan, self.table = plan, r.lists if plan.listed else r.ranges
-        if plan.listed:
-            item = r.order[0, item] if place is None else place
+        if plan.listed and place is None:
+            item = r.order[0, item]
         self.block = lax.rem(item, blocks)
         if not plan.listed:  # under a causal mask the last rows take longest: they go first
             self.block = blocks - 1 - self.block
