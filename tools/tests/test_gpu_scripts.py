@@ -52,6 +52,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.lists: sparse_cases.CASES,
         memory.contiguous: [()],
         memory.branches: sparse_cases.CASES,
+        memory.whole: [(False,), (True,)],
     }
     for run, *case in memory.CALLS:
         known = lists[run]
