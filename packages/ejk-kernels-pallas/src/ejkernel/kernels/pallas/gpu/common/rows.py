@@ -18,7 +18,6 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     arith,
     constant,
     element,
-    i32,
     like,
     llvm,
     on_registers,
@@ -26,6 +25,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     thread_place,
     vector,
 )  # fmt: skip
+from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 
 def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.Array:
@@ -40,17 +40,8 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.
         one, none = constant(1.0), constant(0.0)
         rows = [element(r, 0) for r in factors.registers.flat]
         differ = [arith.cmpf(arith.CmpFPredicate.UNE, row, one) for row in rows]
-        some = llvm.inline_asm(
-            i32(),
-            [arith.extui(i32(), arith.ori(*differ))],
-            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-            " selp.u32 $0, 1, 0, p; }",
-            "=r,r",
-            has_side_effects=True,
-        )
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
         old = list(x.registers.flat)
-        branch = scf.IfOp(some, [r.type for r in old], has_else=True)
+        branch = scf.IfOp(any_in_warp(differ), [r.type for r in old], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             new = []
             kind = old[0].type

@@ -12,7 +12,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import SCALAR, thread
+from ejkernel.kernels.pallas.gpu.common.masks import (
+    SCALAR,
+    arith,
+    constant,
+    i32,
+    llvm,
+    thread,
+)
+
+# for kernels that place every barrier themselves and keep reductions out of shared memory
+OWN_BARRIERS = plgpu.CompilerParams(
+    approx_math=True,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
+    lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+)
 
 
 def for_each_warp(body: Callable[[Any], None]) -> None:
@@ -26,6 +41,19 @@ def for_each_warp(body: Callable[[Any], None]) -> None:
 def for_one_warp(body: Callable[[], None]) -> None:
     """Runs ``body`` in the first warp of this warpgroup."""
     for_each_warp(lambda warp: pl.when(warp == 0)(body))
+
+
+def any_in_warp(tests: list[Any]) -> Any:
+    """Whether either of two tests holds in any lane of this warp, a bit of the compiler's."""
+    some = llvm.inline_asm(
+        i32(),
+        [arith.extui(i32(), arith.ori(*tests))],
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+        " selp.u32 $0, 1, 0, p; }",
+        "=r,r",
+        has_side_effects=True,
+    )
+    return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
 
 
 def thread_anew() -> jax.Array:

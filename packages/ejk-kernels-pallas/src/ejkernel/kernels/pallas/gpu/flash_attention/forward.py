@@ -34,6 +34,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read, row_of
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows
+from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import MEMBER, Form
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     F32,
@@ -358,10 +359,5 @@ class Forward(Form):
             num_threads=t.consumers + 1,
             thread_name="wg",
             kernel_name=self.kernel_name,
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                unsafe_no_auto_barriers=True,
-                reduction_scratch_bytes=0,
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            ),
+            compiler_params=OWN_BARRIERS,
         )

@@ -51,6 +51,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, read
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP, tiled
+from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 
 F32 = jnp.float32
 ROWS = 64  # of a step, and of the sums of one warpgroup
@@ -348,11 +349,6 @@ class Weights:
             num_threads=CONSUMERS + 1,
             thread_name="wg",
             kernel_name="grouped_weights",
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                unsafe_no_auto_barriers=True,
-                reduction_scratch_bytes=0,
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            ),
+            compiler_params=OWN_BARRIERS,
         )
         return kernel(*inputs.values())

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import CUT, ROWS
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import numbers
 
@@ -120,12 +121,7 @@ def merge(
         num_threads=1,
         thread_name="wg",
         kernel_name="mla_decode_merge",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
+        compiler_params=OWN_BARRIERS,
     )
     # the kernel itself: it is mapped further out, and no version maps references
     run = pl.run_state(lambda place: kernel.fun(place, o, m, total, cuts, lengths))

@@ -28,6 +28,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     scf,
     vector,
 )
+from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 
 def _other_lane(x: Any, distance: int) -> Any:
@@ -91,16 +92,7 @@ def raised(m: jax.Array, x: jax.Array, slack: float) -> jax.Array:
         seen = _of_rows(x, arith.maxnumf)
         above = arith.CmpFPredicate.OGT
         over = [arith.cmpf(above, a, b) for a, b in zip(seen, limit, strict=True)]
-        some = llvm.inline_asm(
-            i32(),
-            [arith.extui(i32(), arith.ori(*over))],
-            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-            " selp.u32 $0, 1, 0, p; }",
-            "=r,r",
-            has_side_effects=True,
-        )
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
-        branch = scf.IfOp(some, [o.type for o in old], has_else=True)
+        branch = scf.IfOp(any_in_warp(over), [o.type for o in old], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             new = []
             for top, o, most in zip(seen, old, limit, strict=True):

@@ -56,6 +56,7 @@ from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, hide_outside, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
+from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import CUT, ROWS, STEP, Runs
 from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
@@ -315,11 +316,6 @@ class Steps(Runs):
             num_threads=HALVES + 1,
             thread_name="wg",
             kernel_name="mla_decode",
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                unsafe_no_auto_barriers=True,
-                reduction_scratch_bytes=0,
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            ),
+            compiler_params=OWN_BARRIERS,
         )
         return kernel(q, cache, tables, lengths)
