@@ -15,21 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import memref as _memref
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
-    LAYOUT,
-    ROW,
-    SCALAR,
-    arith,
-    i32,
-    llvm,
-    read,
-    spread,
-)
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, read, spread
+from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import (
@@ -41,25 +30,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import (
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import CONSUMERS, ROWS, launch
 
-memref: Any = _memref
-
 K_STAGES, V_STAGES = 3, 2  # blocks in flight; those of v are given back first
-_TICKET = """{ .reg .pred p; .reg .b32 n, v; mov.u32 n, %laneid; setp.eq.u32 p, n, 0; mov.b32 v, 0;
-@p atom.global.add.u32 v, [$1], 1; shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }"""
-
-
-def next_ticket(counter: Any) -> jax.Array:
-    """How often this was asked before by any warp, int32; for a single warp."""
-    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
-    def take(_: Any, counter: Any) -> Any:
-        address = memref.extract_aligned_pointer_as_index(counter)
-        address = arith.index_cast(ir.IntegerType.get_signless(64), address)
-        number = llvm.inline_asm(i32(), [address], _TICKET, "=r,l,~{memory}", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
-
-    return take(counter)
 
 
 def queue_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -136,7 +107,7 @@ def queue_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.A
 
     def produce(r: Any, counter: Any) -> None:
         def following() -> Any:
-            ticket = next_ticket(counter)
+            ticket = taken_by_warp(counter)
             place = r.order[0, lax.min(ticket, count - 1)]
             return lax.select(ticket < count, place, -1)
 

@@ -24,10 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, hide_outside, read
 from ejkernel.kernels.pallas.gpu.common.rows import store_rows
+from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warpgroup
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
 from ejkernel.kernels.pallas.gpu.ragged_page_attention import decode
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.queue import taken_before
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import tile_of
 from ejkernel.types.structure import Band
 
@@ -163,7 +163,7 @@ class PagedForward(Forward):
         decoding = decode.programs(r) if self.decodes else 0
         own = lax.axis_index("program") - decoding
         asks = (i > 0) | (own < 0)
-        taken = taken_before(r.counter, r.queue, place, asks)
+        taken = taken_by_warpgroup(r.counter, r.queue, place, asks)
         number = jnp.where(asks, self.grid - decoding + taken, own)
         said = tile_of(number, lambda m, c: r.lines[m, c], last, heads)
         for column, value in enumerate(said):
