@@ -89,7 +89,7 @@ FAULTS = (
         "lens[:, None] - 1, ", "lens[:, None], ", f"{XLA_TESTS}/test_paged.py",
     ),
     Fault(
-        "value gate forgotten", f"{XLA}/_linear/chunk.py",
+        "value gate forgotten", f"{XLA}/linear_attention/chunk.py",
         "return o + _times_exp(q @ start, value and value.since)", "return o + q @ start",
         f"{XLA_TESTS}/test_linear_attention.py",
     ),

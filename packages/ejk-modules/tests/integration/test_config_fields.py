@@ -83,7 +83,7 @@ def test_xla_reads_what_it_says(name, monkeypatch):
 
     monkeypatch.setattr(operation, "runner", runner)
     # so few tokens need no chunks
-    monkeypatch.setattr("ejkernel.kernels.xla._linear.tiles.STEP_LIMIT", 0)
+    monkeypatch.setattr("ejkernel.kernels.xla.linear_attention.tiles.STEP_LIMIT", 0)
     c = call(name)
     jax.clear_caches()
     jax.eval_shape(lambda: getattr(modules, name)(**c.arguments, platform="xla"))

@@ -20,17 +20,19 @@ _RAGGED = (
     "num_warps",
     "num_stages",
 )
+
+
+def _hopper(name: str, *config_fields: str, folder: str = "") -> Entry:
+    """A kernel for Hopper: ahead of those for every GPU, but see its own ``priority_for``."""
+    target = f"gpu.{folder or name}.implementation:{name}"
+    return Entry(name, target, priority=110, hooks=HOOKS, config_fields=config_fields)
+
+
 PACKAGE = KernelPackage(
     __name__,
     "pallas",
     (
-        Entry(
-            "flash_attention",
-            "gpu.flash_attention.implementation:flash_attention",
-            priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
-            hooks=HOOKS,
-            config_fields=_HOPPER,
-        ),
+        _hopper("flash_attention", *_HOPPER),
         Entry(
             "flash_attention",
             "tpu.flash_attention.implementation:flash_attention",
@@ -44,51 +46,13 @@ PACKAGE = KernelPackage(
                 "bwd_params.blocksize_n",
             ),
         ),
-        Entry(
-            "blocksparse_attention",
-            "gpu.blocksparse_attention.implementation:blocksparse_attention",
-            priority=110,
-            hooks=HOOKS,
-            config_fields=_HOPPER,
-        ),
-        Entry(
-            "scaled_dot_product_attention",
-            "gpu.flash_attention.implementation:scaled_dot_product_attention",
-            priority=110,
-            hooks=HOOKS,
-            config_fields=(),
-        ),
-        Entry(
-            "mla_attention",
-            "gpu.flash_attention.implementation:mla_attention",
-            priority=110,
-            hooks=HOOKS,
-            config_fields=_HOPPER,
-        ),
-        *(
-            Entry(
-                name,
-                f"gpu.ragged_page_attention.implementation:{name}",
-                priority=110,  # ahead of the kernels for every GPU, but see ``priority_for``
-                hooks=HOOKS,
-                config_fields=_RAGGED,
-            )
-            for name in ("ragged_page_attention", "ragged_page_attention_v3")
-        ),
-        Entry(
-            "mla_decode",
-            "gpu.mla_decode.implementation:mla_decode",
-            priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
-            hooks=HOOKS,
-            config_fields=(),
-        ),
-        Entry(
-            "grouped_matmul",
-            "gpu.grouped_matmul.implementation:grouped_matmul",
-            priority=110,  # ahead of the kernels for every GPU, but see its ``priority_for``
-            hooks=HOOKS,
-            config_fields=("block_m", "block_n", "block_k", "num_warps", "num_stages"),
-        ),
+        _hopper("blocksparse_attention", *_HOPPER),
+        _hopper("scaled_dot_product_attention", folder="flash_attention"),
+        _hopper("mla_attention", *_HOPPER, folder="flash_attention"),
+        _hopper("ragged_page_attention", *_RAGGED),
+        _hopper("ragged_page_attention_v3", *_RAGGED, folder="ragged_page_attention"),
+        _hopper("mla_decode"),
+        _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

@@ -18,17 +18,21 @@ _RAGGED = ("num_kv_pages_per_block", "num_queries_per_block")
 _STEP = ("fwd_params.blocksize_keys", "fwd_params.kv_blocksize")
 
 
-def _entry(algorithm: str, *config_fields: str, function: str = "") -> Entry:
+def _entry(algorithm: str, *config_fields: str, folder: str = "", function: str = "") -> Entry:
     """An implementation for every device; others go first. It takes any call and times nothing."""
     return Entry(
         algorithm,
-        f"{algorithm}.implementation:{function or algorithm}",
+        f"{folder or algorithm}.implementation:{function or algorithm}",
         backend="any",
         priority=0,
         function=function,
         hooks=("heuristic", "sample_inputs"),
         config_fields=config_fields,
     )
+
+
+def _linear(algorithm: str, function: str) -> Entry:
+    return _entry(algorithm, "time_tile", folder="linear_attention", function=function)
 
 
 PACKAGE = KernelPackage(
@@ -47,9 +51,9 @@ PACKAGE = KernelPackage(
         _entry("mla_attention", *_BLOCKS),
         _entry("mla_decode", *_SPLITS),
         _entry("native_sparse_attention", "q_tile"),
-        _entry("gla", "time_tile", function="gla_attention"),
-        _entry("recurrent", "time_tile", function="recurrent_attention"),
-        _entry("lightning_attn", "time_tile", function="lightning_attention"),
+        _linear("gla", "gla_attention"),
+        _linear("recurrent", "recurrent_attention"),
+        _linear("lightning_attn", "lightning_attention"),
         _entry("mean_pooling", "token_tile"),
         _entry("grouped_matmul", "block_m"),
     ),

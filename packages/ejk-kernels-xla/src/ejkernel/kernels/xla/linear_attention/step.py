@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.packed import packing
-from ejkernel.kernels.xla._linear.chunk import Rows
+from ejkernel.kernels.xla.linear_attention.chunk import Rows
 
 
 def _decayed(state: jax.Array, row: Rows) -> jax.Array:

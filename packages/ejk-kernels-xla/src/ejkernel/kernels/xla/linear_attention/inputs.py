@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._linear.chunk import Rows
+from ejkernel.kernels.xla.linear_attention.chunk import Rows
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import vary_alike
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._linear.chunk import Rows, additions, decays, outputs
+from ejkernel.kernels.xla.linear_attention.chunk import Rows, additions, decays, outputs
 from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.softmax import named_lse
 

@@ -1,1 +1,0 @@
-"""Lightning attention: linear attention with a fixed decay per head and layer."""

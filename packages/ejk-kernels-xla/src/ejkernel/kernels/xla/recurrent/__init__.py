@@ -1,1 +1,0 @@
-"""Recurrent attention: linear attention with every kind of gate."""
