@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.ops.config.store import Entry, encode_config, format_file, read_table
 from ejkernel.ops.config.versions import today, versions, versions_text
 from ejkernel.ops.core.keys import payload_key
+from ejkernel.ops.utils.files import replace_text
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
@@ -77,15 +77,8 @@ def write_table(path: Path, device: str, entries: Mapping[str, Entry]) -> None:
     """Replace a table as a whole; a killed run leaves the old one or the new one."""
     header = {"device": device, "provenance": {"date": today(), "versions": versions()}}
     ordered = dict(sorted(entries.items(), key=_order))
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.write_text(format_file(header, ordered), encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    replace_text(path, format_file(header, ordered))
 
 
 def _order(item: tuple[str, Entry]) -> tuple[str, str, str]:

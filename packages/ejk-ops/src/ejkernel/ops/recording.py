@@ -27,7 +27,7 @@ from ejkernel.ops.core.keys import is_array, payload_key
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.utils.device import device_fingerprint
-from ejkernel.ops.utils.files import parse_json, read_text
+from ejkernel.ops.utils.files import parse_json, read_text, replace_text
 from ejkernel.ops.utils.known import allow_in_files, class_name, known_class
 from ejkernel.ops.utils.labels import find_labels_in_lowered, key_digits, stamped_calls
 
@@ -60,9 +60,7 @@ def save_invocations(
             )
     lines = ",\n  ".join(json.dumps(call) for call in calls)
     text = f'{{"schema": {SCHEMA}, "kind": {json.dumps(KIND)}, "calls": [\n  {lines}\n]}}\n'
-    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(Path(path), text)
     return len(calls)
 
 

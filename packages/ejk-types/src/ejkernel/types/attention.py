@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.errors import InvalidArgument
-
-
-def _form(x: Any) -> str:
-    return f"{x.dtype}[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else repr(x)
-
-
-def invalid(argument: str, expected: str, given: Any) -> InvalidArgument:
-    return InvalidArgument(f"{argument}: expected {expected}, got {_form(given)}")
+from ejkernel.types.errors import invalid
 
 
 def bias_of_rows(bias: jax.Array | None, q_len: int) -> jax.Array | None:

@@ -100,14 +100,7 @@ class FromLatent:
     def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
 
-    def backward(
-        self,
-        work: Any,
-        arrays: Arrays,
-        outputs: tuple[Any, ...],
-        saved: Any,
-        cotangents: tuple[Any, ...],
-    ) -> Mapping[str, Any]:
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         own, flash = self._flash(work, arrays)
         found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
         return gradients(own, *(found.pop(name) for name in "qkv")) | found

@@ -8,18 +8,17 @@ place, so any number of processes may share the directory; an unreadable entry i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops import env
-from ejkernel.ops.utils.files import parse_json, read_text
+from ejkernel.ops.utils.files import parse_json, read_text, replace_text
 
 SCHEMA = 1
 CONSTANT = "constexpr"  # Triton's type of what is compiled in
@@ -192,17 +191,10 @@ def _read(path: pathlib.Path) -> Code | None:
 
 
 def _write(path: pathlib.Path, code: Code) -> None:
-    temporary = None
-    try:
+    # a read-only or full disk costs time, not correctness
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(code), file)
-        os.replace(temporary, path)
-    except OSError:
-        # a read-only or full disk costs time, not correctness
-        if temporary is not None:
-            pathlib.Path(temporary).unlink(missing_ok=True)
+        replace_text(path, json.dumps(asdict(code)))
 
 
 def _load_or_compile(key: str, source: Source, target: Target) -> Code:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.utils.files import parse_json, read_text
+from ejkernel.ops.utils.files import parse_json, read_text, replace_text
 from ejkernel.ops.utils.serialization import to_json
 
 
@@ -109,11 +109,8 @@ def write(kind: str, name: str, content: Mapping[str, Any], into: Path | None = 
     now = datetime.datetime.now()
     stem = f"{kind}-{device}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
     path = into / f"{stem}-{now:%Y%m%d-%H%M%S}-{os.getpid()}.json"
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(
-        json.dumps({"kind": kind, **facts, "time": now.isoformat(), **content}, indent=1) + "\n"
-    )
-    temporary.replace(path)
+    whole = {"kind": kind, **facts, "time": now.isoformat(), **content}
+    replace_text(path, json.dumps(whole, indent=1) + "\n")
     return path
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.bench.record import config_text
-from ejkernel.ops.config.store import CorruptFile, Entry, OtherSchema, read_table
-
-KEY = re.compile(r"(?P<kernel>.+)\.v(?P<version>\d+)@(?P<device>.+)#(?P<digits>[0-9a-f]{32})")
+from ejkernel.ops.config.store import KEY, CorruptFile, Entry, OtherSchema, read_table
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config, file_stem
+from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config, key_file
 from ejkernel.ops.config.versions import versions
 from ejkernel.ops.utils.serialization import short_hash
 
@@ -88,13 +88,7 @@ class FailureCache:
         root = self._root()
         if root is None:
             return None
-        head, _, rest = key.partition("@")
-        device = rest.partition("#")[0]
-        path = (
-            root
-            / file_stem(device or "unnamed")
-            / f"{file_stem(head.rpartition('.v')[0] or head)}.json"
-        )
+        path, device, _ = key_file(root, key)
         if path not in self._files:
             self._files[path] = ConfigFile(path, device=device)
         return self._files[path]

@@ -7,7 +7,6 @@ for others, or one file when ``path`` ends in ``.json``. ``config/store.py`` has
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -20,14 +19,13 @@ from ejkernel.ops.config.store import (
     Entry,
     decode_config,
     encode_config,
-    file_stem,
+    key_file,
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.utils.files import NotAFile
 from ejkernel.ops.utils.serialization import stable_json
 
-_KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
 _ABSENT = object()
 
 
@@ -185,11 +183,7 @@ class PersistentCache:
             return None
         if root.suffix == ".json":
             return self._opened(root, "", "")
-        match = _KEY.fullmatch(text)
-        if match is None:
-            return self._opened(root / "misc.json", "", "")
-        device, kernel = match["device"], match["kernel"]
-        return self._opened(root / file_stem(device) / f"{file_stem(kernel)}.json", device, kernel)
+        return self._opened(*key_file(root, text))
 
     def _opened(self, path: Path, device: str, kernel: str) -> ConfigFile:
         file = self._files.get(path)

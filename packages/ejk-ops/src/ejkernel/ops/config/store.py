@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import filelock
 
 from ejkernel.ops.errors import warn_once
-from ejkernel.ops.utils.files import parse_json, read_text
+from ejkernel.ops.utils.files import parse_json, read_text, replace_text
 from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.serialization import from_plain, to_plain
 
@@ -39,11 +39,23 @@ SCHEMA = 1
 NOT_WRITTEN = (OSError, filelock.Timeout, NotImplementedError)
 """What writing may raise: permissions, space, a busy lock, a file system without locks."""
 
+KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
+"""A key of the key builder."""
+
 
 def file_stem(name: str) -> str:
     """The name of a kernel or device as that of a file, which is never that of another's file."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "unnamed"
     return re.sub(r"\.(schema\d+)$", r"-\1", stem)  # "x.schema1.json" would belong to kernel x
+
+
+def key_file(root: Path, key: str) -> tuple[Path, str, str]:
+    """Where the entry of a key is kept under ``root``, and the key's device and kernel."""
+    match = KEY.fullmatch(key)
+    if match is None:
+        return root / "misc.json", "", ""
+    device, kernel = match["device"], match["kernel"]
+    return root / file_stem(device) / f"{file_stem(kernel)}.json", device, kernel
 
 
 def remember_class(cls: type) -> None:
@@ -295,14 +307,7 @@ class ConfigFile:
         for stale in path.parent.glob(f".{glob.escape(self.path.stem)}.*.tmp"):
             with contextlib.suppress(OSError):
                 stale.unlink()
-        temporary = path.with_name(f".{self.path.stem}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        replace_text(path, text)
 
 
 def _read(path: Path) -> str:

@@ -1,11 +1,14 @@
-"""Reading files that somebody else may have written, without waiting and without surprises."""
+"""Files that others read and write too: read without surprises, replaced as a whole."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import stat
+import threading
+from pathlib import Path
 from typing import Any
 
 DEEPEST = 64
@@ -39,6 +42,23 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise
     with file:
         return file.read()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: who reads it, or is killed writing it, sees or leaves no half.
+
+    Raises:
+        OSError: not written; the old file stays.
+    """
+    writer = f"{os.getpid()}-{threading.get_ident()}"
+    temporary = path.with_name(f".{path.stem}.{writer}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def parse_json(text: str) -> Any:
