@@ -22,6 +22,7 @@ from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
 from ejkernel.types.structure import Unsupported
 from ejktest.bound import bound, on, struct
 from ejktest.oracles import grouped as oracle
+from ejktest.programs import sizes_of
 from ejktest.tolerance import check_close
 
 interpreted = pytest.mark.skipif(
@@ -147,6 +148,21 @@ class TestBesideTriton:
     def test_lowers_for_a_hopper_gpu(self, given) -> None:
         text = self.lowered(**given)
         assert text.count("mosaic_gpu_v2") == 1
+
+    def test_nothing_is_larger_than_operands_and_results(self) -> None:
+        """The product and both gradients: no memory that grows with groups times rows."""
+        from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import grouped_matmul
+
+        shapes = struct(4096, 512), struct(64, 512, 1024), struct(64, dtype=jnp.int32)
+
+        def run(lhs, rhs, sizes):
+            out, back = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes), lhs, rhs)
+            return out, *back(out)
+
+        with on(jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")):
+            program = jax.make_jaxpr(run)(*shapes)
+        assert "grouped_weights" in str(program)
+        assert max(sizes_of(program.jaxpr)) == 2 * shapes[1].size
 
     @pytest.mark.parametrize(
         ("given", "reason"),

@@ -19,6 +19,7 @@ from ejkernel.types.structure import Unsupported
 from ejktest import grouped_cases as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
+from ejktest.programs import sizes_of
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_shard_map
 
@@ -301,6 +302,18 @@ def test_shard_map():
     arrays = {"lhs": normal(M, K), "rhs": normal(G, K, N)}
     product = partial(grouped_matmul, group_sizes=jnp.array(SIZES["rows left"]), cfg=SMALL)
     check_shard_map(product, arrays, {"lhs": P("x")}, P("x"))
+
+
+def test_nothing_is_larger_than_operands_and_results():
+    """The product and both gradients: no memory that grows with groups times rows."""
+    lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (64, 512, 1024)))
+
+    def run(lhs, rhs, sizes):
+        out, back = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes), lhs, rhs)
+        return out, *back(out)
+
+    program = jax.make_jaxpr(run)(lhs, rhs, jax.ShapeDtypeStruct((64,), jnp.int32))
+    assert max(sizes_of(program.jaxpr)) == 2 * rhs.size
 
 
 def test_config_changes_rounding_only():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -20,6 +19,7 @@ from ejkernel.types.token_blocks import block_means, find_blocks
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.sparse_cases import check_chosen, compare
+from ejktest.programs import sizes_of
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
@@ -279,17 +279,6 @@ def test_large_logits_and_a_scale_of_zero():
         o, back = jax.vjp(lambda v, run=run: run(k, k, v)[:, -1], v)
         np.testing.assert_allclose(o, v.mean(1), atol=1e-6)
         np.testing.assert_allclose(back(jnp.ones_like(o))[0], np.full(v.shape, 0.1), atol=1e-6)
-
-
-def sizes_of(jaxpr):
-    """Bytes of every array that a program makes."""
-    for equation in jaxpr.eqns:
-        yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.outvars)
-        for inner in jax.tree.leaves(
-            [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
-                yield from sizes_of(inner)
 
 
 def test_memory_is_linear_in_the_length():
