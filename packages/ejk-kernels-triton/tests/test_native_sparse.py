@@ -18,8 +18,8 @@ from ejkernel.types.structure import Unsupported
 from ejkernel.types.token_blocks import block_means, find_blocks
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
-from ejktest.sparse_cases import check_chosen, compare
 from ejktest.programs import sizes_of
+from ejktest.sparse_cases import check_chosen, compare
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
