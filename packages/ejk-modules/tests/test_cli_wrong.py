@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from ejkernel.modules.cli import checks, main
+from ejkernel.modules.cli.bench import keep_peers
 from ejkernel.modules.cli.interrupt import Interrupts
 from ejkernel.modules.cli.output import Output
 
@@ -52,6 +54,12 @@ def test_how_to_speak_may_come_first(capsys):
 def test_peers_that_are_not_there(capsys):
     assert main(["bench", "mean_pooling", "s=16", "--peers", "jax-xl,cudnn", "--json"]) == 2
     assert "did you mean jax-xla" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_ours_may_be_named_alone():
+    case = SimpleNamespace(contenders={"ejkernel": 0, "jax-xla": 1})
+    keep_peers([case], "ejkernel")
+    assert list(case.contenders) == ["ejkernel"]
 
 
 def test_json_has_no_numbers_that_json_cannot_say(capsys):

@@ -73,14 +73,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def keep_peers(cases: list[Any], patterns: str) -> None:
-    """Drop the contenders that no glob matches; ours stays.
+    """Drop the contenders that no glob matches; ours, the first, stays and may be named alone.
 
     Raises:
         UnknownName: a glob that matches none of any case.
     """
     from ejkernel.modules.workloads.find import UnknownName, matching
 
-    known = [name for case in cases for name in list(case.contenders)[1:]]
+    known = [name for case in cases for name in case.contenders]
     for pattern in filter(None, patterns.split(",")):
         if pattern != "*" and not matching(known, pattern):
             raise UnknownName("peer", pattern, known)
