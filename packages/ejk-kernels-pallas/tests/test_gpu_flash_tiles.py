@@ -246,14 +246,18 @@ def sparse_call(blocks=(128, 128), length=4096, d=128):
 
 @pytest.mark.parametrize("d, dv", DIMS)
 @pytest.mark.parametrize("blocks", [(16, 16), (128, 64), (256, 256)])
-def test_tiles_over_lists_fit(d, dv, blocks):
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_tiles_over_lists_fit(d, dv, blocks, kv_heads):
     """Forward and backward, where heads share keys too; tiles of 64 keys under blocks of 64."""
-    p = Problem(1, 4096, 4096, 8, 2, d, dv, "bfloat16", 1.0, pattern_blocks=blocks)
+    p = Problem(1, 4096, 4096, 8, kv_heads, d, dv, "bfloat16", 1.0, pattern_blocks=blocks)
     t = tiles.choose(p, Chip())
     assert t.fwd.shared(p) <= Chip().shared
     assert d > 128 or t.bwd.shared(p) <= Chip().shared  # wide heads have other kernels
     assert t.fwd.block_q == 128 and t.fwd.cluster == 1
     assert t.fwd.block_kv == 64 if blocks[1] < 128 else t.fwd.block_kv <= 128
+    if d == 128:  # two places for keys, where heads share none, leave room for three stages
+        four = replace(t.bwd, stages=4).shared(p) <= Chip().shared
+        assert four == (kv_heads == 2)
 
 
 def test_patterns_that_cannot_be_walked_over_are_refused_by_name():

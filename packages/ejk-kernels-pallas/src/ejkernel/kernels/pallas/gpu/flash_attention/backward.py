@@ -12,6 +12,7 @@ import numpy as np
 from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.gpu.common.tma import whole
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq_queue import queue_gradient
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import fused
@@ -173,7 +174,8 @@ def backward(
     def of_keys(plan: Plan, walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, ...]:
         if is_wide(problem):
             return key_gradients(plan, operands(plan, walk, less))
-        return fused(plan, operands(plan, walk, less, plan.lse_in_sum))
+        run = queue_key_gradients if stays and not plan.shares else fused
+        return run(plan, operands(plan, walk, less, plan.lse_in_sum))
 
     def of_queries(walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         plan = Plan(problem, OF_QUERIES, cores=cores)

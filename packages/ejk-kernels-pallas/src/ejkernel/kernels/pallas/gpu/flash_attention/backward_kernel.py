@@ -36,17 +36,20 @@ from ejkernel.types.problem import LOG2E
 class Program:
     """What one program works on, and how its roles walk the tiles in step."""
 
-    def __init__(self, plan: Plan, r: Any) -> None:
+    some_large: Any = False  # whether lse of this head is added late; said by those that compute
+
+    def __init__(self, plan: Plan, r: Any, place: Any = None) -> None:
         problem = plan.problem
         self.plan, self.r = plan, r
         n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
-        if not plan.listed or plan.shares:
+        if not plan.listed or (plan.shares and place is None):
             turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
             self.turns = pl.get_global(turns)
-        item = lax.axis_index("item")
+        item = lax.axis_index("item") if place is None else 0
         if plan.listed:
             # heads that share keys take turns: a program waits only for one launched before it
-            place = r.order[0, lax.div(item, problem.group)]
+            if place is None:
+                place = r.order[0, lax.div(item, problem.group)]
             row = lax.div(place, plan.n_kv) * problem.group + lax.rem(item, problem.group)
             self.block = lax.rem(place, plan.n_kv)
         else:
@@ -102,6 +105,32 @@ class Program:
         return self.team * plan.team + rank
 
 
+def logits(
+    plan: Plan, r: Any, program: Program, first_row: Any, s: jax.Array, i: Any, masked: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Base-2 logits of products of 64 keys with query block i, and tangents of capped ones."""
+    problem, b, h, j = plan.problem, program.batch, program.head, program.block
+    block_q, tanh = plan.tiles.block_q, None
+
+    def less_lse(s: jax.Array) -> jax.Array:
+        row = r.late.at[b, h, pl.ds(i * block_q, block_q)]
+        return s + spread(read(row, COLUMN, optimized=False), (ROWS, block_q), 1)
+
+    if problem.soft_cap is None:
+        s = lax.cond(program.some_large, less_lse, lambda s: s, s)
+        x = s * (scale(problem) * LOG2E)
+    else:
+        tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
+        x = tanh * (problem.soft_cap * LOG2E)
+    if plan.kv_tail:
+        masked = (j == plan.n_kv - 1) | masked
+    if needs_masks(plan, r):
+        word = lax.div(first_row, ROWS), i
+        at = ((b, h), i * block_q, first_row, word)
+        x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
+    return x, tanh
+
+
 def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """(dq, dk, dv), over lists (dk, dv), of q, k, v, do, lse, delta and what else there is.
 
@@ -129,27 +158,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         plgpu.barrier_wait(r.kv_full)
         rows = pl.ds(wg * ROWS, ROWS)
         first_row = j * block_kv + wg * ROWS
-        some_large = plan.lse_in_sum and r.large[b, h] != 0
-
-        def less_lse(s: jax.Array, i: Any) -> jax.Array:
-            row = r.late.at[b, h, pl.ds(i * block_q, block_q)]
-            return s + spread(read(row, COLUMN, optimized=False), shape, 1)
-
-        def logits(s: jax.Array, i: Any, masked: Any) -> tuple[jax.Array, jax.Array | None]:
-            tanh = None
-            if problem.soft_cap is None:
-                s = lax.cond(some_large, lambda s: less_lse(s, i), lambda s: s, s)
-                x = s * (scale(problem) * LOG2E)
-            else:
-                tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
-                x = tanh * (problem.soft_cap * LOG2E)
-            if plan.kv_tail:
-                masked = (j == plan.n_kv - 1) | masked
-            if needs_masks(plan, r):
-                word = lax.div(first_row, ROWS), i
-                at = ((b, h), i * block_q, first_row, word)
-                x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
-            return x, tanh
+        program.some_large = plan.lse_in_sum and r.large[b, h] != 0
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
             def step(i: Any, n: Any, masked: Any) -> None:
@@ -177,7 +186,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                             plgpu.barrier_arrive(r.q_empty.at[before])
                             plgpu.barrier_arrive(r.do_empty.at[before])
 
-                    x, tanh = logits(s, i, masked)
+                    x, tanh = logits(plan, r, program, first_row, s, i, masked)
                     if not plan.lse_in_sum:
                         row_lse = read(r.lse_s.at[slot], COLUMN)
                         x = x + spread(row_lse, shape, 1)

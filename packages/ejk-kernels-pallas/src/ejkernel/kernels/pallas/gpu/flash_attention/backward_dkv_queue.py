@@ -1,0 +1,187 @@
+"""dk and dv over lists at heads of 128: programs that stay, and take key block after key block.
+
+As for dq (``backward_dq_queue``). Keys and values have two places in shared memory: those of the
+next block are copied while this one is walked, and results leave from the place of their operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels.pallas.gpu.common.masks import COLUMN, read, spread
+from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
+from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
+from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import Program, logits
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
+    CONSUMERS,
+    ROWS,
+    copy_step,
+    launch,
+)
+
+PLACES = 2  # of keys and values
+
+
+def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """(dk, dv) as ``fused`` gives them over lists, where heads share no keys."""
+    problem, tiles = plan.problem, plan.tiles
+    dtype, dim = jnp.dtype(problem.dtype), problem.dim
+    block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.stages
+    count = problem.batch * problem.heads * plan.n_kv
+    shape = (ROWS, block_q)
+
+    def with_rows(r: Any) -> Any:
+        """The rows' numbers by name: they share one piece of memory, with numbers of places."""
+        named = {
+            "lse_s": r.rows_s.at[pl.ds(0, stages)],
+            "delta_s": r.rows_s.at[pl.ds(stages, stages)],
+        }
+        return SimpleNamespace(**vars(r), **named)
+
+    def consume(r: Any, _: None, wg: Any) -> None:
+        r = with_rows(r)
+        rows = pl.ds(wg * ROWS, ROWS)
+
+        def arrived(number: Any) -> Any:
+            kv = lax.rem(number, PLACES)
+            plgpu.barrier_wait(r.kv_full.at[kv])
+            return r.rows_s[2 * stages, kv].astype(jnp.int32)
+
+        def one_block(carry: Any) -> Any:
+            place, number, before = carry
+            program = Program(plan, r, place)
+            b, h, j = program.batch, program.head, program.block
+            kv = lax.rem(number, PLACES)
+            first_row = j * block_kv + wg * ROWS
+            program.some_large = plan.lse_in_sum and r.large[b, h] != 0
+
+            def give_back() -> None:
+                """The place of the block before, from which its results have left by now."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(r.kv_empty.at[1 - kv])
+
+            def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array, Any]:
+                def step(i: Any, t: Any, masked: Any) -> None:
+                    n = before + t
+                    slot = lax.rem(n, stages)
+                    mine = pl.ds(lax.div(thread_anew(), 128) * ROWS, ROWS)
+
+                    def products(s_acc: Any, dp_acc: Any) -> None:
+                        plgpu.barrier_wait(r.q_full.at[slot])
+                        plgpu.barrier_wait(r.do_full.at[slot])
+                        if plan.lse_in_sum:
+                            s_acc[...] = spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
+                        dp_acc[...] = spread(read(r.delta_s.at[slot], COLUMN), shape, 1)
+                        plgpu.wgmma(s_acc, r.k_s.at[kv, mine], r.q_s.at[slot].T)
+                        plgpu.wgmma(dp_acc, r.v_s.at[kv, mine], r.do_s.at[slot].T)
+                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+                        @pl.when(n > 0)  # dk and dv of the step before are done with its tiles
+                        def _() -> None:
+                            last = lax.rem(n + stages - 1, stages)
+                            plgpu.barrier_arrive(r.q_empty.at[last])
+                            plgpu.barrier_arrive(r.do_empty.at[last])
+
+                        pl.when((t == 0) & (number > 0))(give_back)
+                        x, tanh = logits(plan, r, program, first_row, s, i, masked)
+                        if not plan.lse_in_sum:
+                            x = x + spread(read(r.lse_s.at[slot], COLUMN), shape, 1)
+                        p = jnp.exp2(x)
+                        plgpu.wgmma(dv_acc, p.astype(dtype), r.do_s.at[slot])
+                        ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                        if tanh is not None:
+                            ds = ds * (1.0 - tanh * tanh)
+                        plgpu.wgmma(dk_acc, ds.astype(dtype), r.q_s.at[slot])
+
+                    pl.run_scoped(products, plgpu.ACC(shape), plgpu.ACC(shape))
+
+                steps = program.walk(step)
+                plgpu.wgmma_wait(0)
+                return dk_acc[...], dv_acc[...], steps
+
+            acc = plgpu.ACC((ROWS, dim))
+            dk, dv, steps = pl.run_scoped(accumulate, acc, acc)
+            pl.when((steps == 0) & (number > 0))(give_back)
+            sums = ((dk * problem.scale, r.k_s, r.dk), (dv, r.v_s, r.dv))
+            for total, staged, _ in sums:  # only this warpgroup read these rows
+                staged.at[kv, rows][...] = total.astype(dtype)
+            plgpu.commit_smem()
+            out = (b, pl.ds(first_row, ROWS), h)
+            for _, staged, ref in sums:
+                plgpu.copy_smem_to_gmem(staged.at[kv, rows], ref.at[out])
+            return arrived(number + 1), number + 1, before + steps
+
+        zero = jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0] >= 0, one_block, (arrived(zero), zero, zero))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def produce(r: Any, counter: Any) -> None:
+        r = with_rows(r)
+
+        def following() -> Any:
+            ticket = taken_by_warp(counter)
+            place = r.order[0, lax.min(ticket, count - 1)]
+            return lax.select(ticket < count, place, -1)
+
+        def announce(place: Any, number: Any) -> Any:
+            kv = lax.rem(number, PLACES)
+            pl.when(number >= PLACES)(lambda: plgpu.barrier_wait(r.kv_empty.at[kv]))
+            r.rows_s[2 * stages, kv] = place.astype(jnp.float32)
+            return kv
+
+        def one_block(carry: Any) -> Any:
+            place, number, before = carry
+            program = Program(plan, r, place)
+            kv = announce(place, number)
+            at = (program.batch, pl.ds(program.block * block_kv, block_kv), program.head)
+            plgpu.copy_gmem_to_smem(r.k.at[at], r.k_s.at[kv], r.kv_full.at[kv])
+            plgpu.copy_gmem_to_smem(r.v.at[at], r.v_s.at[kv], r.kv_full.at[kv])
+
+            def step(i: Any, t: Any, masked: Any) -> None:
+                del masked
+                copy_step(r, program.batch, program.head, i, before + t, block_q, stages)
+
+            steps = program.walk(step)
+            return following(), number + 1, before + steps
+
+        zero = jnp.int32(0)
+        start = (following(), zero, zero)
+        _, number, _ = lax.while_loop(lambda carry: carry[0] >= 0, one_block, start)
+        kv = announce(jnp.int32(-1), number)
+        for _ in range(2):
+            plgpu.barrier_arrive(r.kv_full.at[kv])
+
+    def move(r: Any, _: None, wg: Any) -> None:
+        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+        for_one_warp(lambda: produce(r, counter))
+
+    barrier = plgpu.Barrier
+    scratch = {
+        "k_s": tiled((PLACES, block_kv, dim), dtype),
+        "v_s": tiled((PLACES, block_kv, dim), dtype),
+        "q_s": tiled((stages, block_q, dim), dtype),
+        "do_s": tiled((stages, block_q, dim), dtype),
+        "rows_s": plgpu.SMEM((2 * stages + 1, block_q), jnp.float32),
+        "kv_full": barrier(num_arrivals=2, num_barriers=PLACES),
+        "kv_empty": barrier(num_arrivals=CONSUMERS, num_barriers=PLACES),
+        "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse
+        "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
+        "q_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        "do_empty": barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    }
+    kind = jax.ShapeDtypeStruct(
+        (problem.batch, whole_rows(problem.kv_len), problem.kv_heads, dim), dtype
+    )
+    programs, name = min(plan.cores, count), "flash_attention_backward_dkv"
+    outputs = {"dk": kind, "dv": kind}
+    return launch(name, programs, lambda r: None, [consume], move, operands, outputs, scratch)
