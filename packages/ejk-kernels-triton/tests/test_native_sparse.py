@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -87,6 +88,25 @@ def test_given_blocks_with_counts_duplicates_and_strangers(group, size, tile, mo
         )[None]  # fmt: skip
 
     compare(ours, theirs, args)
+
+
+def test_gradients_of_products_are_kept_for_queries():
+    """Of one key head after the other; blocks of 20 keys are cut by tiles of 16."""
+    size, slots = 20, 4
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in [*inputs(2, gates=0), normal(1, S, 2 * HK, DV)])
+    indices = RNG.integers(-1, 2, (1, S, HK, slots)).astype(np.int32)
+    p = Problem(1, S, 2 * HK, HK, D, DV, size, 2, slots, D**-0.5, "bfloat16", False)
+    assert p.keeps_ds and p.at_once == 1 < HK
+    assert not replace(p, slots=5).keeps_ds and not replace(p, dtype="float32").keeps_ds
+
+    def run(*x):
+        options = {"block_size": size, "cfg": {"kv_tile": 16}}
+        return native_sparse_attention(*x, block_indices=indices, **options)
+
+    out, back = jax.vjp(run, q, k, v)
+    want = oracle.over_lists(q[0], k[0], v[0], indices[0], size, D**-0.5, do[0])
+    for name, a, b in zip(("o", "dq", "dk", "dv"), (out, *back(do)), want, strict=True):
+        check_close(a[0], b, dtype="bfloat16", name=name)
 
 
 def test_without_gradients_one_launch_adds_the_branches():

@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "d128 float16": (8192, 32, 8, 128, 128, 64, 128, 16, "float16", False),
     "d128 float32": (4096, 32, 4, 128, 128, 64, 64, 16, "float32", True),
 }
-KINDS = ("forward", "forward added", "total", "dq", "pieces", "sums", "ranks", "scores")
+KINDS = ("forward", "forward added", "total", "dq", "dq of ds", "pieces", "sums", "ranks", "scores")
 
 
 def problem(shape: str) -> Problem:
@@ -48,7 +48,7 @@ def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
         "terms": ((p.batch, p.kv_heads, p.blocks + 64, 2, p.dim), "float16"),
         "factors": ((p.batch, p.kv_heads), "float32"),
         "chosen": ((*row, p.kv_heads, p.slots), "int32"),
-        "tokens": ((*key, p.entries), "int32"),
+        "places": ((*key, p.entries), "int32"),
         "bounds": ((*key, p.blocks + 1), "int32"),
         **dict.fromkeys(("o_cmp", "o_swa"), ((*row, p.heads, p.value_dim), p.dtype)),
         **dict.fromkeys(
@@ -59,7 +59,7 @@ def operands(p: Problem, dkv: tiles.Tiles) -> dict[str, jax.ShapeDtypeStruct]:
     }
     avals = {n: jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for n, (shape, kind) in found.items()}
     parts = plans.SelectedPlan(p, dkv, "pieces").outputs()
-    return avals | dict(zip(("dk_parts", "dv_parts"), parts, strict=True))
+    return avals | dict(zip(("dk_parts", "dv_parts", "ds"), parts, strict=False))
 
 
 def used(shape: str, kind: str, target: Target) -> Resources:
@@ -86,7 +86,7 @@ def test_compiles(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "programs"), [("forward", 6), ("forward added", 6), ("total", 6), ("dq", 5)]
+    ("kind", "programs"), [("forward", 6), ("forward added", 6), ("total", 6), ("dq of ds", 7)]
 )
 def test_programs_of_a_multiprocessor(kind, programs):
     """Each waits for its keys most of the time."""

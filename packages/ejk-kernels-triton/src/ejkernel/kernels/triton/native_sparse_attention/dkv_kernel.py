@@ -33,7 +33,7 @@ def selected_dkv(
     q,
     k,
     v,
-    tokens,
+    places,
     bounds,
     first_tokens,
     do,
@@ -42,21 +42,23 @@ def selected_dkv(
     delta,
     dk_parts,
     dv_parts,
+    ds,
     of,
 ):
-    """Sums of pieces, float32 ``[b * hk, pieces, PARTS * KEYS, .]``; some pieces have no entries
-    and are not written.
+    """Sums of pieces, float32 ``[b * some, pieces, PARTS * KEYS, .]``; some pieces have no entries
+    and are not written. The key heads are the ``some`` before ``last``.
 
-    ``tokens [b, hk, entries]`` by block, ``bounds [b, hk, blocks + 1]`` into them, ``first_tokens
-    [b, blocks]`` None = one sequence.
+    ``places [b, hk, entries]`` by block, ``bounds [b, hk, blocks + 1]`` into them, ``first_tokens
+    [b, blocks]`` None = one sequence. ``ds [b, some, s * SLOTS, size, GROUP]``: kept for
+    ``sum_dq``; None = nothing.
     """
     part = tl.program_id(0) % of.PARTS
     piece = tl.program_id(0) // of.PARTS % of.pieces
     bh = tl.program_id(0) // of.PARTS // of.pieces
-    b = bh // of.kv_heads
-    hk = bh % of.kv_heads
-    bounds += bh.to(tl.int64) * (of.blocks + 1)
-    tokens += bh.to(tl.int64) * of.entries
+    b = bh // of.some
+    hk = bh % of.some + of.last - of.some
+    bounds += (b * of.kv_heads + hk).to(tl.int64) * (of.blocks + 1)
+    places += (b * of.kv_heads + hk).to(tl.int64) * of.entries
     block, begin, end, tile = find_piece(bounds, of.blocks, of.entries, piece, of.LENGTH, of.LANES)
     begin = tl.maximum(begin, tile)
     # of.entries behind the last block select nothing
@@ -76,13 +78,19 @@ def selected_dkv(
         dk = tl.zeros([of.KEYS, of.COLUMNS], tl.float32)
         dv = tl.zeros([of.KEYS, of.VALUE_COLUMNS], tl.float32)
         each = tl.arange(0, of.TOKENS * of.MEMBERS)
+        if ds is not None:
+            ds_of_keys = ds + bh.to(tl.int64) * of.length * of.SLOTS * of.size * of.GROUP
+            ds_of_keys += (part * of.KEYS + within[:, None]) * of.GROUP
         for at in tl.range(begin * of.SPLITS, end * of.SPLITS, of.TOKENS):
             step = at + each // of.MEMBERS  # of.SPLITS an entry, of of.MEMBERS of.heads each
             entry = step // of.SPLITS
             member = step % of.SPLITS * of.MEMBERS + each % of.MEMBERS
             valid = (member < of.GROUP) & (entry < end)
+            place = tl.load(places + entry, mask=valid, other=0)
+            t = (place.to(tl.uint32) // of.SLOTS).to(tl.int32)  # a shift
+            if ds is not None:
+                kept = place.to(tl.int64) * (of.size * of.GROUP) + member
             member += hk * of.GROUP
-            t = tl.load(tokens + entry, mask=valid, other=0)
             head = (row + t) * of.heads
             q_tile = load_group(q, head, valid, member, of.D, of.COLUMNS)
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision=of.PRECISION)
@@ -96,8 +104,11 @@ def selected_dkv(
             seen = j[:, None] <= t[None, :]
             p = tl.where(seen, weights(s, row_base[None, :], row_rest[None, :], of.slope), 0.0)
             dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=of.PRECISION)
-            ds = p * (dp - row_delta[None, :])
-            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=of.PRECISION)
+            share = (p * (dp - row_delta[None, :])).to(q_tile.dtype)
+            if ds is not None:
+                held = valid[None, :] if of.EVEN else valid[None, :] & inside[:, None]
+                tl.store(ds_of_keys + kept[None, :], share, mask=held)
+            dk = tl.dot(share, q_tile, dk, input_precision=of.PRECISION)
 
         out = (bh.to(tl.int64) * of.pieces + piece) * (of.PARTS * of.KEYS) + part * of.KEYS + within
         column = tl.arange(0, of.COLUMNS)
@@ -140,7 +151,7 @@ def sum_of_pieces(
     dv,
     of,
 ):
-    """dk and dv ``[b, s, hk, .]``, one tile of a block's keys a program.
+    """dk and dv ``[b, s, some, .]``, one tile of a block's keys a program.
 
     ``last_tokens [b, blocks]``: one past a block's last token, None = one sequence. Tokens of no
     sequence are not written.
@@ -148,9 +159,9 @@ def sum_of_pieces(
     part = tl.program_id(0) % of.PARTS
     block = tl.program_id(0) // of.PARTS % of.blocks
     bh = tl.program_id(0) // of.PARTS // of.blocks
-    b = bh // of.kv_heads
-    hk = bh % of.kv_heads
-    bounds += bh.to(tl.int64) * (of.blocks + 1)
+    b = bh // of.some
+    hk = bh % of.some
+    bounds += (b * of.kv_heads + hk + of.last - of.some).to(tl.int64) * (of.blocks + 1)
     begin, end, _ = pieces_of(bounds, block, of.blocks, of.entries, of.LENGTH)
     first = block * of.size
     last = tl.minimum(first + of.size, of.length)
@@ -160,7 +171,7 @@ def sum_of_pieces(
     j = part * of.KEYS + tl.arange(0, of.KEYS)
     inside = first + j < last
     at = bh.to(tl.int64) * of.pieces * (of.PARTS * of.KEYS) + j
-    target = (b.to(tl.int64) * of.length + first + j) * of.kv_heads + hk
+    target = (b.to(tl.int64) * of.length + first + j) * of.some + hk
     step = of.PARTS * of.KEYS
     _sum_pieces(dk_parts, dk, at, begin, end, step, target, inside, of.D, of.COLUMNS)
     _sum_pieces(dv_parts, dv, at, begin, end, step, target, inside, of.DV, of.VALUE_COLUMNS)

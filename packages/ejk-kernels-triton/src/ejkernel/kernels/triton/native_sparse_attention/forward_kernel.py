@@ -44,11 +44,15 @@ def load_group(x, at, inside, heads_at, D: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def open_walk(q, chosen, starts, of):
+def open_walk(chosen, starts, of):
     """What a program walks: (its token, first row of its key head, first token of its sequence, its
     list with -1 behind all blocks, how many there are, rows of its heads in ``[b, s, h]``, which
-    exist, queries)."""
-    t, b, hk, split = token_of(tl.program_id(0), of.length, of.kv_heads, of.SPLITS)
+    exist)."""
+    if of.some is None:
+        t, b, hk, split = token_of(tl.program_id(0), of.length, of.kv_heads, of.SPLITS)
+    else:
+        t, b, hk, split = token_of(tl.program_id(0), of.length, of.some, of.SPLITS)
+        hk += of.last - of.some
     token = b.to(tl.int64) * of.length + t
     start = 0
     if starts is not None:
@@ -60,9 +64,8 @@ def open_walk(q, chosen, starts, of):
     each = split * of.ROWS + tl.arange(0, of.ROWS)
     inside = each < of.GROUP
     at = token * of.heads + hk * of.GROUP + each
-    q_tile = load_group(q, at, inside, 0, of.D, of.COLUMNS)
     key_row = b.to(tl.int64) * of.length * of.kv_heads + hk
-    return t, key_row, start, entries, count, at, inside, q_tile
+    return t, key_row, start, entries, count, at, inside
 
 
 @triton.jit
@@ -183,7 +186,8 @@ def selected_fwd(
     None = not asked for, no such branch, no such gate.
     ``chosen [b, s, hk, slots]``; ``starts [b, s]``: first token of a token's sequence, None = 0.
     """
-    t, key_row, start, entries, count, at, inside, q_tile = open_walk(q, chosen, starts, of)
+    t, key_row, start, entries, count, at, inside = open_walk(chosen, starts, of)
+    q_tile = load_group(q, at, inside, 0, of.D, of.COLUMNS)
     m = tl.full([of.ROWS], float("-inf"), tl.float32)
     # of columns: a row is spread over warps, and summed up once
     sums = tl.zeros([of.ROWS, of.KEYS], tl.float32)

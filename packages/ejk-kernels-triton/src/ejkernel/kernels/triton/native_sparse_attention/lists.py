@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.types.token_blocks import Blocks
 
 INT32 = 2**31
@@ -30,22 +31,23 @@ def number_of(blocks: Blocks) -> jax.Array:
 
 
 def transposed(chosen: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """(tokens ``[b, hk, s * slots]`` by the block they selected, bounds ``[b, hk, n + 1]``).
+    """(places ``[b, hk, s * slots]`` by the block that is there, bounds ``[b, hk, n + 1]``).
 
-    Tokens of a block rise; entries behind the last bound are none. ``chosen [b, s, hk, slots]``,
-    each block once in a list, -1 = none. Equal keys do not occur, so the order is the only one.
+    The place of slot i of token t is t * n + i, n the power of two that holds all slots. Places of
+    a block rise; entries behind the last bound are none. ``chosen [b, s, hk, slots]``, each block
+    once in a list, -1 = none. Equal keys do not occur, so the order is the only one.
     """
     b, s, hk, slots = chosen.shape
     number = blocks.first_block[None, :, None, None] + chosen
     number = jnp.where(chosen >= 0, number, blocks.count)
-    token = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32)[None, :, None, None], chosen.shape)
-    number, token = (
-        jnp.moveaxis(x, 2, 1).reshape(b, hk, s * slots) for x in (number, token)
-    )  # fmt: skip
-    if (blocks.count + 1) * s < INT32:  # one number sorts faster than two
-        number, token = jnp.divmod(jnp.sort(number * s + token, axis=-1), s)
+    number = jnp.moveaxis(number, 2, 1).reshape(b, hk, s * slots)
+    each = power_of_two(slots)
+    place = (jnp.arange(s)[:, None] * each + jnp.arange(slots)).astype(jnp.int32).reshape(-1)
+    place = jnp.broadcast_to(place, number.shape)
+    if (blocks.count + 1) * s * each < INT32:  # one number sorts faster than two
+        number, place = jnp.divmod(jnp.sort(number * (s * each) + place, axis=-1), s * each)
     else:
-        number, token = jax.lax.sort((number, token), num_keys=2)
+        number, place = jax.lax.sort((number, place), num_keys=2)
     each = jnp.arange(blocks.count + 1, dtype=jnp.int32)
     find = jax.vmap(jax.vmap(lambda x: jnp.searchsorted(x, each, method="scan_unrolled")))
-    return token, find(number).astype(jnp.int32)
+    return place, find(number).astype(jnp.int32)

@@ -28,13 +28,15 @@ OPERANDS = {
     "forward": ("q", "k", "v", "chosen"),
     "total": ("q", "k", "v", "chosen"),
     "dq": ("q", "k", "v", "chosen", "do", "base", "rest", "delta"),
-    "pieces": ("q", "k", "v", "tokens", "bounds", "do", "base", "rest", "delta"),
+    "pieces": ("q", "k", "v", "places", "bounds", "do", "base", "rest", "delta"),
+    "dq of ds": ("k", "chosen", "ds"),
     "sums": ("dk_parts", "dv_parts", "bounds"),
 }
 PACKED = {
     "forward": ("starts",),
     "total": ("starts",),
     "dq": ("starts",),
+    "dq of ds": ("starts",),
     "pieces": ("first_tokens",),
     "sums": ("first_tokens", "last_tokens"),
 }
@@ -45,16 +47,19 @@ OTHERS = ("o_cmp", "o_swa", "g_cmp", "g_slc", "g_swa")
 
 @dataclass(frozen=True)
 class SelectedPlan(Batched, KernelPlan):
-    """One of the launches: ``forward``, or ``total`` which keeps nothing for gradients; ``dq``,
-    ``pieces`` and ``sums`` of dk and dv.
+    """One of the launches: ``forward``, or ``total`` which keeps nothing for gradients; ``dq``, or
+    ``dq of ds``; ``pieces`` and ``sums`` of dk and dv.
 
-    ``added``: names of what a forward pass adds, ``OTHERS`` that there are.
+    ``added``: names of what a forward pass adds, ``OTHERS`` that there are. ``some``: key heads of
+    another launch, those before the ``last``; 0 = all.
     """
 
     problem: Problem
     tiles: Tiles
     kind: str
     added: tuple[str, ...] = ()
+    some: int = 0
+    last: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,17 +74,22 @@ class SelectedPlan(Batched, KernelPlan):
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p, parts = self.problem, self.problem.parts(self.tiles.keys) * self.tiles.keys
-        lead, summed = (p.batch, p.length), (p.batch * p.kv_heads, self.pieces, parts)
+        some = self.some or p.kv_heads
+        lead, summed = (p.batch, p.length), (p.batch * some, self.pieces, parts)
         shapes: dict[str, Any] = {
             "forward": ((*lead, p.heads, p.value_dim), (*lead, p.heads), (*lead, p.heads)),
             "total": ((*lead, p.heads, p.value_dim),),
             "dq": ((*lead, p.heads, p.dim),),
+            "dq of ds": ((*lead, some * p.group, p.dim),),
             "pieces": ((*summed, p.dim), (*summed, p.value_dim)),
-            "sums": ((*lead, p.kv_heads, p.dim), (*lead, p.kv_heads, p.value_dim)),
+            "sums": ((*lead, some, p.dim), (*lead, some, p.value_dim)),
         }
         kinds = {"forward": (p.dtype, "float32", "float32"), "pieces": ("float32",) * 2}
         found = zip(shapes[self.kind], kinds.get(self.kind, (p.dtype,) * 2), strict=False)
         results = tuple(struct(kind, *shape) for shape, kind in found)
+        if self.kind == "pieces" and p.keeps_ds:
+            ds = (p.batch, some, p.length * power_of_two(p.slots), p.size, p.group)
+            results = (*results, struct(p.dtype, *ds))
         if self.kind == "forward" and self.added:
             results = (*results, results[0])
         return results
@@ -96,28 +106,33 @@ class SelectedPlan(Batched, KernelPlan):
             "forward": ("o", "base", "rest", *(["total"] if self.added else [])),
             "total": ("total",),
             "dq": ("dq",),
-            "pieces": ("dk_parts", "dv_parts"),
+            "dq of ds": ("dq",),
+            "pieces": ("dk_parts", "dv_parts", *(["ds"] if p.keeps_ds else [])),
             "sums": ("dk", "dv"),
         }
         parts = p.parts(t.keys)
         members = min(power_of_two(p.group), t.heads)
-        attends = kind in ("forward", "total")
-        absent = (*OTHERS, "o", "base", "rest", "total") if attends else ()
+        forward = (*OTHERS, "o", "base", "rest", "total")
+        absent = {"forward": forward, "total": forward, "pieces": ("ds",)}.get(kind, ())
         arguments: dict[str, Any] = dict.fromkeys((*PACKED[kind], *absent))
         arguments |= {name: In(i) for i, name in enumerate(self.names)}
         arguments |= {name: Out(i) for i, name in enumerate(results[kind])}
         walks, products = kind not in ("pieces", "sums"), kind != "sums"
+        in_turn = kind in ("dq of ds", "pieces", "sums")
+        some = self.some or p.kv_heads
         arguments["of"] = Sizes(
             length=p.length,
             heads=p.heads if products else None,
             kv_heads=p.kv_heads,
-            slots=p.slots if walks else None,
+            some=some if in_turn else None,
+            last=(self.last or p.kv_heads) if in_turn else None,
+            slots=p.slots if products else None,
             blocks=None if walks else p.blocks,
             entries=None if walks else p.entries,
             pieces=None if walks else self.pieces,
             size=p.size,
             slope=p.slope if products else None,
-            scale=float(p.scale) if kind in ("dq", "pieces") else None,
+            scale=float(p.scale) if kind in ("dq", "dq of ds", "pieces") else None,
             sign=p.sign if products else None,
             D=p.dim,
             DV=p.value_dim,
@@ -142,9 +157,10 @@ class SelectedPlan(Batched, KernelPlan):
             "forward": (forward_kernel.selected_fwd, tokens),
             "total": (forward_kernel.selected_fwd, tokens),
             "dq": (dq_kernel.selected_dq, tokens),
+            "dq of ds": (dq_kernel.sum_dq, tokens),
             "pieces": (dkv_kernel.selected_dkv, self.pieces * parts),
             "sums": (dkv_kernel.sum_of_pieces, p.blocks * parts),
         }[kind]
         warps, stages = (4, 1) if kind == "sums" else (t.num_warps, t.num_stages)
-        grid = (p.batch * p.kv_heads * programs,)
+        grid = (p.batch * some * programs,)
         return Launch.of(kernel, arguments, grid, warps, stages)

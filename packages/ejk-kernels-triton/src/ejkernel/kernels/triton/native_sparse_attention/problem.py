@@ -73,6 +73,21 @@ class Problem:
         """Of float32 products, in Triton's words."""
         return "tf32"
 
+    @property
+    def keeps_ds(self) -> bool:
+        """Whether the gradient of products, which keys need, is kept for that of queries: half the
+        reads and a third of the products."""
+        return self.itemsize == 2 and power_of_two(self.slots) * self.size <= 8 * self.dim
+
+    @property
+    def at_once(self) -> int:
+        """Key heads of a launch of the backward pass: what is kept of them takes no more memory
+        than four arrays of queries."""
+        if not self.keeps_ds:
+            return self.kv_heads
+        each = power_of_two(self.slots) * self.size
+        return min(self.kv_heads, max(1, self.kv_heads * 4 * self.dim // each))
+
     def folded(self, size: int) -> Problem:
         """``size`` calls at once."""
         return replace(self, batch=size * self.batch)
@@ -85,6 +100,7 @@ class Problem:
 class Sizes(NamedTuple):
     """What the kernels of the selected branch know of a call; None where one does not need it.
 
+    ``some``, ``last``: a launch is for that many key heads, which end before the last.
     Fields in capitals are constants of a compiled kernel: columns of keys (D) and values (DV) and
     the powers of two that hold them; ROWS query heads of a GROUP, SPLITS such parts; SLOTS entries
     of a list, as a power of two; MEMBERS query heads of each of TOKENS tokens; KEYS of PARTS tiles
@@ -94,6 +110,8 @@ class Sizes(NamedTuple):
     length: int
     heads: int | None
     kv_heads: int
+    some: int | None
+    last: int | None
     slots: int | None
     blocks: int | None
     entries: int | None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.native_sparse_attention.gates import gate_of, pull, under_gate
@@ -58,27 +59,40 @@ class Selected:
         delta = under_gate(branches, "o_slc", sums["o_slc"])
         tensors |= {"do": gradients.pop("o_slc"), "base": base, "rest": rest, "delta": delta}
         gradients |= {gate_of(name): x for name, x in sums.items() if gate_of(name) in branches}
-        (dq,) = _launch(work, work.tiles.dq, "dq", tensors, blocks)
-        tensors["tokens"], tensors["bounds"] = transposed(arrays["chosen"], blocks)
-        parts = _launch(work, work.tiles.dkv, "pieces", tensors, blocks)
-        tensors |= zip(("dk_parts", "dv_parts"), parts, strict=True)
-        dk, dv = _launch(work, work.tiles.dkv, "sums", tensors, blocks)
-        return gradients | {"q": dq, "k": dk, "v": dv}
+        tensors["places"], tensors["bounds"] = transposed(arrays["chosen"], blocks)
+        p, found = work.problem, []
+        for first in range(0, p.kv_heads, p.at_once):
+            some = min(p.at_once, p.kv_heads - first)
+            found.append(_gradients(work, tensors, blocks, {"some": some, "last": first + some}))
+            # the next heads use the memory of these
+            *found[-1], tensors["places"] = lax.optimization_barrier(
+                (*found[-1], tensors["places"])
+            )
+        parts = (jnp.concatenate(x, 2) for x in zip(*found, strict=True))
+        return gradients | dict(zip(("q", "k", "v"), parts, strict=True))
 
 
 def _others(arrays: Arrays) -> tuple[str, ...]:
     return tuple(name for name in OTHERS if name in arrays)
 
 
+def _gradients(
+    work: Work, tensors: Arrays, blocks: Blocks, heads: Mapping[str, int]
+) -> list[jax.Array]:
+    """dq, dk and dv of some key heads."""
+    parts = _launch(work, work.tiles.dkv, "pieces", tensors, blocks, **heads)
+    tensors = tensors | dict(zip(("dk_parts", "dv_parts", "ds"), parts, strict=False))
+    if work.problem.keeps_ds:
+        dq = _launch(work, work.tiles.dq, "dq of ds", tensors, blocks, **heads)
+    else:
+        dq = _launch(work, work.tiles.dq, "dq", tensors, blocks)
+    return [*dq, *_launch(work, work.tiles.dkv, "sums", tensors, blocks, **heads)]
+
+
 def _launch(
-    work: Work,
-    tiles: Tiles,
-    kind: str,
-    tensors: Arrays,
-    blocks: Blocks,
-    added: tuple[str, ...] = (),
+    work: Work, tiles: Tiles, kind: str, tensors: Arrays, blocks: Blocks, **more: Any
 ) -> tuple[jax.Array, ...]:
-    plan = SelectedPlan(work.problem, tiles, kind, added)
+    plan = SelectedPlan(work.problem, tiles, kind, **more)
     if blocks.packed:
         token = jnp.arange(blocks.position.shape[0], dtype=jnp.int32)
         tensors = {
