@@ -16,6 +16,7 @@ import triton.language as tl
 from ejkernel.kernels.triton.native_sparse_attention.forward_kernel import (
     load_group,
     load_seen,
+    open_step,
     open_walk,
     steps_of,
     tile_of,
@@ -50,19 +51,13 @@ def selected_dq(
     for phase in tl.static_range(of.PHASES):
         begin, end = steps_of(count, phase, of)
         for step in tl.range(begin, end):
-            first, seen = tile_of(entries, step, start, t, phase, of)
-            whole: tl.constexpr = phase == 1 and of.EVEN
-            k_tile = load_seen(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS, whole)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
-            if of.sign is not None:
-                s = s * of.sign
-            v_tile = load_seen(
-                v, key_row, first, seen, of.kv_heads, of.DV, of.VALUE_COLUMNS, whole
+            seen, k_tile, v_tile, s = open_step(
+                q_tile, k, v, key_row, entries, step, start, t, phase, of
             )  # fmt: skip
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=of.PRECISION)
             p = weights(s, row_base, row_rest, of.slope)
             ds = p * (dp - row_delta)
-            if not whole:
+            if phase == 0 or not of.EVEN:
                 ds = tl.where(seen[None, :], ds, 0.0)
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=of.PRECISION)
 
@@ -94,11 +89,10 @@ def sum_dq(
         begin, end = steps_of(count, phase, of)
         for step in tl.range(begin, end):
             first, seen = tile_of(entries, step, start, t, phase, of)
-            whole: tl.constexpr = phase == 1 and of.EVEN
-            k_tile = load_seen(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS, whole)
+            k_tile = load_seen(k, key_row, first, seen, of.D, of.COLUMNS, phase, of)
             key = step // of.PARTS * of.size + step % of.PARTS * of.KEYS + tl.arange(0, of.KEYS)
             pointers = ds + key[None, :] * of.GROUP
-            if whole and of.GROUP == of.ROWS:
+            if phase == 1 and of.EVEN and of.GROUP == of.ROWS:
                 share = tl.load(pointers)
             else:
                 share = tl.load(pointers, mask=inside[:, None] & seen[None, :], other=0.0)

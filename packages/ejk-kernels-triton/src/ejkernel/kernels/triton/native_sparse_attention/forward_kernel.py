@@ -122,17 +122,29 @@ def load_head(x, row, first, inside, heads, D: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def load_seen(
-    x, row, first, seen, heads, D: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr
+    x, row, first, seen, D: tl.constexpr, COLUMNS: tl.constexpr, phase: tl.constexpr, of
 ):  # fmt: skip
-    """The same of keys that are seen; ALL: each is."""
-    if ALL and COLUMNS == D:
-        stride = heads * D
+    """The same of keys that are seen, in a phase of a walk."""
+    if phase == 1 and of.EVEN and COLUMNS == D:
+        stride = of.kv_heads * D
         pointers = x + row * D + first.to(tl.int64) * stride
         each = tl.arange(0, seen.shape[0])[:, None]
         tile = tl.load(pointers + each * stride + tl.arange(0, COLUMNS)[None, :])
     else:
-        tile = load_head(x, row, first, seen, heads, D, COLUMNS)
+        tile = load_head(x, row, first, seen, of.kv_heads, D, COLUMNS)
     return tile
+
+
+@triton.jit
+def open_step(q_tile, k, v, key_row, entries, step, start, t, phase: tl.constexpr, of):
+    """Of a step of a phase: (which keys are seen, keys, values, products with the queries)."""
+    first, seen = tile_of(entries, step, start, t, phase, of)
+    k_tile = load_seen(k, key_row, first, seen, of.D, of.COLUMNS, phase, of)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
+    if of.sign is not None:
+        s = s * of.sign
+    v_tile = load_seen(v, key_row, first, seen, of.DV, of.VALUE_COLUMNS, phase, of)
+    return seen, k_tile, v_tile, s
 
 
 @triton.jit
@@ -195,17 +207,11 @@ def selected_fwd(
     for phase in tl.static_range(of.PHASES):
         begin, end = steps_of(count, phase, of)
         for step in tl.range(begin, end):
-            first, seen = tile_of(entries, step, start, t, phase, of)
-            whole: tl.constexpr = phase == 1 and of.EVEN
-            k_tile = load_seen(k, key_row, first, seen, of.kv_heads, of.D, of.COLUMNS, whole)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=of.PRECISION)
-            if of.sign is not None:
-                s = s * of.sign
-            if not whole:
-                s = tl.where(seen[None, :], s, float("-inf"))
-            v_tile = load_seen(
-                v, key_row, first, seen, of.kv_heads, of.DV, of.VALUE_COLUMNS, whole
+            seen, _, v_tile, s = open_step(
+                q_tile, k, v, key_row, entries, step, start, t, phase, of
             )  # fmt: skip
+            if phase == 0 or not of.EVEN:
+                s = tl.where(seen[None, :], s, float("-inf"))
             # the first tile of every block has a key that is seen
             m_new = tl.maximum(m, tl.max(s, 1))
             p = tl.exp2((s - m_new[:, None]) * of.slope)
