@@ -109,6 +109,18 @@ def test_gradients_of_products_are_kept_for_queries():
         check_close(a[0], b, dtype="bfloat16", name=name)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 64])
+@pytest.mark.parametrize(("dim", "size", "slots"), [(128, 64, 16), (64, 32, 9), (256, 128, 16)])
+def test_what_is_kept_takes_four_arrays_of_queries_at_most(kv_heads, dim, size, slots):
+    length, h = 1000, 64 * kv_heads
+    p = Problem(2, length, h, kv_heads, dim, 64, size, 16, slots, 1.0, "bfloat16", False)
+    launch = plans.SelectedPlan(p, tiles.Tiles(16, 4, 1), "pieces", some=p.at_once, last=p.at_once)
+    kept = sum(x.size for x in launch.outputs()[2:])
+    assert kept <= 4 * 2 * length * p.heads * dim
+    assert p.keeps_ds == (kept > 0) == (kv_heads > 1)
+    assert p.at_once == kv_heads or kept > 2 * 2 * length * p.heads * dim  # no more turns than that
+
+
 def test_without_gradients_one_launch_adds_the_branches():
     """With the bits of the one that keeps what gradients need; packed, since tokens of no sequence
     have no list."""

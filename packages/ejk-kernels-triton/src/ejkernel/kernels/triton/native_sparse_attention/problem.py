@@ -76,8 +76,8 @@ class Problem:
     @property
     def keeps_ds(self) -> bool:
         """Whether the gradient of products, which keys need, is kept for that of queries: half the
-        reads and a third of the products."""
-        return self.itemsize == 2 and power_of_two(self.slots) * self.size <= 8 * self.dim
+        reads and a third of the products. ``at_once`` bounds the memory, one key head at least."""
+        return self.itemsize == 2 and self._kept <= min(8, 4 * self.kv_heads) * self.dim
 
     @property
     def at_once(self) -> int:
@@ -85,8 +85,12 @@ class Problem:
         than four arrays of queries."""
         if not self.keeps_ds:
             return self.kv_heads
-        each = power_of_two(self.slots) * self.size
-        return min(self.kv_heads, max(1, self.kv_heads * 4 * self.dim // each))
+        return min(self.kv_heads, self.kv_heads * 4 * self.dim // self._kept)
+
+    @property
+    def _kept(self) -> int:
+        """Products of a token and query head that are kept."""
+        return power_of_two(self.slots) * self.size
 
     def folded(self, size: int) -> Problem:
         """``size`` calls at once."""
