@@ -9,12 +9,18 @@ from typing import Any
 import jax
 
 
-def sizes_of(jaxpr: Any) -> Iterator[int]:
-    """Bytes of every array that a program makes."""
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a program, those inside others included."""
     for equation in jaxpr.eqns:
-        yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.outvars)
+        yield equation
         for inner in jax.tree.leaves(
             [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")
         ):
             if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
-                yield from sizes_of(inner)
+                yield from equations_of(inner)
+
+
+def sizes_of(jaxpr: Any) -> Iterator[int]:
+    """Bytes of every array that a program makes."""
+    for equation in equations_of(jaxpr):
+        yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.outvars)

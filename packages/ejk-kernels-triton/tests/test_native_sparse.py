@@ -19,7 +19,7 @@ from ejkernel.types.structure import Unsupported
 from ejkernel.types.token_blocks import block_means, find_blocks
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
-from ejktest.programs import sizes_of
+from ejktest.programs import equations_of, sizes_of
 from ejktest.sparse_cases import check_chosen, compare
 from ejktest.tolerance import check_close
 
@@ -311,6 +311,30 @@ def test_large_logits_and_a_scale_of_zero():
         o, back = jax.vjp(lambda v, run=run: run(k, k, v)[:, -1], v)
         np.testing.assert_allclose(o, v.mean(1), atol=1e-6)
         np.testing.assert_allclose(back(jnp.ones_like(o))[0], np.full(v.shape, 0.1), atol=1e-6)
+
+
+def test_gradients_pass_over_the_branches_once():
+    """For do . o, which gates and all branches share; no row is cleared."""
+    length, heads = 70, 6
+    args = [jnp.zeros((1, length, n, D), jnp.bfloat16) for n in (heads, 2, 2)]
+    args += [jnp.zeros((1, length, heads))] * 3
+
+    def run(q, k, v, g_cmp, g_slc, g_swa):
+        out, back = jax.vjp(
+            lambda *x: native_sparse_attention(
+                *x[:5], g_swa=x[5], sliding_window=9, block_counts=2, block_size=5
+            ),
+            q, k, v, g_cmp, g_slc, g_swa,
+        )  # fmt: skip
+        return back(out)
+
+    names = [
+        equation.primitive.name
+        for equation in equations_of(jax.make_jaxpr(run)(*args).jaxpr)
+        if any(getattr(x.aval, "shape", ()) == args[0].shape for x in equation.invars)
+    ]
+    assert names.count("reduce_sum") == 3
+    assert "select_n" not in names and "dot_general" not in names
 
 
 def test_memory_is_linear_in_the_length():

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
 from ejkernel.kernels.triton.native_sparse_attention import tiles
+from ejkernel.kernels.triton.native_sparse_attention.branches import compressed, sliding
 from ejkernel.kernels.triton.native_sparse_attention.lists import ended
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.native_sparse_attention.select import select
@@ -24,15 +24,12 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.combine import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
 from ejkernel.types.token_blocks import (
     Blocks,
-    block_means,
     clean_indices,
     find_blocks,
-    means_mask,
 )
 
 
@@ -81,9 +78,9 @@ class NativeSparseAttention(TritonKernel):
         inner = Work(self, selected_problem(p), work.tiles, work.target, work.operation)
         chosen = _chosen(p, inner, arrays, q, k, blocks)
         if "g_cmp" in others:
-            others["o_cmp"] = _compressed(p, work.target.cores, q, k, v, blocks)
+            others |= compressed(p, work.target.cores, q, k, v, blocks)
         if p.sliding_window is not None:
-            others["o_swa"] = _sliding(p, q, k, v, cu)
+            others |= sliding(p, q, k, v, cu)
         selected = {"q": q, "k": k, "v": v, "chosen": chosen, "places": blocks}
         out = attend(inner, selected | others)
         return (cleared(held, out)[0].astype(p.query.dtype),), ()
@@ -91,28 +88,6 @@ class NativeSparseAttention(TritonKernel):
 
 def _dtype(p: Any) -> str:
     return result_dtype(p.query.dtype, p.key.dtype, p.value.dtype).name
-
-
-def _compressed(p: Any, cores: int, q: Any, k: Any, v: Any, blocks: Blocks) -> jax.Array:
-    """Attention over the means of blocks, ``[b, s, h, dv]``."""
-    k, v = (block_means(x, blocks).astype(q.dtype) for x in (k, v))
-    if k.shape[0] * k.shape[2] * -(-blocks.count // 64) < 2 * cores:
-        # means are few: the programs of their gradients are as many with a copy for each query head
-        group = q.shape[2] // k.shape[2]
-        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    return flash_attention.settled(
-        query=q, key=k, value=v, mask_info=means_mask(blocks, q.shape[0]),
-        softmax_scale=p.softmax_scale,
-    )  # fmt: skip
-
-
-def _sliding(p: Any, q: Any, k: Any, v: Any, cu: Any) -> jax.Array:
-    """Attention over the window, ``[b, s, h, dv]``."""
-    mask = {"query": q, "key": k, "cum_seqlens_q": cu, "causal": True}
-    mask = mask_of({**mask, "sliding_window": p.sliding_window})
-    return flash_attention.settled(
-        query=q, key=k, value=v, mask_info=mask, softmax_scale=p.softmax_scale
-    )
 
 
 def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) -> jax.Array:

@@ -33,7 +33,8 @@ class Selected:
     branches found; all but the lists have gradients.
 
     ``arrays``: q, k, v, ``chosen [b, s, hk, slots]`` with -1 behind all blocks, and ``places``, the
-    ``Blocks`` of the row; of ``OTHERS`` what is added. A branch without a gate has 1.
+    ``Blocks`` of the row; of ``OTHERS`` what is added. A branch without a gate has 1. Of what is
+    added come ``lse_cmp`` and ``lse_swa`` too, whose cotangents are -delta, which ``Branch`` wants.
     """
 
     call = _Residuals
@@ -56,8 +57,10 @@ class Selected:
         o, base, rest = saved
         branches = {"o_slc": o} | {name: arrays[name] for name in _others(arrays)}
         gradients, sums = pull(branches, cotangents[0])
-        delta = under_gate(branches, "o_slc", sums["o_slc"])
+        deltas = {name: under_gate(branches, name, x) for name, x in sums.items()}
+        delta = deltas.pop("o_slc")
         tensors |= {"do": gradients.pop("o_slc"), "base": base, "rest": rest, "delta": delta}
+        gradients |= {name.replace("o_", "lse_", 1): -x for name, x in deltas.items()}
         gradients |= {gate_of(name): x for name, x in sums.items() if gate_of(name) in branches}
         tensors["places"], tensors["bounds"] = transposed(arrays["chosen"], blocks)
         p, found = work.problem, []
