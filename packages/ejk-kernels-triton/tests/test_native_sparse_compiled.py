@@ -86,7 +86,7 @@ def test_compiles(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "programs"), [("forward", 6), ("forward added", 6), ("total", 6), ("dq of ds", 7)]
+    ("kind", "programs"), [("forward", 6), ("forward added", 6), ("total", 6), ("dq of ds", 6)]
 )
 def test_programs_of_a_multiprocessor(kind, programs):
     """Each waits for its keys most of the time."""
