@@ -201,6 +201,20 @@ def test_lists_of_known_and_tiles_of_traced_patterns_agree():
         np.testing.assert_array_equal(known["lists"], of_tiles(np.asarray(traced["tiles"])))
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_bits_are_there_for_every_row_of_a_program(traced):
+    """Of its rows past the end as well: none reads behind the array."""
+    p = Problem(1, 130, 190, 1, 1, 64, 64, "bfloat16", 1.0, pattern_blocks=(16, 32))
+    pattern = np.ones((1, 1, 9, 6), bool)
+    pattern = jnp.asarray(pattern) if traced else pattern
+    mask = combine_masks(q_len=130, kv_len=190)
+    for block in (64, 128, 192):
+        by_query = lists.forward_lists(p, mask, pattern, (block, 128))["bits"]
+        by_key = lists.backward_lists(p, mask, pattern, (128, block))["bits"]
+        assert by_query.shape == (1, 1, -(-130 // block) * (block // 64), 3)
+        assert by_key.shape == (1, 1, -(-190 // block) * (block // 64), 2)
+
+
 @pytest.mark.parametrize("rows, heads", [(1, 1), (1, 16), (3, 4)])
 def test_tiles_of_known_lengths_are_dealt_once_and_evenly(rows, heads):
     p = Problem(3, 16384, 16384, 16, 16, 128, 128, "bfloat16", 1.0, pattern_blocks=(128, 128))

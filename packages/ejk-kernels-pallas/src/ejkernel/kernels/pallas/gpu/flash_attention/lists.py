@@ -67,7 +67,7 @@ def forward_lists(
         start = np.concatenate([first, np.maximum(count, 1), empty], axis=-1)
         operands["lists"] = _put(start, some, place + COUNTS, np.arange(n, dtype=np.int32))
     if not _inside(problem, tile):
-        bits = _bits(problem, pattern, tile[1], by_key=False)
+        bits = _bits(problem, pattern, *tile, by_key=False)
         operands["bits"] = namespace(bits).pad(bits, [(0, 0), (0, 0), (0, 0), (0, 1)])
     return operands
 
@@ -91,7 +91,7 @@ def backward_lists(
         start = np.concatenate([count, np.zeros(some.shape, np.int32)], axis=-1)
         operands["lists"] = _put(start, some, _before(some) + 1, visit)
     if not _inside(problem, tile):
-        operands["bits"] = _bits(problem, pattern, tile[0], by_key=True)
+        operands["bits"] = _bits(problem, pattern, *tile[::-1], by_key=True)
     return operands
 
 
@@ -127,10 +127,11 @@ def _inside(problem: Problem, tile: tuple[int, int]) -> bool:
     return inside_blocks(problem.pattern_blocks, problem.q_len, problem.kv_len, *tile)
 
 
-def _bits(problem: Problem, pattern: Any, columns: int, *, by_key: bool) -> Any:
+def _bits(problem: Problem, pattern: Any, rows: int, columns: int, *, by_key: bool) -> Any:
     """What 64 rows have of the pattern in a tile of up to 128 columns, int32 ``[.., rows, tiles]``.
 
-    A byte for 16 rows, a bit of it for 16 columns. Rows are queries; ``by_key``: keys.
+    A byte for 16 rows, a bit of it for 16 columns. Rows are queries; ``by_key``: keys. They are
+    those of whole programs, which have ``rows`` each: all of its warpgroups read.
     """
     assert problem.pattern_blocks is not None
     xp, x = namespace(pattern), pattern
@@ -140,7 +141,7 @@ def _bits(problem: Problem, pattern: Any, columns: int, *, by_key: bool) -> Any:
     if by_key:
         x = xp.swapaxes(x, 2, 3)
     wide = columns // GROUP
-    x = xp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 4), (0, -x.shape[3] % wide)])
+    x = xp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % (rows // GROUP)), (0, -x.shape[3] % wide)])
     x = x.reshape(*x.shape[:2], x.shape[2] // 4, 4, cdiv(x.shape[3], wide), wide)
     place = 8 * np.arange(4)[:, None, None] + np.arange(wide)
     word = (x.astype(np.uint32) << place.astype(np.uint32)).sum((3, 5), dtype=np.uint32)
