@@ -6,7 +6,7 @@ import concurrent.futures
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,26 +23,36 @@ def _guarded(job: tuple[Any, ...]) -> Any:
         return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Results of (function, *arguments) tuples, each run in a process without the GPU.
+def as_finished(
+    jobs: Iterable[tuple[Any, ...]], workers: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """(number, result) of (function, *arguments) tuples, each run in a process without the GPU.
 
-    A job that raises gives its error as a string: what it compiles is compiled again, and fails
-    again, where it is used.
+    As they finish, ``workers`` at a time: by default one fewer than there are cores. A job that
+    raises gives its error as a string: what it compiles is compiled again, and fails again, where
+    it is used.
     """
     jobs = list(jobs)
     if not jobs:
-        return []
+        return
     context = multiprocessing.get_context("spawn")
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
+    workers = min(len(jobs), workers or max(1, (os.cpu_count() or 2) - 1))
     before = os.environ.get("JAX_PLATFORMS")
     os.environ["JAX_PLATFORMS"] = "cpu"  # for the workers; here the device is already chosen
     try:
         with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-            return list(pool.map(_guarded, jobs))
+            asked = {pool.submit(_guarded, job): number for number, job in enumerate(jobs)}
+            for future in concurrent.futures.as_completed(asked):
+                yield asked[future], future.result()
     finally:
         os.environ.pop("JAX_PLATFORMS")
         if before is not None:
             os.environ["JAX_PLATFORMS"] = before
+
+
+def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """What ``as_finished`` yields, in the order of the jobs."""
+    return [result for _, result in sorted(as_finished(jobs), key=lambda found: found[0])]
 
 
 def compile_side_by_side(jobs: Iterable[tuple[Any, ...]]) -> None:
