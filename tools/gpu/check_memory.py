@@ -1,21 +1,20 @@
-"""Calls of the Triton kernels, for a checker of memory accesses on this GPU.
+"""Calls of the kernels for GPUs, for a checker of memory accesses on this one.
 
     compute-sanitizer --report-api-errors no --error-exitcode 9 python tools/gpu/check_memory.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py
 
 The calls are cases of ``pytest -m gpu`` and small ones with every option, whose lengths cut tiles;
 some alone are chosen by kind or by their whole name: ``check_memory.py flash "paged page 16"``.
-A checker knows only the allocations of CUDA, and JAX hands out parts of larger ones. So
-each launch is made by PyTorch's allocator without its cache: every operand and result is an
-allocation that ends with its last element. ``--control`` takes an element from the end of each
-operand: a checker that then reports nothing sees nothing. The option of the first line leaves out
-attributes that Triton's launcher asks for and CUDA refuses. What is not a launch of ours runs on
-JAX's CPU: XLA's compiler for GPUs does not survive a checker. Exits with 1 when a result is not a
-number.
+Kinds whose names begin with ``hopper`` are Pallas kernels, the others Triton's. ``--control`` takes
+an element from the end of each operand: a checker that then reports nothing sees nothing. The
+option of the first line leaves out attributes that Triton's launcher asks for and CUDA refuses.
+What is not a launch of ours runs on JAX's CPU (``gpu.alone`` says why). Exits with 1 when a result
+is not a number.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -33,14 +32,9 @@ checkout.use()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
-import torch  # noqa: E402  # ty: ignore
-import triton.language as tl  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
-from ejkernel.kernels.triton import bridge  # noqa: E402
-from ejkernel.kernels.triton.targets import current_target  # noqa: E402
 from ejktest import (  # noqa: E402
     attention_at_size,
     grouped_cases,
@@ -50,6 +44,8 @@ from ejktest import (  # noqa: E402
     sparse_cases,
     variants,
 )
+from ejktest.device import H200, on  # noqa: E402
+from gpu import alone  # noqa: E402
 
 kernels: Any = triton  # its operations are found by name
 
@@ -131,6 +127,50 @@ def whole(reverse: bool):
     return out, back(out)
 
 
+# ---- on Hopper ---------------------------------------------------------------------------------
+
+
+def hopper(folder: str, operation: str | None = None):
+    """The operation of a folder of Hopper kernels, for that GPU whatever the default device."""
+    module = importlib.import_module(f"ejkernel.kernels.pallas.gpu.{folder}.implementation")
+
+    def call(*args, **options):
+        with on(H200):
+            return getattr(module, operation or folder)(*args, **options)
+
+    return call
+
+
+def hopper_flash(name: str):
+    return dense(name, hopper("flash_attention"))
+
+
+def hopper_sparse(name: str):
+    return dense(name, hopper("blocksparse_attention"))
+
+
+def hopper_grouped(*case):
+    run, arrays = grouped_cases.pull(hopper("grouped_matmul"), *case, rows=392)
+    return run(*arrays)
+
+
+def hopper_ragged(name: str):
+    mix, operation = HOPPER_MIXES[name], hopper("ragged_page_attention", "ragged_page_attention_v3")
+    f, arrays = ragged_cases.writing(operation, mix, ragged_cases.draw(mix))
+    return f(*arrays)
+
+
+def hopper_latent(name: str):
+    return latent_at_size.runner(name, hopper("mla_decode"))(*latent_at_size.draw(name))
+
+
+# single rows among others, that the same launch has, and single rows that Triton's has
+HOPPER_MIXES = {
+    "singles": ragged_cases.Mix((1, 1, 2000, 1, 104), (500, 70, 2100, 129, 1000), h=16, hk=4),
+    "rows": ragged_cases.Mix((1130, 0, 3, 974), (1130, 5, 777, 1200), h=16, hk=2, ps=64, cap=20.0),
+}
+
+
 def varied(operation: str, label: str):
     call = VARIANTS[operation, label]
     smooth = {name: call.arrays[name] for name in call.gradients}
@@ -170,80 +210,18 @@ CALLS = (
     *((branches, name) for name in ("one head d64", "float32")),
     *((whole, reverse) for reverse in (False, True)),
     *((varied, *names) for names in VARIANTS),
+    *((hopper_flash, name) for name in (
+        "odd causal", "odd gqa cap d256", "segments q>k", "segments cap d64", "sinks cap window",
+        "odd full d192/128",
+    )),
+    *((hopper_sparse, name) for name in (
+        "causal 128", "across in sixteens", "none seen", "segments cap", "256 d256",
+    )),
+    (hopper_grouped, "around a tile", "whole bfloat16", False),
+    (hopper_grouped, "some of eight", "whole float16", True),
+    *((hopper_ragged, name) for name in HOPPER_MIXES),
+    *((hopper_latent, name) for name in ("128 heads", "float16, rows")),
 )  # fmt: skip
-
-
-# ---- launches in allocations of their own ------------------------------------------------------
-
-BITS = {  # what NumPy and PyTorch exchange as integers
-    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
-    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
-    np.dtype(np.uint32): (np.int32, torch.uint32),
-}
-launches = 0
-
-
-def to_torch(x, short):
-    """A tensor with an allocation of its own, one element short if asked."""
-    x = np.ascontiguousarray(x)
-    raw, kind = BITS.get(x.dtype, (x.dtype, None))
-    flat = torch.from_numpy(x.view(raw).reshape(-1))
-    flat = (flat[: flat.numel() - 1] if short else flat).clone().cuda()
-    return flat if kind is None else flat.view(kind)
-
-
-def to_jax(tensor, aval):
-    raw, kind = BITS.get(np.dtype(aval.dtype), (None, None))
-    bits = tensor if kind is None else tensor.view(getattr(torch, np.dtype(raw).name))
-    return jnp.asarray(bits.cpu().numpy().view(aval.dtype).reshape(aval.shape))
-
-
-def descriptors(kernel):
-    """What makes the descriptors that a kernel takes: in Gluon they say how a tile lies."""
-    from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia import hopper
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    if not isinstance(kernel, GluonJITFunction):
-        return TensorDescriptor
-    return lambda x, shape, strides, block: hopper.TensorDescriptor(
-        x, shape, strides, block, NVMMASharedLayout(128, 8 * x.element_size(), len(block))
-    )
-
-
-def launch_alone(*arrays, plan, short=False):
-    """The results of a plan, launched by Triton itself."""
-    global launches
-    launch, outs = plan.launch(current_target()), plan.outputs()
-    given = [to_torch(x, short) for x in arrays]
-    results = [to_torch(np.zeros(o.shape, o.dtype), False) for o in outs]
-    for operand, result in launch.aliases.items():
-        results[result] = given[operand]
-
-    described = descriptors(launch.kernel)
-
-    def argument(value, path, constant):
-        if constant and value is not None:
-            return tl.constexpr(value)
-        if isinstance(value, (bridge.In, bridge.Out)):
-            x = (given if isinstance(value, bridge.In) else results)[value.index]
-            return x if value.view is None else x.view(getattr(torch, value.view))
-        if isinstance(value, bridge.TensorMap):
-            x = (results if value.result else given)[value.index]
-            x = x if value.view is None else x.view(getattr(torch, value.view))
-            return described(x, list(value.shape), list(value.strides), list(value.block))
-        return value
-
-    arguments = {name: bridge.rebuilt(x, argument) for name, x in launch.arguments.items()}
-    launch.kernel[launch.grid](
-        **arguments, **launch.constants, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, **launch.options,
-    )  # fmt: skip
-    torch.cuda.synchronize()
-    launches += 1
-    return [to_jax(x, o) for x, o in zip(results, outs, strict=True)]
 
 
 def label(call) -> str:
@@ -262,20 +240,21 @@ def chosen(wanted):
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
     print(jax.devices()[0], flush=True)
-    torch.empty(1, device="cuda")
-    bridge._primitive.def_impl(lambda *x, plan: launch_alone(*x, plan=plan, short=control))
-    wanted = [name for name in sys.argv[1:] if name != "--control"]
-    calls = chosen(wanted)
+    alone.install(short=control)
+    calls = chosen([name for name in sys.argv[1:] if name != "--control"])
     for run, *case in calls[: 1 if control else None]:
-        before, earlier = time.time(), launches
+        before, earlier = time.time(), len(alone.launched)
         with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):
             out = run(*case)
+        names = alone.launched[earlier:]
         good = not any(np.isnan(np.asarray(x, np.float32)).any() for x in jax.tree.leaves(out))
-        good = good and launches > earlier
+        good = good and bool(names)
         failed += not good
         mark = "ok  " if good else "FAIL"
-        made, took = launches - earlier, time.time() - before
-        print(f"{mark} {label((run, *case))}: {made} launches [{took:.1f}s]", flush=True)
+        made = ", ".join(f"{names.count(n)} {n}" for n in dict.fromkeys(names))
+        took = time.time() - before
+        print(f"{mark} {label((run, *case))} [{took:.1f}s]: {made}", flush=True)
+    launches = len(alone.launched)
     print(f"{failed} failed; {launches} launches, {time.time() - start:.0f}s in all", flush=True)
     sys.exit(bool(failed))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import (
+    ahead,
     attention_at_size,
     grouped_cases,
     latent_at_size,
@@ -53,6 +55,13 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.contiguous: [()],
         memory.branches: sparse_cases.CASES,
         memory.whole: [(False,), (True,)],
+        memory.hopper_flash: attention_at_size.CASES,
+        memory.hopper_sparse: attention_at_size.SPARSE,
+        memory.hopper_grouped: [
+            (sizes, kind) for sizes in grouped_cases.SIZES for kind in grouped_cases.WHOLE
+        ],
+        memory.hopper_ragged: memory.HOPPER_MIXES,
+        memory.hopper_latent: latent_at_size.CASES,
     }
     for run, *case in memory.CALLS:
         known = lists[run]
@@ -68,20 +77,43 @@ def test_calls_are_chosen_by_kind_or_by_name(memory):
         memory.chosen(["latent e9", "paged"])
 
 
-def test_calls_launch_outside_of_jit(memory, monkeypatch):
-    """Under ``disable_jit`` every launch passes by where the script puts its own."""
-    launched = []
+@pytest.fixture
+def launched(memory, monkeypatch):
+    """What calls launch outside of jit; every launch gives zeros."""
+    found = []
 
-    def zeros(*arrays, plan):
-        launched.append(plan)
+    def triton(*arrays, plan):
+        found.append(type(plan).__name__)
         return [jnp.zeros(o.shape, o.dtype) for o in plan.outputs()]
 
-    monkeypatch.setattr(memory.bridge._primitive, "impl", zeros)
+    def mosaic(*arrays, **params):
+        found.append(call := memory.alone.mosaic_call(arrays, params))
+        return [jnp.zeros(call.results[i].shape, call.results[i].dtype) for i in call.asked]
+
+    monkeypatch.setattr(memory.alone.bridge._primitive, "impl", triton)
+    monkeypatch.setattr(memory.alone.mpmd.mpmd_map_p, "impl", mosaic)
     with compile_for(cuda_target(90, 132)), jax.disable_jit():
-        memory.grouped("some of eight", "bfloat16", True)
-        assert len(launched) == 3
-        memory.varied("mean_pooling", "whole")
+        yield found
+
+
+def test_calls_launch_outside_of_jit(memory, launched):
+    """Under ``disable_jit`` every launch passes by where the script puts its own."""
+    memory.grouped("some of eight", "bfloat16", True)
+    assert len(launched) == 3
+    memory.varied("mean_pooling", "whole")
     assert len(launched) == 5
+
+
+def test_kernels_for_hopper_are_taken_out_of_their_programs(memory, launched):
+    """With operands, scratch and what is written in place as XLA would hand them over."""
+    memory.hopper_flash("one tile d128")
+    forward, backward = launched
+    assert forward.name == "flash_attention_forward" and forward.module[:4] == b"ML\xefR"
+    assert [x.shape for x in forward.operands[:3]] == [(1, 128, 1, 128)] * 3
+    assert (forward.aliases, forward.asked) == ({}, [0, 1, 2])
+    counts = len(backward.operands) - 1  # of programs that have added to dq
+    assert backward.aliases == {counts: 3} and backward.asked == [0, 1, 2]
+    assert not backward.operands[counts].any()
 
 
 def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
@@ -97,3 +129,58 @@ def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
     here.close()
     work.join(30)
     assert not work.is_alive() and "no-such-case fwd: KeyError" in capsys.readouterr().err
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """``aot_table`` with two calls, and what compiling the ``n``-th of them finds."""
+    script = importlib.import_module("gpu.aot_table")
+    row = {"forward": {"registers": 100, "spills": 0}}
+    path = tmp_path / "table.json"
+    monkeypatch.setattr(script, "TABLE", path)
+    monkeypatch.setattr(script.triton_calls, "cases", lambda: [("d64", "sm_90"), ("d128", "sm_80")])
+    script.write(path, {"d64 @ sm_90": row, "d128 @ sm_80": row, "gone @ sm_80": row})
+
+    def run(found: dict[int, object], *arguments: str) -> dict:
+        monkeypatch.setattr(script, "as_finished", lambda jobs, workers: iter(found.items()))
+        monkeypatch.setattr(sys, "argv", ["aot_table.py", *arguments])
+        try:
+            script.main()
+        finally:
+            rows = json.loads(path.read_text())["rows"]
+        return rows
+
+    return SimpleNamespace(run=run, row=row, path=path)
+
+
+def test_table_ahead_of_time_tells_what_differs(table, capsys):
+    more = {"forward": {"registers": 120, "spills": 8}, "dq": {"registers": 90, "spills": 0}}
+    assert table.run({1: more, 0: table.row}) == {"d64 @ sm_90": table.row, "d128 @ sm_80": more}
+    told = capsys.readouterr().out
+    assert "2 kernels differ" in told and "d64 @ sm_90 forward" not in told
+    assert "d128 @ sm_80 forward: registers 100 -> 120, spills 0 -> 8" in told
+    assert "d128 @ sm_80 dq: registers - -> 90, spills - -> 0" in told
+
+
+def test_table_ahead_of_time_keeps_what_was_compiled(table):
+    """A call that fails, or a run that ends early, takes nothing from the table."""
+    more = {"forward": {"registers": 120, "spills": 8}}
+    with pytest.raises(SystemExit, match=r"1 calls failed, their rows stay: .*OutOfMemory"):
+        table.run({0: "OutOfMemory: no", 1: more})
+    assert json.loads(table.path.read_text())["rows"] == {
+        "d64 @ sm_90": table.row,
+        "d128 @ sm_80": more,
+    }
+    before, out = table.path.read_text(), table.path.with_name("other.json")
+    table.run({0: more}, "--out", str(out))
+    assert table.path.read_text() == before
+    assert json.loads(out.read_text())["rows"]["d64 @ sm_90"] == more
+    with pytest.raises(SystemExit):
+        table.run({}, "no such call")
+
+
+def test_a_job_that_fails_gives_its_error():
+    assert ahead.in_parallel([(divmod, 1, 0), (pow, 2, 3)]) == [
+        "ZeroDivisionError: integer division or modulo by zero",
+        8,
+    ]
