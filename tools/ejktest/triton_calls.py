@@ -7,21 +7,19 @@ its gradients where it has a kernel for them; what its program launches is compi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels import triton
 from ejkernel.kernels.triton.flash_attention.plans import AttentionPlan
 from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
 from ejkernel.kernels.triton.resources import Resources, measure, plan_source
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
-from ejkernel.types import MaskInfo
+from ejktest.called import BF, F32, I32, Arrays, Called, flash
 
-BF, F32, I32 = "bfloat16", "float32", "int32"
-Arrays = dict[str, tuple[tuple[int, ...], str]]
 TARGETS = {
     "sm_80": cuda_target(80, 108),
     "sm_89": cuda_target(89, 128),
@@ -36,44 +34,7 @@ TARGETS = {
 }
 
 
-@dataclass(frozen=True)
-class Called:
-    """An operation's arrays by name as (shape, dtype), its options, what is differentiated."""
-
-    operation: str
-    arrays: Arrays
-    options: dict[str, Any] = field(default_factory=dict)
-    gradients: tuple[str, ...] = ()
-
-
-def _flash(
-    d: int = 128,
-    dv: int | None = None,
-    *optional: str,
-    q: int = 4096,
-    kv_heads: int = 8,
-    dtype: str = BF,
-    **options: Any,
-) -> Called:
-    """A causal call of flash attention with these ``optional`` arrays, or over a pattern."""
-    b, h = 2, 8
-    arrays: Arrays = {
-        "query": ((b, q, h, d), dtype),
-        "key": ((b, q, kv_heads, d), dtype),
-        "value": ((b, q, kv_heads, dv or d), dtype),
-    }
-    pattern = (-(-q // options.get(side, 128)) for side in ("q_block_size", "kv_block_size"))
-    known: Arrays = {
-        "bias": ((1, h, q, q), dtype),
-        "softmax_aux": ((h, 1), F32),
-        "segments": ((b, q), I32),
-        "block_mask": ((1, h, *pattern), "bool"),
-        "attention_mask": ((b, 1, q, q), "bool"),
-    }
-    arrays |= {name: known[name] for name in optional}
-    smooth = tuple(name for name in arrays if arrays[name][1] not in (I32, "bool"))
-    operation = "blocksparse_attention" if "block_mask" in arrays else "flash_attention"
-    return Called(operation, arrays, {"causal": True, **options}, smooth)
+_flash = partial(flash, causal=True)
 
 
 def _latent(heads: int, cache: str = BF, page: int = 64, **options: Any) -> Called:
@@ -254,23 +215,9 @@ def named(program: Any) -> dict[str, tuple[Any, list[Any]]]:
 def launches(call: str | Called, target_name: str) -> dict[str, tuple[Any, list[Any]]]:
     """Kernel name -> (plan, operand types) of a call, or one of the list, and its gradients."""
     c, target = CALLS[call] if isinstance(call, str) else call, TARGETS[target_name]
-    arrays = {
-        n: jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for n, (shape, kind) in c.arrays.items()
-    }
-    smooth = {n: arrays.pop(n) for n in c.gradients}
-
-    def run(smooth: Any, fixed: Any) -> Any:
-        given = {**smooth, **fixed}
-        if "segments" in given:
-            ids = given.pop("segments")
-            given["mask_info"] = MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)
-        return getattr(triton, c.operation)(**given, **c.options)
-
-    def loss(smooth: Any, fixed: Any) -> Any:
-        return jnp.sum(run(smooth, fixed).astype(jnp.float32))
-
+    run = c.backward(triton) if c.gradients else c.forward(triton)
     with compile_for(target):
-        found = named(jax.make_jaxpr(jax.grad(loss) if smooth else run)(smooth, arrays))
+        found = named(jax.make_jaxpr(run)(*c.shapes()))
     # whether this machine's jax-triton knows tensor maps is no matter here
     return {
         name: (replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target)), avals)

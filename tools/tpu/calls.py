@@ -3,76 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ejkernel.kernels import pallas
+from ejktest.called import F32, flash
+
 BATCH, HEADS, LENGTH = 4, 16, 4096  # too much for VMEM, so that arrays stay in HBM
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of ours: sizes, dtype, options."""
-
-    name: str
-    dim: int = 128
-    value_dim: int | None = None
-    kv_heads: int = HEADS
-    length: int = LENGTH
-    dtype: str = "bfloat16"
-    options: dict[str, Any] = field(default_factory=dict)
-    segments: bool = False
-
-    def shapes(self) -> tuple[Any, ...]:
-        import jax
-
-        dv = self.value_dim or self.dim
-        found = [
-            jax.ShapeDtypeStruct((BATCH, self.length, heads, dim), self.dtype)
-            for heads, dim in ((HEADS, self.dim), (self.kv_heads, self.dim), (self.kv_heads, dv))
-        ]
-        if "sinks" in self.name:
-            found.append(jax.ShapeDtypeStruct((HEADS, 1), "float32"))
-        if self.segments:
-            found.append(jax.ShapeDtypeStruct((BATCH, self.length), "int32"))
-        return tuple(found)
-
-    def forward(self, q: Any, k: Any, v: Any, *more: Any) -> Any:
-        from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
-        from ejkernel.types import MaskInfo
-
-        rest = list(more)
-        options = dict(self.options)
-        if "sinks" in self.name:
-            options["softmax_aux"] = rest.pop(0)
-        if self.segments:
-            ids = rest.pop(0)
-            options["mask_info"] = MaskInfo.from_segments(ids)
-        return flash_attention(q, k, v, **options)
-
-    def gradients(self, q: Any, k: Any, v: Any, *more: Any) -> Any:
-        import jax
-
-        def loss(*given: Any) -> Any:
-            return self.forward(*given, *more).astype("float32").sum()
-
-        return jax.grad(loss, (0, 1, 2))(q, k, v)
-
-
-CALLS = (
-    Call("d64", dim=64),
-    Call("d128"),
-    Call("d256", dim=256),
-    Call("d192 values 128", dim=192, value_dim=128),
-    Call("causal gqa", kv_heads=4, options={"causal": True}),
-    Call("window offset", options={"sliding_window": (1024, 0), "causal_offset": 64}),
-    Call("segments causal", segments=True, options={"causal": True}),
-    Call("cap sinks", options={"logits_soft_cap": 30.0, "causal": True}),
-    Call("length 1000", length=1000, options={"causal": True}),
-    Call("length 72 d80", length=72, dim=80),
-    Call("float32", dtype="float32", options={"causal": True}),
-    Call("float32 highest", dtype="float32", options={"precision": "highest"}),
-    Call("float32 d256", dim=256, dtype="float32"),
-)
+_flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
+CALLS = {
+    "d64": _flash(64),
+    "d128": _flash(),
+    "d256": _flash(256),
+    "d192 values 128": _flash(192, 128),
+    "causal gqa": _flash(kv_heads=4, causal=True),
+    "window offset": _flash(sliding_window=(1024, 0), causal_offset=64),
+    "segments causal": _flash(128, None, "segments", causal=True),
+    "cap sinks": _flash(128, None, "softmax_aux", logits_soft_cap=30.0, causal=True),
+    "length 1000": _flash(q=1000, causal=True),
+    "length 72 d80": _flash(80, q=72),
+    "float32": _flash(dtype=F32, causal=True),
+    "float32 highest": _flash(dtype=F32, precision="highest"),
+    "float32 d256": _flash(256, dtype=F32),
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +53,8 @@ def ours(dim: int) -> Iterator[Cost]:
     from ejkernel.kernels.pallas.tpu.flash_attention import tiles
     from ejkernel.types.problem import Problem
 
-    call = Call("cost", dim=dim)
+    call = _flash(dim)
+    forward, backward = call.forward(pallas), call.backward(pallas)
     sizes: dict[str, Any] = dict(
         batch=BATCH, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS
     )
@@ -108,7 +63,7 @@ def ours(dim: int) -> Iterator[Cost]:
     for kernel, products in KERNELS.items():
         t = choices[kernel](problem, current_chip())
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
-        function = call.forward if kernel == "fwd" else call.gradients
+        function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
         yield Cost(
             "ejkernel", name, text, t.block_q * t.block_kv, products, function, call.shapes()

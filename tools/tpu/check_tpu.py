@@ -40,14 +40,16 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     chips.prepare_environment()
     from tools.tpu.calls import CALLS
 
+    from ejkernel.kernels import pallas
+
     device = chips.device(chip)
     rows = []
-    for call in (c for c in CALLS if not names or c.name in names):
-        for part, function in (("forward", call.forward), ("gradients", call.gradients)):
+    for name, call in ((n, c) for n, c in CALLS.items() if not names or n in names):
+        for part, make in (("forward", call.forward), ("gradients", call.backward)):
             start = time.perf_counter()
-            row: dict[str, Any] = {"call": call.name, "part": part}
+            row: dict[str, Any] = {"call": name, "part": part}
             try:
-                compiled = chips.compile_for(device, function, *call.shapes())
+                compiled = chips.compile_for(device, make(pallas), *call.shapes())
                 row["temporary"] = compiled.memory_analysis().temp_size_in_bytes
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"

@@ -56,6 +56,6 @@ def compile_for(device: Any, function: Callable[..., Any], *shapes: Any) -> Any:
     from jax.sharding import SingleDeviceSharding
 
     here = SingleDeviceSharding(device)
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in shapes]
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     with targeting(device):
         return jax.jit(function).trace(*structs).lower(lowering_platforms=("tpu",)).compile()
