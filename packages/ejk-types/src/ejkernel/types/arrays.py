@@ -168,3 +168,19 @@ def static_int(x: Any, argument: str, *, low: int | None = None, high: int | Non
     if high is not None and value > high:
         raise ValueError(f"{argument}: must be at most {high}, got {value}")
     return value
+
+
+def quantise(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+    """``cast(clip(round(x / scale)))``: to nearest even, clipped to what ``dtype`` holds.
+
+    ``scale`` broadcasts against the heads axis of ``x [T, heads, d]``; None = 1.
+    """
+    wide = result_dtype(x, jnp.float32)
+    y = x.astype(wide)
+    if scale is not None:
+        y = y / jnp.asarray(scale, wide).reshape(1, -1, 1)
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return jnp.clip(jnp.round(y), info.min, info.max).astype(dtype)
+    info = jnp.finfo(dtype)
+    return jnp.clip(y, float(info.min), float(info.max)).astype(dtype)

@@ -8,11 +8,11 @@ from typing import Any, cast
 import numpy as np
 
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation, call_invocation
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, Resolved, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
+from ejkernel.ops.errors import ConfigError, KernelNotFound, warn_once
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
@@ -74,17 +74,12 @@ class RegisteredKernel(Kernel[Cfg, Out]):
 
         Without arguments: whether ``platform`` implements the algorithm at all, on any device.
         """
-        wanted = parse_platform(platform)
         if not args and not kwargs:
-            return self._supports_at_all(wanted)
+            return self._supports_at_all(parse_platform(platform))
         try:
-            inv = bind_abstract(call_invocation(self, args, {**kwargs, "platform": wanted}))
-            self.registry.resolve(self.name, wanted, inv=inv)
-        except KernelNotSupported as error:
-            return Support(False, error.reason, error.argument, error.nearest)
+            return super().supports(*args, platform=parse_platform(platform), **kwargs)
         except (KernelNotFound, TypeError, ValueError) as error:
             return Support(False, str(error))
-        return Support(True)
 
     def _supports_at_all(self, wanted: Platform | None) -> Support:
         implementations = self.registry.list_implementations(self.name)

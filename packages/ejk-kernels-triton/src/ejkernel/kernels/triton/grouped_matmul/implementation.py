@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import Launch, Unmapped, struct
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 
@@ -158,7 +159,8 @@ def _mapped(product: Product):
         p = product.problem
         on = [any(jax.tree.leaves(b)) for b in batched]
         if size * p.batch * p.each > MAX_LANES:
-            return _in_turn(product, arrays, on), True
+            # more groups than a program can hold
+            return in_turn(product, arrays, on), True
         a, b, sizes, offset, *rest = arrays
         if p.batch == 1:
             sizes = _with_rest(sizes, p.rows)
@@ -197,17 +199,6 @@ def _with_rest(sizes: jax.Array, rows: int) -> jax.Array:
     ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes, axis=-1)
     edge = jnp.zeros_like(ends[..., :1])
     return jnp.diff(jnp.concatenate([edge, ends, edge + rows], -1), axis=-1)
-
-
-def _in_turn(product: Product, arrays: Any, on: list[bool]) -> jax.Array:
-    """One call after the other: more groups than a program can hold."""
-    moving = [x for x, o in zip(arrays, on, strict=True) if o]
-
-    def one(slices: list[jax.Array]) -> jax.Array:
-        rest = iter(slices)
-        return product(*(next(rest) if o else x for x, o in zip(arrays, on, strict=True)))
-
-    return jax.lax.map(one, moving)
 
 
 grouped_matmul = GroupedMatmul()

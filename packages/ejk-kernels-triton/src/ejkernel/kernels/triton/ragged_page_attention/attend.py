@@ -14,6 +14,7 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans
 from ejkernel.ops.differentiate import Work
+from ejkernel.ops.in_turn import in_turn
 
 # name: [T, h, d], cache, [n], [n, columns], [n + 1], [1], [1, h, sinks], [1, 1 or hk] twice
 NAMES = ("q", "k", "lens", "tables", "starts", "valid", "sink", "k_scale", "v_scale")
@@ -68,7 +69,7 @@ def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
 
 
 @functools.cache
-def in_turn(run: Callable[..., Any], work: Work, names: tuple[str, ...]) -> Callable[..., Any]:
+def looped(run: Callable[..., Any], work: Work, names: tuple[str, ...]) -> Callable[..., Any]:
     """``run(work, arrays)`` of arrays in the order of ``names``, None for those not given.
 
     Mapped calls are one loop: packed rows of several calls have no one order.
@@ -82,14 +83,7 @@ def in_turn(run: Callable[..., Any], work: Work, names: tuple[str, ...]) -> Call
 
     @mapped.def_vmap
     def rule(size: int, batched: Any, *arrays: Any) -> Any:
-        on = [any(jax.tree.leaves(b)) for b in batched]
-        moving = [x for x, o in zip(arrays, on, strict=True) if o]
-
-        def one(slices: list[jax.Array]) -> Any:
-            rest = iter(slices)
-            return mapped(*(next(rest) if o else x for x, o in zip(arrays, on, strict=True)))
-
-        out = jax.lax.map(one, moving)
+        out = in_turn(mapped, arrays, [any(jax.tree.leaves(b)) for b in batched])
         return out, jax.tree.map(lambda _: True, out)
 
     return mapped
@@ -100,4 +94,4 @@ def attention(work: Work, arrays: dict[str, Any]) -> jax.Array:
     return attended(work, scheduled(work, arrays))
 
 
-attend = partial(in_turn, attention)
+attend = partial(looped, attention)

@@ -17,8 +17,8 @@ from ejkernel.kernels.triton.page_attention.problem import BYTES
 from ejkernel.kernels.triton.ragged_page_attention.attend import (
     NAMES,
     attended,
-    in_turn,
     launch,
+    looped,
     scheduled,
 )
 from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel
@@ -27,6 +27,7 @@ from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, proble
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.arrays import quantise
 from ejkernel.types.softmax import named_out
 
 BLOCK = 64  # packed rows of a program that writes
@@ -79,20 +80,12 @@ class RaggedPageAttentionv3(RaggedKernel):
             given["sink"] = arrays["softmax_aux"][None]
         if "q_scale" in arrays:
             scale = arrays["q_scale"].astype(jnp.float32)
-            given["q"] = _quantised(given["q"], scale, given["k"].dtype)
+            # as the cache would hold it, in its own dtype: products are exact either way
+            given["q"] = quantise(given["q"], scale, given["k"].dtype).astype(given["q"].dtype)
             k_scale = scales.get("k_scale", jnp.ones((1, 1)))
             given["logit_scale"] = k_scale.astype(jnp.float32) * scale
         o, cache = write_attend(work, WRITTEN)(*(given.get(name) for name in WRITTEN))
         return (named_out(o), cache), ()
-
-
-def _quantised(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` as the cache would hold it, in its own dtype: products are exact either way."""
-    y = x.astype(jnp.float32) / scale
-    if jnp.issubdtype(dtype, jnp.integer):
-        y = jnp.round(y)
-    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
-    return jnp.clip(y, float(info.min), float(info.max)).astype(dtype).astype(x.dtype)
 
 
 WRITTEN = (*NAMES, "keys", "values", "logit_scale")
@@ -110,7 +103,7 @@ def _write_attend(work: Work, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Ar
     return attended(work, arrays), cache
 
 
-write_attend = partial(in_turn, _write_attend)
+write_attend = partial(looped, _write_attend)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ejkernel.kernels.xla.grouped_matmul.products import Plan, groups_product, rows_product
+from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.varying import vary_alike
 
 rows_p = Primitive("grouped_rows_product")
@@ -87,19 +88,11 @@ def _define(primitive: Primitive, function: Callable, shape: Callable, transpose
         return transpose(ad.instantiate_zeros(ct), *operands, plan=plan)
 
     def batch(operands, axes, *, plan):
-        def one(slices):
-            rest = iter(slices)
-            full = [
-                x if axis is None else next(rest) for x, axis in zip(operands, axes, strict=True)
-            ]
-            return _bind(primitive, full, plan)
-
-        mapped = [
-            jnp.moveaxis(x, axis, 0)
-            for x, axis in zip(operands, axes, strict=True)
-            if axis is not None
+        front = [
+            x if i is None else jnp.moveaxis(x, i, 0) for x, i in zip(operands, axes, strict=True)
         ]
-        return jax.lax.map(one, mapped), 0
+        mapped = [i is not None for i in axes]
+        return in_turn(lambda *each: _bind(primitive, each, plan), front, mapped), 0
 
     primitive.def_impl(jax.jit(function, static_argnames="plan"))
     primitive.def_abstract_eval(aval)

@@ -6,9 +6,10 @@ from typing import Any
 
 from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
-from ejkernel.kernels.xla.ragged_page_attention_v3.write import quantise, write, write_slots
+from ejkernel.kernels.xla.ragged_page_attention_v3.write import write, write_slots
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.arrays import quantise
 
 
 class RaggedPageAttentionv3(GroupKernel):

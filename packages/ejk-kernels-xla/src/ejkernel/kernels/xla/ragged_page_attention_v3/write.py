@@ -7,24 +7,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from ejkernel.types.arrays import result_dtype
-
-
-def quantise(x, scale, dtype):
-    """``cast(clip(round(x / scale)))``: to nearest even, clipped to what ``dtype`` holds.
-
-    ``scale`` broadcasts against the heads axis of ``x [T, heads, d]``; None = 1.
-    """
-    wide = result_dtype(x, jnp.float32)
-    y = x.astype(wide)
-    if scale is not None:
-        y = y / jnp.asarray(scale, wide).reshape(1, -1, 1)
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return jnp.clip(jnp.round(y), info.min, info.max).astype(dtype)
-    info = jnp.finfo(dtype)
-    return jnp.clip(y, float(info.min), float(info.max)).astype(dtype)
-
 
 def write_slots(kv_lens, block_tables, query_start_loc, count, tokens: int, page_size: int):
     """Page ``[T]`` and place ``[T]`` of every packed row; rows of no sequence get a page of -1."""
