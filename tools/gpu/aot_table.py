@@ -3,6 +3,7 @@
 python tools/gpu/aot_table.py                   # all: about an hour of one core, no GPU
 python tools/gpu/aot_table.py --jobs 28         # as many processes
 python tools/gpu/aot_table.py d128 "bias d256"  # only these calls; the others stay
+python tools/gpu/aot_table.py --targets gfx942  # all calls for this chip
 
 Rows are written as they come, so that what an interrupted run has is kept; those that differ from
 the table before are named at the end. ``--out`` leaves the table as it is and writes another file.
@@ -60,6 +61,7 @@ def differences(name: str, before: Row, after: Row) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("calls", nargs="*", help="of ejktest.triton_calls; none: all")
+    parser.add_argument("--targets", nargs="+", choices=triton_calls.TARGETS, help="none: all")
     parser.add_argument("--jobs", type=int, help="processes; default: the cores but one")
     parser.add_argument("--out", type=Path, default=TABLE, help="the table that is written")
     given = parser.parse_args()
@@ -68,7 +70,11 @@ def main() -> None:
         parser.error(f"no such calls: {unknown}; there are {list(triton_calls.CALLS)}")
     known = json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
     cases = {f"{call} @ {target}": (call, target) for call, target in triton_calls.cases()}
-    wanted = [name for name, case in cases.items() if not given.calls or case[0] in given.calls]
+    wanted = [
+        name
+        for name, (call, target) in cases.items()
+        if call in (given.calls or [call]) and target in (given.targets or [target])
+    ]
     wanted.sort(key=lambda name: -len(known.get(name, {})))  # what takes longest is not last
     rows = {name: known.get(name, {}) for name in cases}
     failed, changed = {}, []

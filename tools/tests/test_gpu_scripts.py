@@ -142,7 +142,11 @@ def table(monkeypatch, tmp_path):
     script.write(path, {"d64 @ sm_90": row, "d128 @ sm_80": row, "gone @ sm_80": row})
 
     def run(found: dict[int, object], *arguments: str) -> dict:
-        monkeypatch.setattr(script, "as_finished", lambda jobs, workers: iter(found.items()))
+        def finished(jobs, workers):
+            assert len(list(jobs)) == len(found)
+            return iter(found.items())
+
+        monkeypatch.setattr(script, "as_finished", finished)
         monkeypatch.setattr(sys, "argv", ["aot_table.py", *arguments])
         try:
             script.main()
@@ -171,10 +175,15 @@ def test_table_ahead_of_time_keeps_what_was_compiled(table):
         "d64 @ sm_90": table.row,
         "d128 @ sm_80": more,
     }
+
+
+def test_table_ahead_of_time_compiles_what_is_asked(table):
+    more = {"forward": {"registers": 120, "spills": 8}}
+    assert table.run({0: more}, "--targets", "sm_90")["d64 @ sm_90"] == more
     before, out = table.path.read_text(), table.path.with_name("other.json")
-    table.run({0: more}, "--out", str(out))
+    table.run({0: more}, "d128", "--out", str(out))
     assert table.path.read_text() == before
-    assert json.loads(out.read_text())["rows"]["d64 @ sm_90"] == more
+    assert json.loads(out.read_text())["rows"]["d128 @ sm_80"] == more
     with pytest.raises(SystemExit):
         table.run({}, "no such call")
 
