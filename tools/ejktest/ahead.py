@@ -42,8 +42,11 @@ def as_finished(
     try:
         with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
             asked = {pool.submit(_guarded, job): number for number, job in enumerate(jobs)}
-            for future in concurrent.futures.as_completed(asked):
-                yield asked[future], future.result()
+            try:
+                for future in concurrent.futures.as_completed(asked):
+                    yield asked[future], future.result()
+            finally:  # who stops early does not wait for what has not begun
+                pool.shutdown(wait=False, cancel_futures=True)
     finally:
         os.environ.pop("JAX_PLATFORMS")
         if before is not None:
