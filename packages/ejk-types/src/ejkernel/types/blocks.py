@@ -120,7 +120,7 @@ def matrix_range(xp: ModuleType, any_: Any, all_: Any) -> BlockRange:
     return BlockRange(*(a.astype(np.int32) for a in (start, stop, full_start, full_stop)))
 
 
-def pad_to(x: Any, axis: int, length: int, value: Any) -> Any:
+def pad_to(x: Any, axis: int, length: int, value: Any = 0) -> Any:
     """``x`` with ``value`` appended along ``axis`` up to ``length``."""
     missing = length - x.shape[axis]
     if not is_symbolic(missing) and missing <= 0:

@@ -168,14 +168,22 @@ def segment_ids_of(mask: MaskInfo, per_head: bool = False) -> tuple[Any, Any]:
     return mask_to_segment_ids(dense_mask(mask), per_head)
 
 
+def _tokens(mask: MaskInfo, side: str) -> tuple[int, int]:
+    """Batch rows and tokens of one side."""
+    known = lengths_of(mask)
+    size = known.q if side == "q" else known.kv
+    if size is None:
+        raise ValueError(f"{side}_len: a purely structural mask has no length")
+    return known.batch or 0, size
+
+
 def padding_mask(mask: MaskInfo, side: str) -> Any:
     """Tokens that are not padding, bool ``[b, len]``; ``side`` is "q" or "kv".
 
     By segment ids where there are any, else by the dense mask: tokens of a row or column that
     is not wholly invisible. Causal, window and chunk make no padding.
     """
-    name, length = f"{side}_segment_ids", f"{side}_len"
-    valid = None
+    name, valid = f"{side}_segment_ids", None
     for part in mask.conjuncts:
         ids = getattr(part, name)
         if ids is not None:
@@ -186,13 +194,9 @@ def padding_mask(mask: MaskInfo, side: str) -> Any:
             if part.attention_mask is not None:
                 dense = as_bool(part.attention_mask)
                 valid = both(valid, dense.any(axis=(1, 3) if side == "q" else (1, 2)))
-    known = lengths_of(mask)
-    size = known.q if side == "q" else known.kv
-    if size is None:
-        raise ValueError(f"{length}: a purely structural mask has no length")
     if valid is None:
         valid = np.ones((1, 1), bool)
-    return namespace(valid).broadcast_to(valid, (known.batch or 0, size))
+    return namespace(valid).broadcast_to(valid, _tokens(mask, side))
 
 
 def positions_of(mask: MaskInfo, side: str) -> Any:
@@ -210,12 +214,8 @@ def positions_of(mask: MaskInfo, side: str) -> Any:
         return namespace(given, ids).where(ids >= 0, given, np.int32(padding))
     if ids is not None:
         return positions_of_runs(ids, padding)
-    known = lengths_of(mask)
-    size = known.q if side == "q" else known.kv
-    if size is None:
-        raise ValueError(f"{side}_len: a purely structural mask has no length")
-    index = np.arange(size, dtype=np.int32)[None]
-    return np.broadcast_to(index, (known.batch or 0, size))
+    shape = _tokens(mask, side)
+    return np.broadcast_to(np.arange(shape[1], dtype=np.int32)[None], shape)
 
 
 def recast(mask: Any, dtype: Any) -> Any:

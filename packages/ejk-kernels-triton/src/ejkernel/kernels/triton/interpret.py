@@ -244,9 +244,9 @@ def interpreted(kernel: Any) -> Any:
     from triton.runtime.jit import JITFunction
 
     fn = kernel.fn
-    names = dict(fn.__globals__)
+    names, used = dict(fn.__globals__), fn.__code__.co_names
     for name, value in fn.__globals__.items():
-        if isinstance(value, JITFunction) and value is not kernel and name in _used(fn):
+        if isinstance(value, JITFunction) and value is not kernel and name in used:
             names[name] = interpreted(value)
     twin = types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
     twin.__annotations__ = fn.__annotations__
@@ -283,10 +283,6 @@ def _interpreted_library():
         scope.restore()
         for module, name, value in replaced:
             setattr(module, name, value)
-
-
-def _used(fn: Any) -> frozenset[str]:
-    return frozenset(fn.__code__.co_names)
 
 
 def run_launch(launch: Launch, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:

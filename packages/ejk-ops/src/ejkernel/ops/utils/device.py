@@ -136,10 +136,6 @@ def _local_devices(backend: str | None) -> list[Any]:
         return []
 
 
-def _is_abstract(device: Any) -> bool:
-    return isinstance(device, jax.sharding.AbstractDevice)
-
-
 def ambient_device() -> Any:
     """What names the target device: an AbstractDevice, a jax.Device, a platform name or None.
 
@@ -171,10 +167,8 @@ def target_device(device: Any = None) -> TargetDevice:
         return _describe(device)
     if isinstance(device, str):
         return _describe(jax.local_devices(backend=device)[0])
-    if _is_abstract(device):
-        return _describe_abstract(device.device_kind, device.platform, device.num_cores)
     described = getattr(device, "device_kind", None), getattr(device, "platform", None)
-    if all(isinstance(x, str) for x in described):  # a device of an ahead-of-time topology
+    if all(isinstance(x, str) for x in described):  # abstract, or of an ahead-of-time topology
         return _describe_abstract(*described, getattr(device, "num_cores", None))
     raise TypeError(f"device must be a device, a platform name or None, got {device!r}")
 

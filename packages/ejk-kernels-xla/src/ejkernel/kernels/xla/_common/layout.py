@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.blocks import cdiv
+from ejkernel.types.blocks import cdiv, pad_to
 
 
 def fit_block(block: int, length: int) -> int:
@@ -27,15 +27,6 @@ def fit_block(block: int, length: int) -> int:
         return block
     count = cdiv(length, block)
     return max(length, 1) if count <= 1 else min(block, 16 * cdiv(cdiv(length, count), 16))
-
-
-def pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """Zeros appended to ``axis`` up to ``length``."""
-    if x.shape[axis] == length:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
 
 
 def reorder(x: jax.Array, *axes: int) -> jax.Array:
@@ -88,7 +79,7 @@ class Layout:
 
     def split_q(self, x: jax.Array) -> jax.Array:
         """``[b, q, h, c]`` -> ``[nq, b, hk, rows, c]``."""
-        x = pad_axis(x, 1, self.nq * self.block_q)
+        x = pad_to(x, 1, self.nq * self.block_q)
         shape = (self.batch, self.nq, self.block_q, self.kv_heads, self.groups, x.shape[-1])
         x = reorder(x.reshape(shape), 1, 0, 3, 4, 2, 5)
         return x.reshape(self.nq, self.batch, self.kv_heads, self.rows, x.shape[-1])
@@ -111,7 +102,7 @@ class Layout:
 
     def split_kv(self, x: jax.Array) -> jax.Array:
         """``[b, k, hk, c]`` -> ``[nk, b, hk, block_kv, c]``."""
-        x = pad_axis(x, 1, self.nk * self.block_kv)
+        x = pad_to(x, 1, self.nk * self.block_kv)
         shape = (self.batch, self.nk, self.block_kv, self.kv_heads, x.shape[-1])
         return reorder(x.reshape(shape), 1, 0, 3, 2, 4)
 
@@ -129,7 +120,7 @@ class Layout:
     def pad_tiles(self, x: jax.Array) -> jax.Array:
         """``[#b, #h, #q, k]`` padded to whole tiles; one row stays one row."""
         rows = 1 if x.shape[2] == 1 else self.nq * self.block_q
-        return pad_axis(pad_axis(x, 2, rows), 3, self.nk * self.block_kv)
+        return pad_to(pad_to(x, 2, rows), 3, self.nk * self.block_kv)
 
     def grouped(self, tile: jax.Array) -> jax.Array:
         """``[#b, #h, #bq, bk]`` -> ``[#b, hk|1, g|1, #bq, bk]``."""

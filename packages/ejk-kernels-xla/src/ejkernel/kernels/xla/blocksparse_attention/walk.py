@@ -21,7 +21,6 @@ from ejkernel.kernels.xla._common import softmax as sm
 from ejkernel.kernels.xla._common.blockwise import Spec
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla._common.dropout import Dropout
-from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.heads import Heads
@@ -29,7 +28,7 @@ from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import size_of
-from ejkernel.types.blocks import cdiv
+from ejkernel.types.blocks import cdiv, pad_to
 from ejkernel.types.prepare import Tiling
 
 
@@ -51,8 +50,8 @@ class Walk:
         self.padded_kv = cdiv(self.kv_len, spec.block_kv) * spec.block_kv
         self.sequences = {
             "q": self.rows(q),
-            "k": pad_axis(k, 1, self.padded_kv),
-            "v": pad_axis(v, 1, self.padded_kv),
+            "k": pad_to(k, 1, self.padded_kv),
+            "v": pad_to(v, 1, self.padded_kv),
         }
         rows, every = self.groups * spec.block_q, size_of(self.batch) * self.hk
         at_once = tiles.heads_at_once(rows, spec.block_kv, max(d, dv), every)

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.packed import bucket_of, packing
 from ejkernel.kernels.xla.linear_attention.core import Links
-from ejkernel.types.blocks import cdiv
+from ejkernel.types.blocks import cdiv, pad_to
 
 
 class Plain(NamedTuple):
@@ -35,7 +34,7 @@ class Plain(NamedTuple):
 
     def split(self, x: jax.Array) -> jax.Array:
         x = jnp.flip(x, axis=1) if self.reverse else x
-        x = pad_axis(x, 1, self.chunks * self.chunk)
+        x = pad_to(x, 1, self.chunks * self.chunk)
         x = x.reshape(x.shape[0], self.chunks, self.chunk, *x.shape[2:])
         return x.transpose(1, 0, 3, 2, 4)
 

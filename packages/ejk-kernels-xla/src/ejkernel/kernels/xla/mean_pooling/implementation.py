@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
-from ejkernel.kernels.xla._common.layout import pad_axis
 from ejkernel.kernels.xla._common.packed import packing
 from ejkernel.kernels.xla._common.tiles import Steps
 from ejkernel.kernels.xla.kernel import XlaKernel
@@ -22,7 +21,7 @@ from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
-from ejkernel.types.blocks import cdiv
+from ejkernel.types.blocks import cdiv, pad_to
 
 # rows of the first level: few additions per level up to 64k rows, and one pass over them
 BLOCK = 128
@@ -70,8 +69,8 @@ def chunk_sums(x: jax.Array, chunk: int, block: int) -> jax.Array:
     b, s, *rest = x.shape
     block = at_most(block, chunk)
     chunks, blocks = cdiv(s, chunk), cdiv(chunk, block)
-    x = pad_axis(x, 1, chunks * chunk).reshape(b * chunks, chunk, *rest)
-    x = pad_axis(x, 1, blocks * block).reshape(b, chunks, blocks, block, *rest)
+    x = pad_to(x, 1, chunks * chunk).reshape(b * chunks, chunk, *rest)
+    x = pad_to(x, 1, blocks * block).reshape(b, chunks, blocks, block, *rest)
     return jnp.sum(jnp.sum(x, axis=3), axis=2)
 
 
