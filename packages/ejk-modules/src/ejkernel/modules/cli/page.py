@@ -18,14 +18,18 @@ def page(title: str, subtitle: str, tiles: Mapping[str, str], sections: Sequence
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in tiles.items()
     )
-    style = resources.files("ejkernel.modules.cli").joinpath("page.css").read_text(encoding="utf-8")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{style}</style></head><body><main>"
+        f"<title>{escape(title)}</title><style>\n{style()}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p><nav>{links}</nav></header>"
         f'<div class="tiles">{shown}</div>{"".join(sections)}</main></body></html>\n'
     )
+
+
+def style() -> str:
+    """Colours as variables, and what has them."""
+    return resources.files("ejkernel.modules.cli").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def _anchor(section: str) -> tuple[str, str]:

@@ -118,14 +118,15 @@ def against_the_bound(benches: Sequence[Record]) -> str:
     return page.section("bound", "Against the bound and beside peers", why, *parts)
 
 
-def _bound_plot(record: Record, rows: Sequence[dict[str, Any]]) -> str:
+def bound_dots(rows: Sequence[dict[str, Any]]) -> tuple[str, dict[str, str]]:
+    """The dots of measured rows as SVG, and the colours of their contenders."""
     series = list(dict.fromkeys(r["contender"] for r in rows))
     colours = {"ejkernel": "var(--accent)"}
     others = [s for s in series if s != "ejkernel"]
     colours |= {s: _PALETTE[min(i, len(_PALETTE) - 1)] for i, s in enumerate(others)}
     colours = {s: colours[s] for s in series}
-    modes = list(dict.fromkeys(r["mode"] for r in rows))
-    high = max(100.0, *(min(r["percent_of_limit"], 150.0) for r in rows))
+    modes = list(dict.fromkeys(r["mode"] for r in rows)) or ["fwd"]
+    high = max([100.0, *(min(r["percent_of_limit"], 150.0) for r in rows)])
     ticks = tuple(float(t) for t in range(0, int(high) + 1, 25))
     titles = {"fwd": "forward", "fwd+bwd": "forward + backward"}
     panels = [
@@ -139,6 +140,11 @@ def _bound_plot(record: Record, rows: Sequence[dict[str, Any]]) -> str:
             ours = next((_time(r["ms"]) for r in _ours(here)), "")
             lanes.append(svg.Lane(tuple(map(_dot, here)), ours))
         lines.append((case, lanes))
+    return svg.dots(panels, lines, colours), colours
+
+
+def _bound_plot(record: Record, rows: Sequence[dict[str, Any]]) -> str:
+    dots, colours = bound_dots(rows)
     head = f"{record.get('op', '')} on {record.get('device', '?')}, {record.get('date', '')}"
     missing = [r for r in record["rows"] if r.get("ms") is None]
     left_out = ""
@@ -154,7 +160,7 @@ def _bound_plot(record: Record, rows: Sequence[dict[str, Any]]) -> str:
         f"<h3>{page.escape(head)}</h3>"
         f'<p class="why">{page.escape(rates_text(record.get("limits", {})))}</p>'
         + page.legend(colours)
-        + page.wide(svg.dots(panels, lines, colours))
+        + page.wide(dots)
         + left_out
     )
 

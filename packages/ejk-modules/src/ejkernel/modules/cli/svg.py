@@ -47,10 +47,9 @@ class Panel:
     reference: float | None = None
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
-    )
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(words)}</text>"
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
@@ -82,7 +81,7 @@ def dots(
         y = top + ROW * i + ROW / 2
         if i % 2 == 0:
             parts.append(_rect(0, y - ROW / 2, WIDTH, ROW, 'class="stripe"'))
-        clipped = _text(4, y + 4, _clip(label), "label")
+        clipped = text(4, y + 4, _clip(label), "label")
         parts.append(f"<g><title>{escape(label)}</title>{clipped}</g>")
     for p, panel in enumerate(panels):
         left = LABEL_WIDTH + p * (inner + gap)
@@ -91,15 +90,15 @@ def dots(
             share = (x - panel.low) / (panel.high - panel.low)
             return left + inner * min(max(share, 0.0), 1.0)
 
-        parts.append(_text(left, 14, panel.title, "panel"))
+        parts.append(text(left, 14, panel.title, "panel"))
         for tick in panel.ticks:
             kind = "bound" if tick == panel.reference else "grid"
             parts.append(_line(place(tick), top - 6, place(tick), height - 8, kind))
-            parts.append(_text(place(tick), top - 12, f"{tick:g}{panel.unit}", "tick", "middle"))
+            parts.append(text(place(tick), top - 12, f"{tick:g}{panel.unit}", "tick", "middle"))
         for i, (_, lanes) in enumerate(rows):
             y = top + ROW * i + ROW / 2
             words = lanes[p].words
-            parts.append(_text(left + inner + 14, y + 4, words, "tick"))
+            parts.append(text(left + inner + 14, y + 4, words, "tick"))
             marks = sorted(lanes[p].marks, key=lambda d: d.series == "ejkernel")
             if len(marks) > 1:
                 ends = [place(d.x) for d in marks]
@@ -131,12 +130,12 @@ def heat(
     width, height = left + side * len(across) + 12, top + tall * len(down) + 8
     low, high = min(cells.values()), max(cells.values())
     span = math.log(high / low) if high > low else 1.0
-    parts = [_text(left, 14, f"{names[0]} →", "tick"), _text(4, top - 8, f"{names[1]} ↓", "tick")]
+    parts = [text(left, 14, f"{names[0]} →", "tick"), text(4, top - 8, f"{names[1]} ↓", "tick")]
     for i, value in enumerate(across):
-        parts.append(_text(left + side * (i + 0.5), top - 8, str(value), "label", "middle"))
+        parts.append(text(left + side * (i + 0.5), top - 8, str(value), "label", "middle"))
     for j, row in enumerate(down):
         y = top + tall * j
-        parts.append(_text(left - 10, y + tall / 2 + 4, str(row), "label", "end"))
+        parts.append(text(left - 10, y + tall / 2 + 4, str(row), "label", "end"))
         for i, column in enumerate(across):
             ms = cells.get((column, row))
             x = left + side * i
@@ -149,6 +148,6 @@ def heat(
             paint = f'rx="4" fill="var(--accent)" fill-opacity="{strength:.2f}"'
             paint += ' class="winner"' if (column, row) == best else ""
             kind = "on" if strength > 0.55 else "label"
-            said = _text(x + side / 2, y + tall / 2 + 4, f"{ms:.4g}", kind, "middle")
+            said = text(x + side / 2, y + tall / 2 + 4, f"{ms:.4g}", kind, "middle")
             parts.append(f"<g><title>{hint}</title>{_rect(*field, paint)}{said}</g>")
     return _document(width, height, parts)
