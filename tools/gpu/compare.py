@@ -89,14 +89,10 @@ def logged(log: Path | None, *given: Any) -> None:
 
 def milliseconds(program: Any, given: tuple[Any, ...]) -> float:
     """Median of three runs of back-to-back calls."""
-    import jax
+    from ejkernel.ops.execution.timing import QueueClock
 
     def run(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = program(*given)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / calls * 1e3
+        return QueueClock().seconds(lambda: program(*given), calls) * 1e3
 
     run(1)
     calls = max(2, min(60, int(60 / max(run(1), 1e-2))))
