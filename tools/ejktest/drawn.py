@@ -36,13 +36,17 @@ def pulled(function: Callable[..., Any], wanted: tuple[Any, ...], *rest: Any) ->
 def wild_tables(
     rng: np.random.Generator, lens: Sequence[int], page_size: int
 ) -> tuple[np.ndarray, int]:
-    """Distinct pages inside the contexts, anything past them; how many pages: two are unused."""
-    columns = max(1, -(-max(lens) // page_size))
-    pages = len(lens) * columns + 2
-    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
-    for row, n in zip(tables, lens, strict=True):
-        row[-(-n // page_size) :] = rng.choice([-1, pages, 2**31 - 1, -(2**31)])
-    return tables.astype(np.int32), pages
+    """Pages out of order, numbers that are none behind them; and how many pages: three unused."""
+    counts = [-(-n // page_size) for n in lens]
+    pages = sum(counts) + 3
+    order = rng.permutation(pages)
+    tables = np.full((len(lens), max(1, *counts)), -1, np.int32)
+    start = 0
+    for row, n in zip(tables, counts, strict=True):
+        row[:n] = order[start : start + n]
+        start += n
+    tables[tables < 0] = rng.choice([-1, 2**30, 2**31 - 1, -(2**31), pages], (tables < 0).sum())
+    return tables, pages
 
 
 # ---- linear attention --------------------------------------------------------------------------

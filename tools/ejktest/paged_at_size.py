@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.attention_at_size import BF, F32, HALF, reference_rows, relative
+from ejktest.drawn import wild_tables
 from ejktest.oracles.paged import gather
 
 I8, E4, E5 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -88,23 +89,9 @@ def bound(name: str) -> float:
     return BOUND[jnp.dtype(s.q).name]
 
 
-def shuffled_tables(rng, lens, page_size: int) -> tuple[np.ndarray, int]:
-    """Pages out of order, numbers that are none behind them; and how many pages: three unused."""
-    counts = [-(-n // page_size) for n in lens]
-    pages = sum(counts) + 3
-    order = rng.permutation(pages)
-    tables = np.full((len(lens), max(1, *counts)), -1, np.int32)
-    start = 0
-    for row, n in zip(tables, counts, strict=True):
-        row[:n] = order[start : start + n]
-        start += n
-    tables[tables < 0] = rng.choice([-1, 2**30, -(2**31), pages], (tables < 0).sum())
-    return tables, pages
-
-
 def drawn(name: str, s: Any, query: tuple[int, ...], *rows: tuple[int, ...]) -> tuple:
     """q, caches with such rows of the pages that are needed and three more, lengths, tables."""
-    tables, pages = shuffled_tables(np.random.default_rng(len(name)), s.lens, s.ps)
+    tables, pages = wild_tables(np.random.default_rng(len(name)), s.lens, s.ps)
 
     @jax.jit
     def make():

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.attention_at_size import reference_rows
+from ejktest.drawn import wild_tables
 from ejktest.oracles.paged import gather
-from ejktest.paged_at_size import shuffled_tables
 
 SAMPLED = 96  # query rows that the oracle looks at
 
@@ -52,7 +52,7 @@ class Mix:
 def draw(m: Mix, seed: int = 0) -> dict[str, jax.Array]:
     """q, new keys and values, cache of the pages needed, lens, tables, starts; 5 rows of none."""
     rng = np.random.default_rng(seed)
-    tables, pages = shuffled_tables(rng, m.lens, m.ps)
+    tables, pages = wild_tables(rng, m.lens, m.ps)
     t = sum(m.rows) + 5
     width = jnp.dtype(m.kv).itemsize
     shape = (pages, m.ps, 2 * m.hk, m.d)
