@@ -6,7 +6,10 @@ thousand rows are compared by the relative error of each array.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -251,6 +254,18 @@ def assert_sound(name, errors, same) -> None:
     print(name, {n: f"{e:.1e}" for n, e in errors.items()})
     assert same
     assert {n: e for n, e in errors.items() if not e <= bound(name)} == {}
+
+
+@contextmanager
+def ahead(request, work: Callable[[str], Any], threads: int) -> Iterator[Callable[[str], Any]]:
+    """``work`` of a case by its name; threads have begun with those of this run.
+
+    Workers of pytest-xdist run side by side already: there a case begins when it is asked for.
+    """
+    names = [] if "PYTEST_XDIST_WORKER" in os.environ else names_in_run(request)
+    with ThreadPoolExecutor(threads) as pool:
+        begun = {name: pool.submit(work, name) for name in names}
+        yield lambda name: begun.pop(name).result() if name in begun else work(name)
 
 
 def names_in_run(request) -> list[str]:

@@ -116,6 +116,21 @@ def test_kernels_for_hopper_are_taken_out_of_their_programs(memory, launched):
     assert not backward.operands[counts].any()
 
 
+@pytest.mark.parametrize("worker", [None, "gw3"])
+def test_cases_begin_ahead_but_in_one_of_many_workers(monkeypatch, worker):
+    """Each of a dozen workers would compute the cases of all of them."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker is not None:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    done = []
+    callspecs = (SimpleNamespace(params={"name": name}) for name in "abc")
+    items = [SimpleNamespace(path="here", callspec=x) for x in callspecs]
+    request = SimpleNamespace(path="here", session=SimpleNamespace(items=items))
+    with attention_at_size.ahead(request, lambda name: done.append(name) or name * 2, 2) as case:
+        assert case("b") == "bb"
+    assert sorted(done) == (["a", "b", "c"] if worker is None else ["b"])
+
+
 def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
     wanted = [("cpu-g8", "fwd"), ("no-such-case", "fwd")]
     monkeypatch.setattr(compare, "milliseconds", lambda program, given: program(*given).shape[1])

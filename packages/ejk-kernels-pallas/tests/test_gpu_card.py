@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,16 +50,15 @@ def hopper():
 
 @pytest.fixture(scope="module")
 def found(hopper, request: pytest.FixtureRequest):
-    """Name -> errors and repeatability of every case of this run; compilers run side by side."""
-    names = cases.names_in_run(request)
-    with ThreadPoolExecutor(8) as pool:
-        yield {name: pool.submit(cases.check, name, flash_attention) for name in names}
+    """Errors and repeatability of a case of this run; compilers run side by side."""
+    with cases.ahead(request, lambda name: cases.check(name, flash_attention), 8) as check:
+        yield check
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_against_float32(name: str, found) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    cases.assert_sound(name, *found[name].result())
+    cases.assert_sound(name, *found(name))
 
 
 @pytest.mark.parametrize("name", LISTED)

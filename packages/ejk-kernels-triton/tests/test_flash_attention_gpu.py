@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,21 +21,20 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def known(request: pytest.FixtureRequest):
-    """Name -> inputs and reference of every case of this run, its kernels compiled.
+    """Inputs and reference of a case of this run, its kernels compiled.
 
     Processes compile kernels while threads compile and run references.
     """
-    names = cases.names_in_run(request)
-    with ThreadPoolExecutor(4) as pool:
-        found = {name: pool.submit(cases.expected, name) for name in names}
+    with cases.ahead(request, cases.expected, 4) as expected:
+        names = cases.names_in_run(request)
         compile_side_by_side((lower_case, name, current_target()) for name in names)
-        yield found
+        yield expected
 
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_against_float32(name: str, known) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    cases.assert_sound(name, *cases.check(name, flash_attention, known.pop(name).result()))
+    cases.assert_sound(name, *cases.check(name, flash_attention, known(name)))
 
 
 @pytest.mark.parametrize("name", large.BIASED + large.PLAIN + large.NARROW)
