@@ -1,0 +1,113 @@
+"""Calls over several GPUs equal those on one: ``-m multigpu``, on a machine that has two."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel.modules as modules
+from ejktest.attention_at_size import BOUND, relative
+
+GPUS = [device for device in jax.devices() if device.platform == "gpu"]
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs"),
+]
+
+
+def mesh_of(axis):
+    return Mesh(np.array(GPUS[:2]), (axis,))
+
+
+def drawn(heads=8, kv_heads=2, length=1024):
+    """q, k, v and the cotangent, on the first GPU."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    counts = (heads, kv_heads, kv_heads, heads)
+    shapes = [(2, length, n, 128) for n in counts]
+    return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+
+
+def pulled(call):
+    """The output and all gradients of a call, as one jitted function of q, k, v and do."""
+
+    @jax.jit
+    def run(q, k, v, do):
+        out, back = jax.vjp(call, q, k, v)
+        return out, *back(do)
+
+    return run
+
+
+def same(found, wanted):
+    """Up to the rounding of sums that XLA makes in another order."""
+    first = [jax.device_put(x, GPUS[0]) for x in found]
+    errors = list(map(relative, first, wanted))
+    assert max(errors) <= BOUND["bfloat16"], errors
+
+
+@pytest.mark.parametrize("platform", ["triton", "pallas", "xla"])
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_attention_over_batch_or_heads(axis, platform):
+    """Arrays that lie on both GPUs, by ``mesh=`` and inside a shard_map."""
+    arrays, mesh = drawn(), mesh_of(axis)
+    spec = P("dp") if axis == "dp" else P(None, None, "tp")
+    plain = lambda q, k, v: modules.flash_attention(q, k, v, causal=True, platform=platform)  # noqa: E731
+    wanted = pulled(plain)(*arrays)
+    spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+
+    def on_mesh(q, k, v):
+        return modules.flash_attention(
+            q, k, v, causal=True, platform=platform, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
+        )
+
+    by_shard_map = jax.shard_map(plain, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    for call in (on_mesh, by_shard_map):
+        found = pulled(call)(*spread)
+        assert {shard.device for shard in found[0].addressable_shards} == set(GPUS[:2])
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_ring(layout):
+    arrays, mesh = drawn(), mesh_of("sp")
+    wanted = pulled(lambda q, k, v: modules.flash_attention(q, k, v, causal=True))(*arrays)
+    zigzag = layout == "zigzag"
+    there = (lambda x: modules.zigzag_shard(x, 2)) if zigzag else (lambda x: x)
+    back = (lambda x: modules.zigzag_unshard(x, 2)) if zigzag else (lambda x: x)
+
+    def ring(q, k, v):
+        out = modules.ring_attention(
+            *map(there, (q, k, v)), axis_name="sp", mesh=mesh, causal=True, layout=layout
+        )
+        return back(out)
+
+    spread = [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in arrays]
+    same(pulled(ring)(*spread), wanted)
+
+
+def test_grouped_product_of_matrices_on_two():
+    """Each GPU has half of the matrices, and the rows of all: its share is added to the others'."""
+    rng = np.random.default_rng(0)
+    lhs = jnp.asarray(rng.standard_normal((1024, 256)), jnp.bfloat16)
+    rhs = jnp.asarray(rng.standard_normal((8, 256, 512)), jnp.bfloat16)
+    sizes = jnp.asarray([100, 0, 300, 17, 128, 256, 200, 23], jnp.int32)
+
+    @jax.jit
+    def run(lhs, rhs):
+        def product(rhs):
+            first = jax.lax.axis_index("ep") * 4
+            out = modules.grouped_matmul(lhs, rhs, sizes, group_offset=first)
+            return jax.lax.psum(out.astype(jnp.float32), "ep")
+
+        return jax.shard_map(
+            product, mesh=mesh_of("ep"), in_specs=P("ep"), out_specs=P(), check_vma=False
+        )(rhs)
+
+    wanted = modules.grouped_matmul(lhs, rhs, sizes)
+    rhs = jax.device_put(rhs, NamedSharding(mesh_of("ep"), P("ep")))
+    lhs = jax.device_put(lhs, NamedSharding(mesh_of("ep"), P()))
+    same([run(lhs, rhs)], [wanted])
