@@ -7,7 +7,7 @@ thousand rows are compared by the relative error of each array.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -257,7 +257,7 @@ def assert_sound(name, errors, same) -> None:
 
 
 @contextmanager
-def ahead(request, work: Callable[[str], Any], threads: int) -> Iterator[Callable[[str], Any]]:
+def ahead(request, work: Callable[[str], Any], threads: int) -> Generator[Callable[[str], Any]]:
     """``work`` of a case by its name; threads have begun with those of this run.
 
     Workers of pytest-xdist run side by side already: there a case begins when it is asked for.
