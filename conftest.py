@@ -147,6 +147,14 @@ def usual_promotion(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def same_draws(request):
+    """What a test draws from its file's ``RNG`` does not depend on the tests before it."""
+    random = getattr(request.module, "RNG", None) if hasattr(request, "module") else None
+    if random is not None:
+        random.bit_generator.state = type(random.bit_generator)(0).state
+
+
 @pytest.fixture(autouse=True, scope="module")
 def release_programs():
     """Compiled programs of a finished file are of no use to the next: free their memory."""
