@@ -211,7 +211,7 @@ def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((groups, 4), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((groups, 7), jnp.int32),
         grid=(groups,),
         grid_names=("run",),
         num_threads=1,
@@ -225,8 +225,14 @@ def test_latent_runs_are_dealt_as_the_formula_has_them(name: str, groups: int) -
     taken = runs[:, 2] > 0
     np.testing.assert_array_equal(got[:, 2], runs[:, 2])
     np.testing.assert_array_equal(got[taken, :2], runs[taken, :2])
-    cut = (sequences[:, 4] > 1).any()
-    assert (got[:, 3] == (max(2, -(-runs[:, 2].sum() // groups)) if cut else got[:, 3])).all()
+    for run, (first, at, count) in enumerate(runs):
+        while count > sequences[first, 1] - at:  # to the sequence in which the run ends
+            first, at, count = sequences[first, 2], 0, count - (sequences[first, 1] - at)
+        _, steps, _, part, parts = sequences[first]
+        cut = count > 0 and at + count < steps
+        assert got[run, 5] == (parts if cut else 0)
+        if cut:
+            np.testing.assert_array_equal(got[run, 3:], [first, part, parts, run - part // 2])
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merged_lse
-from ejkernel.kernels.pallas.gpu.mla_decode.shares import numbers, shares
+from ejkernel.kernels.pallas.gpu.mla_decode.shares import OPENING, numbers, shares
 from ejkernel.types.structure import Unsupported
 from ejktest.bound import on, struct
 
@@ -81,7 +81,20 @@ def test_runs_are_even_and_sequences_whole_where_that_is_as_even() -> None:
     assert (np.asarray(sequences)[:, 4] == 1).all()
     assert np.asarray(runs)[:, 2].max() == 128
     runs, _ = dealt(jnp.asarray([100_000, 64, 64]), 66, STEP)
-    assert np.asarray(runs)[:, 2].max() == -(-(1563 + 2) // 66)
+    assert np.asarray(runs)[:, 2].max() == -(-(1563 + 2 + 3 * OPENING) // 66)
+
+
+def test_a_run_that_begins_sequences_has_so_many_steps_less() -> None:
+    lengths = np.random.default_rng(0).integers(0, 20_000, 64, dtype=np.int32)
+    runs, sequences = (np.asarray(x) for x in dealt(lengths, 66, STEP))
+    walk = walked(runs, sequences)
+    cost = [
+        sum(len(j) + OPENING * (i != runs[run, 0]) for (g, i), j in walk.items() if g == run)
+        for run in range(66)
+    ]
+    most = (sequences[:, 1] + OPENING * (lengths > 0)).sum()
+    assert max(cost) <= -(-most // 66)
+    assert max(cost) - min(cost[:-1]) <= 2 * OPENING  # a bound may lie where a sequence begins
 
 
 def test_lse_of_parts_is_that_of_the_sequence() -> None:
@@ -149,7 +162,7 @@ class TestBesideTriton:
         with pytest.raises(Unsupported, match=reason):
             self.decode(*self.shapes(**shapes), **options)
 
-    @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(8, 2048, False), (1, 2**17, True)])
+    @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(4, 2048, False), (1, 2**14, True)])
     def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead) -> None:
         from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 

@@ -25,7 +25,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     scf,
     thread,
 )
-from ejkernel.kernels.pallas.gpu.mla_decode.shares import LEAST, UNEVEN
+from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT, LEAST, OPENING, UNEVEN
 
 memref: Any = _memref
 LANES = 32
@@ -62,15 +62,16 @@ def _for(count: int, carry: list[Any], body: Callable[..., list[Any]]) -> list[A
 def deal(
     lengths: Any, run: jax.Array, *, groups: int, step: int, capacity: int
 ) -> tuple[jax.Array, ...]:
-    """(first sequence, its step, how many steps, bound) of a run, int32.
+    """(first sequence, its step, how many steps, the cut) of a run, int32.
 
-    ``bound``: steps of every run if runs cut sequences, 0 if they do not.
+    The cut, ``CUT`` numbers: of the sequence that goes on in the next run, which it is, its first
+    part, how many parts, and how many runs before this one it began. No parts: there is none.
     """
     b = lengths.shape[0]
     mine, together = -(-b // LANES), -(-b // groups)
     number = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(number,) * 4)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(number,) * (3 + CUT))
     def apply(_: Any, lengths: Any, run: Any) -> tuple[Any, ...]:
         run = run.registers.item()
         compare = arith.CmpIPredicate
@@ -86,24 +87,29 @@ def deal(
         def if_less(a: Any, b: Any, x: Any) -> Any:
             return arith.select(arith.cmpi(compare.slt, a, b), x, constant(0))
 
+        def cost(x: Any) -> Any:
+            return if_less(constant(0), x, arith.addi(x, constant(OPENING)))
+
         top = arith.muli(lane, constant(mine))  # this lane's first sequence
         whole_from = arith.muli(run, constant(together))
         whole_to = arith.addi(whole_from, constant(together))
 
-        def count(t: Any, own: Any, before: Any, inside: Any) -> list[Any]:
+        def count(t: Any, own: Any, owned: Any, before: Any, inside: Any) -> list[Any]:
             i = arith.addi(top, t)
             x = steps(i)
             upto = if_less(i, whole_to, x)
             early = if_less(i, whole_from, x)
             return [
                 arith.addi(own, x),
+                arith.addi(owned, cost(x)),
                 arith.addi(before, early),
                 arith.addi(inside, arith.subi(upto, early)),
             ]
 
-        own, before, inside = _for(mine, [constant(0)] * 3, count)
-        most, before, inside = (_over_warp("add", x) for x in (own, before, inside))
+        own, owned, before, inside = _for(mine, [constant(0)] * 4, count)
+        most, before, inside = (_over_warp("add", x) for x in (owned, before, inside))
         start = arith.subi(_sum_to_lane(own), own)
+        opens = arith.subi(_sum_to_lane(owned), owned)
 
         def longer(n: Any, longest: Any) -> list[Any]:
             first = arith.addi(lane, arith.muli(n, constant(LANES)))
@@ -111,7 +117,7 @@ def deal(
             (x,) = _for(
                 together,
                 [constant(0)],
-                lambda t, x: [arith.addi(x, steps(arith.addi(first, t)))],
+                lambda t, x: [arith.addi(x, cost(steps(arith.addi(first, t))))],
             )
             return [arith.maxsi(longest, x)]
 
@@ -124,10 +130,30 @@ def deal(
         whole = arith.cmpi(
             compare.sle, arith.muli(longest, constant(down)), arith.muli(even, constant(up))
         )
-        cut_from = arith.minsi(arith.muli(run, even), most)
-        cut_to = arith.minsi(arith.addi(cut_from, even), most)
-        bound = arith.select(whole, before, cut_from)
-        taken = arith.select(whole, inside, arith.subi(cut_to, cut_from))
+        cut_from = arith.muli(run, even)
+        cut_to = arith.addi(cut_from, even)
+
+        def within(t: Any, at: Any, first: Any, to: Any, *found: Any) -> list[Any]:
+            """Steps before both bounds; what the sequence around the second has."""
+            i = arith.addi(top, t)
+            x = steps(i)
+            begin, end = arith.addi(at, constant(OPENING)), arith.addi(at, cost(x))
+            upto = [
+                arith.minsi(arith.maxsi(arith.subi(bound, begin), constant(0)), x)
+                for bound in (cut_from, cut_to)
+            ]
+            over = arith.andi(
+                arith.cmpi(compare.slt, begin, cut_to), arith.cmpi(compare.sgt, end, cut_to)
+            )
+            new = (i, at, end)
+            chosen = [arith.select(over, n, f) for n, f in zip(new, found, strict=True)]
+            return [end, arith.addi(first, upto[0]), arith.addi(to, upto[1]), *chosen]
+
+        _, first, to, *cut = _for(mine, [opens, *[constant(0)] * 5], within)
+        first, to = (_over_warp("add", x) for x in (first, to))
+        sequence, at, end = (_over_warp("max", x) for x in cut)
+        bound = arith.select(whole, before, first)
+        taken = arith.select(whole, inside, arith.subi(to, first))
 
         def behind(t: Any, end: Any, ended: Any, last: Any) -> list[Any]:
             i = arith.addi(top, t)
@@ -140,8 +166,22 @@ def deal(
 
         _, ended, last = _for(mine, [start, constant(0), constant(0)], behind)
         first = arith.minsi(_over_warp("add", ended), constant(b - 1))
-        at = arith.subi(bound, _over_warp("max", last))
-        found = (first, at, taken, arith.select(whole, constant(0), even))
+        there = arith.subi(bound, _over_warp("max", last))
+        # the run of the cut sequence's first step, and whether another sequence begins that run
+        began = arith.divui(arith.addi(at, constant(OPENING)), even)
+        later = arith.extui(i32(), arith.cmpi(compare.sgt, at, arith.muli(began, even)))
+        ending = arith.divui(arith.subi(end, constant(1)), even)
+        none = arith.ori(whole, arith.cmpi(compare.eq, end, constant(0)))
+        parts = arith.addi(arith.subi(ending, began), constant(1))
+        found = (
+            first,
+            there,
+            taken,
+            sequence,
+            arith.addi(arith.muli(began, constant(2)), later),
+            arith.select(none, constant(0), parts),
+            arith.subi(run, began),
+        )
         return tuple(
             mgpu.FragmentedArray.splat(
                 x, shape=(), layout=mgpu.WGSplatFragLayout(()), is_signed=True

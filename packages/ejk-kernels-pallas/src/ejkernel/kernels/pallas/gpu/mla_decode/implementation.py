@@ -23,9 +23,9 @@ from ejkernel.types import calls
 from ejkernel.types.problem import LOG2E
 
 DTYPES = ("float16", "bfloat16")
-# Tokens that the tables can hold, from which on it is faster than the kernels for every GPU: on an
-# H200 with 128 heads 31 against 25 us at 2^14, 97 against 112 at 2^17
-ENOUGH = 2**16
+# Tokens that the tables can hold, from which on it is not slower than the kernels for every GPU: on
+# an H200 with 128 heads 26 against 25 to 32 us at 2^14, 34 against 44 to 56 at 2^15
+ENOUGH = 2**14
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     m = max_i m_i,  w_i = exp2(c (m_i - m)),  o = sum_i w_i o_i / sum_i w_i l_i
 
 All runs but the last that a sequence is cut into share its rows, and add the parts of a row in
-their order. A load takes as long as hundreds of additions, so several parts are loaded before the
-first is added: two, or eight of many. Whole sequences are where they belong; those without tokens
-get rows of 0.
+their order. A load takes as long as hundreds of additions, so much is loaded before the first is
+added: two parts of four rows, or eight of one row where there are many. Whole sequences are where
+they belong; those without tokens get rows of 0.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
-from ejkernel.kernels.pallas.gpu.mla_decode.runs import CUT, ROWS
-from ejkernel.kernels.pallas.gpu.mla_decode.shares import numbers
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS
+from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT, numbers
 
 F32 = jnp.float32
 THREADS = 128  # of a program
-PROGRAMS = 6  # of a multiprocessor: as many as its registers hold
+PROGRAMS = 8  # of 64 rows of a run
 FEW, MANY = 2, 8  # parts whose loads are in flight together
+TOGETHER = 4  # rows, of few parts
 
 
 def merge(
@@ -41,13 +42,59 @@ def merge(
     runs, programs = len(cuts), PROGRAMS * rows // ROWS
     layout = plgpu.Layout.WG_STRIDED((d,), d // THREADS)
 
-    def of_many(start: Any, stride: Any) -> Any:
-        """How many rows are ``start`` or so many strides after it."""
-        return lax.div(jnp.maximum(rows - start, 0) + stride - 1, stride)
+    def of_many(many: int, start: Any, stride: Any) -> Any:
+        """How many of so many are ``start`` or so many strides after it."""
+        return lax.div(jnp.maximum(many - start, 0) + stride - 1, stride)
 
     def body(out: Any, o: Any, m: Any, total: Any, cuts: Any, lengths: Any) -> None:
         run, program = lax.axis_index("run"), lax.axis_index("program")
         sequence, first, count, before = (cuts[run, i] for i in range(CUT))
+
+        def add_parts(some: int, rows: list) -> None:
+            def chunk(i: Any, carry: Any) -> Any:
+                at = [i * some + n for n in range(some)]
+                parts = [(numbers(first, jnp.minimum(n, count - 1)), n < count) for n in at]
+                # all loads before the first use of any
+                found = [
+                    [(m[part, row], total[part, row], o[part, row, :]) for part, _ in parts]
+                    for row in rows
+                ]
+                return [add(*x, [there for _, there in parts]) for x in zip(carry, found, strict=True)]
+
+            def add(state: Any, found: list, inside: list) -> Any:
+                before, norm, acc = state
+                top = before
+                for high, _, _ in found:  # beyond the last it is the last once more
+                    top = jnp.maximum(top, high)
+                shift = jnp.where(top == -jnp.inf, 0.0, top)
+                alpha = jnp.exp2((before - shift) * c)
+                norm, acc = norm * alpha, acc * alpha
+                for (high, share, x), there in zip(found, inside, strict=True):
+                    weight = jnp.where(there, jnp.exp2((high - shift) * c), 0.0)
+                    norm += weight * share
+                    acc += weight * x
+                return top, norm, acc
+
+            nothing = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
+            carry = [(jnp.float32(-jnp.inf), jnp.float32(0.0), nothing) for _ in rows]
+            carry = lax.fori_loop(0, lax.div(count + (some - 1), some), chunk, carry)
+            for row, (_, norm, acc) in zip(rows, carry, strict=True):
+                acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
+                out[sequence, row, :] = acc.astype(out.dtype)
+
+        def add_rows(some: int, together: int) -> None:
+            start, stride = before * programs + program, (count - 1) * programs
+
+            def some_rows(i: Any, carry: Any) -> Any:
+                row = (start + i * stride) * together
+                add_parts(some, [row + n for n in range(together)])
+                return carry
+
+            turns = of_many(rows // together, start, stride)
+            lax.fori_loop(0, turns, some_rows, jnp.int32(0))
+
+        pl.when((count > 0) & (count < MANY))(lambda: add_rows(FEW, TOGETHER))
+        pl.when(count >= MANY)(lambda: add_rows(MANY, 1))
 
         def clear(i: Any, carry: Any) -> Any:
             at = jnp.minimum(run + i * runs, b - 1)
@@ -59,59 +106,11 @@ def merge(
                     out[at, program + i * programs, :] = nothing
                     return carry
 
-                lax.fori_loop(0, of_many(program, programs), row, jnp.int32(0))
+                lax.fori_loop(0, of_many(rows, program, programs), row, jnp.int32(0))
 
             return carry
 
         lax.fori_loop(0, -(-b // runs), clear, jnp.int32(0))
-
-        def add_parts(some: int, row: Any) -> None:
-            def parts(i: Any, some: int) -> list[tuple[Any, Any]]:
-                """(number, whether there is one) of the i-th so many parts."""
-                at = [i * some + n for n in range(some)]
-                return [(numbers(first, jnp.minimum(n, count - 1)), n < count) for n in at]
-
-            def steps(some: int) -> Any:
-                return lax.div(count + (some - 1), some)
-
-            ahead = some if some == FEW else 4 * some
-
-            def higher(i: Any, top: Any) -> Any:
-                for x in [m[part, row] for part, _ in parts(i, ahead)]:
-                    top = jnp.maximum(top, x)
-                return top
-
-            top = lax.fori_loop(0, steps(ahead), higher, jnp.float32(-jnp.inf))
-            top = jnp.where(top == -jnp.inf, 0.0, top)
-
-            def add(i: Any, carry: Any) -> Any:
-                norm, acc = carry
-                found = [
-                    (m[part, row], total[part, row], o[part, row, :], there)
-                    for part, there in parts(i, some)
-                ]
-                for high, share, x, there in found:
-                    weight = jnp.where(there, jnp.exp2((high - top) * c), 0.0)
-                    norm += weight * share
-                    acc += weight * x
-                return norm, acc
-
-            acc = plgpu.layout_cast(jnp.zeros((d,), F32), layout)
-            norm, acc = lax.fori_loop(0, steps(some), add, (jnp.float32(0.0), acc))
-            acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
-            out[sequence, row, :] = acc.astype(out.dtype)
-
-        def add_rows(some: int) -> None:
-            start, stride = before * programs + program, (count - 1) * programs
-
-            def row(i: Any, carry: Any) -> Any:
-                add_parts(some, start + i * stride)
-                return carry
-
-            lax.fori_loop(0, of_many(start, stride), row, jnp.int32(0))
-
-        pl.when((count > 0) & (count < MANY))(lambda: add_rows(FEW))
-        pl.when(count >= MANY)(lambda: add_rows(MANY))
 
     kernel = plgpu.kernel(
         body,

@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64  # query rows of a program
 SHIFT = 6
 STEP = 1 << SHIFT  # tokens of a step
-CUT = 4  # numbers of a cut: see ``Steps``
 
 
 class Place(NamedTuple):
@@ -151,20 +150,3 @@ class Runs:
         for at, page, first in boxes:
             source = r.cache.at[page, pl.ds(first, self.copied), columns]
             plgpu.copy_gmem_to_smem(source, there.at[pl.ds(at, self.copied)], ready)
-
-    def plan(self, r: Any, at: Place, n: Any) -> None:
-        """Says what this run helps to merge: the sequence that goes on in the next run, if any.
-
-        Step n of the run is the last that the sequence has in it.
-        """
-        run, block = self.block()
-        bound = r.run[3]
-
-        @pl.when((block == 0) & jnp.logical_not(at.ended))
-        def cut() -> None:
-            start = run * bound + n - at.j  # its first step among those of all sequences
-            first = lax.div(start, bound)
-            inside = (lax.rem(start, bound) != 0).astype(jnp.int32)
-            last = lax.div(start + at.steps - 1, bound)
-            for i, x in enumerate((at.sequence, 2 * first + inside, last - first + 1, run - first)):
-                r.cuts[run, i] = x

@@ -1,8 +1,9 @@
 """How the steps of all sequences are dealt to programs, from lengths that only the device knows.
 
-The steps of all sequences stand in one row, and each group of programs takes one run of it. A run
-may begin and end inside a sequence. What one run sums of such a sequence is a *part*; a run has two
-at most, of its first sequence and of its last, numbered ``2 run`` and ``2 run + 1``. Sequences
+The steps of all sequences stand in one row, and each group of programs takes one run of it. Runs
+take the same time: one that begins another sequence behind its first has ``OPENING`` steps fewer. A
+run may begin and end inside a sequence. What one run sums of such a sequence is a *part*; a run has
+two at most, of its first sequence and of its last, numbered ``2 run`` and ``2 run + 1``. Sequences
 inside a run are whole and come after all parts, as ``2 runs + sequence``.
 """
 
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 LEAST = 2  # steps of a run: shorter ones cost more to merge than they save
+OPENING = 5  # steps that the start of another sequence costs beside its own, in time
+CUT = 4  # numbers of a cut: see ``Steps``
 UNEVEN = (26, 25)  # how much longer than the mean a run may be for sequences to stay whole
 
 
@@ -35,15 +38,21 @@ def shares(lengths: jax.Array, groups: int, step: int) -> tuple[jax.Array, jax.A
     def total(x: jax.Array, axis: int | None = None) -> jax.Array:
         return jnp.sum(x, axis=axis, dtype=jnp.int32)
 
+    def ends_of(x: jax.Array) -> jax.Array:
+        return total(jnp.where(i <= i[:, None], x, 0), 1)
+
     steps = (lengths + step - 1) // step
-    ends = total(jnp.where(i <= i[:, None], steps, 0), 1)
-    starts, most = ends - steps, ends[-1]
-    even = jnp.maximum((most + groups - 1) // groups, LEAST)
+    costs = jnp.where(steps > 0, steps + OPENING, 0)
+    ends, paid = ends_of(steps), ends_of(costs)
+    starts, opens = ends - steps, paid - costs
+    even = jnp.maximum((paid[-1] + groups - 1) // groups, LEAST)
     # runs of whole sequences, as many in each, where they are nearly as even
     last = jnp.minimum(g * (-(-b // groups)), b) - 1
-    whole = jnp.where(last < 0, 0, ends[jnp.maximum(last, 0)])
-    longest = jnp.max(whole[1:] - whole[:-1])
-    bounds = jnp.where(UNEVEN[1] * longest <= UNEVEN[0] * even, whole, jnp.minimum(g * even, most))
+    whole, price = (jnp.where(last < 0, 0, x[jnp.maximum(last, 0)]) for x in (ends, paid))
+    longest = jnp.max(price[1:] - price[:-1])
+    upto = (g * even)[:, None] - (opens + OPENING)
+    cut = total(jnp.clip(upto, 0, steps), 1)
+    bounds = jnp.where(UNEVEN[1] * longest <= UNEVEN[0] * even, whole, cut)
     first = jnp.minimum(total(ends <= bounds[:-1, None], 1), b - 1)
     runs = jnp.stack([first, bounds[:-1] - starts[first], bounds[1:] - bounds[:-1]], axis=1)
     later = (i > i[:, None]) & (steps > 0)

@@ -58,7 +58,8 @@ from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
-from ejkernel.kernels.pallas.gpu.mla_decode.runs import CUT, ROWS, STEP, Runs
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs
+from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT
 from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
 from ejkernel.types.structure import Band
 
@@ -127,7 +128,7 @@ class Steps(Runs):
 
             plgpu.commit_smem()
 
-        def product(s_acc: Any, held: Any, n: Any, new: Any, before: list) -> Any:
+        def product(s_acc: Any, held: Any, n: Any, waits: Any, before: list) -> Any:
             slot = lax.rem(n, STAGES)
             plgpu.barrier_wait(r.ready.at[slot])
             for x, (half, _, columns) in zip(held, HELD, strict=True):
@@ -136,9 +137,9 @@ class Steps(Runs):
             plgpu.wgmma(s_acc, r.q_rest.at[:, pl.ds(0, 64)], rest.T)
             plgpu.barrier_wait(r.rope_ready)
             plgpu.wgmma(s_acc, r.q_rest.at[:, pl.ds(64, ROPE)], r.rope.T)
-            pl.when(n > 0)(lambda: publish(n - 1, *before, new))
+            pl.when(waits)(lambda: publish(n - 1, *before, jnp.bool_(False)))
             plgpu.wgmma_wait(1)  # values of the step before start behind all but the last product
-            pl.when(n > 0)(lambda: plgpu.barrier_arrive(r.p_ready))
+            pl.when(waits)(lambda: plgpu.barrier_arrive(r.p_ready))
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         def step(carry: Any, n: Any, at: Any, last: Any) -> Any:
@@ -146,10 +147,17 @@ class Steps(Runs):
             slot = lax.rem(n, STAGES)
             # read before the product, used after it
             boxes = self.boxes(r, self.following(r, at))
+
+            @pl.when(new & (n > 0))
+            def ended() -> None:  # a part's last values are added and written meanwhile
+                publish(n - 1, *state, jnp.bool_(True))
+                plgpu.barrier_arrive(r.p_ready)
+
             held = lax.cond(new, lambda: self.queries(r, at.sequence), lambda: held)
             pl.when(new)(lambda: plgpu.barrier_wait(r.q_ready))
             s = pl.run_scoped(
-                lambda acc: product(acc, held, n, new, state), plgpu.ACC((ROWS, STEP), F32)
+                lambda acc: product(acc, held, n, jnp.logical_not(new), state),
+                plgpu.ACC((ROWS, STEP), F32),
             )
             _, _, m, total = state
             m = lax.cond(new, lambda: _rows_of(-jnp.inf), lambda: m)
@@ -177,14 +185,13 @@ class Steps(Runs):
                 here = (self.part(r, at, n), pl.ds(block * ROWS, ROWS))
                 compat.store_registers(r.m.at[here], top)
                 compat.store_registers(r.total.at[here], over_lanes(total))
-                self.plan(r, at, n)
 
             return last, held, p, alpha, top, total
 
         @pl.when(block == 0)
-        def nothing_cut() -> None:  # until ``plan`` says otherwise
-            for i in range(CUT):
-                r.cuts[self.block()[0], i] = jnp.int32(0)
+        def plan() -> None:  # of the merge
+            for i, x in enumerate(r.run[3:]):
+                r.cuts[self.block()[0], i] = x
 
         @pl.when(count > 0)
         def every() -> None:
