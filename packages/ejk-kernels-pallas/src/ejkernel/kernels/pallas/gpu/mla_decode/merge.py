@@ -59,7 +59,8 @@ def merge(
                     [(m[part, row], total[part, row], o[part, row, :]) for part, _ in parts]
                     for row in rows
                 ]
-                return [add(*x, [there for _, there in parts]) for x in zip(carry, found, strict=True)]
+                there = [inside for _, inside in parts]
+                return [add(*x, there) for x in zip(carry, found, strict=True)]
 
             def add(state: Any, found: list, inside: list) -> Any:
                 before, norm, acc = state
