@@ -138,7 +138,8 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: b
     )
     found = walk_operands(p, mask, jnp.asarray(chosen), Tiles(*tile), by_key=by_key)
     masked, covers = mask_beside_walk(p, jnp.asarray(chosen), None, Tiles(*tile))
-    assert ("mask" in masked) == (tile != (16, 16)) and covers == (blocks if masked else (1, 1))
+    assert ("mask" in masked) == (tile != (16, 16))
+    assert covers == ((*blocks, tile[1]) if masked else (1, 1, 0))
     some = every = True
     for seen in (np.kron(chosen, np.ones(blocks, bool)), np.tri(n, dtype=bool)[None, None]):
         cut = (n // tile[0], tile[0], n // tile[1], tile[1])
@@ -151,6 +152,30 @@ def test_lists_name_the_tiles_that_anybody_sees(tile: tuple[int, int], by_key: b
         np.testing.assert_array_equal(row[:full], np.flatnonzero(every[0, head, block]))
         rest = np.flatnonzero(some[0, head, block] & ~every[0, head, block])
         np.testing.assert_array_equal(row[full:count], rest)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    "blocks, tile", [((16, 16), (64, 32)), ((48, 20), (32, 64)), ((16, 128), (64, 64))]
+)
+def test_bits_of_words_are_the_blocks_of_a_tile(blocks, tile, known: bool) -> None:
+    n = 200
+    chosen = random_blocks(*(-(-n // size) for size in blocks), 1, 2)
+    p = Problem(1, n, n, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=blocks)
+    given = chosen if known else jnp.asarray(chosen)
+    masked, covers = mask_beside_walk(p, given, None, Tiles(*tile))
+    assert covers == (*blocks, tile[1]) and isinstance(masked["mask"], np.ndarray) == known
+    i, j = np.arange(n), np.arange(n)
+    first = j // tile[1] * tile[1]
+    words = np.asarray(masked["mask"])[:, :, i // blocks[0]][..., j // tile[1]]
+    seen = words >> (j // blocks[1] - first // blocks[1]) & 1
+    np.testing.assert_array_equal(seen, chosen[:, :, i // blocks[0]][..., j // blocks[1]])
+
+
+def test_tiles_of_more_blocks_than_bits_are_read_by_elements() -> None:
+    p = Problem(1, 96, 96, 2, 2, 16, 16, "float32", 1.0, pattern_blocks=(2, 2))
+    masked, covers = mask_beside_walk(p, random_blocks(48, 48, 1, 2), None, Tiles(64, 64))
+    assert covers == (2, 2, 0) and masked["mask"].dtype == np.int8
 
 
 @pytest.mark.parametrize("by_key", [False, True])

@@ -88,7 +88,7 @@ def flash_bwd_dbias(
         s = tile_logits(s, more, logits)
         if logits.cap is not None:
             steep = cap_slope(s)
-        s = mask_unseen(s, i[:, None], j[None, :], b, h, sizes, rules, True)
+        s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, True)
         p = probabilities(s, row_base, logits)
         if logits.cap is not None:
             p = p * steep

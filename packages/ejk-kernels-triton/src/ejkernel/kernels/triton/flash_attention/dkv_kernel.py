@@ -140,7 +140,7 @@ def flash_bwd_dkv(
                 if logits.cap is not None and WANT_DK:
                     steep = cap_slope(s)
                 if phase == 1:
-                    s = mask_unseen(s, i[None, :], j[:, None], b, h, sizes, rules, True)
+                    s = mask_unseen(s, i[None, :], j[:, None], first, b, h, sizes, rules, True)
                 p = probabilities(s, row_base, logits)
                 pd = p
                 if dropout is not None:

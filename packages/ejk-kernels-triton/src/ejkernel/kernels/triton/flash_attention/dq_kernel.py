@@ -120,7 +120,7 @@ def flash_bwd_dq(
             if logits.cap is not None:
                 steep = cap_slope(s)
             if phase == 1:
-                s = mask_unseen(s, i[:, None], j[None, :], b, h, sizes, rules, EVEN_KV)
+                s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, EVEN_KV)
             p = probabilities(s, row_base, logits)
             if logits.cap is not None:
                 p = p * steep

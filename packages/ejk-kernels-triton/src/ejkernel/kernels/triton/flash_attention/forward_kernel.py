@@ -127,7 +127,7 @@ def flash_fwd(
             v_tiles = (load_tile(v, 0, keys, j0, (phase == 1) and not EVEN_KV),)
             s = tile_logits(s, more, logits)
             if phase == 1:
-                s = mask_unseen(s, i[:, None], j[None, :], b, h, sizes, rules, EVEN_KV)
+                s = mask_unseen(s, i[:, None], j[None, :], j0, b, h, sizes, rules, EVEN_KV)
 
             if FIXED:
                 p = tl.exp2(s * logits.slope - softmax.peak)

@@ -68,13 +68,17 @@ class Pairs(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A mask of pairs, an element for ROWS rows and KEYS keys; strides in elements."""
+    """A mask of pairs, an element for ROWS rows and KEYS keys; strides in elements.
+
+    WORD: elements are int32 for this many keys, a tile's, with a bit for each KEYS of them.
+    """
 
     array: Given
     batch: int
     head: int
     ROWS: int
     KEYS: int
+    WORD: int
 
 
 class Rules(NamedTuple):

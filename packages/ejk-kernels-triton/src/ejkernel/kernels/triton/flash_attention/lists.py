@@ -8,15 +8,18 @@ mask unless all are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.triton.bridge import call
-from ejkernel.kernels.triton.flash_attention.plans import last_first
+from ejkernel.kernels.triton.flash_attention.plans import Block, last_first
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.launch import Batched, In, Launch, Out, power_of_two, struct
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.arrays import namespace
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.pattern import Blocks, by_element, in_tiles, inside_blocks
@@ -25,6 +28,7 @@ from ejkernel.types.structure import Band
 
 CHUNK = 1024  # states a program looks at together
 PROGRAMS = 4096  # programs that are ordered together
+BITS = 31  # of a word, without its sign
 
 
 @dataclass(frozen=True)
@@ -147,24 +151,36 @@ def walk_operands(
 
 def mask_beside_walk(
     problem: Problem, pattern: jax.Array | None, dense: jax.Array | None, tile: Tiles
-) -> tuple[dict[str, jax.Array], Blocks]:
-    """What tiles of a walk read element by element, as ``element_mask``."""
+) -> tuple[dict[str, jax.Array], Block]:
+    """What tiles of a walk need beside their list, as ``element_mask``, or as words of bits."""
     sizes = (problem.q_len, problem.kv_len, tile.block_q, tile.block_kv)
-    inside = pattern is None or inside_blocks(_blocks(problem), *sizes)
-    return element_mask(problem, None if inside else pattern, dense)
+    if pattern is None or inside_blocks(_blocks(problem), *sizes):
+        return element_mask(problem, None, dense)
+    rows, keys = _blocks(problem)
+    first = np.arange(0, problem.kv_len, tile.block_kv)
+    last = np.minimum(first + tile.block_kv, problem.kv_len) - 1
+    met = last // keys - first // keys  # blocks of a tile, less one
+    if dense is not None or met.max() >= BITS:
+        return element_mask(problem, pattern, dense)
+    xp = namespace(pattern)
+    words: Any = 0
+    for n in range(met.max() + 1):
+        seen = xp.take(pattern, np.minimum(first // keys + n, last // keys), axis=3)
+        words = words | xp.where(seen & (met >= n), np.int32(1 << n), np.int32(0))
+    return {"mask": words}, (rows, keys, tile.block_kv)
 
 
 def element_mask(
     problem: Problem, pattern: jax.Array | None, dense: jax.Array | None
-) -> tuple[dict[str, jax.Array], Blocks]:
+) -> tuple[dict[str, jax.Array], Block]:
     """The mask operand, int8, if there is one, and the rows and keys that an element covers."""
     if pattern is None:
-        return ({} if dense is None else {"mask": dense}), (1, 1)
+        return ({} if dense is None else {"mask": dense}), (1, 1, 0)
     blocks = _blocks(problem)
     if dense is None:
-        return {"mask": pattern.astype(jnp.int8)}, blocks
+        return {"mask": pattern.astype(jnp.int8)}, (*blocks, 0)
     pairs = by_element(pattern, blocks, problem.q_len, problem.kv_len)
-    return {"mask": dense * pairs.astype(jnp.int8)}, (1, 1)
+    return {"mask": dense * pairs.astype(jnp.int8)}, (1, 1, 0)
 
 
 def _blocks(problem: Problem) -> Blocks:

@@ -32,6 +32,7 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.problem import LOG2E, Problem
 from ejkernel.types.structure import Band, Rules
 
+Block = tuple[int, int, int]
 FLOAT = jnp.float32
 MAX = float(jnp.finfo(FLOAT).max)
 TINY = 2.0**-120
@@ -45,7 +46,8 @@ class AttentionPlan(Named):
         problem, rules, tiles: what is computed and how.
         shapes: name and shape of every operand, in order.
         tensor_maps: whether TMA may be used (None = where it can).
-        mask_block: rows and keys that an element of the mask speaks for.
+        mask_block: rows and keys that an element of the mask speaks for; keys of a word, if they
+            are bits of words.
     """
 
     problem: Problem
@@ -53,7 +55,7 @@ class AttentionPlan(Named):
     tiles: Tiles
     shapes: Shapes
     tensor_maps: bool | None = None
-    mask_block: tuple[int, int] = (1, 1)
+    mask_block: Block = (1, 1, 0)
 
     def uses_tensor_maps(self, target: Target) -> bool:
         if self.tensor_maps is not None:

@@ -133,17 +133,27 @@ def cap_slope(w):
 
 
 @triton.jit
-def mask_unseen(s, i, j, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
-    """``s`` with -inf where a row does not see a key, by every rule of the call."""
+def mask_unseen(s, i, j, j0, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
+    """``s`` with -inf where a row does not see a key, by every rule of the call.
+
+    ``j0``: the first of ``j``.
+    """
     q_id, kv_id = load_pairs(rules.segments, i, j, b, sizes, -1, -2)
     q_position, kv_position = load_pairs(rules.positions, i, j, b, sizes, 0, 0)
     seen = visible(i, j, sizes.kv_len, rules, q_id, kv_id, q_position, kv_position, KEYS_INSIDE)
     mask = rules.mask
     if mask is not None:
         corner = mask.array + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
-        inside = (i < sizes.q_len) & (j < sizes.kv_len)
-        at = (i // mask.ROWS).to(tl.int64) * tl.cdiv(sizes.kv_len, mask.KEYS) + j // mask.KEYS
-        dense = tl.load(corner + at, mask=inside, other=0) != 0
+        row = (i // mask.ROWS).to(tl.int64)
+        if rules.mask.WORD:  # as a field it is a constant still
+            # one for each row of the tile, where elements would be read one by one
+            at = row * tl.cdiv(sizes.kv_len, mask.WORD) + j0 // mask.WORD
+            word = tl.load(corner + at, mask=i < sizes.q_len, other=0)
+            dense = (word & (1 << (j // mask.KEYS - j0 // mask.KEYS))) != 0
+        else:
+            inside = (i < sizes.q_len) & (j < sizes.kv_len)
+            at = row * tl.cdiv(sizes.kv_len, mask.KEYS) + j // mask.KEYS
+            dense = tl.load(corner + at, mask=inside, other=0) != 0
         if seen is None:
             seen = dense
         else:

@@ -14,14 +14,13 @@ from ejkernel.kernels.pallas.gpu.common.tma import whole
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv import key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import queue_key_gradients
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq import query_gradient
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_dq_queue import queue_gradient
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_kernel import fused
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     OF_QUERIES,
     BackwardTiles,
     Plan,
     falling_heads,
-    has_queue,
+    holds_rows,
     is_wide,
     ranges_by_query,
     walk_tables,
@@ -152,7 +151,7 @@ def backward(
         cores: multiprocessors of the device.
         base: logarithm of the sums as ``units`` counts, float32 ``[batch, heads, q]``; rows that
             are +inf take no part.
-        delta: ``rowsum(do * o) - dlse``, float32 ``[batch, heads, q]``. None where ``has_queue``:
+        delta: ``rowsum(do * o) - dlse``, float32 ``[batch, heads, q]``. None where ``holds_rows``:
             then o and dlse are given.
         given: q, k, v and do ``[batch, q, heads, dim]`` and so on, bfloat16 or float16; and what
             ``backward_masks`` made for these tiles.
@@ -179,17 +178,15 @@ def backward(
 
     def of_queries(walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         plan = Plan(problem, OF_QUERIES, cores=cores)
-        if stays:
-            dq, *found = queue_gradient(plan, operands(plan, walk, less))
-            return dq, {"delta": found[0]} if found else less
-        return query_gradient(plan, operands(plan, walk, less)), less
+        dq, *found = query_gradient(plan, operands(plan, walk, less))
+        return dq, {"delta": found[0]} if found else less
 
     if delta is None:
         less = {"o": whole(given["o"]), "dlse": given["dlse"]}
     else:
         less = {"delta": -delta}
     plan = Plan(problem, tiles, cores=cores)
-    stays = has_queue(problem)
+    stays = holds_rows(problem)
     if plan.listed:
         given = _with_lists(problem, given)
         by_key, by_query = (

@@ -1,6 +1,10 @@
-"""dq of wide heads and of lists: a program owns 128 query rows and walks the key blocks they see.
+"""dq of wide heads and of lists: programs that stay, and take block after block of query rows.
 
-Over lists heads of 128 go to ``backward_dq_queue``, whose programs walk for several such blocks.
+A walk over a list is short, and to start and end a program costs as much as two of its steps of 128
+keys. So a program a multiprocessor stays for the whole call and takes the next place of the order
+when its copying warp has read all keys of the one before: those of the next are copied meanwhile.
+At heads of 128 over lists q and do are held in registers, and their memory is free for the next
+rows at once; elsewhere dq leaves from the memory of q before.
 
 Either consumer warpgroup owns 64 rows: s = q k^T and dp = do v^T, then ds in registers, the left
 operand of dq += ds k. The last product of a step runs beside the first of the next.
@@ -21,10 +25,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import ROW, read, row_of, spread
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, read, row_of, spread
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp, thread_anew
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, Plan, is_wide
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
+    OF_QUERIES,
+    Plan,
+    holds_rows,
+    is_wide,
+)
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     CONSUMERS,
     ROWS,
@@ -32,38 +41,33 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     hide,
     launch,
     needs_masks,
+    next_place,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 
 BLOCK_Q = OF_QUERIES.block_q
 SHAPE = (ROWS, ROWS)  # queries by keys
-MEMORY = 232448 - 2048  # of a block, less barriers
-
-NARROW_STAGES = 3  # at 16k, one block in ten of 128, 2, 3 and 4 took 331, 322 and 332 us
+MEMORY = 232448 - 2048  # of a block, less rows' numbers and barriers
 
 
 def in_flight(problem: Any) -> tuple[int, int]:
-    """Blocks of k and of v in flight; of v one where two do not fit."""
+    """Blocks of k and of v in flight; of v, given back first, one where two do not fit."""
     if not is_wide(problem):
-        return NARROW_STAGES, NARROW_STAGES
+        return 3, 2
     rows = BLOCK_Q * (problem.dim + problem.value_dim) + ROWS * (2 * problem.dim)
     return 2, 2 if 2 * (rows + 2 * ROWS * problem.value_dim) <= MEMORY else 1
 
 
 class Program:
-    """A query block, of a program's number or at a place of (batch, head, block), and its walk."""
+    """The query block at a place of (batch, head, block), and its walk."""
 
-    def __init__(self, plan: Plan, r: Any, place: Any = None) -> None:
+    def __init__(self, plan: Plan, r: Any, place: Any) -> None:
         problem, blocks = plan.problem, plan.n_q
-        # JAX 0.10 has no number of the program where a single warp is at work
-        item = lax.axis_index("item") if place is None else place
         self.plan, self.table = plan, r.lists if plan.listed else r.ranges
-        if plan.listed and place is None:
-            item = r.order[0, item]
-        self.block = lax.rem(item, blocks)
+        self.block = lax.rem(place, blocks)
         if not plan.listed:  # under a causal mask the last rows take longest: they go first
             self.block = blocks - 1 - self.block
-        heads = lax.div(item, blocks)
+        heads = lax.div(place, blocks)
         self.head = lax.rem(heads, problem.heads)
         self.batch = lax.div(heads, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
@@ -109,109 +113,189 @@ def probabilities(
     return p if slope is None else p * slope
 
 
-def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> jax.Array:
-    """dq of q, k, v, do, -lse in base 2, -delta, ranges or lists and bits, and ids.
+def query_gradient(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """(dq,) of q, k, v, do, -lse in base 2, -delta, ranges or lists and bits, and ids.
 
     As for ``key_gradients``, but the row vectors and ids of queries cover whole blocks of 128, and
-    ranges are those of key blocks of 64 for each of these.
+    ranges are those of key blocks of 64 for each of these. Where ``holds_rows`` o and dlse may be
+    given in place of -delta, which then is found, too: (dq, -delta).
     """
     problem = plan.problem
     dtype = jnp.dtype(problem.dtype)
     dim, value_dim = problem.dim, problem.value_dim
     k_count, v_count = in_flight(problem)
+    count = problem.batch * problem.heads * plan.n_q
+    holds, finds_delta = holds_rows(problem), "delta" not in operands
+    widths = {"q": dim, "do": value_dim} | ({"o": value_dim} if finds_delta else {})
+    numbers = ("lse", "dlse" if finds_delta else "delta")  # of rows: in memory before the place
+    arrivals = len(widths) + len(numbers)
 
-    def consume(r: Any, program: Program, wg: Any) -> None:
-        rows = pl.ds(wg * ROWS, ROWS)
-        first_q = program.block * BLOCK_Q + wg * ROWS
-        at = (program.batch, program.head, pl.ds(first_q, ROWS))
-        lse = read(r.lse.at[at], ROW, optimized=False)
-        delta = read(r.delta.at[at], ROW, optimized=False)
+    def arrived(r: Any) -> Any:
+        """The place of the rows that come next, once they are there."""
         plgpu.barrier_wait(r.q_full)
+        return r.rows_s[len(numbers), 0].astype(jnp.int32)
 
-        def accumulate(dq_acc: Any) -> jax.Array:
-            def step(j: Any, n: Any, masked: Any) -> None:
-                slot, v_slot = lax.rem(n, k_count), lax.rem(n, v_count)
-                thread = thread_anew()
-                mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
-                some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
-                plgpu.barrier_wait(r.k_full.at[slot])
+    def announce(r: Any, place: Any, i: Any) -> None:
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(r.q_empty))
+        r.rows_s[len(numbers), 0] = place.astype(jnp.float32)
 
-                def with_scores(s_acc: Any) -> jax.Array:
-                    plgpu.wgmma(s_acc, r.q_s.at[mine], r.k_s.at[slot].T)
-                    plgpu.barrier_wait(r.v_full.at[v_slot])
+    def consume(r: Any, _: None, wg: Any) -> None:
+        rows = pl.ds(wg * ROWS, ROWS)
+        out = (r.dq_s if holds else r.q_s).at[rows]  # only this warpgroup reads these rows
 
-                    def with_products(dp_acc: Any) -> jax.Array:
-                        plgpu.wgmma(dp_acc, r.do_s.at[mine], r.v_s.at[some_v].T)
+        def one_block(carry: Any) -> Any:
+            place, before = carry
+            program = Program(plan, r, place)
+            first_q = program.block * BLOCK_Q + wg * ROWS
+            at = (program.batch, program.head, pl.ds(first_q, ROWS))
+            lse, delta = (read(r.rows_s.at[n, rows], ROW) for n in range(2))
+            held = [read(x.at[rows], LAYOUT) for x in (r.q_s, r.do_s)] if holds else []
+            if finds_delta:
+                o, do = read(r.o_s.at[rows], LAYOUT), held[1]
+                delta = delta - jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=1)
+            if holds:
+                plgpu.barrier_arrive(r.q_empty)
+            if finds_delta:
+                r.less_s.at[rows][...] = delta
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(r.less_s.at[rows], r.less.at[at])
+
+            def accumulate(dq_acc: Any) -> Any:
+                def step(j: Any, n: Any, masked: Any) -> None:
+                    n = n + before
+                    slot, v_slot = lax.rem(n, k_count), lax.rem(n, v_count)
+                    left: list[Any] = held
+                    some_v = v_slot
+                    if not holds:
+                        thread = thread_anew()
+                        mine = pl.ds(lax.div(thread, 128) * ROWS, ROWS)
+                        left = [r.q_s.at[mine], r.do_s.at[mine]]
+                        some_v = v_slot if v_count > 1 else lax.div(thread, 1024)
+
+                    def scores(s_acc: Any) -> None:
+                        plgpu.wgmma(s_acc, left[0], r.k_s.at[slot].T)
+
+                    def slopes(s_acc: Any, dp_acc: Any) -> jax.Array:
+                        """ds, once the products of do and v are there, too."""
+                        plgpu.wgmma(dp_acc, left[1], r.v_s.at[some_v].T)
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                         @pl.when(n > 0)  # the dq of the step before is done with its block
                         def _() -> None:
-                            plgpu.barrier_arrive(r.k_empty.at[lax.rem(n + k_count - 1, k_count)])
+                            last = lax.rem(n + k_count - 1, k_count)
+                            plgpu.barrier_arrive(r.k_empty.at[last])
 
                         p = probabilities(plan, r, program, lse, first_q, s, j, masked)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         plgpu.barrier_arrive(r.v_empty.at[v_slot])
-                        return (p * (dp + spread(delta, SHAPE, 0))).astype(dtype)
+                        return (p * (dp if holds else dp + spread(delta, SHAPE, 0))).astype(dtype)
 
-                    return pl.run_scoped(with_products, plgpu.ACC(SHAPE))
+                    def together(s_acc: Any, dp_acc: Any) -> jax.Array:
+                        dp_acc[...] = spread(delta, SHAPE, 0)
+                        scores(s_acc)
+                        return slopes(s_acc, dp_acc)
 
-                # a sum that begins right before its product needs no zeros in registers
-                ds = pl.run_scoped(with_scores, plgpu.ACC(SHAPE))
-                plgpu.wgmma(dq_acc, ds, r.k_s.at[slot])
+                    def in_turn(s_acc: Any) -> jax.Array:
+                        """v may come last, and a sum that begins here needs no zeros before."""
+                        scores(s_acc)
+                        plgpu.barrier_wait(r.v_full.at[v_slot])
+                        return pl.run_scoped(functools.partial(slopes, s_acc), plgpu.ACC(SHAPE))
 
-            program.walk(step)
-            plgpu.wgmma_wait(0)
-            return dq_acc[...]
+                    plgpu.barrier_wait(r.k_full.at[slot])
+                    if holds:
+                        plgpu.barrier_wait(r.v_full.at[v_slot])
+                        ds = pl.run_scoped(together, plgpu.ACC(SHAPE), plgpu.ACC(SHAPE))
+                    else:
+                        ds = pl.run_scoped(in_turn, plgpu.ACC(SHAPE))
+                    plgpu.wgmma(dq_acc, ds, r.k_s.at[slot])
 
-        dq = pl.run_scoped(accumulate, plgpu.ACC((ROWS, dim)))
-        out = r.q_s.at[rows]  # only this warpgroup reads these rows
-        out[...] = (dq * problem.scale).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, r.dq.at[program.batch, pl.ds(first_q, ROWS), program.head])
+                steps = program.walk(step)
+                plgpu.wgmma_wait(0)
+                return dq_acc[...], steps
+
+            dq, steps = pl.run_scoped(accumulate, plgpu.ACC((ROWS, dim)))
+            if holds:  # the last dq has left
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out[...] = (dq * problem.scale).astype(dtype)
+            plgpu.commit_smem()
+            target = (program.batch, pl.ds(first_q, ROWS), program.head)
+            plgpu.copy_smem_to_gmem(out, r.dq.at[target])
+            if not holds:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(r.q_empty)
+            return arrived(r), before + steps
+
+        start = arrived(r), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0] >= 0, one_block, start)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def produce(r: Any, program: Program) -> None:
-        b, kv_head = program.batch, program.kv_head
-        at = (b, pl.ds(program.block * BLOCK_Q, BLOCK_Q), program.head)
-        plgpu.copy_gmem_to_smem(r.q.at[at], r.q_s, r.q_full)
-        plgpu.copy_gmem_to_smem(r.do.at[at], r.do_s, r.q_full)
+    def produce(r: Any, counter: Any) -> None:
+        def following() -> Any:
+            return next_place(counter, count, lambda n: r.order[0, n] if plan.listed else n)
 
-        def step(j: Any, n: Any, masked: Any) -> None:
-            del masked
-            at = (b, pl.ds(j * ROWS, ROWS), kv_head)
-            for tile, tile_s, full, empty, count in (
-                (r.k, r.k_s, r.k_full, r.k_empty, k_count),
-                (r.v, r.v_s, r.v_full, r.v_empty, v_count),
-            ):
-                slot = lax.rem(n, count)
+        def one_block(carry: Any) -> Any:
+            place, i, before = carry
+            program = Program(plan, r, place)
+            announce(r, place, i)
+            rows = pl.ds(program.block * BLOCK_Q, BLOCK_Q)
+            for name in widths:
+                at = (program.batch, rows, program.head)
+                plgpu.copy_gmem_to_smem(getattr(r, name).at[at], getattr(r, f"{name}_s"), r.q_full)
+            for n, name in enumerate(numbers):
+                at = (program.batch, program.head, rows)
+                plgpu.copy_gmem_to_smem(getattr(r, name).at[at], r.rows_s.at[n], r.q_full)
 
-                @pl.when(n >= count)
-                def _(empty: Any = empty, slot: Any = slot) -> None:
-                    plgpu.barrier_wait(empty.at[slot])
+            def step(j: Any, n: Any, masked: Any) -> None:
+                del masked
+                n = n + before
+                at = (program.batch, pl.ds(j * ROWS, ROWS), program.kv_head)
+                for tile, tile_s, full, empty, stages in (
+                    (r.k, r.k_s, r.k_full, r.k_empty, k_count),
+                    (r.v, r.v_s, r.v_full, r.v_empty, v_count),
+                ):
+                    slot = lax.rem(n, stages)
 
-                plgpu.copy_gmem_to_smem(tile.at[at], tile_s.at[slot], full.at[slot])
+                    @pl.when(n >= stages)
+                    def _(empty: Any = empty, slot: Any = slot) -> None:
+                        plgpu.barrier_wait(empty.at[slot])
 
-        program.walk(step)
+                    plgpu.copy_gmem_to_smem(tile.at[at], tile_s.at[slot], full.at[slot])
 
-    def move(r: Any, program: Program, wg: Any) -> None:
-        for_one_warp(lambda: produce(r, program))
+            steps = program.walk(step)
+            return following(), i + 1, before + steps
+
+        zero = jnp.int32(0)
+        _, i, _ = lax.while_loop(lambda carry: carry[0] >= 0, one_block, (following(), zero, zero))
+        announce(r, jnp.int32(-1), i)
+        for _ in range(arrivals):
+            plgpu.barrier_arrive(r.q_full)
+
+    def move(r: Any, _: None, wg: Any) -> None:
+        counter = pl.get_global(plgpu.SemaphoreType.REGULAR((1,)))
+        for_one_warp(lambda: produce(r, counter))
 
     barrier = plgpu.Barrier
     scratch = {
-        "do_s": tiled((BLOCK_Q, value_dim), dtype),
-        "k_empty": barrier(num_arrivals=CONSUMERS, num_barriers=k_count),
-        "k_full": barrier(num_barriers=k_count),
+        **{f"{name}_s": tiled((BLOCK_Q, width), dtype) for name, width in widths.items()},
+        **({"dq_s": tiled((BLOCK_Q, dim), dtype)} if holds else {}),
         "k_s": tiled((k_count, ROWS, dim), dtype),
-        "q_full": barrier(num_arrivals=2),  # q and do
-        "q_s": tiled((BLOCK_Q, dim), dtype),
-        "v_empty": barrier(num_arrivals=CONSUMERS, num_barriers=v_count),
-        "v_full": barrier(num_barriers=v_count),
         "v_s": tiled((v_count, ROWS, value_dim), dtype),
+        "rows_s": plgpu.SMEM((len(numbers) + 1, BLOCK_Q), jnp.float32),
+        **({"less_s": plgpu.SMEM((BLOCK_Q,), jnp.float32)} if finds_delta else {}),
+        "q_full": barrier(num_arrivals=arrivals),
+        "q_empty": barrier(num_arrivals=CONSUMERS),
+        **{
+            name + end: barrier(num_arrivals=arrivals, num_barriers=stages)
+            for name, stages in (("k", k_count), ("v", v_count))
+            for end, arrivals in (("_full", 1), ("_empty", CONSUMERS))
+        },
     }
     shape = (problem.batch, whole_rows(problem.q_len), problem.heads, dim)
     outputs = {"dq": jax.ShapeDtypeStruct(shape, dtype)}
-    programs = problem.batch * problem.heads * plan.n_q
-    make = functools.partial(Program, plan)
+    if finds_delta:
+        all_rows = (problem.batch, problem.heads, plan.n_q * BLOCK_Q)
+        outputs["less"] = jax.ShapeDtypeStruct(all_rows, jnp.float32)
     name = "flash_attention_backward_dq"
-    (dq,) = launch(name, programs, make, [consume], move, operands, outputs, scratch)
-    return dq[:, : problem.q_len]
+    programs = min(plan.cores, count)
+    dq, *found = launch(name, programs, lambda r: None, [consume], move, operands, outputs, scratch)
+    return dq[:, : problem.q_len], *found

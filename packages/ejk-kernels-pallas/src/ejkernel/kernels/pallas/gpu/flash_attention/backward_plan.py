@@ -34,7 +34,7 @@ class BackwardTiles:
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         kv = self.block_kv * (d + dv) * size
         q = self.stages * self.block_q * ((d + dv) * size + 2 * 4)  # and of lse and delta
-        if has_queue(problem) and problem.group == 1:  # the next keys, and numbers of places
+        if holds_rows(problem) and problem.group == 1:  # the next keys, and numbers of places
             return 2 * kv + q + self.block_q * 4 + BARRIERS
         ds = 0 if problem.pattern_blocks else 2 * self.block_kv * self.block_q * size
         dq = self.block_q * d * 4
@@ -49,8 +49,8 @@ def is_wide(problem: Problem) -> bool:
     return max(problem.dim, problem.value_dim) > 128
 
 
-def has_queue(problem: Problem) -> bool:
-    """Whether programs over lists stay and take block after block, dq with its rows in registers.
+def holds_rows(problem: Problem) -> bool:
+    """Whether programs of dq hold their rows of q and do in registers.
 
     Wider heads leave no registers for rows; at 64 the compiler (of CUDA 13.0) puts ds where do is.
     """

@@ -20,6 +20,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     hide_unset,
     row_of,
 )
+from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
 from ejkernel.types.problem import LOG2E, Problem
@@ -45,6 +46,12 @@ def walk_visits(table: Any, at: tuple, step: Callable[..., None]) -> Any:
     length, first = table[*at, 0], table[*at, 1]
     lax.fori_loop(0, length, one_visit, first)
     return length
+
+
+def next_place(counter: Any, count: int, place_of: Callable[[Any], Any]) -> Any:
+    """``place_of`` the next of ``count`` numbers that nobody took, then -1; for a single warp."""
+    ticket = taken_by_warp(counter)
+    return lax.select(ticket < count, place_of(lax.min(ticket, count - 1)), -1)
 
 
 def needs_masks(plan: Plan, r: Any) -> bool:

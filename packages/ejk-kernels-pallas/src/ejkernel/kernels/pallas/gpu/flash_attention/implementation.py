@@ -15,7 +15,7 @@ import numpy as np
 from ejkernel.kernels.pallas.gpu.common.chip import Chip, current_chip
 from ejkernel.kernels.pallas.gpu.flash_attention import operands, preference, tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward, backward_orders
-from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, has_queue
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import OF_QUERIES, holds_rows
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order, with_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
@@ -114,7 +114,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
 
     def finds_delta(self, work: Work) -> bool:
         """The kernel of dq that holds its rows does."""
-        return has_queue(work.problem)
+        return holds_rows(work.problem)
 
     def gradients(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles.bwd, arrays.get("pattern")
