@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -31,18 +31,16 @@ class Entry:
         target: the kernel, ``"folder.module:NAME"`` inside the package; default: that of the
             algorithm's name in ``implementation`` of the folder of this name.
         backend, priority, config_fields: as in ``KernelRegistry.register``.
-        platform: where it differs from the package's.
         function: name of the public function; default: the algorithm's.
-        hooks: hooks of the kernel by name; for a plain function, hooks elsewhere by target.
+        hooks: names of the kernel's hooks, which are its methods.
     """
 
     algorithm: str
     target: str = ""
     backend: str = "gpu"
     priority: int = 100
-    platform: str | None = None
     function: str = ""
-    hooks: tuple[str, ...] | dict[str, str] = field(default=HOOKS[:-1], hash=False)
+    hooks: tuple[str, ...] = HOOKS[:-1]
     config_fields: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -71,9 +69,7 @@ class KernelPackage:
         return f"{self.name}.{target}"
 
     def hooks(self, entry: Entry) -> dict[str, str]:
-        """Keyword arguments of ``register_lazy``: a kernel's hooks are its methods."""
-        if isinstance(entry.hooks, dict):
-            return {hook: self.path(target) for hook, target in entry.hooks.items()}
+        """Keyword arguments of ``register_lazy``."""
         return {hook: f"{self.path(entry.target)}.{hook}" for hook in entry.hooks}
 
     def register(self, registry: Any) -> None:
@@ -81,7 +77,7 @@ class KernelPackage:
         for entry in self.entries:
             registry.register_lazy(
                 entry.algorithm,
-                entry.platform or self.platform,
+                self.platform,
                 entry.backend,
                 entry.priority,
                 target=self.path(entry.target),
