@@ -37,22 +37,18 @@ def with_gradients(function: Callable[..., Any], arrays: Arrays) -> Any:
     return outputs, gradients
 
 
-def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+def close(found: Any, wanted: Any) -> None:
     """Trees of the same arrays, but for sums in another order."""
 
     def same(x: Any, y: Any) -> None:
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
 
     jax.tree.map(same, found, wanted)
 
 
 def check_transformations(
-    function: Callable[..., Any],
-    pairs: Arrays,
-    shared: Collection[str] = (),
-    *,
-    tolerance: float = 1e-5,
+    function: Callable[..., Any], pairs: Arrays, shared: Collection[str] = ()
 ) -> None:
     """Two calls under vmap of grad, grad of vmap, checkpoint and scan are the calls alone.
 
@@ -78,7 +74,7 @@ def check_transformations(
     axes = ({name: None if name in shared else 0 for name in pairs},)
     checkpointed = jax.checkpoint(lambda **call: function(**call))
     each = jax.vmap(partial(with_gradients, checkpointed), axes)
-    close(jax.jit(each)(dict(pairs)), stacked, tolerance)
+    close(jax.jit(each)(dict(pairs)), stacked)
 
     def loss(call: Arrays) -> jax.Array:
         return loss_of(function(**call))
@@ -94,7 +90,7 @@ def check_transformations(
 
     sums = {name: g.sum(0) if name in shared else g for name, g in stacked[1].items()}
     for total in (of_vmap, of_scan):
-        close(jax.jit(jax.grad(total))(floats(pairs)), sums, tolerance)
+        close(jax.jit(jax.grad(total))(floats(pairs)), sums)
 
 
 def check_shard_map(
@@ -104,7 +100,6 @@ def check_shard_map(
     out_specs: Any,
     *,
     devices: int = 1,
-    tolerance: float = 1e-5,
     **options: Any,
 ) -> None:
     """``function`` under ``shard_map`` over axis "x": values and gradients, also of what is
@@ -120,4 +115,4 @@ def check_shard_map(
     options |= {"mesh": mesh, "in_specs": (each,), "out_specs": out_specs}
     sharded = jax.shard_map(lambda arrays: function(**arrays), **options)
     both = (lambda **arrays: sharded(arrays), function)
-    close(*(jax.jit(partial(with_gradients, f))(dict(arrays)) for f in both), tolerance)
+    close(*(jax.jit(partial(with_gradients, f))(dict(arrays)) for f in both))

@@ -72,7 +72,7 @@ _GIVEN = _checked("an integer >= 1", lambda n: n >= 1, optional=False)
 bytes_field = _field_of("a positive number of bytes", lambda n: n > 0)
 
 
-def params_field(cls: type[Params], default: Params | None = None) -> Any:
+def params_field(cls: type[Params]) -> Any:
     """Nested parameters: an instance of ``cls``, a mapping of its fields, or None."""
 
     def check(value: Any) -> Params | None:
@@ -82,7 +82,7 @@ def params_field(cls: type[Params], default: Params | None = None) -> Any:
             return cls.from_dict(value)
         raise ConfigError(f"expected {cls.__name__}, a mapping of its fields, or None")
 
-    return checked_field(check, default)
+    return checked_field(check, None)
 
 
 def _name_field(parse: Callable[[Any], Any], default: str) -> Any:

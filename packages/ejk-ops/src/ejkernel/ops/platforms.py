@@ -45,7 +45,7 @@ LEGAL_BACKENDS = {
 INTERPRETABLE = (Platform.PALLAS, Platform.TRITON)
 
 
-def parse_platform(value: str | Platform | None, name: str = "platform") -> Platform | None:
+def parse_platform(value: str | Platform | None) -> Platform | None:
     """The Platform that ``value`` names; None for None and "auto". Case-insensitive.
 
     Raises:
@@ -53,17 +53,17 @@ def parse_platform(value: str | Platform | None, name: str = "platform") -> Plat
         TypeError: neither a string nor a Platform nor None.
     """
     auto = isinstance(value, str) and value.strip().lower() == "auto"
-    return None if auto else _member(Platform, value, name, "auto")
+    return None if auto else _member(Platform, value, "platform", "auto")
 
 
-def parse_backend(value: str | Backend | None, name: str = "backend") -> Backend | None:
+def parse_backend(value: str | Backend | None) -> Backend | None:
     """The Backend that ``value`` names; None for None. Case-insensitive.
 
     Raises:
         ValueError: unknown name; the message lists the legal ones.
         TypeError: neither a string nor a Backend nor None.
     """
-    return _member(Backend, value, name)
+    return _member(Backend, value, "backend")
 
 
 def _member(kind: type[E], value: Any, name: str, *besides: str) -> E | None:

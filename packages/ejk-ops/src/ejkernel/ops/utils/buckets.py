@@ -14,14 +14,14 @@ class Bucket(int):
     """A size that stands for its whole bucket: keys remember which axes have one."""
 
 
-def bucket(n: int, smallest: int = SMALLEST) -> int:
-    """The next power of two that is at least ``n`` and at least ``smallest``.
+def bucket(n: int) -> int:
+    """The next power of two that is at least ``n`` and at least ``SMALLEST``.
 
     A symbolic size has no bucket and stays what it is.
     """
     if is_symbolic(n):
         return n
-    return Bucket(smallest if n <= smallest else 1 << (int(n) - 1).bit_length())
+    return Bucket(SMALLEST if n <= SMALLEST else 1 << (int(n) - 1).bit_length())
 
 
 def bucket_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

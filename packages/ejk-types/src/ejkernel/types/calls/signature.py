@@ -188,16 +188,14 @@ class Boundary:
         known = [f"{word}={size}" for word, size in sizes.items() if word in words]
         return f"{text} (by the arguments before: {', '.join(known)})" if known else text
 
-    def sizes(
-        self, arguments: Mapping[str, Any], override: Mapping[str, str] | None = None
-    ) -> dict[str, int]:
+    def sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Size of every named axis, from the first array that has it."""
         found: dict[str, int] = {}
         for p in self.parameters:
             value = arguments.get(p.name)
             if not hasattr(value, "shape"):
                 continue
-            for word, size in zip(axes_of(p, value, override), value.shape, strict=False):
+            for word, size in zip(axes_of(p, value), value.shape, strict=False):
                 if word.isidentifier() and not word.startswith("_"):
                     found.setdefault(word, size)
         return found
