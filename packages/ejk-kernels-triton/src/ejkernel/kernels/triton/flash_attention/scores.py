@@ -149,7 +149,7 @@ def mask_unseen(s, i, j, j0, b, h, sizes, rules, KEYS_INSIDE: tl.constexpr):
             # one for each row of the tile, where elements would be read one by one
             at = row * tl.cdiv(sizes.kv_len, mask.WORD) + j0 // mask.WORD
             word = tl.load(corner + at, mask=i < sizes.q_len, other=0)
-            dense = (word & (1 << (j // mask.KEYS - j0 // mask.KEYS))) != 0
+            dense = (word & (1 << ((j - j0 + j0 % mask.KEYS) // mask.KEYS))) != 0
         else:
             inside = (i < sizes.q_len) & (j < sizes.kv_len)
             at = row * tl.cdiv(sizes.kv_len, mask.KEYS) + j // mask.KEYS
