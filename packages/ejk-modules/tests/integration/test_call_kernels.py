@@ -6,8 +6,11 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules import flash_attention
+from ejkernel.modules.workloads import call_of
+from ejkernel.modules.workloads.find import operation_names, shapes_of
 from ejkernel.ops import interpret_mode
 from ejkernel.types import calls
+from ejktest.device import described
 
 
 @pytest.fixture
@@ -40,3 +43,16 @@ def test_an_operation_settles_a_call_once_for_its_kernel(qkv, monkeypatch):
     with interpret_mode():
         flash_attention(*(x[:, :23] for x in qkv), platform="triton")
     assert len(settled) == 1  # abstractly, to choose a config; the trace does the same again
+
+
+@pytest.mark.parametrize("operation", operation_names())
+@pytest.mark.parametrize("chip", [("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108)])
+def test_every_workload_has_a_config_on_a_gpu(operation, chip, monkeypatch):
+    """What a kernel chooses by itself is a legal config of its operation."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+    kind, cores = chip
+    with described(kind, "gpu", cores):
+        for shape in shapes_of(operation, device="gpu"):
+            found = call_of(shape, operation).explanation()
+            assert found.implementation, shape.name

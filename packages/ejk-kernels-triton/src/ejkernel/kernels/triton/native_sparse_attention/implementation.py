@@ -39,8 +39,8 @@ class NativeSparseAttention(TritonKernel):
     float16, bfloat16 and float32, promoted to one dtype, with head dims that are multiples of 8 up
     to 256; sums are float32. Nothing is summed by atomics: two runs give the same bits. Memory is
     linear in the length. ``cfg``, of the selected branch: kv_tile; num_warps and num_stages of the
-    forward pass and of the gradient of queries; q_tile, the tokens of a step of the gradients of
-    keys and values. Differentiable once.
+    forward pass and of the gradient of queries; q_tile, the rows (tokens times query heads) of a
+    step of the gradients of keys and values. Differentiable once.
     """
 
     call = calls.NativeSparseAttention

@@ -40,22 +40,22 @@ class SparseTiles:
     def fields(self) -> dict[str, int]:
         """As fields of the config."""
         found = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
-        return found | {"q_tile": self.dkv.tokens}
+        return found | {"q_tile": self.dkv.tokens * self.dkv.heads}
 
     def honouring(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
         """These tiles with what the config says instead of the forward pass's.
 
         Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
-        ``q_tile``: tokens of a step of the key gradients.
+        ``q_tile``: rows of a step of the key gradients, tokens times query heads.
         """
         given = {mine: field(cfg, theirs) for mine, theirs in FIELDS.items()}
         new = {n: int(x) for n, x in given.items() if x not in (None, getattr(self.fwd, n))}
-        dkv, tokens = self.dkv, field(cfg, "q_tile")
+        dkv, rows = self.dkv, field(cfg, "q_tile")
         if "keys" in new:
             new["keys"] = min(power_of_two(max(16, new["keys"])), padded(problem.size))
             dkv = replace(dkv, keys=new["keys"])
-        if tokens is not None:
-            dkv = replace(dkv, tokens=power_of_two(int(tokens)))
+        if rows is not None:
+            dkv = replace(dkv, tokens=max(1, power_of_two(int(rows)) // dkv.heads))
         return SparseTiles(replace(self.fwd, **new), replace(self.dq, **new), dkv)
 
 
