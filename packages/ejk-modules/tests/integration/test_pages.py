@@ -1,4 +1,4 @@
-"""Every operation has a page, and the example on it runs."""
+"""Every operation has a page, and the examples on it run, one after the other."""
 
 import re
 from pathlib import Path
@@ -18,6 +18,7 @@ def test_page(operation):
     text = (PAGES / f"{operation}.md").read_text()
     assert text.startswith(f"# {operation}\n")
     assert f"[{operation}]({operation}.md)" in (PAGES / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    code = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert code
     with jax.default_matmul_precision("highest"):
-        exec(compile(code, f"{operation}.md", "exec"), {"__name__": operation})
+        exec(compile("\n".join(code), f"{operation}.md", "exec"), {"__name__": operation})
