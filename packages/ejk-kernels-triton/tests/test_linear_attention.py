@@ -36,6 +36,7 @@ KINDS = {
     "none": (),
     "per head": ("g3",),
     "per head and constant": ("g3", "g_gamma"),
+    "constant": ("g_gamma",),
     "per key channel": ("g4",),
     "per value channel": ("gv",),
     "head and value": ("g3", "gv"),
@@ -183,6 +184,43 @@ def test_strong_gates_that_cancel():
 def test_narrow(dtype):
     args = make(KINDS["per key channel" if dtype == "bfloat16" else "per head"], **RUNS)
     check({name: x.astype(dtype) for name, x in args.items()})
+
+
+@pytest.mark.parametrize(("shape", "cu"), [(WHOLE, None), ({**RUNS, "s": 80}, CU)])
+def test_constants_are_rows_of_one_gate(shape, cu, long_segments):
+    """Though walks of bfloat16 rows take them as they are; with whole chunks of padding."""
+    args = make(KINDS["constant"], **{**shape, "h": 2, "hk": 2}, states=4 if cu is not None else 2)
+    args = {name: x.astype(jnp.bfloat16) for name, x in args.items()}
+    run = partial(recurrent_attention, cu_seqlens=cu, cfg=SMALL, reverse=cu is not None)
+    assert "SumsPlan" not in str(jax.make_jaxpr(lambda args: run(**args))(args))
+
+    @jax.jit
+    def pull(gate):
+        def both(rest, gate):
+            g = {"g_gamma": gate} if gate.ndim == 1 else {"g": gate}
+            return run(**rest, **g, return_state=True)
+
+        out, back = jax.vjp(both, {n: x for n, x in args.items() if n != "g_gamma"}, gate)
+        return *out, *back(linear_cotangents(args))
+
+    gate = jnp.array([-0.05, -40.0])
+    *found, dgate = pull(gate)
+    *want, rows = pull(jnp.broadcast_to(gate, args["query"].shape[:3]))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        check_close(x, y.astype(jnp.float32), dtype="bfloat16")
+    check_close(dgate, rows.sum((0, 1)), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("shared", [(), ("g_gamma",)])
+def test_vmap_of_constants(shared):
+    args = {n: x.astype(jnp.bfloat16) for n, x in make(KINDS["constant"], **RUNS).items()}
+    both = {n: x if n in shared else jnp.stack([x, x / 2]) for n, x in args.items()}
+    axes = {n: None if n in shared else 0 for n in args}
+    run = partial(recurrent_attention, cfg=SMALL)
+    found = jax.vmap(lambda args: run(**args), in_axes=(axes,))(both)
+    for i in range(2):
+        want = run(**{n: x if n in shared else x[i] for n, x in both.items()})
+        np.testing.assert_array_equal(found[i], want)
 
 
 def test_lightning_is_recurrent_with_slopes():

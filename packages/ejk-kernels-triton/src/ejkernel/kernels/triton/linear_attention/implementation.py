@@ -79,9 +79,12 @@ class Passes:
         self.arrays |= {"do": arrays.get("do"), **_channels(work.problem, arrays)}
         cu = arrays.get("cu_seqlens")
         self.arrays["cu"] = None if cu is None else cu[None]
+        constant = _constant(self.problem, arrays)
+        self.arrays["constant"] = constant
         sums: tuple[Any, ...] = (None,) * len(roles.GATE_SUMS)
-        if self.problem.scalar:
-            known = {"gate": arrays.get("g"), "constant": _constant(self.problem, arrays)}
+        # walks have sums of constants at hand, the gradients of what was read have not
+        if self.problem.scalar and not (self.problem.steady and self.arrays["do"] is None):
+            known = {"gate": arrays.get("g"), "constant": constant}
             known = {n: x for n, x in (known | {"cu": self.arrays["cu"]}).items() if x is not None}
             sums = call(SumsPlan(self.problem, self.tiles, tuple(known), True), *known.values())
         self.arrays |= dict(zip(roles.GATE_SUMS, sums, strict=True))

@@ -29,12 +29,35 @@ class LinearPlan(Batched, KernelPlan):
         return p.batch * piece_count(p.rows, p.sequences, self.tiles.segment)
 
 
+def fold_constant(
+    plan: Any, given: Sequence[str], size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+) -> tuple[Any, list[jax.Array]]:
+    """Where one of the operands ``given`` may be "constant", a number a head: the plan says whether
+    all batch rows have it ``shared``."""
+    folded, merged = LinearPlan.fold(plan, size, arrays, batched)
+    if "constant" not in given:
+        return folded, merged
+    n = given.index("constant")
+    if plan.shared and not batched[n]:
+        merged[n] = arrays[n]
+        return folded, merged
+    merged[n] = merge_leading(size, arrays[n], batched[n], plan.problem.batch)
+    return replace(folded, shared=False), merged
+
+
 @dataclass(frozen=True)
 class WalkPlan(LinearPlan):
-    """One launch of the walk, in the roles given."""
+    """One launch of the walk, in the roles given; ``shared`` as ``fold_constant`` means it."""
 
     module = "linear_attention.walk"
     roles: Roles
+    shared: bool = True
+
+    def fold(
+        self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
+    ) -> tuple[Any, list[jax.Array]]:
+        given = tuple(self.roles.operands(self.problem))
+        return fold_constant(self, given, size, arrays, batched)
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p, t = self.problem, self.tiles
@@ -54,8 +77,7 @@ class WalkPlan(LinearPlan):
 
 @dataclass(frozen=True)
 class ConstantPlan(LinearPlan):
-    """Of the operands that ``given`` names, one of which may be "constant", a number a head:
-    ``shared`` by all batch rows."""
+    """Of the operands that ``given`` names; ``shared`` as ``fold_constant`` means it."""
 
     given: tuple[str, ...]
     shared: bool
@@ -63,15 +85,7 @@ class ConstantPlan(LinearPlan):
     def fold(
         self, size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]
     ) -> tuple[Any, list[jax.Array]]:
-        folded, merged = super().fold(size, arrays, batched)
-        if "constant" not in self.given:
-            return folded, merged
-        n = self.given.index("constant")
-        if self.shared and not batched[n]:
-            merged[n] = arrays[n]
-            return folded, merged
-        merged[n] = merge_leading(size, arrays[n], batched[n], self.problem.batch)
-        return replace(folded, shared=False), merged
+        return fold_constant(self, self.given, size, arrays, batched)
 
 
 @dataclass(frozen=True)

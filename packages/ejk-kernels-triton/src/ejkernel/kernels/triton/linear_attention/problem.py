@@ -29,6 +29,7 @@ class Problem:
             values; 0 = there is none.
         dtype: of products; ``out``: of o; ``narrowest``: of q, k and v.
         slopes: log decays of the heads, where they are constants of the operation.
+        constant: whether the decay is a constant of every head.
         unsupported: the argument that no kernel here takes, or "".
     """
 
@@ -48,12 +49,19 @@ class Problem:
     key_parts: int = 0
     value_parts: int = 0
     slopes: tuple[float, ...] = ()
+    constant: bool = False
     unsupported: str = ""
 
     @property
     def states(self) -> int:
         """Initial and final states of a batch row."""
         return max(self.sequences, 1)
+
+    @property
+    def steady(self) -> bool:
+        """Whether walks take the decay as a constant, the same in every chunk. Walks of float32
+        have no registers left for that."""
+        return self.scalar and self.constant and self.operand == "bfloat16"
 
     @property
     def operand(self) -> str:
@@ -101,6 +109,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         scale=a["softmax_scale"],
         reverse=a["reverse"],
         scalar=bool(ahead or constant) and not (channels or values),
+        constant=all(x.ndim == 1 for x in ahead),
         key_parts=_parts(channels),
         value_parts=_parts(values),
         dtype=dtypes[0]

@@ -78,7 +78,7 @@ class Roles:
         side, other = ("v", "k") if self.swapped else ("k", "v")
         rows, columns = self.prepared(p)
         if p.scalar:
-            found |= {name: name for name in GATE_SUMS}
+            found |= {name: name for name in (("constant",) if p.steady else GATE_SUMS)}
         if rows:
             found |= {name: found[name] + "'" for name in ("query", "key") if name in found}
             found |= {"pairs": f"pairs {side}"} if self.query else {}

@@ -32,14 +32,16 @@ chunk has rows of two, and no reset goes unnoticed. Two runs give the same bits.
 
 A chunk has five steps that wait for each other (scores, their decays, state to shared memory, two
 products), so that what limits a walk is how many chunks are under way and how often a chunk waits:
-two programs a multiprocessor, sums of gates from outside (``gates.gate_sums``), 64 columns a
-program, which fit its registers and read q and k twice from the cache.
+two programs a multiprocessor, sums of gates from outside (``gates.gate_sums``; of a constant of
+the head, once for all chunks), 64 columns a program, which fit its registers and read q and k twice
+from the cache.
 
 Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 heads of 128, chunks of
 64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
-0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.04 to
-0.06 ms, o 0.113 ms, dq 0.151 ms with what the gate's gradient takes from it; of float32 (products
-in three parts, see ``products``) the sums 0.079 ms, o 0.40 ms; whole chunks have ``split_walk``.
+0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.06 ms,
+o 0.113 ms, of constants 0.04 and 0.106 ms; dq 0.151 ms with what the gate's gradient takes from it;
+of float32 (products in three parts, see ``products``) the sums 0.083 ms, o 0.40 ms; whole chunks
+have ``split_walk``.
 
 Sources: Yang et al. 2023, "Gated linear attention transformers" (arXiv 2312.06635), section 4; Qin
 et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
@@ -54,7 +56,7 @@ import triton.language as tl
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import In, Launch, results
-from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
+from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, constant_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.products import parts, product
@@ -75,17 +77,9 @@ RESULTS = ("out", "ends", "decays", "key_decays", "value_decays", "states", "rea
 
 @triton.jit
 def row_weights(
-    q,
-    k,
-    pairs,
-    square,
-    high,
-    low,
-    LATER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, pairs, square, high, low, LATER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """What a row of a chunk takes from every other: their product and its decay; ``pairs`` where
     both come prepared."""
     i = tl.arange(0, CHUNK)[:, None]
@@ -115,16 +109,9 @@ def decayed(x, rest, scale, OPERAND: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def add_within(
-    o,
-    weights,
-    v,
-    v_low,
-    scale,
-    ASYNCHRONOUS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    o, weights, v, v_low, scale, ASYNCHRONOUS: tl.constexpr, OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The output from before a chunk and that from inside it."""
     if ASYNCHRONOUS:
         # a product of its own: one sum of both would lie in registers twice, for eight warps
@@ -144,6 +131,7 @@ def walk(
     high_sums,
     low_sums,
     gate_totals,
+    constant,
     pairs,
     totals,
     value_totals,
@@ -169,6 +157,8 @@ def walk(
     pieces,
     scale_in,
     scale_out,
+    constants,
+    REVERSED: tl.constexpr,
     SWAPPED: tl.constexpr,
     LATER: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -210,8 +200,11 @@ def walk(
     total = 0.0
     key_total = tl.zeros([DIM], tl.float32)
     value_total = tl.zeros([COLUMNS], tl.float32)
+    if constant is not None:
+        gate = tl.load(constant + batch * constants + head).to(tl.float32)
     base = batch * rows + begin
     each = tl.arange(0, CHUNK)
+    DECAYS: tl.constexpr = high_sums is not None or constant is not None
     key_head = head // (heads // key_heads)
     value_head = head // (heads // value_heads)
     query_head = head // (heads // query_heads)
@@ -231,7 +224,11 @@ def walk(
             COLUMNS, MAPS,
         )  # fmt: skip
         v, v_low = parts(given, OPERAND, SPLIT)
-        if high_sums is not None:
+        if constant is not None:
+            high, low, since, rest, every = constant_sums(
+                gate, used - begin - at, LATER, REVERSED, CHUNK, MAPS
+            )
+        elif high_sums is not None:
             high, low, since, rest, every = chunk_sums(
                 high_sums, low_sums, gate_totals, row * heads + head, chunk_slot, head, heads,
                 used - begin - at, LATER, CHUNK, MAPS,
@@ -242,7 +239,7 @@ def walk(
         sent, sent_low = v, v_low
         if SPLIT:
             # both operands of the state's product in registers at once would spill
-            if high_sums is not None:
+            if DECAYS:
                 sent, sent_low = decayed(given, rest, scale_in, OPERAND, SPLIT)
             k = load_rows(
                 key, base, used - begin, at, key_head, key_heads, 0, dim, CHUNK, DIM, MAPS
@@ -277,7 +274,7 @@ def walk(
             every_v = tl.load(value_totals + at_columns, mask=inside, other=0.0)
             value_total += every_v
             state = state * tl.exp(every_v)[None, :]
-        if high_sums is not None:
+        if DECAYS:
             if not SPLIT:
                 sent, sent_low = decayed(given, rest, scale_in, OPERAND, SPLIT)
             state = state * tl.exp(every)
@@ -293,7 +290,7 @@ def walk(
                     query, base, used - begin, at, query_head, query_heads, 0, dim, CHUNK, DIM, MAPS
                 ).to(OPERAND)  # fmt: skip
                 o = tl.dot(q, before.to(OPERAND), input_precision=PRECISION)
-            if high_sums is not None:
+            if DECAYS:
                 o = o * (tl.exp(since) * scale_out)[:, None]
             else:
                 o = o * scale_out
@@ -330,8 +327,9 @@ def walk(
             tl.store(value_at + n, value_total, mask=n < columns - column)
 
 
-def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
-    """Of the operands that ``roles`` names, in its order."""
+def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> Launch:
+    """Of the operands that ``roles`` names, in its order; ``shared``: one constant for all batch
+    rows."""
     names, made = list(roles.operands(p)), roles.results(p)
     dim, columns = roles.sizes(p)
     # registers that decays between rows would take are free where pairs come prepared
@@ -363,7 +361,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
 
     known = facts(p, t, target)
     arguments: dict[str, Any] = {
-        **{n: given(n) for n in (*row_arrays, *GATE_SUMS, *PREPARED, "cu", "starts")},
+        **{n: given(n) for n in (*row_arrays, *GATE_SUMS, "constant", *PREPARED, "cu", "starts")},
         **results({name: name in made for name in RESULTS}),
         "query_heads": query_heads,
         "key_heads": key_heads,
@@ -373,6 +371,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles) -> Launch:
         "columns": columns,
         "scale_in": p.scale if roles.later else 1.0,
         "scale_out": 1.0 if roles.later else p.scale,
+        "constants": 0 if shared else p.heads,
         "SWAPPED": roles.swapped,
         "LATER": roles.later != p.reverse,
         "DIM": width(dim),
