@@ -60,6 +60,20 @@ def test_rounds_have_changing_orders(count):
     assert all((b, a) in pairs for a, b in pairs)
 
 
+def test_a_cache_is_given_for_good_and_comes_back():
+    shape = next(s for s in SHAPES if s.name == "cpu-mixed")
+    case = case_of(call_of(shape, "ragged_page_attention_v3"), peers=False)
+    ((number, place),) = case.updates.items()
+    assert case.call.names[number] == "kv_cache" and place == 1
+    ((made,),) = (x.values() for x in compile_ahead([(case, "fwd")]))
+    program = timing.Program(made[0], case.inputs(), case.updates)
+    before = program.arguments[number]
+    program()
+    assert before.is_deleted() and not program.arguments[number].is_deleted()
+    (row,) = run_case(case, "fwd", Limits({"float32": 1e9}, 1e9), rounds=1, target_s=0.001)
+    assert row.ms > 0 and not row.note
+
+
 def test_programs_compiled_ahead_are_those_that_are_timed():
     def broken(a, b):
         raise ValueError("no such form")

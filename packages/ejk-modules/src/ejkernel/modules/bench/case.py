@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ class Case:
     ``contenders`` maps a name to a function of ``inputs()``; the first is ours. A value that is a
     string is the reason why that peer cannot take part. ``flops`` and ``moved`` are the forward's
     least operations and bytes. ``grad_argnums``: the inputs to differentiate; empty = forward only.
-    ``call``: what the first contender does, where it is a call of an operation.
+    ``call``: what the first contender does, where it is a call of an operation. ``updates``: inputs
+    that a result takes the place of, by number, and the number of that result: forward passes are
+    given them for good and have them back, as a server's caches.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Case:
     backward_factor: float = 2.5
     notes: str = ""
     call: Call | None = None
+    updates: Mapping[int, int] = field(default_factory=dict)
 
 
 def forward_and_backward(fn: Callable, argnums: tuple[int, ...]) -> Callable:
@@ -91,7 +94,14 @@ def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
         call.backward_factor,
         notes=call.source,
         call=call,
+        updates=_updates(call),
     )
+
+
+def _updates(call: Call) -> dict[int, int]:
+    """Arguments that the operation writes to, by number, and the results that hold them."""
+    outputs = enumerate(call.kernel.spec.outputs)
+    return {call.names.index(said[1:]): i for i, said in outputs if said.startswith("=")}
 
 
 def _worth_forcing(call: Call) -> list[str]:

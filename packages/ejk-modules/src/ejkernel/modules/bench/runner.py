@@ -58,9 +58,13 @@ def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
     """The lowered program, or as a string why there is none."""
     body = forward_and_backward(fn, case.grad_argnums) if mode == "fwd+bwd" else fn
     try:
-        return jax.jit(body).lower(*args)
+        return jax.jit(body, donate_argnums=tuple(_updates(case, mode))).lower(*args)
     except Exception as error:
         return _told(error)
+
+
+def _updates(case: Case, mode: str) -> Mapping[int, int]:
+    return case.updates if mode == "fwd" else {}
 
 
 def _compile(lowered: Any) -> Compiled:
@@ -146,11 +150,12 @@ def run_case(
             continue
         compiled, temps[name] = made
         try:
-            jax.block_until_ready(compiled(*args))
+            program = Program(compiled, args, _updates(case, mode))
+            jax.block_until_ready(program())
         except Exception as error:
             failed[name] = _told(error)
             continue
-        calls[name] = Program(compiled, args)
+        calls[name] = program
     times = time_together(calls, rounds=rounds, target_s=target_s) if calls else {}
     chosen = {**_chosen(case), "tier": tier}
     first = next(iter(case.contenders))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.execution.timing import QueueClock
@@ -32,15 +33,27 @@ class Timing:
     clock: str = "host"
 
 
-@dataclass(frozen=True)
 class Program:
-    """A compiled program with its arguments."""
+    """A compiled program with its arguments, of which a call may replace some by its results.
 
-    compiled: Any
-    arguments: tuple
+    ``updates``: numbers of such arguments, which the program was given for good, and of the
+    results.
+    """
+
+    def __init__(
+        self, compiled: Any, arguments: Sequence[Any], updates: Mapping[int, int] | None = None
+    ):
+        self.compiled = compiled
+        self.updates = dict(updates or {})
+        self.arguments = list(arguments)
+        for i in self.updates:
+            self.arguments[i] = jnp.array(self.arguments[i])  # others need theirs
 
     def __call__(self) -> Any:
-        return self.compiled(*self.arguments)
+        results = self.compiled(*self.arguments)
+        for i, place in self.updates.items():
+            self.arguments[i] = results[place]
+        return results
 
 
 def time_together(
@@ -95,7 +108,7 @@ def device_timing(fn: Callable[[], Any]) -> Timing | None:
 
         size = getattr(fn.compiled.memory_analysis(), "output_size_in_bytes", 0) or 1
         calls = int(max(2, min(KERNEL_CALLS, HELD_BYTES // size)))
-        milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
+        milliseconds = kernel_times(fn, (), calls)
     except Exception:  # a machine without CUPTI, or one where somebody else holds it
         return None
     return _timing([ms * 1e-3 for ms in milliseconds], "device") if milliseconds else None
