@@ -26,13 +26,7 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (
     ragged_page_attention,
     ragged_page_attention_v3,
 )
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
-    NEAR,
-    Sizes,
-    most_tiles,
-    tile_of,
-    walks,
-)
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import tile_of
 from ejktest import ragged_cases
 from ejktest.bound import on, struct
 from ejktest.paged_at_size import in_context
@@ -44,10 +38,9 @@ TILES = ForwardTiles(q_held=64, registers=232)
 @pytest.mark.parametrize("page, d, single", [(16, 128, True), (256, 64, False)])
 def test_lowers_for_a_hopper_gpu(page, d, single):
     n, rows = 5, 1024
-    ints = struct(n, dtype=jnp.int32)
     arrays = (
         struct(rows, 8, d), struct(40, page, 4, d), struct(n, 4096 // page, dtype=jnp.int32),
-        ints, ints, ints, struct(n, dtype=jnp.bool_), struct(n, dtype=jnp.bool_),
+        struct(17, 8, dtype=jnp.int32), struct(n, 3, dtype=jnp.int32),
     )  # fmt: skip
     long = LongRows(128, 0, d**-0.5, None, TILES, 132, single)
     with on(H200):
@@ -55,33 +48,23 @@ def test_lowers_for_a_hopper_gpu(page, d, single):
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("rows", [(1, 300, 128, 0, 129), (7, 5), (1, 1024, 1)])
-def test_queue_has_every_tile_of_every_head_once(rows):
-    """Sequences in the order of their lengths, their tiles in that of theirs for a few heads."""
-    block_q, block_kv, least, heads, kv_heads = 128, 128, 128, 12, 6
-    last = np.cumsum(rows).astype(np.int32)
-    first = last - np.asarray(rows, np.int32)
-    length = np.asarray([n + 100 * i for i, n in enumerate(rows)], np.int32)
-    given = np.asarray(rows)
+def test_a_number_of_the_queue_is_a_tile_and_a_head():
+    """A sequence's key heads a few at a time; none past the last."""
+    first, last = np.asarray([0, 3, 303]), np.asarray([3, 303, 432])
+    length, heads, near = np.asarray([900, 700, 300]), 12, 1000
+    lines = ragged_cases.queue(first, last, length, last - first > 3, 128, 128, heads, 6, near, 9)
     want = []
-    for i in np.argsort(-length // block_kv, kind="stable"):  # the most blocks first
+    for i, size in ((1, 2), (2, 6)):  # near has the keys of one head of six, and of three
         found = [(i, row, first[i], last[i], length[i])
-                 for row in range(first[i] // 8 * 8, last[i], block_q)][::-1]  # fmt: skip
-        size = max(k for k in (1, 2, 3, 6) if k == 1 or k * length[i] <= 1000) * heads // kv_heads
-        for group in range(0, heads if given[i] >= least else 0, size):
+                 for row in range(first[i] // 8 * 8, last[i], 128)][::-1]  # fmt: skip
+        for group in range(0, heads, size):
             want += [(head, *x) for x in found for head in range(group, group + size)]
-    most = most_tiles(sum(rows), len(rows), least, block_q)
-    sizes = Sizes(most, block_q, block_kv, heads, kv_heads, NEAR // 1000, 132)
-    arrays = map(jnp.asarray, (first, last, length, given >= least, given == 1))
-    lines, own = walks(*arrays, sizes)
-    numbers = jnp.arange(most * heads + 200)
-    found = jax.vmap(lambda n: tile_of(n, lambda m, c: lines[m, c], most, heads))(numbers)
+    table = jnp.asarray(lines)
+    numbers = jnp.arange(9 * heads + 50)
+    found = jax.vmap(lambda n: tile_of(n, lambda m, c: table[m, c], 9, heads))(numbers)
     found = np.stack(found, axis=1)
     np.testing.assert_array_equal(found[: len(want)], np.reshape(want, (-1, 6)))
     assert (found[len(want) :, 0] == -1).all()
-    np.testing.assert_array_equal(own[:, 0], first)
-    np.testing.assert_array_equal(own[:, 1], np.where(given == 1, length, 0))
-    assert (own[:, 2] > 0).all() == (own[:, 1] > 0).any() and (own[:, 2] < 132).all()
 
 
 @pytest.mark.parametrize("page, ahead", [(16, True), (256, True), (512, False)])

@@ -13,14 +13,18 @@ import pytest
 
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejktest.bound import bound
+from ejktest import ragged_cases
+from ejktest.bound import bound, struct
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
-from ejkernel.kernels.triton.ragged_page_attention import tiles
+from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.launch import shapes_of
+from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
+from ejkernel.kernels.triton.ragged_page_attention.problem import problem_of
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +115,13 @@ class Sevens:
     least: int
     enough: int
     single: bool = False
+    block_q: int = 16
+    block_kv: int = 8
 
-    def __call__(self, q, cache, tables, first, last, length, long, alone):
-        row = jnp.arange(q.shape[0])[:, None]
-        mine = jnp.any((row >= first) & (row < last) & (long | alone & (length > 0)), axis=1)
+    def __call__(self, q, cache, tables, lines, own):
+        row, (_, _, first, last, _, _, tiles, _) = jnp.arange(q.shape[0])[:, None], lines.T
+        mine = jnp.any((row >= first) & (row < last) & (tiles > 0), axis=1)
+        mine |= jnp.any((row == own[:, 0]) & (own[:, 1] > 0), axis=1)
         return jnp.where(mine[:, None, None], 7.0, jnp.nan).astype(q.dtype) + 0 * q
 
 
@@ -136,6 +143,41 @@ def test_long_sequences_may_be_another_kernels(least, enough, own, given):
     for i in given:
         want[starts[i] : starts[i + 1]] = 7.0
     check_close(np.asarray(Kernel()(*args, cfg=SMALL)), want)
+
+
+@pytest.mark.parametrize(
+    "rows", [(1, 300, 128, 0, 129), (7, 5), (1, 1024, 1), (*[1] * 70, *range(130, 195), 1)]
+)
+def test_queue_of_another_kernels_tiles(rows):
+    """Sequences in the order of their lengths, their tiles from the last; singles by themselves."""
+    h, hk, d, n = 12, 6, 8, len(rows)
+    last = np.cumsum(rows).astype(np.int32)
+    first = last - np.asarray(rows, np.int32)
+    length = np.asarray([m + 100 * (i % 7) for i, m in enumerate(rows)], np.int32)
+    args = {
+        "queries": struct(sum(rows), h, d), "kv_pages": struct(9, 16, 2 * hk, d),
+        "block_tables": struct(n, 200, dtype=jnp.int32), "softmax_scale": 1.0,
+        "sliding_window": None, "logits_soft_cap": None,
+    }  # fmt: skip
+    given = np.r_[0, last].astype(np.int32), length, np.asarray([n], np.int32)
+    problem = problem_of(args | {"context_lens": given[1]}, "kv_pages", "context_lens", hk)
+    target = ragged_page_attention.target()
+    long = Sevens(128, 256, True, 128, 128)
+    chosen = replace(tiles.choose(problem, target), long=long)
+    shapes = shapes_of(dict(zip(("starts", "lens", "valid"), given, strict=True)))
+    plan = plans.SchedulePlan(problem, chosen, target, shapes)
+    names = plans.SCHEDULE + plans.QUEUE
+    found = dict(zip(names, call(plan, *given), strict=True))
+    single, has = int(found["facts"][5]), sum(m for m in rows if m >= 128) >= 256
+    mine = np.asarray(rows) >= (128 if has else 10**6)
+    near = plans.NEAR // (8 * d)
+    want = ragged_cases.queue(first, last, length, mine, 128, 128, h, hk, near, plan.most_tiles)
+    np.testing.assert_array_equal(found["lines"], want)
+    own = np.asarray(found["own"])
+    np.testing.assert_array_equal(own[:, 0], first)
+    np.testing.assert_array_equal(own[:, 1], np.where((np.asarray(rows) == 1) & single, length, 0))
+    assert (own[:, 2] > 0).all() == bool(own[:, 1].any()) and (own[:, 2] <= target.cores).all()
+    assert single == has
 
 
 def drawn_rows(args, hk=2, dtype="float32", seed=1):

@@ -29,7 +29,8 @@ def launch(plan: Any, work: Work, arrays: dict[str, Any], *names: str) -> tuple[
 def scheduled(work: Work, arrays: dict[str, Any]) -> dict[str, Any]:
     """``arrays`` and which sequence is done how."""
     found = launch(plans.SchedulePlan, work, arrays, "starts", "lens", "valid")
-    return arrays | dict(zip(plans.SCHEDULE, found, strict=True))
+    names = plans.SCHEDULE if work.tiles.long is None else plans.SCHEDULE + plans.QUEUE
+    return arrays | dict(zip(names, found, strict=True))
 
 
 def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
@@ -48,13 +49,8 @@ def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
     parts = launch(plans.decode_plan, work, decoded, *decoded)
     arrays = arrays | dict(zip(("d_acc", "d_m", "d_l", "d_starts"), parts, strict=True))
     if work.tiles.long is not None:
-        first, (last, length), facts = arrays["d_rows"], arrays["work"][:2], arrays["facts"]
-        # the rows of sequences past the valid ones end behind all rows
-        rows, valid = last - first, last <= work.problem.rows
-        long, alone = (rows >= facts[4]) & valid, (rows == 1) & valid & (facts[5] > 0)
-        o = work.tiles.long(
-            arrays["q"], arrays["k"], arrays["tables"], first, last, length, long, alone
-        )
+        given = (arrays[name] for name in ("q", "k", "tables", "lines", "own"))
+        o = work.tiles.long(*given)
         arrays = arrays | {"o": o}
     tiles = launch(
         plans.PrefillPlan, work, arrays,

@@ -43,6 +43,7 @@ from ejkernel.kernels.triton.targets import Target
 
 LINES = 32  # rows that a program sets to zero
 MERGED = 16  # rows of a tile that a program merges
+NEAR = 16 << 20  # bytes of keys and values that programs walk over together
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,27 @@ class RaggedPlan(Named, Unmapped):
 
 @dataclass(frozen=True)
 class SchedulePlan(RaggedPlan):
-    """starts, lens, valid -> lens, begins, rows, counts of decoded sequences; work, facts."""
+    """starts, lens, valid -> lens, begins, rows, counts of decoded sequences; work, facts.
+
+    For another kernel besides: its sequences, its tiles, the single rows it decodes.
+    """
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of the other kernel in any mix: one more for either end of a sequence."""
+        long = self.tiles.long
+        if long is None:
+            return 0
+        rows = self.problem.rows
+        return rows // long.block_q + 2 * min(self.problem.sequences, rows // long.least)
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         n = self.problem.sequences
-        return (*[struct("int32", n)] * 4, struct("int32", 5, n), struct("int32", 6))
+        found = (*[struct("int32", n)] * 4, struct("int32", 5, n), struct("int32", 6))
+        if self.tiles.long is None:
+            return found
+        lines = struct("int32", self.most_tiles + 1, 8)
+        return (*found, struct("int32", 5, n), lines, struct("int32", n, 3))
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import ragged_schedule
@@ -102,7 +119,7 @@ class SchedulePlan(RaggedPlan):
         p, long = self.problem.paged, self.tiles.long
         arguments = {
             **{name: self.operand(name) for name in ("starts", "lens", "valid")},
-            **results(dict.fromkeys(SCHEDULE, True)),
+            **results(dict.fromkeys(SCHEDULE, True) | dict.fromkeys(QUEUE, long is not None)),
             "n": p.batch,
             "rows": self.problem.rows,
             "capacity": p.capacity,
@@ -111,6 +128,7 @@ class SchedulePlan(RaggedPlan):
             "least": -(-self.tiles.least // self.tiles.block),
             "enough": long.enough if long else 0,
             "cores": target.cores,
+            "most_tiles": self.most_tiles,
             "LANES": self.lanes,
             "WINDOW": p.left is not None,
             "BLOCK": self.tiles.block,
@@ -120,11 +138,15 @@ class SchedulePlan(RaggedPlan):
             "SINGLE": long is not None and long.single,
             "HEADS": p.heads,
             "KV_HEADS": p.kv_heads,
+            "BLOCK_Q": long.block_q if long else 1,
+            "BLOCK_KV": long.block_kv if long else 1,
+            "NEAR": NEAR // p.token_bytes,
         }
         return Launch.of(ragged_schedule, arguments, (1,), 4, 1)
 
 
 SCHEDULE = ("d_lens", "d_begins", "d_rows", "d_counts", "work", "facts")
+QUEUE = ("longs", "lines", "own")  # of another kernel
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class Long(Protocol):
 
     It gets them where a call has at least ``enough`` tokens of such sequences, which only the
     device knows; ``single``: it may get those of one new token besides. Its result is given to the
-    kernels here, which write all other rows.
+    kernels here, which write all other rows. Its tiles are ``block_q`` packed rows of one sequence
+    and query head; ``block_kv`` keys are a step of them.
     """
 
     @property
@@ -33,12 +34,26 @@ class Long(Protocol):
     @property
     def single(self) -> bool: ...
 
+    @property
+    def block_q(self) -> int: ...
+
+    @property
+    def block_kv(self) -> int: ...
+
     def __call__(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array, first: jax.Array,
-        last: jax.Array, length: jax.Array, long: jax.Array, alone: jax.Array,
-    ) -> jax.Array:  # fmt: skip
-        """o ``[T, h, d]`` in rows first .. last of the sequences that are ``long [n]``, or have one
-        row and are ``alone [n]``."""
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lines: jax.Array, own: jax.Array
+    ) -> jax.Array:
+        """o ``[T, h, d]`` in the rows of the sequences that it has.
+
+        lines int32 ``[tiles + 1, 8]``, in the order in which they are to be worked on: sequence,
+        row, first and last row of the sequence, its length; tiles before its sequence and of it;
+        query heads that are worked on together. A tile begins at a multiple of 8 rows. Those of a
+        sequence stand together, the last rows first. Lines without a tile have 0 tiles, and so has
+        the last.
+
+        own int32 ``[n, 3]``: of every sequence its first row; its length if it has one row and is
+        to be decoded here, else 0; how many programs are to decode.
+        """
         ...
 
 

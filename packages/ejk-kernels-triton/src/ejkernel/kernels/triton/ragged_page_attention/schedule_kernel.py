@@ -19,13 +19,19 @@ pieces (tiles times parts) up to and with this sequence, parts, slots up to and 
 how many rows on a sequence is another kernel's, and whether those of one row are too. The first is
 LONG if such sequences have ``enough`` rows in all, else more than there are. LONG 0: there is no
 other kernel. SINGLE: it takes those of one row beside long ones, where none of them is half as long
-as all takes (``cores`` programs).
+as all takes (``cores`` programs). Its sequences and their tiles are listed besides (``longs``,
+``lines``, see ``queue_kernel``), and those of one row that it takes: ``own [n, 3]`` has the row of
+each, its length or 0, and how many of its programs decode, twice those that would take as long as
+all others.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton.ragged_page_attention.queue_kernel import queue_tiles, tiles_of
+
+EARLY = tl.constexpr(2.0)  # programs that decode, over those that would take as long as all others
 
 
 @triton.jit
@@ -71,6 +77,9 @@ def ragged_schedule(
     d_counts,
     work,
     facts,
+    longs,
+    lines,
+    own,
     n,
     rows,
     capacity,
@@ -79,6 +88,7 @@ def ragged_schedule(
     least,
     enough,
     cores,
+    most_tiles,
     LANES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,6 +98,9 @@ def ragged_schedule(
     SINGLE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     lane = tl.arange(0, LANES)
     valid = tl.minimum(tl.maximum(tl.load(valid), 0), n)
@@ -96,14 +109,18 @@ def ragged_schedule(
 
     most = rows
     single = 0
+    decoding = 0
     if LONG > 0:
         found = 0
         # keys that programs of the other kernel walk over, in steps of 128 rows
         walked = 0.0
+        # blocks of keys that the programs of its tiles, and those that decode, work on
+        long_blocks = 0.0
+        own_blocks = 0.0
         longest_single = 0
         top = edge
         for base in range(0, n, LANES):
-            first, _, length, count, _, _ = _sequences(
+            first, last, length, count, _, _ = _sequences(
                 base + lane, starts, lens, valid, top, rows, rows, capacity, left, WINDOW, BLOCK,
                 TOKENS, TILE,
             )  # fmt: skip
@@ -114,11 +131,20 @@ def ragged_schedule(
                 alone = tl.where(count == 1, length, 0)
                 walked += tl.sum(steps + alone.to(tl.float32) * (KV_HEADS / 2), 0)
                 longest_single = tl.maximum(longest_single, tl.max(alone, 0))
+                blocks = tl.cdiv(length, BLOCK_KV).to(tl.float32)
+                own_blocks += tl.sum(tl.where(count == 1, blocks, 0.0), 0) * (KV_HEADS / 2)
+                mine = tiles_of(first, last, BLOCK_Q).to(tl.float32)
+                mine = tl.where(count >= LONG, mine * (blocks - 0.5 * mine + 1.0), 0.0)
+                long_blocks += tl.sum(mine, 0) * HEADS
             top = tl.max(first, 0)
         most = tl.where(found >= enough, LONG - 1, rows)
         if SINGLE:
             fits = 2.0 * longest_single * cores <= walked
             single = tl.where((found >= enough) & fits, 1, 0)
+            share = own_blocks / tl.maximum(own_blocks + long_blocks, 1.0)
+            decoding = share * cores * EARLY
+            down = decoding.to(tl.int32)
+            decoding = tl.minimum(tl.where(decoding > down, down + 1, down), cores) * single
 
     total = tl.zeros([], tl.int64)
     top = edge
@@ -133,6 +159,7 @@ def ragged_schedule(
 
     pieces = 0
     slots = 0
+    listed = 0
     top = edge
     end = edge
     for base in range(0, n, LANES):
@@ -164,12 +191,30 @@ def ragged_schedule(
         tl.store(work + 4 * n + i, slots + tl.cumsum(kept, 0), mask=inside)
         pieces += tl.sum(mine, 0)
         slots += tl.sum(kept, 0)
+        if LONG > 0:
+            long = count > most
+            at = longs + listed + tl.cumsum(long.to(tl.int32), 0) - 1
+            tl.store(at, i, mask=long)
+            tl.store(at + n, first, mask=long)
+            tl.store(at + 2 * n, last, mask=long)
+            tl.store(at + 3 * n, length, mask=long)
+            tl.store(at + 4 * n, tiles_of(first, last, BLOCK_Q), mask=long)
+            listed += tl.sum(long.to(tl.int32), 0)
+            alone = (count == 1) & (single > 0)
+            tl.store(own + 3 * i, first, mask=inside)
+            tl.store(own + 3 * i + 1, tl.where(alone, length, 0), mask=inside)
+            tl.store(own + 3 * i + 2, decoding, mask=inside)
     tl.store(facts, pieces)
     tl.store(facts + 1, edge)
     tl.store(facts + 2, end)
     tl.store(facts + 3, slots)
     tl.store(facts + 4, most + 1)
     tl.store(facts + 5, single)
+    if LONG > 0:
+        tl.debug_barrier()  # what one thread has listed, another reads
+        queue_tiles(
+            longs, listed, n, lines, most_tiles, BLOCK_Q, BLOCK_KV, HEADS, KV_HEADS, NEAR
+        )  # fmt: skip
 
 
 @triton.jit

@@ -16,7 +16,6 @@ import jax
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
-from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import Sizes, most_tiles, walks
 from ejkernel.types import calls
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
@@ -49,15 +48,26 @@ class LongRows:
     cores: int
     single: bool = False
 
-    def __call__(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array,
-        first: jax.Array, last: jax.Array, length: jax.Array, long: jax.Array, alone: jax.Array,
-    ) -> jax.Array:  # fmt: skip
-        """o ``[T, h, d]`` in the rows first .. last of sequences that are ``long [n]``, and in
-        those of sequences of one row that are ``alone [n]``.
+    @property
+    def block_q(self) -> int:
+        return self.tiles.block_q
 
-        cache ``[pages, page, 2 * kv heads, d]`` or packed without padding. Other rows are whatever
-        the memory held.
+    @property
+    def block_kv(self) -> int:
+        return self.tiles.block_kv
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lines: jax.Array, own: jax.Array
+    ) -> jax.Array:
+        """o ``[T, h, d]`` in the rows of the tiles of ``lines``, and of the sequences of one row
+        that ``own`` has. Other rows are whatever the memory held.
+
+        cache ``[pages, page, 2 * kv heads, d]`` or packed without padding. lines int32
+        ``[tiles + 1, 8]``, a tile each, in the order in which they are worked on: sequence, row,
+        first and last row of the sequence, its length; tiles before its sequence and of it; query
+        heads that are worked on together. Lines without a tile have 0 tiles, and so has the last.
+        own int32 ``[n, 3]``: a sequence's first row; its length if it is decoded here, else 0; how
+        many programs decode.
         """
         rows, heads, dim = q.shape
         cache = cache.reshape(*cache.shape[:2], -1, dim)
@@ -67,13 +77,8 @@ class LongRows:
             1, rows, capacity, heads, cache.shape[2] // 2, dim, dim, q.dtype.name, self.scale,
             self.soft_cap, rules=Rules(band=Band(hi=0)),
         )  # fmt: skip
-        sizes = Sizes(
-            most_tiles(rows, len(first), self.least, t.block_q), t.block_q, t.block_kv, heads,
-            problem.kv_heads, 2 * dim * problem.itemsize, self.cores,
-        )  # fmt: skip
-        lines, decoded = walks(first, last, length, long, alone, sizes)
         kernel = PagedForward(problem, t, (), self.cores, page=page, decodes=self.single)
-        return kernel.attend(q, cache, tables, lines, decoded)
+        return kernel.attend(q, cache, tables, lines, own)
 
 
 def decodes(paged: Any) -> bool:
