@@ -1,7 +1,8 @@
 """Work for whoever is free: numbers that programs take from one counter in device memory.
 
 The counter is what ``pl.get_global(plgpu.SemaphoreType.REGULAR)`` gives: 0 when the launch begins.
-One thread takes a number, and tells the others it is to be known to.
+One thread takes a number, and tells the others it is to be known to. A warpgroup asks ahead: an
+answer takes about a microsecond.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jaxlib.mlir.dialects import memref as _memref
 from ejkernel.kernels.pallas.gpu.common.masks import SCALAR, arith, constant, i32, llvm, scf, thread
 
 memref: Any = _memref
+ASKS = 96  # the thread that asks for a warpgroup: its warp is not the one that starts copies
 
 _TAKE = "atom.global.add.u32 {}, [$1], 1;"
 _TAKE_FOR_WARP = (
@@ -44,8 +46,23 @@ def taken_by_warp(counter: Any) -> jax.Array:
     return take(counter)
 
 
+def ask_ahead(counter: Any, words: Any, place: Any) -> None:
+    """One thread asks for the number that ``taken_by_warpgroup`` of this place returns.
+
+    For a warpgroup: what its threads wrote to shared memory before, all of them see. Nobody waits
+    for the answer, which goes to ``words[place, -1]``, int32 in shared memory.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    def ask(_: Any, counter: Any, words: Any, place: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+        _ask(counter, words, place)
+
+    ask(counter, words, jnp.int32(place))
+
+
 def taken_by_warpgroup(counter: Any, words: Any, place: Any, asks: Any) -> jax.Array:
-    """As ``taken_by_warp``, for a warpgroup: 0 where it does not ask, and nothing is taken.
+    """As ``taken_by_warp``, for a warpgroup; where it does not ask, what ``ask_ahead`` asked for.
 
     Its threads tell each other by ``words[place, -1]``, int32 in shared memory.
     """
@@ -54,26 +71,26 @@ def taken_by_warpgroup(counter: Any, words: Any, place: Any, asks: Any) -> jax.A
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=kind)
     def take(_: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
-        index = ir.IndexType.get()
-        last = ir.MemRefType(words.type).shape[1] - 1
-        at = [
-            arith.index_cast(index, place.registers.item()),
-            arith.constant(index, ir.IntegerAttr.get(index, last)),
-        ]
-        compare = arith.CmpIPredicate
-        first = arith.cmpi(compare.eq, arith.andi(thread(), constant(127)), constant(0))
-        chosen = scf.IfOp(first)
-        with ir.InsertionPoint(chosen.then_block):
-            wanted = arith.cmpi(compare.ne, asks.registers.item(), constant(0))
-            asking = scf.IfOp(wanted, [i32()], has_else=True)
-            with ir.InsertionPoint(asking.then_block):
-                scf.yield_([_take(counter, _TAKE.format("$0"))])
-            with ir.InsertionPoint(asking.else_block):
-                scf.yield_([constant(0)])
-            memref.store(asking.results[0], words, at)
+        now = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, asks.registers.item(), constant(0)))
+        with ir.InsertionPoint(now.then_block):
+            _ask(counter, words, place)
             scf.yield_([])
         mgpu.utils.warpgroup_barrier()
-        number = memref.load(words, at)
+        number = memref.load(words, _at(words, place))
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
     return take(counter, words, jnp.int32(place), jnp.int32(asks))
+
+
+def _at(words: Any, place: Any) -> list[Any]:
+    index = ir.IndexType.get()
+    last = ir.IntegerAttr.get(index, ir.MemRefType(words.type).shape[1] - 1)
+    return [arith.index_cast(index, place.registers.item()), arith.constant(index, last)]
+
+
+def _ask(counter: Any, words: Any, place: Any) -> None:
+    number = arith.andi(thread(), constant(127))
+    one = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, number, constant(ASKS)))
+    with ir.InsertionPoint(one.then_block):
+        memref.store(_take(counter, _TAKE.format("$0")), words, _at(words, place))
+        scf.yield_([])

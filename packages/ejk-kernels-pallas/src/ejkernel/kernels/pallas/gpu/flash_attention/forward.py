@@ -66,7 +66,8 @@ class Forward(Form):
         def per_tile(carry):
             i, n, ahead = carry
             tile = self.arrived(r, ahead)
-            ahead = self.ahead(r, i + 1, ahead[2])
+            if not self.late:
+                ahead = self.ahead(r, i + 1, ahead[2])
             slot = lax.rem(i, t.q_stages)
             pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
             rows = pl.ds(self.first_row(tile), t.block_q)
@@ -74,6 +75,8 @@ class Forward(Form):
             plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_ready.at[slot])
             first = self.key_block(r, tile, tile.stop - 1)
             load("k", r.k_smem, r.k_ready, r.k_free, tile, first, n)
+            if self.late:
+                ahead = self.ahead(r, i + 1)
 
             def per_block(x, carry):
                 n, j = carry
@@ -180,7 +183,7 @@ class Forward(Form):
             def read_on():
                 return self.ahead(r, i + 2, ahead[2])
 
-            if self.read:
+            if self.read or self.late:
                 tile2, ahead2 = lax.cond(new, lambda: self.arrived(r, ahead), lambda: tile), None
             else:
                 tile2, ahead2 = lax.cond(
@@ -197,7 +200,12 @@ class Forward(Form):
                 product(s_acc, held2, i2, n + 1)
                 plgpu.wgmma(o_acc, p_now, r.v_smem.at[slot])
                 # what is read here, behind the products, keeps nobody waiting
-                ahead3 = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
+                if self.late:
+                    ahead3 = lax.cond(
+                        j2 == tile2.start, lambda: self.ahead(r, i2 + 1), lambda: ahead
+                    )
+                else:
+                    ahead3 = lax.cond(new, read_on, lambda: ahead) if ahead2 is None else ahead2
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 plgpu.barrier_arrive(r.k_free.at[next_slot])
                 last = j2 == tile2.start
@@ -247,7 +255,12 @@ class Forward(Form):
             p_now, state, _ = softmax(self, r, s, tile, j, ids, start(self))
             plgpu.barrier_wait(r.v_ready.at[0])
             self.arrived_values(r, tile, j, 0)
-            ahead = self.ahead(r, zero + 1)
+            if self.late:
+                ahead = lax.cond(
+                    j == tile.start, lambda: self.ahead(r, zero + 1), lambda: (zero, None, None)
+                )
+            else:
+                ahead = self.ahead(r, zero + 1)
             p_now = p_now.astype(p.dtype)
             carry = (zero, ahead, tile, j, zero, held, p_now, state)
 

@@ -113,6 +113,9 @@ class Form:
 
     kernel_name: ClassVar[str] = "flash_attention_forward"
     keeps_lse: ClassVar[bool] = True
+    # whether the next tile is asked for after the first copies of a tile, and read with its last
+    # block: where asking takes a while
+    late: ClassVar[bool] = False
 
     # ---- sizes ------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, hide_outside, read
 from ejkernel.kernels.pallas.gpu.common.rows import store_rows
-from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warpgroup
+from ejkernel.kernels.pallas.gpu.common.tickets import ask_ahead, taken_by_warpgroup
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
 from ejkernel.kernels.pallas.gpu.ragged_page_attention import decode
@@ -110,6 +110,7 @@ class PagedForward(Forward):
 
     kernel_name: ClassVar[str] = "ragged_page_attention_prefill"
     keeps_lse: ClassVar[bool] = False
+    late: ClassVar[bool] = True
 
     @property
     def copies(self) -> int:
@@ -157,17 +158,18 @@ class PagedForward(Forward):
     def take(self, r: Any, i: Any, place: Any) -> None:
         """Takes the next tile from the queue, and says which it is.
 
-        The first of a program that does not decode is known: one trip to memory less.
+        It was asked for a tile ago. The first of a program that does not decode is known.
         """
         heads, last = self.problem.heads, r.lines.shape[0] - 1
         decoding = decode.programs(r) if self.decodes else 0
         own = lax.axis_index("program") - decoding
-        asks = (i > 0) | (own < 0)
-        taken = taken_by_warpgroup(r.counter, r.queue, place, asks)
-        number = jnp.where(asks, self.grid - decoding + taken, own)
+        first = i == 0
+        number = taken_by_warpgroup(r.counter, r.queue, place, first & (own < 0))
+        number = jnp.where(first & (own >= 0), own, self.grid - decoding + number)
         said = tile_of(number, lambda m, c: r.lines[m, c], last, heads)
         for column, value in enumerate(said):
             r.queue[place, column] = value
+        ask_ahead(r.counter, r.queue, lax.rem(i + 1, TAKEN))
         plgpu.barrier_arrive(r.taken.at[place])
 
     def tile(self, r: Any, number: Any) -> PageTile:
