@@ -16,7 +16,7 @@ from ejkernel.kernels.triton.ragged_page_attention import plans
 from ejkernel.ops.differentiate import Work
 from ejkernel.ops.in_turn import in_turn
 
-# name: [T, h, d], cache, [n], [n, columns], [n + 1], [1], [1, h, sinks], [1, 1 or hk] twice
+# [T, h, d], cache, [n], [n, columns], [n + 1], [1 or 3], [1, h, sinks], [1, 1 or hk] twice
 NAMES = ("q", "k", "lens", "tables", "starts", "valid", "sink", "k_scale", "v_scale")
 
 

@@ -141,6 +141,7 @@ class SchedulePlan(RaggedPlan):
             "BLOCK_Q": long.block_q if long else 1,
             "BLOCK_KV": long.block_kv if long else 1,
             "NEAR": NEAR // p.token_bytes,
+            "COUNT": dict(self.shapes)["valid"][0] - 1,  # the last number says how many are valid
         }
         return Launch.of(ragged_schedule, arguments, (1,), 4, 1)
 

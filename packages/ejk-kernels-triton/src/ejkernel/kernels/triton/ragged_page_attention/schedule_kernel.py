@@ -101,9 +101,10 @@ def ragged_schedule(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NEAR: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     lane = tl.arange(0, LANES)
-    valid = tl.minimum(tl.maximum(tl.load(valid), 0), n)
+    valid = tl.minimum(tl.maximum(tl.load(valid + COUNT), 0), n)
     edge = tl.load(starts)
     edge = tl.where(valid > 0, tl.minimum(tl.maximum(edge, 0), rows), 0)
 

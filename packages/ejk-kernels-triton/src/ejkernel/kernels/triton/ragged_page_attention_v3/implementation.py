@@ -71,7 +71,7 @@ class RaggedPageAttentionv3(RaggedKernel):
             "lens": arrays["kv_lens"],
             "tables": arrays["block_tables"].reshape(p.batch, p.max_pages),
             "starts": arrays["query_start_loc"],
-            "valid": arrays["distribution"][2:],
+            "valid": arrays["distribution"],
             "keys": arrays["keys"],
             "values": arrays["values"],
             **scales,
