@@ -6,6 +6,7 @@ mixes at real size.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,7 +46,11 @@ def test_lowers_for_a_hopper_gpu(page, d, single):
     long = LongRows(128, 0, d**-0.5, None, TILES, 132, single)
     with on(H200):
         traced = jax.jit(lambda *a: long(*a)).trace(*arrays)
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    # the schedule has listed the tiles: nothing else is to be launched
+    others = set(re.findall(r"= stablehlo\.(\w+)", text)) - {"custom_call", "reshape", "constant"}
+    assert others <= {"broadcast_in_dim"}  # the counter, 0
 
 
 def test_a_number_of_the_queue_is_a_tile_and_a_head():
