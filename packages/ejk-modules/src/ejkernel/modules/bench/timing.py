@@ -101,14 +101,14 @@ def _timing(seconds: list[float], clock: str = "host") -> Timing:
 
 def device_timing(fn: Callable[[], Any]) -> Timing | None:
     """The kernels' own time per call; None where the device does not tell."""
-    if jax.default_backend() != "gpu" or not isinstance(fn, Program):
-        return None
+    if jax.default_backend() != "gpu" or not isinstance(fn, Program) or fn.updates:
+        return None  # JAX's profiler waits for every call's results, which updates give away
     try:
         from ejkernel.ops.compat import kernel_times
 
         size = getattr(fn.compiled.memory_analysis(), "output_size_in_bytes", 0) or 1
         calls = int(max(2, min(KERNEL_CALLS, HELD_BYTES // size)))
-        milliseconds = kernel_times(fn, (), calls)
+        milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
     except Exception:  # a machine without CUPTI, or one where somebody else holds it
         return None
     return _timing([ms * 1e-3 for ms in milliseconds], "device") if milliseconds else None
