@@ -8,6 +8,8 @@ some alone are chosen by kind or by their whole name: ``check_memory.py flash "p
 Kinds whose names begin with ``hopper`` are Pallas kernels, the others Triton's. ``--control`` takes
 an element from the end of each operand: a checker that then reports nothing sees nothing. The
 option of the first line leaves out attributes that Triton's launcher asks for and CUDA refuses.
+racecheck follows loads, stores and barriers of threads; what the copy engine (TMA) writes it does
+not see: that is for JAX's interpreter of Mosaic kernels, ``InterpretGPUParams(detect_races=True)``.
 What is not a launch of ours runs on JAX's CPU (``gpu.alone`` says why). Exits with 1 when a result
 is not a number.
 """
