@@ -10,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.triton.native_sparse_attention import plans, select, tiles
+from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
+from ejkernel.kernels.triton.flash_attention.plans import DkvPlan
+from ejkernel.kernels.triton.native_sparse_attention import lists, plans, select, tiles
 from ejkernel.kernels.triton.native_sparse_attention.implementation import native_sparse_attention
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.structure import Unsupported
-from ejkernel.types.token_blocks import block_means, find_blocks
+from ejkernel.types.token_blocks import block_means, find_blocks, means_mask
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.programs import equations_of, sizes_of
 from ejktest.sparse_cases import check_chosen, compare
 from ejktest.tolerance import check_close
+from ejktest.triton_calls import plans as plans_of
 
 pytest.importorskip("triton")
 
@@ -336,6 +339,49 @@ def test_gradients_pass_over_the_branches_once():
     ]
     assert names.count("reduce_sum") == 3
     assert "select_n" not in names and "dot_general" not in names
+
+
+@pytest.mark.parametrize("rows", [16, 5])
+@pytest.mark.parametrize("largest", [2**31, 0])
+def test_tokens_of_every_block(rows, largest, monkeypatch):
+    """Rows sorted one by one or together, one number or two: places of a block rise."""
+    monkeypatch.setattr(lists, "ROWS", rows)
+    monkeypatch.setattr(lists, "INT32", largest)
+    blocks, slots = find_blocks(40, 4), 3
+    chosen = np.argsort(RNG.random((2, 40, 3, blocks.count)), -1)[..., :slots]
+    chosen[:, ::3, :, 1:] = -1
+    places, bounds = lists.transposed(jnp.asarray(chosen, jnp.int32), blocks)
+    for b, hk in np.ndindex(2, 3):
+        for block in range(blocks.count):
+            t, slot = np.nonzero(chosen[b, :, hk] == block)
+            np.testing.assert_array_equal(
+                places[b, hk, bounds[b, hk, block] : bounds[b, hk, block + 1]], t * 4 + slot
+            )
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_few_means_of_many_tokens(group):
+    """Programs of all heads' first tile come first: 20 means of 200 tokens, in tiles of 16."""
+    q, k, v = normal(1, 200, 2, D), normal(1, 20, 2 // group, D), normal(1, 20, 2 // group, DV)
+    blocks = find_blocks(200, 10)
+    tile = {"q_blocksize": 16, "kv_blocksize": 16}
+    cfg = {"fwd_params": tile, "bwd_params": tile}
+
+    def ours(q, k, v):
+        return flash_attention(q, k, v, mask_info=means_mask(blocks, 1), cfg=cfg)
+
+    def theirs(q, k, v):
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        x = jnp.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
+        seen = (jnp.arange(200)[:, None] + 1) // 10 > jnp.arange(20)
+        p = jnp.where(seen, jnp.exp(x), 0.0)
+        p /= jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    compare(ours, theirs, [q, k, v])
+    traced = jax.make_jaxpr(lambda *x: jax.vjp(ours, *x[:3])[1](x[3]))(q, k, v, theirs(q, k, v))
+    found = [plan.neighbours() for plan, _ in plans_of(traced.jaxpr) if isinstance(plan, DkvPlan)]
+    assert found == [2]
 
 
 def test_memory_is_linear_in_the_length():

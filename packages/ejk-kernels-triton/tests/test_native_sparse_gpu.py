@@ -16,11 +16,11 @@ from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel.kernels.triton import native_sparse_attention
+from ejkernel.kernels.triton import flash_attention, native_sparse_attention
 from ejkernel.kernels.triton.native_sparse_attention import select
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import current_target
-from ejkernel.types.token_blocks import block_means, find_blocks
+from ejkernel.types.token_blocks import block_means, find_blocks, means_mask
 
 pytestmark = pytest.mark.gpu
 # float32 products run as TF32, whose digits are those of float16
@@ -115,6 +115,39 @@ def test_all_branches_against_float64(heads, kv_heads):
         check_close(a, w, dtype="bfloat16", name=name)
         np.testing.assert_array_equal(a, b)
     check_close(alone(*args), want[0], dtype="bfloat16", name="o without gradients")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_few_means_of_many_tokens(kv_heads):
+    """Flash attention over means, whose gradients take all heads' longest walks first."""
+    length, size, heads = 2500, 10, 2
+    q, do = (drawn(length, heads, heads)[i] for i in (0, 1))
+    blocks = find_blocks(length, size)
+    k, v = drawn(blocks.count, heads, kv_heads)[1:3]
+
+    @jax.jit
+    def ours(q, k, v, do):
+        out, back = jax.vjp(
+            lambda *x: flash_attention(*x, mask_info=means_mask(blocks, 1)), q, k, v
+        )
+        return out, *back(do)
+
+    def theirs(q, k, v):
+        k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        x = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
+        seen = (jnp.arange(length)[:, None] + 1) // size > jnp.arange(blocks.count)
+        p = jnp.where(seen, jnp.exp(x), 0.0)
+        p /= jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    got, again = ours(q, k, v, do), ours(q, k, v, do)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, do)]
+        out, back = jax.vjp(theirs, *exact[:3])
+        want = out, *back(exact[3])
+    for name, a, b, w in zip(("o", "dq", "dk", "dv"), got, again, want, strict=True):
+        check_close(a, w, dtype="bfloat16", name=name)
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 1), (2, 2)])

@@ -104,8 +104,15 @@ class AttentionPlan(Named):
         return "order" not in self.names and last_first(self.rules, type(self) is DkvPlan)
 
     def neighbours(self) -> int:
-        """Which programs are neighbours (see ``program_of``): those that share a bias."""
-        bias = self.shape("bias")
+        """Which programs are neighbours (see ``program_of``): those that share a bias.
+
+        Or those of a block, where rows are walked for far fewer keys, by ranges: programs are few,
+        and the first block's walks are the longest. Those of all heads come first.
+        """
+        p, bias = self.problem, self.shape("bias")
+        few_keys = type(self) is DkvPlan and 8 * p.kv_len <= p.q_len
+        if bias is None and "ranges" in self.names and few_keys:
+            return 2
         if bias is None or "order" in self.names:
             return 0
         return 1 if bias[0] < self.problem.batch else 2 if bias[1] < self.problem.heads else 0
