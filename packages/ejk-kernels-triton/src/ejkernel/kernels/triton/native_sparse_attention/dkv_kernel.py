@@ -105,10 +105,10 @@ def selected_dkv(
             p = tl.where(seen, weights(s, row_base[None, :], row_rest[None, :], of.slope), 0.0)
             dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=of.PRECISION)
             share = (p * (dp - row_delta[None, :])).to(q_tile.dtype)
+            dk = tl.dot(share, q_tile, dk, input_precision=of.PRECISION)
             if ds is not None:
                 held = valid[None, :] if of.EVEN else valid[None, :] & inside[:, None]
                 tl.store(ds_of_keys + kept[None, :], share, mask=held)
-            dk = tl.dot(share, q_tile, dk, input_precision=of.PRECISION)
 
         out = (bh.to(tl.int64) * of.pieces + piece) * (of.PARTS * of.KEYS) + part * of.KEYS + within
         column = tl.arange(0, of.COLUMNS)
