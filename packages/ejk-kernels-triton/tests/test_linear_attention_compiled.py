@@ -194,6 +194,20 @@ def test_float32_numbers_in_whole_chunks_have_a_kernel_by_hand(changed, kernel):
     assert plan.launch(target).kernel.__name__ == kernel
 
 
+def test_a_walk_of_constants_spills_nothing():
+    """Though all of their exponentials are held outside the loop."""
+    target = TARGETS["sm_90"]
+    p = replace(planned("large", "out", target)[0].problem, constant=True)
+    t = tiles.choose(p, target)
+    starts = WalkPlan(p, t, roles.SUMS).outputs()[0]
+    rows = jax.ShapeDtypeStruct((p.batch, p.rows, p.heads, p.dim), jnp.bfloat16)
+    constant = jax.ShapeDtypeStruct((1, p.heads), jnp.float32)
+    assert list(roles.OUTPUT.operands(p)) == ["query", "key", "value", "constant", "starts"]
+    plan = WalkPlan(p, t, replace(roles.OUTPUT, out=p.out))
+    used = measure(plan_source(plan, [rows, rows, rows, constant, starts], target), target)
+    assert used.spills == 0 and not used.serialized
+
+
 @pytest.mark.parametrize(("shape", "which", "chip"), SAMPLE)
 def test_sample(shape, which, chip):
     check(shape, which, chip)
