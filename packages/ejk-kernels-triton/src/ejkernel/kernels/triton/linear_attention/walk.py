@@ -38,7 +38,7 @@ from the cache.
 
 Bound, bfloat16 on an H200 (700 TFLOP/s, copies 4.3 TB/s), 2 x 8192 rows, 16 heads of 128, chunks of
 64 in segments of 1024: q, k, v, o are 268 MB, k and v once more 134 MB, states 4 x 17 MB:
-0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.06 ms,
+0.11 ms. 64 columns at a time repeat the scores: 30 GFLOP = 0.043 ms. Measured: the sums 0.043 ms,
 o 0.113 ms, of constants 0.04 and 0.106 ms; dq 0.151 ms with what the gate's gradient takes from it;
 of float32 (products in three parts, see ``products``) the sums 0.083 ms, o 0.40 ms; whole chunks
 have ``split_walk``.
@@ -68,7 +68,7 @@ from ejkernel.kernels.triton.linear_attention.rows import (
     row_operand,
     store_rows,
 )
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, split_tiles, width
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, split_tiles, sums_options, width
 from ejkernel.kernels.triton.targets import Target
 
 PREPARED = ("pairs", "totals", "value_totals")
@@ -385,6 +385,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> 
     grid = (p.batch * known["pieces"] * p.heads * -(-columns // block),)
     found = Launch.of(
         walk, arguments, grid, t.num_warps, t.num_stages, known=known,
+        options={} if roles.query or roles.states else sums_options(p, t, target),
         interpreted={"SPLIT": False},  # products of float32 numbers as they are
     )  # fmt: skip
     asked = roles.query and p.scalar and not (roles.partner or roles.ends)
