@@ -255,9 +255,8 @@ def test_tiles_over_lists_fit(d, dv, blocks, kv_heads):
     assert d > 128 or t.bwd.shared(p) <= Chip().shared  # wide heads have other kernels
     assert t.fwd.block_q == 128 and t.fwd.cluster == 1
     assert t.fwd.block_kv == 64 if blocks[1] < 128 else t.fwd.block_kv <= 128
-    if d == 128:  # two places for keys, where heads share none, leave room for three stages
-        four = replace(t.bwd, stages=4).shared(p) <= Chip().shared
-        assert four == (kv_heads == 2)
+    if d == 128:  # two places for keys leave room for three stages
+        assert replace(t.bwd, stages=4).shared(p) > Chip().shared
 
 
 def test_patterns_that_cannot_be_walked_over_are_refused_by_name():

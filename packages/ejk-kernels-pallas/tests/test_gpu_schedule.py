@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,8 @@ from ejkernel.kernels.pallas.gpu.common import schedule
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists
 from ejkernel.kernels.pallas.gpu.flash_attention.backward import backward_orders
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import Program as KeyProgram
+from ejkernel.kernels.pallas.gpu.flash_attention.backward_dkv_queue import parts_of
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
@@ -263,3 +266,20 @@ def test_programs_over_known_lists_start_longest_first(shared):
         assert sorted(order) == list(range(lengths.size))
         assert (np.diff(lengths[order].reshape(-1, 512), axis=1) <= 0).all()
         assert (order.reshape(-1, 512) // 512 == np.arange(lengths.size // 512)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, cores, parts", [(4, 4, 9, 1), (6, 2, 9, 3), (6, 3, 9, 1)]
+)
+def test_key_blocks_are_walked_for_each_head_once(heads, kv_heads, cores, parts):
+    """Few walks are parted among programs, the parts of a block one after the other."""
+    p = Problem(2, 64, 300, heads, kv_heads, 64, 64, "bfloat16", 1.0, pattern_blocks=(64, 64))
+    plan = Plan(p, BackwardTiles(64, 100), cores=cores)
+    assert parts_of(plan) == parts
+    places = jnp.arange(2 * kv_heads * 3 * parts)
+    made = KeyProgram(plan, SimpleNamespace(lists=None), places)
+    first = made.first[:, None] + np.arange(made.heads)
+    found = np.stack(np.broadcast_arrays(made.batch[:, None], first, made.block[:, None]), -1)
+    assert sorted(map(tuple, found.reshape(-1, 3).tolist())) == list(np.ndindex(2, heads, 3))
+    assert (first // p.group == made.kv_head[:, None]).all()
+    np.testing.assert_array_equal(made.part, np.arange(len(places)) % parts)

@@ -20,7 +20,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
     BackwardTiles,
     Plan,
     falling_heads,
-    holds_rows,
     is_wide,
     ranges_by_query,
     walk_tables,
@@ -173,7 +172,7 @@ def backward(
     def of_keys(plan: Plan, walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, ...]:
         if is_wide(problem):
             return key_gradients(plan, operands(plan, walk, less))
-        run = queue_key_gradients if stays and not plan.shares else fused
+        run = queue_key_gradients if plan.listed else fused
         return run(plan, operands(plan, walk, less, plan.lse_in_sum))
 
     def of_queries(walk: dict[str, Any], less: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
@@ -186,7 +185,6 @@ def backward(
     else:
         less = {"delta": -delta}
     plan = Plan(problem, tiles, cores=cores)
-    stays = holds_rows(problem)
     if plan.listed:
         given = _with_lists(problem, given)
         by_key, by_query = (

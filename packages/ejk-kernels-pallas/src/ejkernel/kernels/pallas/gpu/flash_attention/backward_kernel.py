@@ -1,7 +1,7 @@
 """The fused backward kernel: dq, dk and dv in one walk over the tiles, five products a tile.
 
-Over lists dq is a kernel of its own: key blocks meet at a query block in no order there, and turns
-to add to dq would be waited for (measured: 0.96 ms for 0.57 ms of work).
+Over lists dq, and dk with dv, have kernels of their own: key blocks meet at a query block in no
+order there, and turns to add to dq would be waited for (measured: 0.96 ms for 0.57 ms of work).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     hide,
     launch,
     needs_masks,
-    walk_visits,
 )
 from ejkernel.types.problem import LOG2E
 
@@ -36,24 +35,13 @@ from ejkernel.types.problem import LOG2E
 class Program:
     """What one program works on, and how its roles walk the tiles in step."""
 
-    some_large: Any = False  # whether lse of this head is added late; said by those that compute
-
-    def __init__(self, plan: Plan, r: Any, place: Any = None) -> None:
+    def __init__(self, plan: Plan, r: Any) -> None:
         problem = plan.problem
         self.plan, self.r = plan, r
         n_turns = plan.n_q + (plan.n_kv if plan.shares else 0)
-        if not plan.listed or (plan.shares and place is None):
-            turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
-            self.turns = pl.get_global(turns)
-        item = lax.axis_index("item") if place is None else 0
-        if plan.listed:
-            # heads that share keys take turns: a program waits only for one launched before it
-            if place is None:
-                place = r.order[0, lax.div(item, problem.group)]
-            row = lax.div(place, plan.n_kv) * problem.group + lax.rem(item, problem.group)
-            self.block = lax.rem(place, plan.n_kv)
-        else:
-            row, self.block, self.falling = plan.place(item)
+        turns = plgpu.SemaphoreType.REGULAR((problem.batch, problem.heads, n_turns))
+        self.turns = pl.get_global(turns)
+        row, self.block, self.falling = plan.place(lax.axis_index("item"))
         self.head, self.batch = lax.rem(row, problem.heads), lax.div(row, problem.heads)
         self.kv_head = lax.div(self.head, problem.group)
         self.sharer = lax.rem(self.head, problem.group)  # of the heads that share k and v
@@ -73,10 +61,8 @@ class Program:
 
             lax.fori_loop(0, plan.n_q, round_trip, None)
             return plan.n_q
-        table = self.r.lists if plan.listed else self.r.ranges
+        table = self.r.ranges
         at = (*row_of(table, self.batch, self.head), self.block)
-        if plan.listed:
-            return walk_visits(table, at, step)
         start, whole, whole_end, stop = (table[*at, c] for c in range(4))
         length = lax.max(stop - start, 0)
 
@@ -106,35 +92,39 @@ class Program:
 
 
 def logits(
-    plan: Plan, r: Any, program: Program, first_row: Any, s: jax.Array, i: Any, masked: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """Base-2 logits of products of 64 keys with query block i, and tangents of capped ones."""
-    problem, b, h, j = plan.problem, program.batch, program.head, program.block
-    block_q, tanh = plan.tiles.block_q, None
+    plan: Plan, r: Any, head: tuple[Any, Any], block: Any, first_row: Any, large: Any,
+    s: jax.Array, i: Any, masked: Any,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Base-2 logits of products of 64 keys with query block i, and tangents of capped ones.
+
+    ``head``: (batch, head); ``block``: of the keys, which begin at ``first_row``.
+    ``large``: whether sums of this head began from 0, and lse is added here.
+    """
+    problem, block_q, tanh = plan.problem, plan.tiles.block_q, None
 
     def less_lse(s: jax.Array) -> jax.Array:
-        row = r.late.at[b, h, pl.ds(i * block_q, block_q)]
+        row = r.late.at[*head, pl.ds(i * block_q, block_q)]
         return s + spread(read(row, COLUMN, optimized=False), (ROWS, block_q), 1)
 
     if problem.soft_cap is None:
-        s = lax.cond(program.some_large, less_lse, lambda s: s, s)
+        s = lax.cond(large, less_lse, lambda s: s, s)
         x = s * (scale(problem) * LOG2E)
     else:
         tanh = jnp.tanh(s * (problem.scale / problem.soft_cap))
         x = tanh * (problem.soft_cap * LOG2E)
     if plan.kv_tail:
-        masked = (j == plan.n_kv - 1) | masked
+        masked = (block == plan.n_kv - 1) | masked
     if needs_masks(plan, r):
         word = lax.div(first_row, ROWS), i
-        at = ((b, h), i * block_q, first_row, word)
+        at = (head, i * block_q, first_row, word)
         x = lax.cond(masked, lambda x: hide(plan, r, x, *at, by_key=True), lambda x: x, x)
     return x, tanh
 
 
 def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """(dq, dk, dv), over lists (dk, dv), of q, k, v, do, lse, delta and what else there is.
+    """(dq, dk, dv) of q, k, v, do, lse, delta and what else there is.
 
-    That is ``ranges`` and ``visitors`` as ``walk_tables`` makes them, or lists and bits; ids.
+    That is ``ranges`` and ``visitors`` as ``walk_tables`` makes them; ids.
     ``lse`` and ``delta`` are float32 ``[batch, heads, whole q blocks]`` and enter negated, so that
     sums can start from them: -delta, and -lse as ``units`` counts (``plan.lse_in_sum``: then two
     operands more, ``large`` int32 ``[batch, heads]`` and ``late``, rows that are added to sums
@@ -158,7 +148,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         plgpu.barrier_wait(r.kv_full)
         rows = pl.ds(wg * ROWS, ROWS)
         first_row = j * block_kv + wg * ROWS
-        program.some_large = plan.lse_in_sum and r.large[b, h] != 0
+        large = plan.lse_in_sum and r.large[b, h] != 0
 
         def accumulate(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
             def step(i: Any, n: Any, masked: Any) -> None:
@@ -178,15 +168,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     plgpu.wgmma(s_acc, r.k_s.at[mine], r.q_s.at[slot].T)
                     plgpu.wgmma(dp_acc, r.v_s.at[mine], r.do_s.at[slot].T)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    if plan.listed:
-
-                        @pl.when(n > 0)  # dk and dv of the step before are done with its tiles
-                        def _() -> None:
-                            before = lax.rem(n + stages - 1, stages)
-                            plgpu.barrier_arrive(r.q_empty.at[before])
-                            plgpu.barrier_arrive(r.do_empty.at[before])
-
-                    x, tanh = logits(plan, r, program, first_row, s, i, masked)
+                    x, tanh = logits(plan, r, (b, h), j, first_row, large, s, i, masked)
                     if not plan.lse_in_sum:
                         row_lse = read(r.lse_s.at[slot], COLUMN)
                         x = x + spread(row_lse, shape, 1)
@@ -196,9 +178,6 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     if tanh is not None:
                         ds = ds * (1.0 - tanh * tanh)
                     ds = ds.astype(dtype)
-                    if plan.listed:
-                        plgpu.wgmma(dk_acc, ds, r.q_s.at[slot])
-                        return
                     # the other slot may still be read for the dq of the step before
                     r.ds_s.at[ds_slot, rows][...] = ds
                     plgpu.commit_smem()
@@ -207,8 +186,6 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
                     plgpu.barrier_wait(r.ds_full)
 
                 pl.run_scoped(key_side, plgpu.ACC(shape), plgpu.ACC(shape))
-                if plan.listed:
-                    return
 
                 def query_side(dq_acc: Any) -> None:
                     if by_rows:
@@ -230,7 +207,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
             steps = program.walk(step)
             plgpu.wgmma_wait(0)
-            if plan.shares and not plan.listed:  # the writer must have read the last part of dq
+            if plan.shares:  # the writer must have read the last part of dq
                 pl.when(steps > 0)(lambda: plgpu.barrier_wait(r.dq_empty))
             return dk_acc[...], dv_acc[...]
 
@@ -315,13 +292,11 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
         def warp(index: Any) -> None:
             pl.when(index == 0)(lambda: produce(r, program))
-            if not plan.listed:
-                pl.when(index == 1)(lambda: write(r, program))
+            pl.when(index == 1)(lambda: write(r, program))
 
         for_each_warp(warp)
 
     barrier = plgpu.Barrier
-    staged = plan.shares or not plan.listed  # sums that leave part by part
     scratch = {
         "k_s": tiled((block_kv, dim), dtype),
         "v_s": tiled((block_kv, value_dim), dtype),
@@ -329,8 +304,8 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "do_s": tiled((stages, block_q, value_dim), dtype),
         "lse_s": plgpu.SMEM((stages, block_q), jnp.float32),
         "delta_s": plgpu.SMEM((stages, block_q), jnp.float32),
-        "dq_s": tiled((CONSUMERS, ROWS, dq_columns if staged else 32), jnp.float32),
-        **({} if plan.listed else {"ds_s": tiled((2, block_kv, block_q), dtype)}),
+        "dq_s": tiled((CONSUMERS, ROWS, dq_columns), jnp.float32),
+        "ds_s": tiled((2, block_kv, block_q), dtype),
         "kv_full": barrier(num_arrivals=2),
         "q_full": barrier(num_arrivals=2, num_barriers=stages),  # q and lse
         "do_full": barrier(num_arrivals=2, num_barriers=stages),  # do and delta
@@ -350,9 +325,7 @@ def fused(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         "dk": jax.ShapeDtypeStruct((*kv_shape, dim), sum_dtype),
         "dv": jax.ShapeDtypeStruct((*kv_shape, value_dim), sum_dtype),
     }
-    if plan.listed:
-        del outputs["dq"]
-    name = "flash_attention_backward" + ("_dkv" if plan.listed else "")
+    name = "flash_attention_backward"
     programs = problem.batch * problem.heads * plan.n_kv
     make = functools.partial(Program, plan)
     return launch(name, programs, make, [consume], move, operands, outputs, scratch)

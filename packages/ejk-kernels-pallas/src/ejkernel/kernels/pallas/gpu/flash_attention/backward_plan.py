@@ -30,13 +30,13 @@ class BackwardTiles:
     stages: int = 2
 
     def shared(self, problem: Problem) -> int:
-        """Bytes of shared memory of the fused kernel."""
+        """Bytes of shared memory of the fused kernel; over lists, of that of dk and dv."""
         d, dv, size = problem.dim, problem.value_dim, problem.itemsize
         kv = self.block_kv * (d + dv) * size
         q = self.stages * self.block_q * ((d + dv) * size + 2 * 4)  # and of lse and delta
-        if holds_rows(problem) and problem.group == 1:  # the next keys, and numbers of places
+        if problem.pattern_blocks:  # the next keys, and numbers of places
             return 2 * kv + q + self.block_q * 4 + BARRIERS
-        ds = 0 if problem.pattern_blocks else 2 * self.block_kv * self.block_q * size
+        ds = 2 * self.block_kv * self.block_q * size
         dq = self.block_q * d * 4
         return kv + q + ds + dq + BARRIERS
 
