@@ -5,6 +5,8 @@ The last block of an axis may be shorter. Tiles need not fit the blocks.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ejkernel.types.problem import Problem
 
 Blocks = tuple[int, int]
+FEW = 8  # blocks of a tile that are joined one by one: XLA turns arrays to reduce axes so short
 
 
 def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
@@ -45,8 +48,12 @@ def in_tiles(
         most = (tile - 1) // block + 2 if is_symbolic(length) else (last - first).max(initial=0) + 1
         # as many for every tile: the last block again where there are fewer
         met = smallest(first[:, None] + np.arange(most), last[:, None]).astype(np.int32)
-        some = xp.take(some, met, axis).any(axis + 1)
-        every = xp.take(every, met, axis).all(axis + 1)
+        if most <= FEW:
+            some = functools.reduce(operator.or_, (xp.take(some, n, axis) for n in met.T))
+            every = functools.reduce(operator.and_, (xp.take(every, n, axis) for n in met.T))
+        else:
+            some = xp.take(some, met, axis).any(axis + 1)
+            every = xp.take(every, met, axis).all(axis + 1)
     return some, every
 
 
