@@ -35,6 +35,7 @@ def patterns() -> dict[str, tuple[np.ndarray, bool, int]]:
     window[(distance >= 0) & (distance < 3)] = True
     heads = rng.random((2, n, n)) < 0.25
     return {
+        "none": (np.zeros((n, n), bool), False, 1),
         "all, causal": (np.ones((n, n), bool), True, 1),
         "diagonal": (np.eye(n, dtype=bool), False, 1),
         "one column": (column, False, 1),
@@ -72,7 +73,7 @@ def _document(width: float, height: float, parts: list[str]) -> str:
 
 def grids() -> str:
     """Which tiles of each pattern are visited, and which need an element mask."""
-    found, across, side = patterns(), 4, BLOCKS * CELL
+    found, across, side = patterns(), 3, BLOCKS * CELL
     parts = []
     for n, (title, given) in enumerate(found.items()):
         x0 = 10 + n % across * (side + GAP)
