@@ -23,4 +23,5 @@ def equations_of(jaxpr: Any) -> Iterator[Any]:
 def sizes_of(jaxpr: Any) -> Iterator[int]:
     """Bytes of every array that a program makes."""
     for equation in equations_of(jaxpr):
-        yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.outvars)
+        for aval in (v.aval for v in equation.outvars):  # semaphores have no bytes
+            yield math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)

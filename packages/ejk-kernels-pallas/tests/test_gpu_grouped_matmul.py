@@ -6,10 +6,14 @@ an eye on races; it runs at real sizes on the card only (``test_gpu_card.py``).
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import io_callback
 
 from ejkernel.kernels.pallas import compat
 
@@ -18,6 +22,7 @@ if compat.mosaic_gpu_problem() is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.gpu.grouped_matmul import weights
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
 from ejkernel.types.structure import Unsupported
 from ejktest.bound import bound, on, struct
@@ -33,6 +38,9 @@ CASES = {
     "around a step": ([0, 1, 63, 64, 65, 9], 208, None, (128, 256), {}),
     "around a tile": ([127, 0, 128, 129, 300], 704, None, (192, 320), {}),
     "more than there are": ([40, -3, 2, 2**31 - 1, 7], 64, None, (128, 256), {}),
+    "many without rows": (
+        [3, 0, 0, 0, 0, 0, 0, 61, 0, 0, 0, 0, 0], 72, None, (128, 256), dict(cores=1),
+    ),
     "some of five": ([60, 70, 1, 65, 20], 216, 3, (128, 256), dict(held=3, stages=3, staged=4)),
     "none before the first": (
         [9, 12], 24, -1, (256, 256), dict(held=2, cores=1, stages=3, staged=1, piece=256),
@@ -40,7 +48,29 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def parts_in_the_language(monkeypatch) -> None:
+    """The interpreter knows no instructions of the compiler's own: what is made of them is said
+    again here. The card runs them (``test_gpu_card.py``).
+    """
+    numbers = itertools.count()
+
+    def taken(counter, words, place, asks):
+        kind = jax.ShapeDtypeStruct((), jnp.int32)
+        return io_callback(lambda: np.int32(next(numbers)), kind)
+
+    def clear(ref, slot, first, last):
+        part = ref.at[slot]
+        x = part[...]
+        row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        part[...] = jnp.where((row >= first) & (row < last), x, jnp.zeros_like(x))
+
+    monkeypatch.setattr(weights, "taken_by_warpgroup", taken)
+    monkeypatch.setattr(weights, "clear_rows", clear)
+
+
 @interpreted
+@pytest.mark.usefixtures("parts_in_the_language")
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64_without_races(name: str) -> None:
     """Rows behind the groups hold NaN and infinity."""
@@ -115,6 +145,7 @@ class TestBesideTriton:
             return jax.jit(pull).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
     @interpreted
+    @pytest.mark.usefixtures("parts_in_the_language")
     def test_calls_side_by_side_with_transposed_matrices(self) -> None:
         from ejkernel.kernels.pallas.gpu.grouped_matmul.implementation import WholeGradient
         from ejkernel.kernels.triton.grouped_matmul.tiles import Problem

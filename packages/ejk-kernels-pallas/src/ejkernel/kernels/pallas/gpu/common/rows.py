@@ -18,13 +18,16 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     arith,
     constant,
     element,
+    i32,
     like,
     llvm,
     on_registers,
     scf,
+    thread,
     thread_place,
     vector,
 )  # fmt: skip
+from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
 
@@ -123,6 +126,43 @@ def store_rows(
                 scf.yield_([])
 
     apply(ref, x, *scalars)
+
+
+def clear_rows(ref: Any, slot: Any, first: Any, last: Any) -> None:
+    """Rows of ``ref[slot]`` before ``first`` and from ``last`` on to 0, whatever they were.
+
+    ref ``[slots, rows, columns]``, 16 bits each, lies as ``tiled`` says: a row is whole lines of
+    128 bytes, however their words are permuted. Columns are a multiple of 128. The warpgroup writes
+    only what becomes 0, and reads nothing.
+    """
+    _, rows, columns = ref.shape
+    kind = plgpu.RefType((plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128)))
+
+    @plgpu.inline_mgpu(arg_types=(kind, SCALAR, SCALAR, SCALAR))
+    def apply(_: Any, ref: Any, *scalars: Any) -> None:
+        slot, first, last = (s.registers.item() for s in scalars)
+        number = arith.andi(thread(), constant(127))
+        row = arith.andi(arith.shrui(number, constant(3)), constant(GROUP - 1))
+        start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
+        place = arith.muli(slot, constant(2 * rows * columns))
+        start = arith.addi(start, arith.addi(place, arith.muli(number, constant(16))))
+        compare = arith.CmpIPredicate
+        group = 2 * GROUP * columns  # bytes
+        for n in range(rows // GROUP):
+            mine = arith.addi(row, constant(n * GROUP))
+            before = arith.cmpi(compare.slt, mine, first)
+            behind = arith.cmpi(compare.sge, mine, last)
+            stores = "".join(
+                f" @p st.shared.v4.b32 [$0+{offset}], {{z, z, z, z}};"
+                for offset in range(n * group, (n + 1) * group, 128 * 16)
+            )
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [start, arith.extui(i32(), arith.ori(before, behind))],
+                "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ne.b32 p, $1, 0;" + stores + " }",
+                "r,r", has_side_effects=True,
+            )  # fmt: skip
+
+    apply(ref, *(jnp.int32(n) for n in (slot, first, last)))
 
 
 def store_tile(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:

@@ -4,33 +4,38 @@ Math, for the rows r of the group of matrix i, accumulated in float32:
 
     dw_i = sum over r of outer(lhs[r], dout[r])          (its transpose for transposed matrices)
 
-Work split: one program a multiprocessor walks over tiles of 128 x 256 of the matrices, in the order
-of the Triton kernel. One warpgroup copies 64 rows of both operands a step by TMA, both as they lie;
-two others own 64 x 256 of a tile each, and wait for nobody but the copies. A finished tile is kept
-as numbers of 16 bits in registers, and leaves piece by piece while the first steps of the next tile
-are multiplied: of a tile's end only the rounding and the zeros of the next sums are seen.
+Work split: one program a multiprocessor takes tile after tile of 128 x 256 of the matrices from a
+counter in device memory, in the order of the Triton kernel: who computes a tile differs from run to
+run, how it is summed does not. One warpgroup takes the tiles, says which to the others, and copies
+64 rows of both operands a step by TMA, both as they lie; two others own 64 x 256 of a tile each,
+and wait for nobody but the first. A finished tile is kept as numbers of 16 bits in registers, and
+leaves piece by piece while the first steps of the next tile are multiplied: of a tile's end only
+the rounding and the zeros of the next sums are seen.
 
 Copies move whole groups of 8 rows. A run of rows that begins or ends inside of what is copied
 arrives at another barrier: the warpgroup that copies sets the rows outside to 0, whatever they
 were, and only then hands the step over, after it has started the next copy. Steps without such rows
 know nothing of this. A matrix without rows takes no step and is written 0.
 
-Where a group's rows lie each warpgroup finds by adding up the sizes as it walks, from tiles whose
-matrices never fall: no launch before this one.
+Where a group's rows lie the warpgroup that copies finds by adding up the sizes as it walks, from
+tiles whose matrices never fall: no launch before this one.
 
 Bound, bfloat16 on an H200 (989 TFLOP/s at most, copies 4.3 TB/s): 65536 rows, 7168 x 2048 in 256
 groups: 1.92 TFLOP = 1.95 ms and 8.7 GB = 2.03 ms, nearly all of them results. 8192 rows, 2048 x 768
 in 128 groups: 0.45 GB, 0.105 ms: memory, one step of work a tile. A step is 1024 cycles of the
 tensor cores, 40 KB of shared memory read for each warpgroup in half of that, and 48 KB from L2.
-16384 rows, 4096 x 14336 in 8 groups: 1.95 ms: arithmetic. Reached, of even and of Zipf's groups: 82
-and 78% (2.37, 2.50 ms; 8 groups), 66 and 47% (3.08, 4.30 ms; 256), 84 and 72% (0.125, 0.147 ms;
-128), where the kernel for every GPU takes 2.48 and 2.55, 3.52 and 4.21, 0.127 and 0.152.
+16384 rows, 4096 x 14336 in 8 groups: 1.95 ms: arithmetic. Reached, of even and of Zipf's groups: 84
+and 82% (2.32, 2.39 ms; 8 groups), 66 and 56% (3.07, 3.65 ms; 256), 87 and 83% (0.120, 0.127 ms;
+128), where the kernel for every GPU takes 2.48 and 2.55, 3.52 and 4.21, 0.127 and 0.152. Of Zipf's
+256 groups the counter took 4.30 ms to 3.92, and to 3.65 that rows of others are written and not
+read; of 128 the counter, four steps in memory and those rows took 0.147 to 0.127.
 
-Where the time of short tiles goes (128 even groups, before tiles left in one piece: 0.128 ms; all
+Where the time of short tiles goes (128 even groups, in a form without the counter: 0.128 ms; all
 that follows is wrong on purpose): groups without rows 0.097, with half of the programs 0.107; every
 tile reads the same rows 0.103; nothing is written 0.083. So neither a program's own work nor
 writing is the limit, but reading other rows beside it. Programs at 4 places of the order at once
-take 0.145, each at a place of its own 0.169.
+take 0.145, each at a place of its own 0.169. Rows of later groups brought to L2 ahead: 7 us more.
+Zipf's 256 groups, long and short ones in turns by the counter: no change.
 
 Sources: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3; Shah et al. 2024,
 FlashAttention-3 (arXiv 2407.08608), section 3.1 (warp specialisation).
@@ -49,7 +54,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, read
+from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT
+from ejkernel.kernels.pallas.gpu.common.rows import clear_rows
+from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warpgroup
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP, tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 
@@ -57,10 +64,11 @@ F32 = jnp.float32
 ROWS = 64  # of a step, and of the sums of one warpgroup
 CONSUMERS = 2
 DOWN, ACROSS = ROWS * CONSUMERS, 256  # of a tile
-PIECE = 64  # columns whose rows of others are set to 0 together
+PIECE = 64  # columns that leave together, at least
 PARTS = 2  # steps of the next tile during which a tile leaves
 REGISTERS = {"copies": 56, "sums": 224}  # of a thread
 COPIES = 2  # of a step
+SAID = 4  # tiles that are known to somebody who copies, and not yet to all who add
 
 
 class Cursor(NamedTuple):
@@ -72,8 +80,9 @@ class Cursor(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Its group's rows are ``start`` .. ``end``; ``steps`` of them are multiplied."""
+    """Its group's rows are ``start`` .. ``end``; ``steps`` times 64 of them are multiplied."""
 
+    number: Any
     start: Any
     end: Any
     steps: Any
@@ -154,9 +163,9 @@ class Weights:
 
         return lax.while_loop(lambda c: c.lane < lane, on, cursor)
 
-    def tile(self, r: Any, t: Any, cursor: Cursor) -> tuple[Tile, Cursor]:
-        """Tile ``t`` (past the last one: the last) and where its group's rows are."""
-        matrix = self.place(jnp.minimum(t, self.tiles - 1))[0]
+    def tile(self, r: Any, number: Any, cursor: Cursor) -> tuple[Tile, Cursor]:
+        """A tile (past the last one: with the rows of the last), and the cursor at its group."""
+        matrix = self.place(jnp.minimum(number, self.tiles - 1))[0]
         call = lax.div(matrix, self.held)
         group = matrix - call * self.held
         if hasattr(r, "offset"):
@@ -167,25 +176,56 @@ class Weights:
         end = jnp.where(exists, cursor.end, cursor.start)
         ahead = end - lax.div(cursor.start, GROUP) * GROUP
         steps = jnp.where(end > cursor.start, lax.div(ahead + ROWS - 1, ROWS), 0)
-        return Tile(cursor.start, end, steps), cursor
+        return Tile(number, cursor.start, end, steps), cursor
 
-    def walk(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
-        """(steps, carry) after all tiles: ``following, carry = body(t, tile, n, follow, carry)``.
-
-        n: steps before the tile; ``following = follow()``, which reads sizes: something else should
-        be on its way where it is called.
+    def take_all(self, r: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any, Any]:
+        """Takes tiles, and says which: (tiles, steps, carry) after ``carry = body(tile, n, carry)``
+        of all, n steps before the tile.
         """
 
+        def say(i: Any, tile: Tile) -> None:
+            place = lax.rem(i, SAID)
+            pl.when(i >= SAID)(lambda: plgpu.barrier_wait(r.heard.at[place]))
+            r.words[place, 0] = tile.number
+            r.words[place, 1] = tile.steps
+            plgpu.barrier_arrive(r.said.at[place])
+
         def one(state: Any) -> Any:
-            t, n, (tile, cursor), carry = state
-            t2 = t + self.programs
-            following, carry = body(t, tile, n, lambda: self.tile(r, t2, cursor), carry)
-            return t2, n + tile.steps, following, carry
+            i, n, tile, cursor, carry = state
+            carry = body(tile, n, carry)
+            # while what the body began to copy is on its way
+            taken = taken_by_warpgroup(r.counter, r.words, lax.rem(i + 1, SAID), True)
+            following, cursor = self.tile(r, self.programs + taken, cursor)
+            say(i + 1, following)
+            return i + 1, n + tile.steps, following, cursor, carry
 
         zero = jnp.int32(0)
-        t = lax.axis_index("program")
-        first = (t, zero, self.tile(r, t, Cursor(zero - 1, zero, zero)), carry)
-        return lax.while_loop(lambda state: state[0] < self.tiles, one, first)[1::2]
+        first = self.tile(r, lax.axis_index("program"), Cursor(zero - 1, zero, zero))
+        say(zero, first[0])
+        start = (zero, zero, *first, carry)
+        i, n, _, _, carry = lax.while_loop(lambda s: s[2].number < self.tiles, one, start)
+        return i, n, carry
+
+    def hear_all(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
+        """``carry`` after ``following, carry = body(number, steps, n, follow, carry)`` of all tiles
+        that are taken, ``following = follow()``.
+        """
+
+        def hear(i: Any) -> tuple[Any, Any]:
+            place = lax.rem(i, SAID)
+            plgpu.barrier_wait(r.said.at[place])
+            number, steps = r.words[place, 0], r.words[place, 1]
+            plgpu.barrier_arrive(r.heard.at[place])
+            return number, steps
+
+        def one(state: Any) -> Any:
+            i, n, (number, steps), carry = state
+            following, carry = body(number, steps, n, lambda: hear(i + 1), carry)
+            return i + 1, n + steps, following, carry
+
+        zero = jnp.int32(0)
+        start = (zero, zero, hear(zero), carry)
+        return lax.while_loop(lambda s: s[2][0] < self.tiles, one, start)[3]
 
     # ---- copies -----------------------------------------------------------------------------
 
@@ -195,21 +235,14 @@ class Weights:
         def hand_over(slot: Any, low: Any, high: Any) -> None:
             """A step that has rows of others, once they are 0."""
             plgpu.barrier_wait(r.some.at[slot])
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-            # two numbers a register: an AND of their bits, not a choice for each
-            mine = jnp.where((row >= low) & (row < high), -1, 0).astype(jnp.int16)
-            mine = lax.broadcast_in_dim(mine, (ROWS, PIECE), [0])
             for operand in (r.a, r.b):
-                for column in range(0, operand.shape[2], PIECE):
-                    part = operand.at[slot, :, pl.ds(column, PIECE)]
-                    bits = lax.bitcast_convert_type(read(part, LAYOUT), jnp.int16)
-                    part[...] = lax.bitcast_convert_type(bits & mine, self.dtype)
+                clear_rows(operand, slot, low, high)
             plgpu.commit_smem()
             for _ in range(COPIES):
                 plgpu.barrier_arrive(r.ready.at[slot])
 
-        def per_tile(t: Any, tile: Tile, n: Any, follow: Any, waiting: Any) -> Any:
-            _, down, across = self.place(t)
+        def per_tile(tile: Tile, n: Any, waiting: Any) -> Any:
+            _, down, across = self.place(tile.number)
 
             def step(s: Any, waiting: Any) -> Any:
                 slot = lax.rem(n + s, self.stages)
@@ -230,14 +263,20 @@ class Weights:
                 pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
                 return jnp.where(some, slot, -1), low, high
 
-            waiting = lax.fori_loop(0, tile.steps, step, waiting)
-            return follow(), waiting
+            # nobody hears of this program's next tiles before the steps of those before are there
+            held = waiting[0] >= 0
+            pl.when(held & (tile.steps == 0))(lambda: hand_over(*waiting))
+            waiting = (jnp.where(tile.steps == 0, -1, waiting[0]), *waiting[1:])
+            return lax.fori_loop(0, tile.steps, step, waiting)
 
         zero = jnp.int32(0)
-        steps, waiting = self.walk(r, per_tile, (zero - 1, zero, zero))
+        tiles, steps, waiting = self.take_all(r, per_tile, (zero - 1, zero, zero))
         pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
-        for slot in range(self.stages):  # nobody signals to a program that has left
+        # nobody signals to a program that has left
+        for slot in range(self.stages):
             pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(r.free.at[slot]))
+        for place in range(SAID):
+            pl.when(place <= tiles)(lambda place=place: plgpu.barrier_wait(r.heard.at[place]))
 
     # ---- sums -------------------------------------------------------------------------------
 
@@ -269,7 +308,7 @@ class Weights:
                 else:
                     piece()
 
-        def per_tile(t: Any, tile: Tile, n: Any, follow: Any, carry: Any) -> Any:
+        def per_tile(t: Any, steps: Any, n: Any, follow: Any, carry: Any) -> Any:
             kept, kept_t = carry
             new = kept_t < 0  # nothing is kept yet
 
@@ -290,20 +329,20 @@ class Weights:
 
                     return carry
 
-                lax.fori_loop(0, tile.steps, step, jnp.int32(0))
+                lax.fori_loop(0, steps, step, jnp.int32(0))
                 for i in range(PARTS):
-                    there = (tile.steps <= i) & jnp.logical_not(new)
+                    there = (steps <= i) & jnp.logical_not(new)
                     pl.when(there)(lambda i=i: leave(kept, kept_t, i))
                 following = follow()
                 return following, acc[...].astype(self.dtype)
 
             following, kept = pl.run_scoped(sums, plgpu.ACC((ROWS, ACROSS), F32))
-            last = lax.rem(n + tile.steps - 1, self.stages)
-            pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(r.free.at[last]))
+            last = lax.rem(n + steps - 1, self.stages)
+            pl.when(steps > 0)(lambda: plgpu.barrier_arrive(r.free.at[last]))
             return following, (kept, t)
 
         kept = plgpu.layout_cast(jnp.zeros((ROWS, ACROSS), self.dtype), LAYOUT)
-        _, (kept, t) = self.walk(r, per_tile, (kept, jnp.int32(-1)))
+        kept, t = self.hear_all(r, per_tile, (kept, jnp.int32(-1)))
         for i in range(PARTS):
             leave(kept, t, i)
         plgpu.wait_smem_to_gmem(0)
@@ -319,6 +358,9 @@ class Weights:
             "ready": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "some": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
+            "words": plgpu.SMEM((SAID, 4), jnp.int32),  # number, steps, none, what was taken
+            "said": plgpu.Barrier(num_barriers=SAID),
+            "heard": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=SAID),
         }
 
     def __call__(
@@ -335,6 +377,7 @@ class Weights:
 
         def body(*refs: Any, **scratch: Any) -> None:
             r = SimpleNamespace(**dict(zip((*inputs, "out"), refs, strict=True)), **scratch)
+            r.counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
             wg = lax.axis_index("wg")
             pl.when(wg == CONSUMERS)(lambda: self.copy(r))
             pl.when(wg < CONSUMERS)(lambda: self.add(r))
