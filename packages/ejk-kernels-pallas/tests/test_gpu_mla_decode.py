@@ -19,7 +19,7 @@ if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merged_lse
-from ejkernel.kernels.pallas.gpu.mla_decode.shares import OPENING, numbers, shares
+from ejkernel.kernels.pallas.gpu.mla_decode.shares import OPENING, SHORT, numbers, shares
 from ejkernel.types.structure import Unsupported
 from ejktest.bound import on, struct
 
@@ -81,7 +81,7 @@ def test_runs_are_even_and_sequences_whole_where_that_is_as_even() -> None:
     assert (np.asarray(sequences)[:, 4] == 1).all()
     assert np.asarray(runs)[:, 2].max() == 128
     runs, _ = dealt(jnp.asarray([100_000, 64, 64]), 66, STEP)
-    assert np.asarray(runs)[:, 2].max() == -(-(1563 + 2 + 3 * OPENING) // 66)
+    assert np.asarray(runs)[:, 2].max() == -(-(1563 + 2 + 3 * (1565 // (66 * SHORT))) // 66)
 
 
 def test_a_run_that_begins_sequences_has_so_many_steps_less() -> None:

@@ -25,7 +25,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     scf,
     thread,
 )
-from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT, LEAST, OPENING, UNEVEN
+from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT, LEAST, OPENING, SHORT, UNEVEN
 
 memref: Any = _memref
 LANES = 32
@@ -87,27 +87,32 @@ def deal(
         def if_less(a: Any, b: Any, x: Any) -> Any:
             return arith.select(arith.cmpi(compare.slt, a, b), x, constant(0))
 
-        def cost(x: Any) -> Any:
-            return if_less(constant(0), x, arith.addi(x, constant(OPENING)))
-
         top = arith.muli(lane, constant(mine))  # this lane's first sequence
         whole_from = arith.muli(run, constant(together))
         whole_to = arith.addi(whole_from, constant(together))
 
-        def count(t: Any, own: Any, owned: Any, before: Any, inside: Any) -> list[Any]:
+        def count(t: Any, own: Any, filled: Any, before: Any, inside: Any) -> list[Any]:
             i = arith.addi(top, t)
             x = steps(i)
             upto = if_less(i, whole_to, x)
             early = if_less(i, whole_from, x)
             return [
                 arith.addi(own, x),
-                arith.addi(owned, cost(x)),
+                arith.addi(filled, if_less(constant(0), x, constant(1))),
                 arith.addi(before, early),
                 arith.addi(inside, arith.subi(upto, early)),
             ]
 
-        own, owned, before, inside = _for(mine, [constant(0)] * 4, count)
-        most, before, inside = (_over_warp("add", x) for x in (owned, before, inside))
+        own, filled, before, inside = _for(mine, [constant(0)] * 4, count)
+        every, before, inside = (_over_warp("add", x) for x in (own, before, inside))
+        opening = arith.divui(every, constant(SHORT * groups))
+        opening = arith.minsi(opening, constant(OPENING))
+
+        def cost(x: Any) -> Any:
+            return if_less(constant(0), x, arith.addi(x, opening))
+
+        owned = arith.addi(own, arith.muli(filled, opening))
+        most = _over_warp("add", owned)
         start = arith.subi(_sum_to_lane(own), own)
         opens = arith.subi(_sum_to_lane(owned), owned)
 
@@ -137,7 +142,7 @@ def deal(
             """Steps before both bounds; what the sequence around the second has."""
             i = arith.addi(top, t)
             x = steps(i)
-            begin, end = arith.addi(at, constant(OPENING)), arith.addi(at, cost(x))
+            begin, end = arith.addi(at, opening), arith.addi(at, cost(x))
             upto = [
                 arith.minsi(arith.maxsi(arith.subi(bound, begin), constant(0)), x)
                 for bound in (cut_from, cut_to)
@@ -168,7 +173,7 @@ def deal(
         first = arith.minsi(_over_warp("add", ended), constant(b - 1))
         there = arith.subi(bound, _over_warp("max", last))
         # the run of the cut sequence's first step, and whether another sequence begins that run
-        began = arith.divui(arith.addi(at, constant(OPENING)), even)
+        began = arith.divui(arith.addi(at, opening), even)
         later = arith.extui(i32(), arith.cmpi(compare.sgt, at, arith.muli(began, even)))
         ending = arith.divui(arith.subi(end, constant(1)), even)
         none = arith.ori(whole, arith.cmpi(compare.eq, end, constant(0)))

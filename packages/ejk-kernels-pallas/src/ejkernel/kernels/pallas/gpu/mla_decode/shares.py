@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 LEAST = 2  # steps of a run: shorter ones cost more to merge than they save
-OPENING = 5  # steps that the start of another sequence costs beside its own, in time
+OPENING = 4  # steps that the start of another sequence costs beside its own, in time
+SHORT = 8  # and at most one of so many of a run: short runs hold one sequence, or little of two
 CUT = 4  # numbers of a cut: see ``Steps``
 UNEVEN = (26, 25)  # how much longer than the mean a run may be for sequences to stay whole
 
@@ -42,7 +43,8 @@ def shares(lengths: jax.Array, groups: int, step: int) -> tuple[jax.Array, jax.A
         return total(jnp.where(i <= i[:, None], x, 0), 1)
 
     steps = (lengths + step - 1) // step
-    costs = jnp.where(steps > 0, steps + OPENING, 0)
+    opening = jnp.minimum(total(steps) // (SHORT * groups), OPENING)
+    costs = jnp.where(steps > 0, steps + opening, 0)
     ends, paid = ends_of(steps), ends_of(costs)
     starts, opens = ends - steps, paid - costs
     even = jnp.maximum((paid[-1] + groups - 1) // groups, LEAST)
@@ -50,7 +52,7 @@ def shares(lengths: jax.Array, groups: int, step: int) -> tuple[jax.Array, jax.A
     last = jnp.minimum(g * (-(-b // groups)), b) - 1
     whole, price = (jnp.where(last < 0, 0, x[jnp.maximum(last, 0)]) for x in (ends, paid))
     longest = jnp.max(price[1:] - price[:-1])
-    upto = (g * even)[:, None] - (opens + OPENING)
+    upto = (g * even)[:, None] - (opens + opening)
     cut = total(jnp.clip(upto, 0, steps), 1)
     bounds = jnp.where(UNEVEN[1] * longest <= UNEVEN[0] * even, whole, cut)
     first = jnp.minimum(total(ends <= bounds[:-1, None], 1), b - 1)

@@ -27,6 +27,9 @@ sequences of 8192). The warpgroup of the scores decides how fast a step is: it r
 before the product and lengths once a sequence (0.237), and lanes keep what they can to themselves
 (``softmax``, 0.227).
 
+Where a part of a sequence ends, its last probabilities do not wait: values are added and written
+while the queries of the next are read, 16 bytes a lane either way (``quads``).
+
 What is summed is scaled anew only where a row's maximum has grown by more than ``SLACK`` powers of
 two. Rows of the cache behind the last are set to 0 before they are added, whatever they were.
 
@@ -54,10 +57,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas import compat
 from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, hide_outside, read
-from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_tile
+from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
+from ejkernel.kernels.pallas.gpu.mla_decode.quads import clear_rows, load_rows, store_rows
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT
 from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
@@ -94,20 +98,12 @@ class Steps(Runs):
         rows = pl.ds(self.block()[1] * ROWS, ROWS)
         rest = pl.ds(REST, LATENT + ROPE - REST)
         plgpu.copy_gmem_to_smem(r.q.at[sequence, rows, rest], r.q_rest, r.q_ready)
-        return tuple(
-            read(r.q.at[sequence, rows, pl.ds(first, n)], LAYOUT, optimized=False)
-            for _, first, n in HELD
-        )
+        return tuple(load_rows(r.q.at[sequence, rows, pl.ds(first, n)]) for _, first, n in HELD)
 
     def clear(self, values: Any, left: Any) -> None:
         """Sets rows behind the last to 0, whatever they were."""
         for i in range(HALVES):
-            for c in range(0, HALF, 64):
-                part = values.at[i, :, pl.ds(c, 64)]
-                x = hide_outside(
-                    read(part, LAYOUT).astype(F32), Band(), 0, rows_left=left, fill=0.0
-                )
-                part[...] = x.astype(self.dtype)
+            clear_rows(values.at[i], left)
 
     def score(self, r: Any) -> None:
         plgpu.set_max_registers(REGISTERS["scores"], action="increase")
@@ -227,11 +223,11 @@ class Steps(Runs):
 
                 @pl.when(whole)
                 def divided(x: Any = x, columns: Any = columns) -> None:
-                    store_tile(r.whole.at[sequence, rows, columns], x, share)
+                    store_rows(r.whole.at[sequence, rows, columns], x, share)
 
                 @pl.when(jnp.logical_not(whole))
                 def summed(x: Any = x, columns: Any = columns) -> None:
-                    store_tile(r.o.at[part, rows, columns], x)
+                    store_rows(r.o.at[part, rows, columns], x)
 
             plgpu.commit_smem()  # all warps have read what may be written anew from here on
 
