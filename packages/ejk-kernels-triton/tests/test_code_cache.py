@@ -149,7 +149,7 @@ def test_a_directory_that_cannot_be_written_costs_only_time(
         raise OSError("no space left on device")
 
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "full"))
-    monkeypatch.setattr(compiled.json, "dump", full)
+    monkeypatch.setattr(os, "replace", full)
     clear_memory_cache()
     assert compile_kernel(source, HOPPER).name == "double"
     assert [p for p in (tmp_path / "full").rglob("*") if p.is_file()] == []
