@@ -165,43 +165,29 @@ def clear_rows(ref: Any, slot: Any, first: Any, last: Any) -> None:
     apply(ref, *(jnp.int32(n) for n in (slot, first, last)))
 
 
-def store_tile(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:
-    """Tile ``x``, in the layout of products, times ``factors`` of its rows, to device memory.
+def store_tile(ref: Any, x: jax.Array) -> None:
+    """Float32 tile ``x``, in the layout of products, to device memory.
 
-    ref: of x's shape, rows of a larger array, float32, float16 or bfloat16. One address a thread
-    and constants: where sums fill the registers, an address of every element would not find room.
+    ref: of x's shape, rows of a larger array. One address a thread and constants: where sums fill
+    the registers, an address of every element would not find room.
     """
-    dtype = jnp.dtype(ref.dtype)
-    kind = {"float32": "", "float16": "f16x2", "bfloat16": "bf16x2"}[dtype.name]
-    rows = () if factors is None else (factors,)
+    itemsize = jnp.dtype(jnp.float32).itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(ROW,) * len(rows)))
-    def apply(_: Any, ref: Any, x: Any, *rows: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def apply(_: Any, ref: Any, x: Any) -> None:
         i64 = ir.IntegerType.get_signless(64)
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         row, column = thread_place()
         mine = arith.addi(arith.muli(row, constant(stride)), column)
-        mine = arith.extui(i64, arith.muli(mine, constant(dtype.itemsize)))
+        mine = arith.extui(i64, arith.muli(mine, constant(itemsize)))
         start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
         base = arith.addi(start, mine)
         for at, pair in np.ndenumerate(x.registers):
             # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
-            offset = dtype.itemsize * (8 * at[4] * stride + 8 * at[1])
-            values = [element(pair, 0), element(pair, 1)]
-            first, second, scale = "$1", "$2", ""
-            if rows:
-                values.append(element(rows[0].registers.flat[at[4]], 0))
-                first, second = "a", "b"
-                scale = ".reg .f32 a, b; mul.f32 a, $1, $3; mul.f32 b, $2, $3;"
-            store = f"st.global.v2.f32 [$0+{offset}], {{{first}, {second}}};"
-            if kind:
-                store = (
-                    f".reg .b32 t; cvt.rn.{kind}.f32 t, {second}, {first};"
-                    f" st.global.b32 [$0+{offset}], t;"
-                )
+            offset = itemsize * (8 * at[4] * stride + 8 * at[1])
             llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [base, *values], f"{{ {scale} {store} }}",
-                ",".join("l" + "f" * len(values)), has_side_effects=True,
+                ir.Type.parse("!llvm.void"), [base, element(pair, 0), element(pair, 1)],
+                f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", "l,f,f", has_side_effects=True,
             )  # fmt: skip
 
-    apply(ref, x, *rows)
+    apply(ref, x)

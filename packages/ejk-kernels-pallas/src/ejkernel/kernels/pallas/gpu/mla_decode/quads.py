@@ -27,8 +27,8 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     i32,
     llvm,
     thread,
+    thread_place,
 )
-from ejkernel.kernels.pallas.gpu.common.rows import thread_place
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 
 TILE_BYTES = 128  # of a row, in one tile of shared memory
