@@ -31,6 +31,13 @@ from ejkernel.kernels.triton.targets import Target
 
 
 @triton.jit
+def split(gate):
+    """(a multiple of 2^-10, the rest) of log decays."""
+    coarse = tl.floor(gate * 1024.0) * 0.0009765625
+    return coarse, gate - coarse
+
+
+@triton.jit
 def gate_sums(
     gate,
     constant,
@@ -67,8 +74,7 @@ def gate_sums(
     if gate is not None:
         g += tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.where(inside, tl.maximum(g, -128.0), 0.0)
-    coarse = tl.floor(g * 1024.0) * 0.0009765625
-    fine = g - coarse
+    coarse, fine = split(g)
     sum_high = tl.cumsum(coarse, 0)
     sum_low = tl.cumsum(fine, 0)
     if EXCLUSIVE:
@@ -82,15 +88,27 @@ def gate_sums(
 
 
 @triton.jit
+def walked(high, low, rest, high_all, low_all, LATER: tl.constexpr):
+    """(multiples, rests, since the state before, until the state after, all) of every row of a
+    chunk; behind the rows that count nothing is added.
+
+    Before and after as a walk meets them: from the first row to the last, or with LATER from the
+    last to the first.
+    """
+    since = high + low
+    if LATER:
+        since, rest = rest, since
+    return high, low, since, rest, high_all + low_all
+
+
+@triton.jit
 def constant_sums(
     gate, count, LATER: tl.constexpr, EXCLUSIVE: tl.constexpr, CHUNK: tl.constexpr,
     MAPS: tl.constexpr,
 ):  # fmt: skip
-    """As ``chunk_sums``, every row having the same ``gate``: the compiler takes them out of a walk
-    through whole chunks."""
-    gate = tl.maximum(gate, -128.0)
-    coarse = tl.floor(gate * 1024.0) * 0.0009765625
-    fine = gate - coarse
+    """``walked`` of a chunk whose ``count`` rows all have the same ``gate``: the compiler takes
+    them out of a walk through whole chunks."""
+    coarse, fine = split(tl.maximum(gate, -128.0))
     before = tl.arange(0, CHUNK)
     if not EXCLUSIVE:
         before += 1
@@ -100,13 +118,8 @@ def constant_sums(
         before = tl.minimum(before, every)
     since = before.to(tl.float32)
     rest = (every - before).to(tl.float32)
-    high = since * coarse
-    low = since * fine
-    since = high + low
     rest = rest * coarse + rest * fine
-    if LATER:
-        since, rest = rest, since
-    return high, low, since, rest, every * coarse + every * fine
+    return walked(since * coarse, since * fine, rest, every * coarse, every * fine, LATER)
 
 
 @triton.jit
@@ -114,12 +127,7 @@ def chunk_sums(
     high, low, totals, at, chunk, head, heads, count, LATER: tl.constexpr, CHUNK: tl.constexpr,
     MAPS: tl.constexpr,
 ):  # fmt: skip
-    """(multiples, rests, since the state before, until the state after, all) of every row of the
-    chunk whose sums are ``at`` and on; behind ``count`` rows nothing is added.
-
-    Before and after as a walk meets them: from the first row to the last, or with LATER from the
-    last to the first.
-    """
+    """``walked`` of the ``count`` rows of a chunk whose sums are ``at`` and on."""
     each = tl.arange(0, CHUNK)
     high += at + each * heads
     low += at + each * heads
@@ -132,10 +140,7 @@ def chunk_sums(
         high = tl.where(each < count, tl.load(high, mask=each < count, other=0.0), high_all)
         low = tl.where(each < count, tl.load(low, mask=each < count, other=0.0), low_all)
     rest = (high_all - high) + (low_all - low)
-    since = high + low
-    if LATER:
-        since, rest = rest, since
-    return high, low, since, rest, high_all + low_all
+    return walked(high, low, rest, high_all, low_all, LATER)
 
 
 @triton.jit
