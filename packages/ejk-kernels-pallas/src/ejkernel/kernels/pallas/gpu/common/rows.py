@@ -11,14 +11,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
+from ejkernel.kernels.pallas.gpu.common.registers import (
     LAYOUT,
     ROW,
     SCALAR,
+    address,
     arith,
+    asm,
+    compare,
     constant,
     element,
     i32,
+    indices,
     like,
     llvm,
     on_registers,
@@ -26,7 +30,8 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
     thread,
     thread_place,
     vector,
-)  # fmt: skip
+    when,
+)
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
 
@@ -92,7 +97,7 @@ def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Arra
     return apply(x, factors, terms)
 
 
-def store_rows(
+def store_row_range(
     ref: Any, x: jax.Array, place: tuple[Any, ...], first: Any, last: Any, *, heads: bool = False
 ) -> None:
     """Rows ``first`` .. ``last`` of tile ``x``, in the layout of products, to global memory.
@@ -107,62 +112,49 @@ def store_rows(
     def apply(_: Any, ref: Any, x: Any, *scalars: Any) -> None:
         batch, top, head, column, first, last = (s.registers.item() for s in scalars)
 
-        def at(*numbers: Any) -> list[Any]:
-            return [arith.index_cast(ir.IndexType.get(), n) for n in numbers]
-
         row, pair_column = thread_place()
-        compare = arith.CmpIPredicate
         for place, pair in np.ndenumerate(x.registers):
             # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
             mine = arith.addi(row, constant(8 * place[4]))
             c = arith.addi(arith.addi(column, pair_column), constant(8 * place[1]))
-            inside = arith.andi(
-                arith.cmpi(compare.sge, mine, first), arith.cmpi(compare.slt, mine, last)
-            )
-            branch = scf.IfOp(inside)
-            with ir.InsertionPoint(branch.then_block):
+            with when(arith.andi(compare("sge", mine, first), compare("slt", mine, last))):
                 here = (top, arith.addi(head, mine)) if heads else (arith.addi(top, mine), head)
-                vector.store(pair, ref, at(batch, *here, c))
-                scf.yield_([])
+                vector.store(pair, ref, indices(batch, *here, c))
 
     apply(ref, x, *scalars)
 
 
-def clear_rows(ref: Any, slot: Any, first: Any, last: Any) -> None:
-    """Rows of ``ref[slot]`` before ``first`` and from ``last`` on to 0, whatever they were.
+def clear_rows(ref: Any, first: Any, last: Any) -> None:
+    """Rows of ``ref`` before ``first`` and from ``last`` on to 0, whatever they were.
 
-    ref ``[slots, rows, columns]``, 16 bits each, lies as ``tiled`` says: a row is whole lines of
-    128 bytes, however their words are permuted. Columns are a multiple of 128. The warpgroup writes
+    ref ``[rows, columns]``, 16 bits each, lies as ``tiled`` says: a row is whole lines of 128
+    bytes, however their words are permuted. Columns are a multiple of 128. The warpgroup writes
     only what becomes 0, and reads nothing.
     """
-    _, rows, columns = ref.shape
+    rows, columns = ref.shape
     kind = plgpu.RefType((plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128)))
 
-    @plgpu.inline_mgpu(arg_types=(kind, SCALAR, SCALAR, SCALAR))
-    def apply(_: Any, ref: Any, *scalars: Any) -> None:
-        slot, first, last = (s.registers.item() for s in scalars)
+    @plgpu.inline_mgpu(arg_types=(kind, SCALAR, SCALAR))
+    def apply(_: Any, ref: Any, *ends: Any) -> None:
+        first, last = (n.registers.item() for n in ends)
         number = arith.andi(thread(), constant(127))
         row = arith.andi(arith.shrui(number, constant(3)), constant(GROUP - 1))
         start = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
-        place = arith.muli(slot, constant(2 * rows * columns))
-        start = arith.addi(start, arith.addi(place, arith.muli(number, constant(16))))
-        compare = arith.CmpIPredicate
+        start = arith.addi(start, arith.muli(number, constant(16)))
         group = 2 * GROUP * columns  # bytes
         for n in range(rows // GROUP):
             mine = arith.addi(row, constant(n * GROUP))
-            before = arith.cmpi(compare.slt, mine, first)
-            behind = arith.cmpi(compare.sge, mine, last)
+            outside = arith.ori(compare("slt", mine, first), compare("sge", mine, last))
             stores = "".join(
                 f" @p st.shared.v4.b32 [$0+{offset}], {{z, z, z, z}};"
                 for offset in range(n * group, (n + 1) * group, 128 * 16)
             )
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [start, arith.extui(i32(), arith.ori(before, behind))],
-                "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ne.b32 p, $1, 0;" + stores + " }",
-                "r,r", has_side_effects=True,
-            )  # fmt: skip
+            text = (
+                "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.ne.b32 p, $1, 0;" + stores + " }"
+            )
+            asm(text, "r,r", None, start, arith.extui(i32(), outside))
 
-    apply(ref, *(jnp.int32(n) for n in (slot, first, last)))
+    apply(ref, jnp.int32(first), jnp.int32(last))
 
 
 def store_tile(ref: Any, x: jax.Array) -> None:
@@ -171,23 +163,14 @@ def store_tile(ref: Any, x: jax.Array) -> None:
     ref: of x's shape, rows of a larger array. One address a thread and constants: where sums fill
     the registers, an address of every element would not find room.
     """
-    itemsize = jnp.dtype(jnp.float32).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def apply(_: Any, ref: Any, x: Any) -> None:
-        i64 = ir.IntegerType.get_signless(64)
-        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        row, column = thread_place()
-        mine = arith.addi(arith.muli(row, constant(stride)), column)
-        mine = arith.extui(i64, arith.muli(mine, constant(itemsize)))
-        start = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-        base = arith.addi(start, mine)
+        start, pitch = address(ref, *thread_place())
         for at, pair in np.ndenumerate(x.registers):
             # as in ``hide_outside``: eight columns, and the upper or lower eight of sixteen rows
-            offset = itemsize * (8 * at[4] * stride + 8 * at[1])
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [base, element(pair, 0), element(pair, 1)],
-                f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", "l,f,f", has_side_effects=True,
-            )  # fmt: skip
+            offset = 8 * at[4] * pitch + 32 * at[1]
+            text = f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};"
+            asm(text, "l,f,f", None, start, element(pair, 0), element(pair, 1))
 
     apply(ref, x)

@@ -14,11 +14,20 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import memref as _memref
 
-from ejkernel.kernels.pallas.gpu.common.masks import SCALAR, arith, constant, i32, llvm, scf, thread
+from ejkernel.kernels.pallas.gpu.common.registers import (
+    SCALAR,
+    arith,
+    asm,
+    compare,
+    constant,
+    i32,
+    memref,
+    splat,
+    thread,
+    when,
+)
 
-memref: Any = _memref
 ASKS = 96  # the thread that asks for a warpgroup: its warp is not the one that starts copies
 
 _TAKE = "atom.global.add.u32 {}, [$1], 1;"
@@ -31,7 +40,7 @@ _TAKE_FOR_WARP = (
 
 def _take(counter: Any, instructions: str, clobbers: str = "") -> Any:
     address = mgpu.utils.memref_ptr(counter)
-    return llvm.inline_asm(i32(), [address], instructions, "=r,l" + clobbers, has_side_effects=True)
+    return asm(instructions, "=r,l" + clobbers, i32(), address)
 
 
 def taken_by_warp(counter: Any) -> jax.Array:
@@ -40,8 +49,7 @@ def taken_by_warp(counter: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
     def take(_: Any, counter: Any) -> Any:
-        number = _take(counter, _TAKE_FOR_WARP, ",~{memory}")
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+        return splat(_take(counter, _TAKE_FOR_WARP, ",~{memory}"))
 
     return take(counter)
 
@@ -71,13 +79,10 @@ def taken_by_warpgroup(counter: Any, words: Any, place: Any, asks: Any) -> jax.A
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=kind)
     def take(_: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
-        now = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, asks.registers.item(), constant(0)))
-        with ir.InsertionPoint(now.then_block):
+        with when(compare("ne", asks.registers.item(), constant(0))):
             _ask(counter, words, place)
-            scf.yield_([])
         mgpu.utils.warpgroup_barrier()
-        number = memref.load(words, _at(words, place))
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+        return splat(memref.load(words, _at(words, place)))
 
     return take(counter, words, jnp.int32(place), jnp.int32(asks))
 
@@ -90,7 +95,5 @@ def _at(words: Any, place: Any) -> list[Any]:
 
 def _ask(counter: Any, words: Any, place: Any) -> None:
     number = arith.andi(thread(), constant(127))
-    one = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, number, constant(ASKS)))
-    with ir.InsertionPoint(one.then_block):
+    with when(compare("eq", number, constant(ASKS))):
         memref.store(_take(counter, _TAKE.format("$0")), words, _at(words, place))
-        scf.yield_([])

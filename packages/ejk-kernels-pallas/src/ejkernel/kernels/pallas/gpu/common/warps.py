@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
+from ejkernel.kernels.pallas.gpu.common.registers import (
     SCALAR,
     arith,
+    asm,
+    compare,
     constant,
     i32,
-    llvm,
+    splat,
     thread,
 )
 
@@ -45,15 +46,12 @@ def for_one_warp(body: Callable[[], None]) -> None:
 
 def any_in_warp(tests: list[Any]) -> Any:
     """Whether either of two tests holds in any lane of this warp, a bit of the compiler's."""
-    some = llvm.inline_asm(
-        i32(),
-        [arith.extui(i32(), arith.ori(*tests))],
+    text = (
         "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-        " selp.u32 $0, 1, 0, p; }",
-        "=r,r",
-        has_side_effects=True,
+        " selp.u32 $0, 1, 0, p; }"
     )
-    return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
+    some = asm(text, "=r,r", i32(), arith.extui(i32(), arith.ori(*tests)))
+    return compare("ne", some, constant(0))
 
 
 def thread_anew() -> jax.Array:
@@ -66,6 +64,6 @@ def thread_anew() -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(), return_type=kind)
     def number(_: Any) -> Any:
-        return mgpu.FragmentedArray.splat(thread(), (), is_signed=True)
+        return splat(thread())
 
     return number()

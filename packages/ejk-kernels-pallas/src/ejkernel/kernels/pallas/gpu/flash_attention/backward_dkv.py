@@ -25,7 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import COLUMN, LAYOUT, read, row_of, spread
+from ejkernel.kernels.pallas.gpu.common.masks import row_of
+from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, LAYOUT, read, spread
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_one_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import scale
-from ejkernel.kernels.pallas.gpu.common.masks import COLUMN, read, row_of, spread
+from ejkernel.kernels.pallas.gpu.common.masks import row_of
+from ejkernel.kernels.pallas.gpu.common.registers import COLUMN, read, spread
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole_rows
 from ejkernel.kernels.pallas.gpu.common.warps import for_each_warp, thread_anew
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan

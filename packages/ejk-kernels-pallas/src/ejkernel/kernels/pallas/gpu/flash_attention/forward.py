@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import unit
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, read, row_of
+from ejkernel.kernels.pallas.gpu.common.masks import row_of
+from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.common.tma import tiled, whole, whole_rows

@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.common.units import sign
 from ejkernel.kernels.pallas.gpu.common.masks import (
-    ROW,
     hide_other_segments,
     hide_outside,
     hide_unset,
     row_of,
 )
+from ejkernel.kernels.pallas.gpu.common.registers import ROW
 from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form

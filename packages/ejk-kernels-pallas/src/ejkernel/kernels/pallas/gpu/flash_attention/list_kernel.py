@@ -18,24 +18,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import math as _math
-from jaxlib.mlir.dialects import memref as _memref
 
 from ejkernel.kernels.pallas.compat import untracked
-from ejkernel.kernels.pallas.gpu.common.masks import (
+from ejkernel.kernels.pallas.gpu.common.registers import (
     SCALAR,
     arith,
+    asm,
+    compare,
     constant,
     i32,
-    llvm,
+    indices,
+    memref,
     scf,
     thread,
+    when,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS, EVERY, LIMIT, SOME
 from ejkernel.types.blocks import cdiv
 
-# the compiler's own operations, whose stubs are stricter than they are
 math: Any = _math
-memref: Any = _memref
 
 WARP = 32
 THREADS = 128  # of a program
@@ -160,35 +161,20 @@ def _by_thread(function: Callable[..., None], item: Any, *refs: Any) -> None:
     made(lambda _, item, *refs: function(item.registers.item(), *refs))(jnp.int32(item), *refs)
 
 
-def _at(*numbers: Any) -> list[Any]:
-    return [arith.index_cast(ir.IndexType.get(), n) for n in numbers]
-
-
-def _test(kind: str, a: Any, b: Any) -> Any:
-    return arith.cmpi(getattr(arith.CmpIPredicate, kind), a, b)
-
-
 def _store_if(test: Any, value: Any, ref: Any, *place: Any) -> None:
-    branch = scf.IfOp(test)
-    with ir.InsertionPoint(branch.then_block):
-        memref.store(value, ref, _at(*place))
-        scf.yield_([])
+    with when(test):
+        memref.store(value, ref, indices(*place))
 
 
 def _vote(test: Any) -> Any:
     """A bit for each thread of the warp."""
-    return llvm.inline_asm(
-        i32(),
-        [arith.extui(i32(), test)],
-        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
-        "=r,r",
-        has_side_effects=True,
-    )
+    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return asm(text, "=r,r", i32(), arith.extui(i32(), test))
 
 
 def _loop(count: int, step: int, body: Callable[..., list[Any]], *carry: Any) -> list[Any]:
     """``carry = body(i, *carry)`` for i = 0, step, .. below ``count``."""
-    loop = scf.ForOp(*_at(constant(0), constant(count), constant(step)), list(carry))
+    loop = scf.ForOp(*indices(constant(0), constant(count), constant(step)), list(carry))
     with ir.InsertionPoint(loop.body):
         i = arith.index_cast(i32(), loop.induction_variable)
         scf.yield_(body(i, *loop.inner_iter_args))
@@ -214,15 +200,15 @@ def _make_list(
                 arith.addi(first, arith.addi(lane, constant(c))) for c in range(0, step, WARP)
             ]
             found = [
-                memref.load(tiles, _at(row, arith.minsi(column, constant(n - 1))))
+                memref.load(tiles, indices(row, arith.minsi(column, constant(n - 1))))
                 for column in columns
             ]
             out = []
             for column, bits in zip(columns, found, strict=True):
-                inside = _test("slt", column, constant(n))
+                inside = compare("slt", column, constant(n))
                 bits = arith.select(inside, arith.extui(i32(), bits), zero)
                 some, every = (
-                    _test("ne", arith.andi(bits, constant(bit)), zero) for bit in (SOME, EVERY)
+                    compare("ne", arith.andi(bits, constant(bit)), zero) for bit in (SOME, EVERY)
                 )
                 every = arith.andi(some, every)
                 out.append((column, inside, some, every, _vote(some), _vote(every)))
@@ -239,8 +225,8 @@ def _make_list(
         length = arith.maxsi(visited, constant(1)) if by_query else visited
         head = (whole, length) if by_query else (length,)
         for place, value in enumerate(head):
-            _store_if(_test("eq", lane, constant(place)), value, lists, row, constant(place))
-        _store_if(_test("eq", lane, constant(len(head))), length, lengths, row)
+            _store_if(compare("eq", lane, constant(place)), value, lists, row, constant(place))
+        _store_if(compare("eq", lane, constant(len(head))), length, lengths, row)
 
         def earlier(votes: Any) -> Any:
             return math.ctpop(arith.andi(votes, before))
@@ -265,7 +251,7 @@ def _make_list(
                     left = arith.addi(left, math.ctpop(some_votes))
                 _store_if(some, value, lists, row, place)
                 # places that no tile takes
-                unused = arith.andi(inside, _test("sge", column, visited))
+                unused = arith.andi(inside, compare("sge", column, visited))
                 end = arith.addi(column, constant(len(head)))
                 _store_if(unused, nothing, lists, row, end)
             return [left, right]
@@ -293,20 +279,20 @@ def _place_tiles(
         first = arith.addi(arith.muli(part, constant(RANKED)), warp)
         mine = [arith.addi(first, constant(i)) for i in range(each)]
         last = constant(places - 1)
-        own = [memref.load(lengths, _at(group, arith.minsi(i, last))) for i in mine]
+        own = [memref.load(lengths, indices(group, arith.minsi(i, last))) for i in mine]
 
         def count(begin: Any, *ranks: Any) -> list[Any]:
             begin = arith.addi(begin, lane)
             others = [arith.addi(begin, constant(c)) for c in range(0, step, WARP)]
-            found = [memref.load(lengths, _at(group, arith.minsi(i, last))) for i in others]
+            found = [memref.load(lengths, indices(group, arith.minsi(i, last))) for i in others]
             out = list(ranks)
             for i, length in zip(others, found, strict=True):
-                inside = _test("slt", i, constant(places))
+                inside = compare("slt", i, constant(places))
                 length = arith.select(inside, length, constant(-1))
                 for n in range(each):
                     # of equally long ones those before go before
-                    less = arith.extui(i32(), _test("slt", i, mine[n]))
-                    votes = _vote(_test("sgt", arith.addi(length, less), own[n]))
+                    less = arith.extui(i32(), compare("slt", i, mine[n]))
+                    votes = _vote(compare("sgt", arith.addi(length, less), own[n]))
                     out[n] = arith.addi(out[n], math.ctpop(votes))
             return out
 
@@ -314,19 +300,19 @@ def _place_tiles(
         # a thread for each of the warp's tiles
         rank = ranks[0]
         for n in range(1, each):
-            rank = arith.select(_test("eq", lane, constant(n)), ranks[n], rank)
+            rank = arith.select(compare("eq", lane, constant(n)), ranks[n], rank)
         place = arith.addi(first, lane)
         inside = arith.andi(
-            _test("slt", lane, constant(each)), _test("slt", place, constant(places))
+            compare("slt", lane, constant(each)), compare("slt", place, constant(places))
         )
         slot = arith.addi(first_place, arith.minsi(rank, last))
         if slots is not None:
-            slot = memref.load(slots, _at(slot))
+            slot = memref.load(slots, indices(slot))
         _store_if(inside, arith.addi(first_place, place), order, slot)
         for e in range(groups * places, size, THREADS):
             end = arith.addi(t, constant(e))
-            left = arith.andi(_test("eq", item, constant(0)), _test("slt", end, constant(size)))
-            slot = memref.load(slots, _at(arith.minsi(end, constant(size - 1))))
+            left = arith.andi(compare("eq", item, constant(0)), compare("slt", end, constant(size)))
+            slot = memref.load(slots, indices(arith.minsi(end, constant(size - 1))))
             _store_if(left, constant(-1), order, slot)
 
     refs = (lengths, order) if slots is None else (lengths, order, slots)

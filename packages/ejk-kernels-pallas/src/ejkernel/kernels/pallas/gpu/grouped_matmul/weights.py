@@ -54,7 +54,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT
+from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT
 from ejkernel.kernels.pallas.gpu.common.rows import clear_rows
 from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warpgroup
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP, tiled
@@ -236,7 +236,7 @@ class Weights:
             """A step that has rows of others, once they are 0."""
             plgpu.barrier_wait(r.some.at[slot])
             for operand in (r.a, r.b):
-                clear_rows(operand, slot, low, high)
+                clear_rows(operand.at[slot], low, high)
             plgpu.commit_smem()
             for _ in range(COPIES):
                 plgpu.barrier_arrive(r.ready.at[slot])

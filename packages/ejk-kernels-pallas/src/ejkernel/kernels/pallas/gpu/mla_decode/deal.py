@@ -11,44 +11,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import memref as _memref
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
+from ejkernel.kernels.pallas.gpu.common.registers import (
     SCALAR,
     arith,
+    asm,
+    compare,
     constant,
     i32,
-    llvm,
+    indices,
+    memref,
     scf,
+    splat,
     thread,
 )
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT, LEAST, OPENING, SHORT, UNEVEN
 
-memref: Any = _memref
 LANES = 32
 
 
-def _asm(text: str, *given: Any) -> Any:
-    places = ",".join(["=r", *"r" * len(given)])
-    return llvm.inline_asm(i32(), list(given), text, places, has_side_effects=True)
-
-
 def _over_warp(how: str, x: Any) -> Any:
-    return _asm(f"redux.sync.{how}.s32 $0, $1, 0xffffffff;", x)
+    return asm(f"redux.sync.{how}.s32 $0, $1, 0xffffffff;", "=r,r", i32(), x)
 
 
 def _sum_to_lane(x: Any) -> Any:
     """The sum of ``x`` of all lanes up to this one."""
     for distance in (1, 2, 4, 8, 16):
-        x = _asm(
+        text = (
             "{ .reg .pred p; .reg .b32 t; "
             f"shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff; "
-            "@!p mov.b32 t, 0; add.s32 $0, $1, t; }",
-            x,
+            "@!p mov.b32 t, 0; add.s32 $0, $1, t; }"
         )
+        x = asm(text, "=r,r", i32(), x)
     return x
 
 
@@ -74,18 +70,16 @@ def deal(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(number,) * (3 + CUT))
     def apply(_: Any, lengths: Any, run: Any) -> tuple[Any, ...]:
         run = run.registers.item()
-        compare = arith.CmpIPredicate
         lane = arith.andi(thread(), constant(LANES - 1))
 
         def steps(i: Any) -> Any:
-            at = arith.index_cast(ir.IndexType.get(), arith.minsi(i, constant(b - 1)))
-            x = memref.load(lengths, [at])
+            x = memref.load(lengths, indices(arith.minsi(i, constant(b - 1))))
             x = arith.minsi(arith.maxsi(x, constant(0)), constant(capacity))
             x = arith.divui(arith.addi(x, constant(step - 1)), constant(step))
-            return arith.select(arith.cmpi(compare.slt, i, constant(b)), x, constant(0))
+            return arith.select(compare("slt", i, constant(b)), x, constant(0))
 
         def if_less(a: Any, b: Any, x: Any) -> Any:
-            return arith.select(arith.cmpi(compare.slt, a, b), x, constant(0))
+            return arith.select(compare("slt", a, b), x, constant(0))
 
         top = arith.muli(lane, constant(mine))  # this lane's first sequence
         whole_from = arith.muli(run, constant(together))
@@ -132,9 +126,7 @@ def deal(
         even = arith.divui(arith.addi(most, constant(groups - 1)), constant(groups))
         even = arith.maxsi(even, constant(LEAST))
         up, down = UNEVEN
-        whole = arith.cmpi(
-            compare.sle, arith.muli(longest, constant(down)), arith.muli(even, constant(up))
-        )
+        whole = compare("sle", arith.muli(longest, constant(down)), arith.muli(even, constant(up)))
         cut_from = arith.muli(run, even)
         cut_to = arith.addi(cut_from, even)
 
@@ -147,9 +139,7 @@ def deal(
                 arith.minsi(arith.maxsi(arith.subi(bound, begin), constant(0)), x)
                 for bound in (cut_from, cut_to)
             ]
-            over = arith.andi(
-                arith.cmpi(compare.slt, begin, cut_to), arith.cmpi(compare.sgt, end, cut_to)
-            )
+            over = arith.andi(compare("slt", begin, cut_to), compare("sgt", end, cut_to))
             new = (i, at, end)
             chosen = [arith.select(over, n, f) for n, f in zip(new, found, strict=True)]
             return [end, arith.addi(first, upto[0]), arith.addi(to, upto[1]), *chosen]
@@ -163,9 +153,7 @@ def deal(
         def behind(t: Any, end: Any, ended: Any, last: Any) -> list[Any]:
             i = arith.addi(top, t)
             end = arith.addi(end, steps(i))
-            over = arith.andi(
-                arith.cmpi(compare.sle, end, bound), arith.cmpi(compare.slt, i, constant(b))
-            )
+            over = arith.andi(compare("sle", end, bound), compare("slt", i, constant(b)))
             ended = arith.addi(ended, arith.extui(i32(), over))
             return [end, ended, arith.select(over, arith.maxsi(last, end), last)]
 
@@ -174,9 +162,9 @@ def deal(
         there = arith.subi(bound, _over_warp("max", last))
         # the run of the cut sequence's first step, and whether another sequence begins that run
         began = arith.divui(arith.addi(at, opening), even)
-        later = arith.extui(i32(), arith.cmpi(compare.sgt, at, arith.muli(began, even)))
+        later = arith.extui(i32(), compare("sgt", at, arith.muli(began, even)))
         ending = arith.divui(arith.subi(end, constant(1)), even)
-        none = arith.ori(whole, arith.cmpi(compare.eq, end, constant(0)))
+        none = arith.ori(whole, compare("eq", end, constant(0)))
         parts = arith.addi(arith.subi(ending, began), constant(1))
         found = (
             first,
@@ -187,11 +175,6 @@ def deal(
             arith.select(none, constant(0), parts),
             arith.subi(run, began),
         )
-        return tuple(
-            mgpu.FragmentedArray.splat(
-                x, shape=(), layout=mgpu.WGSplatFragLayout(()), is_signed=True
-            )
-            for x in found
-        )
+        return tuple(map(splat, found))
 
     return apply(lengths, run)

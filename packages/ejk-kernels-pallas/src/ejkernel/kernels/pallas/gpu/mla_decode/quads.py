@@ -17,34 +17,32 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
+from ejkernel.kernels.pallas.gpu.common.registers import (
     LAYOUT,
     ROW,
-    SCALAR,
+    address,
     arith,
+    asm,
+    compare,
     constant,
     element,
     i32,
     llvm,
+    other_lane,
+    packed,
     thread,
     thread_place,
 )
-from ejkernel.kernels.pallas.gpu.common.tma import GROUP
-
-TILE_BYTES = 128  # of a row, in one tile of shared memory
 
 
 def _bit(which: int) -> Any:
     """Whether this lane's number has a bit."""
-    bit = arith.andi(thread(), constant(which))
-    return arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
+    return compare("ne", arith.andi(thread(), constant(which)), constant(0))
 
 
 def _exchanged(bit: Any, distance: int, a: Any, b: Any) -> tuple[Any, Any]:
     """(a, the other's a) in the lane without the bit, (the other's b, b) in the one with it."""
-    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    given = arith.select(bit, a, b)
-    got = llvm.inline_asm(i32(), [given], text, "=r,r", has_side_effects=True)
+    got = other_lane(arith.select(bit, a, b), distance)
     return arith.select(bit, got, a), arith.select(bit, b, got)
 
 
@@ -58,16 +56,6 @@ def _transposed(odd: Any, upper: Any, words: list[Any]) -> list[Any]:
     return w
 
 
-def _start(ref: Any, itemsize: int, column: Any) -> tuple[Any, int]:
-    """(address of this thread's first row at ``column``, bytes from a row to the next)."""
-    i64 = ir.IntegerType.get_signless(64)
-    (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-    row, _ = thread_place()
-    mine = arith.addi(arith.muli(row, constant(stride)), column)
-    mine = arith.extui(i64, arith.muli(mine, constant(itemsize)))
-    return arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), mine), stride * itemsize
-
-
 def load_rows(ref: Any) -> jax.Array:
     """The 64 rows of ``ref``, of 16-bit numbers, as an operand of products."""
     kind = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=LAYOUT)
@@ -75,16 +63,14 @@ def load_rows(ref: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
     def apply(_: Any, ref: Any) -> Any:
-        _, column = thread_place()
-        start, row = _start(ref, 2, arith.muli(column, constant(4)))
+        row, column = thread_place()
+        start, pitch = address(ref, row, arith.muli(column, constant(4)))
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
         found = {}
         for group in range(0, groups, 4):
             for half in range(2):
-                text = f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{half * 8 * row + group * 16}];"
-                found[group, half] = llvm.inline_asm(
-                    four, [start], text, "=r,=r,=r,=r,l", has_side_effects=True
-                )
+                text = f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{half * 8 * pitch + group * 16}];"
+                found[group, half] = asm(text, "=r,=r,=r,=r,l", four, start)
         odd, upper = _bit(1), _bit(2)
         number = ir.MemRefType(ref.type).element_type
         pair = ir.VectorType.get((2,), number)
@@ -100,55 +86,22 @@ def load_rows(ref: Any) -> jax.Array:
     return apply(ref)
 
 
-def clear_rows(ref: Any, first: jax.Array) -> None:
-    """Sets rows of ``ref``, 16-bit numbers in shared memory as ``tiled`` has them, to 0, from the
-    ``first`` on: where in a row a number lies does not matter."""
-    rows, columns = ref.shape
-    tiles = columns * 2 // TILE_BYTES
-    pattern = (plgpu.TilingTransform((GROUP, TILE_BYTES // 2)), plgpu.SwizzleTransform(TILE_BYTES))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(pattern), SCALAR))
-    def apply(_: Any, ref: Any, first: Any) -> None:
-        number = arith.andi(thread(), constant(127))
-        each = 8 * tiles  # threads of a row, 16 bytes each
-        mine = arith.divui(number, constant(each))
-        place = arith.remui(number, constant(each))
-        tile, chunk = arith.divui(place, constant(8)), arith.remui(place, constant(8))
-        inside = arith.addi(
-            arith.muli(tile, constant(GROUP * TILE_BYTES)), arith.muli(chunk, constant(16))
-        )
-        start = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), inside)
-        for turn in range(0, rows, 128 // each):
-            row = arith.addi(mine, constant(turn))
-            at = arith.muli(arith.divui(row, constant(GROUP)), constant(tiles * GROUP * TILE_BYTES))
-            line = arith.muli(arith.remui(row, constant(GROUP)), constant(TILE_BYTES))
-            at = arith.addi(arith.addi(start, at), line)
-            text = (
-                "{ .reg .pred p; setp.ge.s32 p, $1, $2; "
-                "@p st.shared.v4.b32 [$0], {$3, $3, $3, $3}; }"
-            )
-            nothing = ir.Type.parse("!llvm.void")
-            given = [at, row, first.registers.item(), constant(0)]
-            llvm.inline_asm(nothing, given, text, "r,r,r,r", has_side_effects=True)
-
-    apply(ref, first)
-
-
 def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None:
     """``x``, 64 rows in the layout of products, times ``factors`` of its rows, to ``ref``."""
     dtype = jnp.dtype(ref.dtype)
-    name = {"float32": "", "float16": "f16x2", "bfloat16": "bf16x2"}[dtype.name]
+    whole = dtype.itemsize == 4
     rows = () if factors is None else (factors,)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, *(ROW,) * len(rows)))
     def apply(_: Any, ref: Any, x: Any, *rows: Any) -> None:
         odd, upper = _bit(1), _bit(2)
-        _, column = thread_place()  # two of a lane
-        if name:
-            start, row = _start(ref, 2, arith.muli(column, constant(4)))
-        else:  # the odd lanes have the next eight columns
-            mine = arith.andi(column, constant(4))
-            start, row = _start(ref, 4, arith.select(odd, arith.addi(mine, constant(8)), mine))
+        row, column = thread_place()  # two columns of a lane
+        if whole:  # the odd lanes have the next eight columns
+            column = arith.andi(column, constant(4))
+            column = arith.select(odd, arith.addi(column, constant(8)), column)
+        else:
+            column = arith.muli(column, constant(4))
+        start, pitch = address(ref, row, column)
         by = {}
         for at, pair in np.ndenumerate(x.registers):
             values = [element(pair, 0), element(pair, 1)]
@@ -157,26 +110,17 @@ def store_rows(ref: Any, x: jax.Array, factors: jax.Array | None = None) -> None
                 values = [arith.mulf(v, factor) for v in values]
             by[at[1], at[4]] = values
 
-        def word(group: int, half: int) -> Any:
-            low, high = by[group, half]
-            text = f"cvt.rn.{name}.f32 $0, $1, $2;"
-            return llvm.inline_asm(i32(), [high, low], text, "=r,f,f", has_side_effects=True)
-
-        def write(offset: int, words: list[Any]) -> None:
-            text = f"st.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
-            nothing = ir.Type.parse("!llvm.void")
-            llvm.inline_asm(nothing, [start, *words], text, "l,r,r,r,r", has_side_effects=True)
-
-        each = 4 if name else 2
+        each = 2 if whole else 4
         for group in range(0, x.shape[1] // 8, each):
             for half in range(2):
-                if name:
-                    words = [word(group + i, half) for i in range(4)]
-                    words = _transposed(odd, upper, words)
+                mine = [by[group + i, half] for i in range(each)]
+                if whole:
+                    a, b = ([llvm.bitcast(i32(), v) for v in values] for values in mine)
+                    pairs = [_exchanged(odd, 1, *both) for both in zip(a, b, strict=True)]
+                    words = [low for low, _ in pairs] + [high for _, high in pairs]
                 else:
-                    a, b = ([llvm.bitcast(i32(), v) for v in by[group + i, half]] for i in range(2))
-                    first = [_exchanged(odd, 1, *both) for both in zip(a, b, strict=True)]
-                    words = [low for low, _ in first] + [high for _, high in first]
-                write(half * 8 * row + group * 8 * dtype.itemsize, words)
+                    words = _transposed(odd, upper, [packed(*values, dtype) for values in mine])
+                text = f"st.global.v4.b32 [$0+{half * 8 * pitch + group * 8 * dtype.itemsize}], "
+                asm(text + "{$1, $2, $3, $4};", "l,r,r,r,r", None, start, *words)
 
     apply(ref, x, *rows)

@@ -12,28 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from ejkernel.kernels.pallas.gpu.common.masks import (
+from ejkernel.kernels.pallas.gpu.common.registers import (
     LAYOUT,
     ROW,
     arith,
     constant,
     element,
-    i32,
     like,
     llvm,
     on_registers,
+    other_lane,
+    packed,
     scf,
     vector,
 )
 from ejkernel.kernels.pallas.gpu.common.warps import any_in_warp
-
-
-def _other_lane(x: Any, distance: int) -> Any:
-    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    return llvm.inline_asm(ir.F32Type.get(), [x], text, "=f,f", has_side_effects=True)
 
 
 def _of_rows(x: Any, combine: Any) -> list[Any]:
@@ -75,7 +72,7 @@ def over_lanes(rows: jax.Array) -> jax.Array:
         found = []
         for x in (element(r, 0) for r in rows.registers.flat):
             for distance in (1, 2):
-                x = arith.addf(x, _other_lane(x, distance))
+                x = arith.addf(x, other_lane(x, distance))
             found.append(x)
         return _rows(rows, found)
 
@@ -97,7 +94,7 @@ def raised(m: jax.Array, x: jax.Array, slack: float) -> jax.Array:
             new = []
             for top, o, most in zip(seen, old, limit, strict=True):
                 for distance in (1, 2):
-                    top = arith.maxnumf(top, _other_lane(top, distance))
+                    top = arith.maxnumf(top, other_lane(top, distance))
                 new.append(arith.select(arith.cmpf(above, top, most), top, o))
             scf.yield_(new)
         with ir.InsertionPoint(branch.else_block):
@@ -110,23 +107,14 @@ def raised(m: jax.Array, x: jax.Array, slack: float) -> jax.Array:
 def halved(x: jax.Array, dtype: Any) -> jax.Array:
     """``x`` as float16 or bfloat16, here and now: a conversion that waits keeps twice the
     registers."""
-    name = {"float16": "f16x2", "bfloat16": "bf16x2"}[jnp.dtype(dtype).name]
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), layout=LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=kind)
     def apply(_: Any, x: Any) -> Any:
-        scalar = ir.F16Type.get() if name == "f16x2" else ir.BF16Type.get()
-        pair_type = ir.VectorType.get((2,), scalar)
+        pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
         out = np.empty_like(x.registers)
         for at, pair in np.ndenumerate(x.registers):
-            both = llvm.inline_asm(
-                i32(),
-                [element(pair, 1), element(pair, 0)],
-                f"cvt.rn.{name}.f32 $0, $1, $2;",
-                "=r,f,f",
-                has_side_effects=True,
-            )
-            out[at] = llvm.bitcast(pair_type, both)
+            out[at] = llvm.bitcast(pair_type, packed(element(pair, 0), element(pair, 1), dtype))
         return like(x, out)
 
     return apply(x)

@@ -56,12 +56,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas import compat
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, ROW, hide_outside, read
-from ejkernel.kernels.pallas.gpu.common.rows import scale_rows
+from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
+from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, ROW, read
+from ejkernel.kernels.pallas.gpu.common.rows import clear_rows, scale_rows
 from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
-from ejkernel.kernels.pallas.gpu.mla_decode.quads import clear_rows, load_rows, store_rows
+from ejkernel.kernels.pallas.gpu.mla_decode.quads import load_rows, store_rows
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT
 from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
@@ -103,7 +104,7 @@ class Steps(Runs):
     def clear(self, values: Any, left: Any) -> None:
         """Sets rows behind the last to 0, whatever they were."""
         for i in range(HALVES):
-            clear_rows(values.at[i], left)
+            clear_rows(values.at[i], 0, left)
 
     def score(self, r: Any) -> None:
         plgpu.set_max_registers(REGISTERS["scores"], action="increase")

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
-from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_rows
+from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_row_range
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, softmax, start
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
     OWN_LENGTH,
@@ -177,7 +177,7 @@ def attend(kernel: Any, r: Any) -> None:
             o = o_acc[...] * lax.broadcast_in_dim(share, (ROWS, p.value_dim), [0])
             mine = wg * p.group
             place = (0, row, head, 0)
-            store_rows(r.o, o.astype(p.dtype), place, mine, mine + p.group, heads=True)
+            store_row_range(r.o, o.astype(p.dtype), place, mine, mine + p.group, heads=True)
             return n2
 
         return i + 1, pl.run_scoped(walk, plgpu.ACC((ROWS, p.value_dim), F32))

@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels.pallas.gpu.common.masks import LAYOUT, hide_outside, read
-from ejkernel.kernels.pallas.gpu.common.rows import store_rows
+from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
+from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
+from ejkernel.kernels.pallas.gpu.common.rows import store_row_range
 from ejkernel.kernels.pallas.gpu.common.tickets import ask_ahead, taken_by_warpgroup
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
@@ -241,7 +242,7 @@ class PagedForward(Forward):
 
         @pl.when(jnp.logical_not(whole))
         def some():
-            store_rows(
+            store_row_range(
                 r.o, part, (tile.batch, first, tile.head, column),
                 tile.first - first, tile.last - first,
             )  # fmt: skip

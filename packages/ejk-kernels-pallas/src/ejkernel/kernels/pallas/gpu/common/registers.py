@@ -1,0 +1,144 @@
+"""Tiles in the registers of one warpgroup: how they lie there, and what the language lacks.
+
+Functions of ``jax.Array`` are used in kernels; the others build what ``plgpu.inline_mgpu`` puts
+there, from values of the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as _arith
+from jaxlib.mlir.dialects import llvm as _llvm
+from jaxlib.mlir.dialects import memref as _memref
+from jaxlib.mlir.dialects import scf as _scf
+from jaxlib.mlir.dialects import vector as _vector
+
+from ejkernel.kernels.pallas import compat
+
+# the compiler's own operations, whose stubs are stricter than they are
+arith: Any = _arith
+llvm: Any = _llvm
+memref: Any = _memref
+scf: Any = _scf
+vector: Any = _vector
+
+LAYOUT = plgpu.Layout.WGMMA
+ROW, COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(n: float) -> Any:
+    """An int as int32, a float as float32."""
+    if isinstance(n, int):
+        return arith.constant(i32(), ir.IntegerAttr.get(i32(), n))
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), n))
+
+
+def compare(how: str, a: Any, b: Any) -> Any:
+    """Of two int32, a bit: ``how`` is eq, ne, slt, sle, sgt or sge."""
+    return arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
+
+
+def indices(*numbers: Any) -> list[Any]:
+    return [arith.index_cast(ir.IndexType.get(), n) for n in numbers]
+
+
+@contextmanager
+def when(test: Any) -> Generator[None]:
+    """What is built inside runs where ``test`` holds."""
+    branch = scf.IfOp(test)
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.yield_([])
+
+
+def splat(x: Any) -> Any:
+    """An int32 as a number of the language."""
+    return mgpu.FragmentedArray.splat(x, (), is_signed=True)
+
+
+def asm(text: str, places: str, kind: Any, *given: Any) -> Any:
+    """PTX that stays where it stands; ``kind`` of the result, None where there is none."""
+    kind = ir.Type.parse("!llvm.void") if kind is None else kind
+    return llvm.inline_asm(kind, list(given), text, places, has_side_effects=True)
+
+
+def thread() -> Any:
+    """The thread's number, read anew: two of them are not known to be equal."""
+    return asm("mov.u32 $0, %tid.x;", "=r", i32())
+
+
+def other_lane(x: Any, distance: int) -> Any:
+    """``x``, an int32 or float32, of the lane whose number differs in this bit."""
+    kind = "r" if x.type == i32() else "f"
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return asm(text, f"={kind},{kind}", x.type, x)
+
+
+def packed(low: Any, high: Any, dtype: Any) -> Any:
+    """Two float32 rounded to float16 or bfloat16, as one int32."""
+    name = {"float16": "f16x2", "bfloat16": "bf16x2"}[jnp.dtype(dtype).name]
+    return asm(f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", i32(), high, low)
+
+
+def element(x: Any, at: int) -> Any:
+    """One number of a register that holds several."""
+    place = ir.DenseI64ArrayAttr.get([at])
+    return vector.extract(x, dynamic_position=[], static_position=place)
+
+
+def like(x: Any, registers: Any) -> Any:
+    """Other registers as an array in the layout of ``x``."""
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+def on_registers(x: jax.Array, *layouts: Any) -> Callable:
+    """Makes a function of ``x`` and others, in these layouts, one of their registers.
+
+    It gives float32 numbers in the shape and layout of ``x``.
+    """
+    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layouts[0])
+    made = plgpu.inline_mgpu(arg_types=layouts, return_type=kind)
+    return lambda function: made(lambda _, *given: function(*given))
+
+
+def read(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """The values of a reference in a register layout."""
+    return compat.load_registers(ref, layout=layout, optimized=optimized)
+
+
+def spread(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """A vector along one axis of a tile, the same along the other."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def thread_place() -> tuple[Any, Any]:
+    """Row and column of a thread's first element of a tile, from the thread index read anew."""
+    number = thread()
+    warp = arith.andi(arith.shrui(number, constant(5)), constant(3))
+    lane = arith.andi(number, constant(31))
+    row = arith.addi(arith.shli(warp, constant(4)), arith.shrui(lane, constant(2)))
+    return row, arith.shli(arith.andi(lane, constant(3)), constant(1))
+
+
+def address(ref: Any, row: Any, column: Any) -> tuple[Any, int]:
+    """(address of an element of ``ref`` in device memory, bytes from a row to the next)."""
+    i64, kind = ir.IntegerType.get_signless(64), ir.MemRefType(ref.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    itemsize = mgpu.utils.bytewidth(kind.element_type)
+    mine = arith.addi(arith.muli(row, constant(stride)), column)
+    mine = arith.extui(i64, arith.muli(mine, constant(itemsize)))
+    return arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), mine), stride * itemsize
