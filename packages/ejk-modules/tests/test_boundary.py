@@ -194,7 +194,7 @@ BAD = [
     ("blocksparse_attention", dict(chunk_size=0), "chunk_size: given 0"),
     ("blocksparse_attention", dict(mask_builder=lambda *a: None), "mask_builder: given together"),
     ("native_sparse_attention", dict(block_counts=0), "block_counts: given 0"),
-    ("native_sparse_attention", dict(block_counts=np.zeros((1, 24, 2), np.int8)), r"block_counts\[0, 0, 0\]: given 0"),
+    ("native_sparse_attention", dict(block_counts=np.zeros((2, 12, 2), np.int8)), r"block_counts\[0, 0, 0\]: given 0"),
     ("native_sparse_attention", dict(block_size=0), "block_size: given 0"),
     ("native_sparse_attention", dict(max_block_count=0), "max_block_count: given 0"),
     ("native_sparse_attention", dict(sliding_window=None), "g_swa: given without sliding_window"),
@@ -239,6 +239,25 @@ def test_cumulative_lengths(operation, name, _):
     ):
         with pytest.raises(ValueError, match=name + message):
             getattr(modules, operation)(**{**one, **c.static, name: np.asarray(cu)})
+
+
+PAGED = (
+    "page_attention", "ragged_page_attention", "ragged_page_attention_v3", "ragged_decode_attention",
+    "mla_decode",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", PAGED)
+def test_a_wrong_form_is_said_before_what_its_values_would_mean(operation):
+    c = call(operation)
+    known = {name: np.asarray(x) for name, x in c.arrays.items()}
+    for name, x in c.arrays.items():
+        if name in ("num_seqs", "softmax_aux"):  # that have more forms
+            continue
+        for wrong in (np.zeros((), x.dtype), np.asarray(x).tolist(), None):
+            raises(InvalidArgument, f"^{name}: expected", operation, **{**known, name: wrong})
+        if name != "kv_cache":  # whose packed form has an axis more
+            raises(InvalidArgument, "expected", operation, **{**known, name: np.asarray(x)[None]})
 
 
 def test_any_integer_dtype_serves_as_an_index():

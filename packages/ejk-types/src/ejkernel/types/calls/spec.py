@@ -138,11 +138,15 @@ class Call:
         for name, value in a.items():
             if value is REQUIRED:
                 raise TypeError(f"{cls.name}() is missing the argument {name!r}")
-        for name in boundary.index_names:
-            check_int32(a[name], name)
-        for name in boundary.scale_names:
-            values.scale_to_array(a, name, divide=name in cls.divisors)
-        cls.check_values(a)
+        try:
+            for name in boundary.index_names:
+                check_int32(a[name], name)
+            for name in boundary.scale_names:
+                values.scale_to_array(a, name, divide=name in cls.divisors)
+            cls.check_values(a)
+        except (LookupError, TypeError, ValueError):
+            boundary.check(a)  # a wrong form is why values look wrong, where it is one
+            raise
         return a
 
     @classmethod
