@@ -45,6 +45,11 @@ class Room:
     pages: int = 48
     page: int = 16
 
+    def __post_init__(self):
+        if self.rows < self.sequences:
+            each = f"at least one for each of {self.sequences} sequences"
+            raise ValueError(f"{self.rows} rows, expected {each}")
+
 
 @dataclass(eq=False)
 class Request:
@@ -95,8 +100,9 @@ class Server:
         """A request of ``answer`` bytes after ``prompt``."""
         end = len(prompt) + answer
         most = min(self.columns, self.room.pages) * self.room.page
-        if not prompt or end > most:
-            raise ValueError(f"prompt and answer: {end} bytes, of 1 to {most}")
+        if not prompt or answer < 1 or end > most:
+            given = f"prompt of {len(prompt)} and answer of {answer} bytes"
+            raise ValueError(f"{given}, expected at least 1 each and at most {most} together")
         request = Request(list(prompt), answer, end)
         self.waiting.append(request)
         return request

@@ -97,8 +97,12 @@ def test_a_server_answers_as_the_model_does_in_one_program(serve, caplog):
         chosen = logits[answer, :][np.arange(request.answer), request.tokens[-request.answer :]]
         np.testing.assert_allclose(chosen, logits[answer].max(-1), atol=1e-5)
 
-    with pytest.raises(ValueError, match="prompt and answer: 66 bytes"):
-        server.submit(b"x" * 60, 6)
+    for prompt, answer in ((b"x" * 60, 6), (b"", 6), (b"x", 0), (b"x", -1)):
+        with pytest.raises(ValueError, match=f"prompt of {len(prompt)} and answer of {answer}"):
+            server.submit(prompt, answer)
+    assert not server.waiting
+    with pytest.raises(ValueError, match="8 rows, expected at least one for each of 9 sequences"):
+        serve.Room(rows=8, sequences=9)
 
 
 def test_a_server_keeps_its_cache_in_place(serve):
