@@ -57,7 +57,7 @@ def mla_decode(
 
     Returns:
         The query's rank and dtype, last axis ``latent_dim``; with ``return_lse`` also the same
-        without the last axis in float32.
+        without the last axis in float32 (float64 for float64 inputs).
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
