@@ -83,7 +83,12 @@ def test_words_become_a_call():
         (lambda: find.from_words("flash_attention", ["hedas=4"]), "did you mean heads"),
         (lambda: find.from_words("page_attention", ["dtype=bf16"]), "bfloat16"),
         (lambda: find.from_words("flash_attention", ["batch=two"]), "expected int"),
-        (lambda: find.from_words("flash_attention", ["batch"]), "expected key=value"),
+        (lambda: find.from_words("flash_attention", ["batch"]), "expected key=value, e.g. batch="),
+        (lambda: find.from_words("flash_attention", ["s=8", "q_len=9"]), "'q_len=9': .* by 's=8'"),
+        (
+            lambda: find.from_words("flash_attention", ["platform=xla", "platform=cuda"]),
+            "by 'platform=xla'",
+        ),
         (lambda: call_of(find.shapes_of("mla_decode")[0], "attention"), "no call of attention"),
     ],
 )

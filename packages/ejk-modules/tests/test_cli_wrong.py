@@ -27,6 +27,7 @@ def own_cache(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["nothing"], "invalid choice: 'nothing'"),
+        (["explain"], "the following arguments are required: OP\n"),
         (["explain", "mean_pooling", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["bench", "mean_pooling", "--rounds", "0"], "--rounds: given 0, expected a number >= 1"),
         (["bench", "mean_pooling", "--target-s", "-1"], "--target-s: given -1, expected seconds"),
@@ -40,7 +41,7 @@ def test_wrong_words_are_json_where_json_is_asked_for(capsys, words, message):
             main(asked)
         assert stopped.value.code == 2
         told = capsys.readouterr()
-        assert message in json.loads(told.out)["error"] and message in told.err
+        assert message in json.loads(told.out)["error"] + "\n" and message in told.err
     with pytest.raises(SystemExit):
         main(words)
     assert capsys.readouterr().out == ""

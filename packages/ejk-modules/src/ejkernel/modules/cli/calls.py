@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, operation_optional: bool =
     """``OP [--shape NAME] [key=value ...]``."""
     optional: dict[str, Any] = {"nargs": "?"} if operation_optional else {}
     parser.add_argument("operation", metavar="OP", help="e.g. flash_attention", **optional)
-    parser.add_argument("words", nargs="*", metavar="key=value", help=KEYS)
+    # a default, or argparse says of a missing OP that words are missing too
+    parser.add_argument("words", nargs="*", default=[], metavar="key=value", help=KEYS)
     parser.add_argument(
         "--shape", "--shapes", dest="shape", nargs="?", const="*", metavar="NAME",
         help="a named case or a glob; without a name, all cases for this device",

@@ -111,26 +111,29 @@ def from_words(operation: str, words: Sequence[str], base: Shape | None = None) 
 
     Raises:
         UnknownName: a key that is neither.
-        ValueError: a word without ``=``, or a value of the wrong kind.
+        ValueError: a word without ``=``, a value of the wrong kind, or something given twice.
     """
     family = family_of(operation)
     fields = {f.name: f for f in dataclasses.fields(family)}
     options = _static_options(operation)
     sizes: dict[str, Any] = {}
     rest: dict[str, Any] = {}
+    given_by: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ValueError(f"{word!r}: expected key=value, e.g. {next(iter(options))}=...")
+            raise ValueError(f"{word!r}: expected key=value, e.g. {next(iter(_usable(fields)))}=8")
         if key not in fields:
             key = next((name for name in SHORT_NAMES.get(key, ()) if name in fields), key)
-        if key in fields and key not in ("name", "source", "device"):
+        if key in _usable(fields):
             sizes[key] = _checked(key, text, fields[key].type)
         elif key in options:
             rest[key] = _value(text)
         else:
-            usable = [k for k in fields if k not in ("name", "source", "device")]
-            raise UnknownName(f"argument of {operation}", key, [*usable, *options])
+            raise UnknownName(f"argument of {operation}", key, [*_usable(fields), *options])
+        if key in given_by:
+            raise ValueError(f"{word!r}: {key} is given before, by {given_by[key]!r}")
+        given_by[key] = word
     if base is not None:
         name = base.name + ("" if not sizes else " with " + " ".join(words))
         return call_of(dataclasses.replace(base, **{**sizes, "name": name}), operation, **rest)
@@ -141,6 +144,10 @@ def from_words(operation: str, words: Sequence[str], base: Shape | None = None) 
     return call_of(
         family(name=" ".join(words) or "default", device="any", **given), operation, **rest
     )
+
+
+def _usable(fields: Iterable[str]) -> list[str]:
+    return [name for name in fields if name not in ("name", "source", "device")]
 
 
 def _static_options(operation: str) -> list[str]:
