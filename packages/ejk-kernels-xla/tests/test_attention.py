@@ -106,12 +106,12 @@ def test_forward_mode_and_second_order() -> None:
         _, vjp = jax.vjp(f, q)
         cotangent = jnp.sin(jnp.arange(out.size, dtype=q.dtype)).reshape(out.shape)
         np.testing.assert_allclose(
-            (out * cotangent).sum(), (vjp(cotangent)[0] * tangent).sum(), rtol=1e-4
+            (out * cotangent).sum(), (vjp(cotangent)[0] * tangent).sum(), rtol=1e-5
         )
         hessian = jax.jit(jax.hessian(lambda q, f=f: (f(q) ** 2).sum()))(q)
         hessian = hessian.reshape(q.size, q.size)
         assert np.isfinite(hessian).all() and np.abs(hessian).max() > 0
-        np.testing.assert_allclose(hessian, hessian.T, atol=1e-4)
+        np.testing.assert_allclose(hessian, hessian.T, atol=1e-5)
 
 
 @pytest.mark.parametrize(
