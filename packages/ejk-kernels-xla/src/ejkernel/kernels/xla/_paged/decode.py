@@ -92,7 +92,7 @@ def merge_splits(o: jax.Array, rest: jax.Array, whole: jax.Array, sinks, splits:
 
 
 def attend_rows(
-    spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles, splits: int = 1
+    spec: Spec, layout: Layout, q, arrays: Arrays, scale, sinks, tiles: Tiles, splits: int
 ):
     """``attend`` with tiles padded to whole groups and, if wanted, keys in several splits.
 

@@ -26,6 +26,11 @@ class Block(NamedTuple):
     position: jax.Array
 
 
+def _positions(c, tokens: int) -> jax.Array:
+    """Of the tokens of block ``c``."""
+    return c * tokens + jnp.arange(tokens, dtype=jnp.int32)
+
+
 @dataclass(frozen=True)
 class Tables:
     """Page look-up shared by the paged layouts: ``tables [sequences, max_pages]``."""
@@ -75,7 +80,7 @@ class SplitPages(Paged):
         n = page.shape[0]
         k = k[page].reshape(n, tokens, *k.shape[2:])
         v = v[page].reshape(n, tokens, *v.shape[2:])
-        return Block(k, v, c * tokens + jnp.arange(tokens, dtype=jnp.int32))
+        return Block(k, v, _positions(c, tokens))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         page = self.table.pages(tables, sequence, c, dk.shape[1])
@@ -109,9 +114,7 @@ class CombinedPages(Paged):
         page = self.table.pages(tables, sequence, c, tokens)
         block = self._plain(cache[page])
         block = block.reshape(page.shape[0], tokens, self.kv_heads, 2, self.head_dim)
-        return Block(
-            block[..., 0, :], block[..., 1, :], c * tokens + jnp.arange(tokens, dtype=jnp.int32)
-        )
+        return Block(block[..., 0, :], block[..., 1, :], _positions(c, tokens))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         page = self.table.pages(tables, sequence, c, dk.shape[1])
@@ -139,7 +142,7 @@ class LatentPages(Paged):
         cache, tables = arrays
         page = self.table.pages(tables, sequence, c, tokens)
         k = cache[page].reshape(page.shape[0], tokens, 1, cache.shape[-1])
-        return Block(k, k[..., : self.latent_dim], c * tokens + jnp.arange(tokens, dtype=jnp.int32))
+        return Block(k, k[..., : self.latent_dim], _positions(c, tokens))
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         page = self.table.pages(tables, sequence, c, dk.shape[1])
@@ -166,13 +169,9 @@ class Contiguous:
         # the last block is moved back to stay inside; its repeated head is masked by position
         return jnp.minimum(c * tokens, self.length - tokens)
 
-    def _rows(self, c, tokens: int):
-        """A symbolic length may be less than a block: its keys are read one by one."""
-        return c * tokens + jnp.arange(tokens, dtype=jnp.int32)
-
     def fetch(self, arrays: Arrays, sequence, c, tokens: int) -> Block:
-        if is_symbolic(self.length):
-            row = self._rows(c, tokens)
+        if is_symbolic(self.length):  # it may be less than a block: keys are read one by one
+            row = _positions(c, tokens)
             k, v = (jnp.take(x, row, axis=1, mode="clip") for x in arrays)
             return Block(k, v, jnp.where(row < self.length, row, -1))
         start = self._start(c, tokens)
@@ -182,7 +181,7 @@ class Contiguous:
 
     def accumulate(self, grads: Arrays, tables, sequence, c, dk, dv) -> Arrays:
         if is_symbolic(self.length):
-            row = self._rows(c, dk.shape[1])
+            row = _positions(c, dk.shape[1])
             dk, dv = (
                 grad.at[:, row].add(d, mode="drop") for grad, d in zip(grads, (dk, dv), strict=True)
             )
