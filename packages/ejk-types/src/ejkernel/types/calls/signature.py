@@ -119,6 +119,11 @@ class Boundary:
         return tuple(p.name for p in floats if float in alternatives(p.annotation))
 
     @cached_property
+    def required(self) -> frozenset[str]:
+        """The parameters without a default."""
+        return frozenset(p.name for p in self.parameters if p.default is REQUIRED)
+
+    @cached_property
     def pools(self) -> tuple[str, ...]:
         """The arrays of pages, which many sequences share."""
         return tuple(

@@ -13,7 +13,7 @@ import numpy as np
 from ejkernel.types.arrays import check_int32, is_symbolic
 from ejkernel.types.calls import drawn, settle, values
 from ejkernel.types.calls.axes import bare
-from ejkernel.types.calls.signature import REQUIRED, Boundary, axes_of
+from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
@@ -126,7 +126,8 @@ class Call:
             InvalidArgument, ValueError: a value that is known and wrong.
         """
         boundary = cls.boundary
-        if args or any(name not in boundary.defaults for name in kwargs):
+        given = kwargs.keys()
+        if args or not boundary.required <= given <= boundary.defaults.keys():
             a = boundary.by_name(args, kwargs)
         else:
             a = {**boundary.defaults, **kwargs}
@@ -135,9 +136,6 @@ class Call:
                 static = name in boundary.static_names
                 a[name] = value.item() if static else np.asarray(value)
         values.seeds_to_arrays(a, *cls.seeds)
-        for name, value in a.items():
-            if value is REQUIRED:
-                raise TypeError(f"{cls.name}() is missing the argument {name!r}")
         try:
             for name in boundary.index_names:
                 check_int32(a[name], name)

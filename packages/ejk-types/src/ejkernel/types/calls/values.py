@@ -16,6 +16,7 @@ import numpy as np
 from ejkernel.types.calls.words import invalid, out_of_range
 
 Arguments = dict[str, Any]
+_LARGEST = tuple(float(np.finfo(dtype).max) for dtype in (np.float32, np.float64))
 
 
 def known(value: Any) -> Any:
@@ -56,12 +57,19 @@ def scale_to_array(a: Arguments, name: str, *, divide: bool = False) -> None:
 
     Known ones are finite, and not 0 where something is divided by them.
     """
-    value = a[name]
+    value = scale = a[name]
+    if value is None:
+        return
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         wide = jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
-        with np.errstate(over="ignore"):
-            a[name] = np.asarray(value, np.float64 if wide else np.float32)
-    scale = a[name]
+        dtype, largest = (np.float64, _LARGEST[1]) if wide else (np.float32, _LARGEST[0])
+        if -largest <= value <= largest:  # most are: no need of the slow look that follows
+            scale = a[name] = np.asarray(value, dtype)
+            if scale or not divide:
+                return
+        else:
+            with np.errstate(over="ignore"):
+                scale = a[name] = np.asarray(value, dtype)
     if not isinstance(scale, np.ndarray) or scale.dtype.kind != "f":
         return
     if not np.isfinite(scale).all() or (divide and not scale.all()):
