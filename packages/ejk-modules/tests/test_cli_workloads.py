@@ -37,6 +37,15 @@ def test_every_case_is_a_call_that_its_operation_can_do(operation):
     assert any(s.device == "cpu" for s in shapes)
 
 
+def test_no_case_is_named_after_a_cache_that_its_call_has_not():
+    cached = find.shapes_of("page_attention", "*int8*")
+    assert cached and all(s.cache_dtype == "int8" for s in cached)
+    for shape in find.shapes_of("ragged_decode_attention"):
+        given = call_of(shape, "ragged_decode_attention").abstract().values()
+        dtypes = {x.dtype.name for x in given if hasattr(x, "dtype")}
+        assert shape.cache_dtype in dtypes, shape.name
+
+
 @pytest.mark.parametrize("operation", ["flash_attention", "page_attention", "grouped_matmul"])
 def test_concrete_arguments_have_the_abstract_shapes(operation):
     (shape, *_) = find.shapes_of(operation, device="cpu")

@@ -137,6 +137,11 @@ class DecodeShape(Shape):
     soft_cap: float | None = None
     sinks: int = 0
 
+    def serves(self, operation: str) -> bool:
+        """A cache of another dtype than the queries' is one in pages."""
+        paged = operation == "page_attention" or self.cache_dtype == self.dtype
+        return super().serves(operation) and paged
+
 
 @dataclass(frozen=True)
 class RaggedShape(Shape):

@@ -115,16 +115,15 @@ def _contiguous_arrays(shape: DecodeShape) -> dict[str, Any]:
 def decode(shape: DecodeShape, operation: str) -> dict[str, Any]:
     """The fields of a Call."""
     paged = operation == "page_attention"
-    cache_dtype = shape.cache_dtype if paged else shape.dtype
     read = contexts(shape)
     if shape.window is not None:
         read = np.minimum(read, shape.window + 1)
     tokens = int(read.sum())
     return {
         "make": functools.partial(_page_arrays if paged else _contiguous_arrays, shape),
-        "options": _options(shape, cache_dtype),
+        "options": _options(shape, shape.cache_dtype),
         "flops": 4.0 * tokens * shape.heads * shape.head_dim,
-        "moved": 2.0 * tokens * shape.kv_heads * shape.head_dim * WIDTH[cache_dtype],
+        "moved": 2.0 * tokens * shape.kv_heads * shape.head_dim * WIDTH[shape.cache_dtype],
         "dtype": shape.dtype,
     }
 
