@@ -142,7 +142,7 @@ class RingAttention(Operation[RingAttentionConfig]):
         """
         a = self.spec.boundary.by_name(args, kwargs)
         axis, (mesh, in_specs, out_specs) = a["axis_name"], placement
-        with own_errors():
+        with own_errors:
             if axis_is_bound(axis):
                 named = zip(("mesh", "in_specs", "out_specs"), placement, strict=True)
                 extra = [name for name, value in named if value is not None]
