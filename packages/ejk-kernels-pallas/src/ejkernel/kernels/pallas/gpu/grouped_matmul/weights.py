@@ -6,11 +6,11 @@ Math, for the rows r of the group of matrix i, accumulated in float32:
 
 Work split: one program a multiprocessor takes tile after tile of 128 x 256 of the matrices from a
 counter in device memory, in the order of the Triton kernel: who computes a tile differs from run to
-run, how it is summed does not. One warpgroup takes the tiles, says which to the others, and copies
-64 rows of both operands a step by TMA, both as they lie; two others own 64 x 256 of a tile each,
-and wait for nobody but the first. A finished tile is kept as numbers of 16 bits in registers, and
-leaves piece by piece while the first steps of the next tile are multiplied: of a tile's end only
-the rounding and the zeros of the next sums are seen.
+run, how it is summed does not. One warpgroup is scheduler and producer: it takes tiles, publishes
+which to the others, and copies 64 rows of both operands a step by TMA, both as they lie. Two others
+own 64 x 256 of a tile each, and wait for nobody but the first. A finished tile is kept as 16-bit
+numbers in registers, and leaves piece by piece while the first steps of the next tile are
+multiplied: of a tile's end only the rounding and the zeros of the next sums are seen.
 
 Copies move whole groups of 8 rows. A run of rows that begins or ends inside of what is copied
 arrives at another barrier: the warpgroup that copies sets the rows outside to 0, whatever they
@@ -68,7 +68,7 @@ PIECE = 64  # columns that leave together, at least
 PARTS = 2  # steps of the next tile during which a tile leaves
 REGISTERS = {"copies": 56, "sums": 224}  # of a thread
 COPIES = 2  # of a step
-SAID = 4  # tiles that are known to somebody who copies, and not yet to all who add
+TILES_AHEAD = 4  # that the scheduler may have published before all consumers have read them
 
 
 class Cursor(NamedTuple):
@@ -178,53 +178,53 @@ class Weights:
         steps = jnp.where(end > cursor.start, lax.div(ahead + ROWS - 1, ROWS), 0)
         return Tile(number, cursor.start, end, steps), cursor
 
-    def take_all(self, r: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any, Any]:
-        """Takes tiles, and says which: (tiles, steps, carry) after ``carry = body(tile, n, carry)``
-        of all, n steps before the tile.
+    def schedule_tiles(self, r: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any, Any]:
+        """Takes tiles and publishes them: (tiles, steps, carry) after ``carry = body(tile, n,
+        carry)`` of all, n steps before the tile.
         """
 
-        def say(i: Any, tile: Tile) -> None:
-            place = lax.rem(i, SAID)
-            pl.when(i >= SAID)(lambda: plgpu.barrier_wait(r.heard.at[place]))
-            r.words[place, 0] = tile.number
-            r.words[place, 1] = tile.steps
-            plgpu.barrier_arrive(r.said.at[place])
+        def publish(i: Any, tile: Tile) -> None:
+            place = lax.rem(i, TILES_AHEAD)
+            pl.when(i >= TILES_AHEAD)(lambda: plgpu.barrier_wait(r.tile_free.at[place]))
+            r.next_tiles[place, 0] = tile.number
+            r.next_tiles[place, 1] = tile.steps
+            plgpu.barrier_arrive(r.tile_ready.at[place])
 
         def one(state: Any) -> Any:
             i, n, tile, cursor, carry = state
             carry = body(tile, n, carry)
             # while what the body began to copy is on its way
-            taken = taken_by_warpgroup(r.counter, r.words, lax.rem(i + 1, SAID), True)
+            taken = taken_by_warpgroup(r.counter, r.next_tiles, lax.rem(i + 1, TILES_AHEAD), True)
             following, cursor = self.tile(r, self.programs + taken, cursor)
-            say(i + 1, following)
+            publish(i + 1, following)
             return i + 1, n + tile.steps, following, cursor, carry
 
         zero = jnp.int32(0)
         first = self.tile(r, lax.axis_index("program"), Cursor(zero - 1, zero, zero))
-        say(zero, first[0])
+        publish(zero, first[0])
         start = (zero, zero, *first, carry)
         i, n, _, _, carry = lax.while_loop(lambda s: s[2].number < self.tiles, one, start)
         return i, n, carry
 
-    def hear_all(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
+    def follow_tiles(self, r: Any, body: Callable[..., Any], carry: Any) -> Any:
         """``carry`` after ``following, carry = body(number, steps, n, follow, carry)`` of all tiles
         that are taken, ``following = follow()``.
         """
 
-        def hear(i: Any) -> tuple[Any, Any]:
-            place = lax.rem(i, SAID)
-            plgpu.barrier_wait(r.said.at[place])
-            number, steps = r.words[place, 0], r.words[place, 1]
-            plgpu.barrier_arrive(r.heard.at[place])
+        def receive(i: Any) -> tuple[Any, Any]:
+            place = lax.rem(i, TILES_AHEAD)
+            plgpu.barrier_wait(r.tile_ready.at[place])
+            number, steps = r.next_tiles[place, 0], r.next_tiles[place, 1]
+            plgpu.barrier_arrive(r.tile_free.at[place])
             return number, steps
 
         def one(state: Any) -> Any:
             i, n, (number, steps), carry = state
-            following, carry = body(number, steps, n, lambda: hear(i + 1), carry)
+            following, carry = body(number, steps, n, lambda: receive(i + 1), carry)
             return i + 1, n + steps, following, carry
 
         zero = jnp.int32(0)
-        start = (zero, zero, hear(zero), carry)
+        start = (zero, zero, receive(zero), carry)
         return lax.while_loop(lambda s: s[2][0] < self.tiles, one, start)[3]
 
     # ---- copies -----------------------------------------------------------------------------
@@ -263,20 +263,20 @@ class Weights:
                 pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
                 return jnp.where(some, slot, -1), low, high
 
-            # nobody hears of this program's next tiles before the steps of those before are there
+            # no tile is published before all steps of those before are there
             held = waiting[0] >= 0
             pl.when(held & (tile.steps == 0))(lambda: hand_over(*waiting))
             waiting = (jnp.where(tile.steps == 0, -1, waiting[0]), *waiting[1:])
             return lax.fori_loop(0, tile.steps, step, waiting)
 
         zero = jnp.int32(0)
-        tiles, steps, waiting = self.take_all(r, per_tile, (zero - 1, zero, zero))
+        tiles, steps, waiting = self.schedule_tiles(r, per_tile, (zero - 1, zero, zero))
         pl.when(waiting[0] >= 0)(lambda: hand_over(*waiting))
         # nobody signals to a program that has left
         for slot in range(self.stages):
             pl.when(slot < steps)(lambda slot=slot: plgpu.barrier_wait(r.free.at[slot]))
-        for place in range(SAID):
-            pl.when(place <= tiles)(lambda place=place: plgpu.barrier_wait(r.heard.at[place]))
+        for place in range(TILES_AHEAD):
+            pl.when(place <= tiles)(lambda place=place: plgpu.barrier_wait(r.tile_free.at[place]))
 
     # ---- sums -------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class Weights:
             return following, (kept, t)
 
         kept = plgpu.layout_cast(jnp.zeros((ROWS, ACROSS), self.dtype), LAYOUT)
-        kept, t = self.hear_all(r, per_tile, (kept, jnp.int32(-1)))
+        kept, t = self.follow_tiles(r, per_tile, (kept, jnp.int32(-1)))
         for i in range(PARTS):
             leave(kept, t, i)
         plgpu.wait_smem_to_gmem(0)
@@ -358,9 +358,10 @@ class Weights:
             "ready": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "some": plgpu.Barrier(num_arrivals=COPIES, num_barriers=self.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
-            "words": plgpu.SMEM((SAID, 4), jnp.int32),  # number, steps, none, what was taken
-            "said": plgpu.Barrier(num_barriers=SAID),
-            "heard": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=SAID),
+            # number, steps, none, what was taken
+            "next_tiles": plgpu.SMEM((TILES_AHEAD, 4), jnp.int32),
+            "tile_ready": plgpu.Barrier(num_barriers=TILES_AHEAD),
+            "tile_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=TILES_AHEAD),
         }
 
     def __call__(
