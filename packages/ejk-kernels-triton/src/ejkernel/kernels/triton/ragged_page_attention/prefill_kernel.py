@@ -105,7 +105,7 @@ def ragged_prefill(
     if pid >= sizes.programs:
         _clear(
             o, pid - sizes.programs, tl.load(facts + 1), tl.load(facts + 2), sizes.rows,
-            HEADS * cache.V.DIM,            sizes.LINES,
+            HEADS * cache.V.DIM, sizes.LINES,
         )  # fmt: skip
     else:
         turns = 0

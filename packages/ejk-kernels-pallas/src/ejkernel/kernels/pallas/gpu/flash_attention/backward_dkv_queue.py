@@ -81,7 +81,10 @@ def queue_key_gradients(plan: Plan, operands: Mapping[str, jax.Array]) -> tuple[
     shape = (ROWS, block_q)
 
     def with_rows(r: Any) -> Any:
-        """The rows' numbers by name: they share one piece of memory, with numbers of places."""
+        """The rows' numbers by name: they share one piece of memory, with numbers of places.
+
+        Those are float32 there, exact up to 2^24: the keys of so many blocks would fit no card.
+        """
         named = {
             "lse_s": r.rows_s.at[pl.ds(0, stages)],
             "delta_s": r.rows_s.at[pl.ds(stages, stages)],
