@@ -225,6 +225,8 @@ def test_refuses_what_it_cannot_do():
         flash_attention(q, q, q, jnp.ones((1, 1, 8, 8)))
     with pytest.raises(Unsupported, match="dropout_prob"):
         flash_attention(q, q, q, dropout_prob=0.5)
+    with pytest.raises(Unsupported, match="precision: an algorithm"):
+        flash_attention(q, q, q, precision="F32_F32_F32")
     with pytest.raises(Unsupported, match="float16"):
         flash_attention(*[q.astype(jnp.float16)] * 3)
     with pytest.raises(Unsupported, match="head dim 320"):

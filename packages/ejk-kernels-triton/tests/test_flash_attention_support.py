@@ -63,6 +63,7 @@ ACCEPTED = [
     with_dims(128, dtype="float32"),
     {"query": array(2, 1, 8, 64)} | dict.fromkeys(("key", "value"), array(2, 4096, 2, 64)),
     {"causal": True, "causal_offset": -3, "sliding_window": (4, 5), "precision": "highest"},
+    {"precision": "BF16_BF16_F32"},
     {"bias": array(1, 8, 64, 64), "softmax_aux": array(3), "logits_soft_cap": 30.0},
     {"dropout_prob": 0.1, "return_lse": True, "softmax_scale": -1.0},
     {"attention_mask": array(2, 64, dtype="bool")},
@@ -88,6 +89,10 @@ REFUSED = [
     ("value: head dim 20", with_dims(64, 20)),
     ("value: head dim 0", with_dims(64, 0)),
     ("logits_dtype: float64", {"logits_dtype": "float64"}),
+    (
+        "precision: an algorithm",
+        with_dims(64, dtype="float32") | {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
+    ),
     (
         "mask_info: more than one set of segment ids",
         {

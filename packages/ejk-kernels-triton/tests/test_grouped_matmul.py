@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.triton import grouped_matmul
+from ejkernel.kernels.triton.common.products import precision_name
 from ejkernel.kernels.triton.grouped_matmul import implementation, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
@@ -347,12 +348,13 @@ def test_sums_of_sizes_are_wide_where_they_must_be():
 
 
 def test_precision_in_tritons_words():
-    name = tiles.precision_name
+    name = precision_name
     assert [name(p, "float32") for p in (None, "default", "high", jax.lax.Precision.HIGHEST)] == [
         "tf32", "tf32", "tf32x3", "ieee",
     ]  # fmt: skip
     assert name(("default", "highest"), "float32") == "ieee"
-    assert name("BF16_BF16_F32", "float32") is None
+    assert name("BF16_BF16_F32", "float32") == ""
+    assert name("highest", "bfloat16") == name(None, "bfloat16")  # no operand to be cut
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ from ejkernel.types.errors import invalid
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that weights and caches are stored in, and nothing is computed in."""
 
+LEVELS = ("default", "high", "highest")
+"""Of precision, the least exact first."""
+NO_LEVEL = "precision: an algorithm; only default, high and highest are supported"
+
 _SYMBOLIC = type(export.symbolic_shape("n")[0])
 
 
@@ -92,6 +96,24 @@ def result_dtype(*given: Any) -> np.dtype:
     given = tuple(x for x in given if not is_eight_bit(x)) or given
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*given))
+
+
+def precision_level(precision: Any, dtype: str) -> str | None:
+    """default, high or highest: what JAX's precision asks of products of ``dtype``.
+
+    None: an algorithm, which is no level. With 16 bits a name asks for nothing.
+    """
+    if isinstance(precision, (tuple, list)):
+        levels = [precision_level(p, dtype) for p in precision]
+        return None if None in levels else max((x for x in levels if x), key=LEVELS.index)
+    if precision is None:
+        return LEVELS[0]
+    if dtype not in ("float32", "float64") and not isinstance(precision, jax.lax.DotAlgorithm):
+        return LEVELS[0]
+    try:
+        return jax.lax.Precision(precision).name.lower()
+    except ValueError:
+        return None
 
 
 def as_bool(x: Any) -> Any:

@@ -1,14 +1,19 @@
-"""Float32 precision in Triton's words."""
+"""Precision of float32 products in Triton's words."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ejkernel.types.arrays import NO_LEVEL, precision_level
 
-def dot_precision(precision: Any) -> str:
-    """jax.lax precision of a float32 product as Triton names it."""
-    if isinstance(precision, (tuple, list)):
-        order = ("tf32", "tf32x3", "ieee")
-        return max((dot_precision(p) for p in precision), key=order.index)
-    text = "default" if precision is None else str(getattr(precision, "name", precision)).lower()
-    return {"highest": "ieee", "float32": "ieee", "high": "tf32x3"}.get(text, "tf32")
+NAMES = {"default": "tf32", "high": "tf32x3", "highest": "ieee"}
+
+
+def precision_name(precision: Any, dtype: str) -> str:
+    """Triton's name of a precision; "" for an algorithm, for which it has none."""
+    return NAMES.get(precision_level(precision, dtype) or "", "")
+
+
+def refused_precision(name: str) -> str | None:
+    """Why a precision of this name is refused, None where it is not."""
+    return None if name else NO_LEVEL

@@ -14,7 +14,7 @@ import numpy as np
 
 from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.common.dropout_rows import row_words
-from ejkernel.kernels.triton.common.products import dot_precision
+from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, plans, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
 from ejkernel.kernels.triton.flash_attention.fits import near
@@ -46,13 +46,15 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     near = staticmethod(near)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        return replace(self.call.problem(a), precision=dot_precision(a.get("precision")))
+        problem = self.call.problem(a)
+        return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if problem.logits_dtype == "float64":
             return "logits_dtype: float64 is not supported"
         dims = {"query": problem.dim, "value": problem.value_dim}
-        return unsupported({"query": problem.dtype}, dims, least=8)
+        reason = unsupported({"query": problem.dtype}, dims, least=8)
+        return reason or refused_precision(problem.precision)
 
     def comments(self, problem: Problem, target: Target) -> tuple[str, ...]:
         if walks_lists(problem, target):

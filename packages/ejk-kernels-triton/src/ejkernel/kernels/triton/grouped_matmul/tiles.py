@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.launch import In, Launch, TensorMap, filled, power_of_two
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.arrays import is_eight_bit, result_dtype
@@ -325,22 +325,6 @@ def choose_all(p: Problem, target: Target) -> Passes:
     return Passes(choose(p, target), choose(p.flipped(), target), choose_weights(p, target))
 
 
-def precision_name(precision: Any, dtype: str) -> str | None:
-    """Triton's name of a precision; None for what it has no name for."""
-    if isinstance(precision, (tuple, list)):
-        names = {precision_name(p, dtype) for p in precision}
-        order = ("tf32", "tf32x3", "ieee")
-        return None if None in names else max((n for n in names if n), key=order.index)
-    if dtype != "float32" and not isinstance(precision, jax.lax.DotAlgorithm):
-        return "tf32"  # of no effect
-    try:
-        level = jax.lax.Precision(precision) if precision is not None else None
-    except ValueError:
-        return None
-    high, highest = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
-    return {high: "tf32x3", highest: "ieee"}.get(level, "tf32")
-
-
 def problem_of(a: Mapping[str, Any]) -> Problem:
     """The static facts of a call whose arguments are canonical."""
     lhs, rhs = a["lhs"], a["rhs"]
@@ -356,7 +340,7 @@ def problem_of(a: Mapping[str, Any]) -> Problem:
         transposed=transposed,
         dtype=dtype.name,
         out=dtype.name if out is None else jnp.dtype(out).name,
-        precision=precision_name(a.get("precision"), dtype.name) or "",
+        precision=precision_name(a.get("precision"), dtype.name),
         stored=jnp.dtype(rhs.dtype).name if is_eight_bit(rhs) else "",
         added=a.get("existing_out") is not None,
     )
@@ -376,9 +360,7 @@ def refusal(a: Mapping[str, Any]) -> str | None:
     if a["group_sizes"].shape[0] >= MAX_LANES:
         return f"group_sizes: at most {MAX_LANES - 1} groups, got {a['group_sizes'].shape[0]}"
     dtype = result_dtype(a["lhs"].dtype, a["rhs"].dtype).name
-    if precision_name(a.get("precision"), dtype) is None:
-        return f"precision: {a['precision']} is not supported, only default, high and highest"
-    return None
+    return refused_precision(precision_name(a.get("precision"), dtype))
 
 
 def near(p: Problem, target: Target) -> list[Tiles]:

@@ -24,6 +24,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout, padded
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
+from ejkernel.types.arrays import NO_LEVEL, precision_level
 from ejkernel.types.hidden import cleared, seen_keys
 from ejkernel.types.problem import Problem
 from ejkernel.types.softmax_kernel import SoftmaxKernel
@@ -47,7 +48,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
-        p = replace(self.call.problem(a), precision=dot_precision(a["precision"]))
+        p = self.call.problem(a)
+        p = replace(p, precision=precision_level(a["precision"], p.dtype) or "")
         # raises for masks that tiles have no rules for
         self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
         return p
@@ -60,6 +62,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
             if not 0 < dim <= MAX_DIM:
                 return f"{argument}: head dim {dim} is not between 1 and {MAX_DIM}"
+        if not problem.precision:
+            return NO_LEVEL
         if problem.biased:
             return "bias: a [q, k] bias would be read once a head, which costs more than products"
         if problem.dropout:
@@ -133,14 +137,6 @@ def _head_major(x: jax.Array, length: int, dim: int) -> jax.Array:
 
 def _natural(x: jax.Array, length: int, dim: int) -> jax.Array:
     return x[:, :, :length, :dim].swapaxes(1, 2)
-
-
-def dot_precision(precision: Any) -> str:
-    """jax.lax precision of a float32 product: "default" (one bfloat16 pass) or "highest"."""
-    if isinstance(precision, (tuple, list)):
-        return max(map(dot_precision, precision), key=("default", "highest").index)
-    text = "default" if precision is None else str(getattr(precision, "name", precision)).lower()
-    return "highest" if text in ("highest", "float32", "high", "tensorfloat32") else "default"
 
 
 flash_attention = FlashAttention()

@@ -81,8 +81,8 @@ class Layout:
     @property
     def precision(self) -> Any:
         """Of products of float32; one bfloat16 pass is exact enough for bfloat16 operands."""
-        highest = self.problem.dtype == "float32" and self.problem.precision == "highest"
-        return lax.Precision.HIGHEST if highest else lax.Precision.DEFAULT
+        whole = self.problem.dtype == "float32" and self.problem.precision in ("high", "highest")
+        return lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
 
     @property
     def pair_names(self) -> tuple[str, ...]:
