@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from ejkernel.types.dropout import M1, M2, P5
 
-_P5 = tl.constexpr(0x165667B1)
-_M1 = tl.constexpr(0x85EBCA6B)
-_M2 = tl.constexpr(0xC2B2AE35)
+_P5, _M1, _M2 = (tl.constexpr(int(x)) for x in (P5, M1, M2))
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Dropout as a pure function of (seed, batch row, query head, query index, key index).
 
-The same 32-bit mixing on every platform, so that masks do not depend on blocks, splits, devices
-or backends. All arithmetic is uint32 modulo 2**32; ``fmix`` is the finaliser of MurmurHash3 and
-the odd constants are the primes of xxHash32.
+The same 32-bit mixing on every platform (``ejkernel.types.dropout``), so that masks do not depend
+on blocks, splits, devices or backends.
 """
 
 from __future__ import annotations
@@ -12,21 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-P1, P2, P3, P4, P5 = (
-    np.uint32(x) for x in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
-)
-M1, M2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-
-
-def _fold(x: jax.Array, shift: int) -> jax.Array:
-    return x ^ jax.lax.shift_right_logical(x, jnp.asarray(shift, jnp.uint32))
-
-
-def fmix(x: jax.Array) -> jax.Array:
-    """Mix the bits of uint32 ``x``; a bijection."""
-    return _fold(_fold(_fold(x, 16) * M1, 13) * M2, 16)
+from ejkernel.types import attention
+from ejkernel.types.dropout import M1, M2, P1, P2, P3, P4, P5, fmix, fold
 
 
 def seed_words(seed: Any) -> jax.Array:
@@ -35,15 +22,7 @@ def seed_words(seed: Any) -> jax.Array:
     ``seed`` is None (0), an int, an integer array ``[]``, or an integer array ``[3]`` that already
     holds the three words, for a call that is one shard of a larger one.
     """
-    if seed is None or isinstance(seed, (int, np.integer)):
-        return jnp.asarray([int(seed or 0) & 0xFFFFFFFF, 0, 0], jnp.uint32)
-    words = jnp.asarray(seed)
-    if not jnp.issubdtype(words.dtype, jnp.integer) or words.shape not in ((), (3,)):
-        raise ValueError(
-            f"dropout_seed: expected an int or integer[] array, got {words.dtype}{words.shape}"
-        )
-    words = words.astype(jnp.uint32)
-    return words if words.ndim else jnp.stack([words, words * 0, words * 0])
+    return jax.lax.bitcast_convert_type(attention.seed_words(seed)[0], jnp.uint32)
 
 
 def random_words(base: jax.Array, rows: jax.Array, cols: jax.Array) -> jax.Array:
@@ -52,9 +31,9 @@ def random_words(base: jax.Array, rows: jax.Array, cols: jax.Array) -> jax.Array
     r = fmix(base[..., None] + (rows * P4)[outer])
     s = fmix(r ^ P1)
     x = r[..., None] + (cols * P5)[(*outer, None)]
-    x = _fold(x, 16) * M1
+    x = fold(x, 16) * M1
     x = x ^ s[..., None]
-    return _fold(_fold(x, 13) * M2, 16)
+    return fold(fold(x, 13) * M2, 16)
 
 
 @jax.tree_util.register_dataclass
