@@ -100,6 +100,15 @@ def test_few_heads_take_int8_keys_as_they_are():
     # a warp has 16 of 64 keys: two digits times 18 steps of 32 columns times two of eight keys
     assert len(re.findall(r"mma\.sync\S*\.s32\.s8", text)) == 2 * 18 * 2
     assert "sub.rn.f16x2" not in text
+    assert not re.search(r"cvt\.r[mnz]i", text)  # of queries: a fourth of the rate, before all keys
+
+
+def test_warps_find_their_share_alone():
+    target = TARGETS["sm_90"]
+    plan, avals = planned("int8, 16 heads", target)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    assert plan.problem.batch > 32  # more sequences than a warp has lanes
+    assert "bar.sync" not in text[: text.rindex("redux.sync")]
 
 
 def test_merge_kernel():

@@ -46,24 +46,24 @@ def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE
     near 1; slopes take the rest. POSITIVE: so is the factor, and queries stay as they are loaded:
     products then read them where they lie.
     """
-    slopes = tl.full([q.shape[0]], 1.0, tl.float32) * tl.abs(factor)
+    one = tl.full([q.shape[0]], 1.0, tl.float32)
+    slopes = one * tl.abs(factor)
+    weight = one
     if not POSITIVE:
-        sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
-        q = q.to(tl.float32) * sign
-        if side.REST > 0:
-            q_more = q_more.to(tl.float32) * sign
+        weight = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
     if NORMALISE:
         q = q.to(tl.float32)
-        if side.REST > 0:
-            q_more = q_more.to(tl.float32)
         size = tl.max(tl.abs(q), 1)
         if side.REST > 0:
+            q_more = q_more.to(tl.float32)
             size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
         power, inverse = power_of_two(size)
-        q = q * inverse[:, None]
-        if side.REST > 0:
-            q_more = q_more * inverse[:, None]
+        weight = weight * inverse
         slopes = slopes * power
+    if NORMALISE or not POSITIVE:
+        q = q.to(tl.float32) * weight[:, None]
+        if side.REST > 0:
+            q_more = q_more.to(tl.float32) * weight[:, None]
     slopes = tl.maximum(slopes, 2.0**-120)
     inner = slopes * logits.cap_in
     if logits.CAPPED:
@@ -108,16 +108,22 @@ def opened(q, rows, inside, factor, logits, side, dots, POSITIVE: tl.constexpr):
 
 
 @triton.jit
+def _largest_bits(q):
+    """int32 bits of the largest magnitude of each row of float32 ``q``; NaN above infinity."""
+    return tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
 def _as_digits(q, q_more, factor, logits, side):
     """Both digits of queries of both parts, and (slopes, inner) as ``_prepared`` has them."""
     q = q.to(tl.float32)
-    size = tl.max(tl.abs(q), 1)
-    # digits are finite: what is no number makes all logits of its row none
-    wrong = tl.sum(q * 0.0, 1)
+    bits = _largest_bits(q)
     if side.REST > 0:
         q_more = q_more.to(tl.float32)
-        size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
-        wrong += tl.sum(q_more * 0.0, 1)
+        bits = tl.maximum(bits, _largest_bits(q_more))
+    size = bits.to(tl.float32, bitcast=True)
+    # digits are finite: what is no number makes all logits of its row none
+    wrong = tl.where(bits < 0x7F800000, 0.0, float("nan"))
     power, inverse = power_of_two(size)
     near_one = tl.maximum(size * inverse, 2.0**-100)
     scale = inverse * (LARGEST / near_one)
