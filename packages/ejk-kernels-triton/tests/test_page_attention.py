@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(k_scale=0.02, v_scale=np.array([0.02, 0.01], np.float32)),
     ),
     "e4m3": (dict(dtype="bfloat16", cache="float8_e4m3fn"), dict(k_scale=np.float32(0.5))),
+    "more sequences than lanes": (dict(lens=tuple(5 * i % 17 for i in range(70)), h=2, hk=1), {}),
     "e5m2, dims 80 and 40": (
         dict(lens=(37, 0, 70), d=80, dv=40, dtype="float16", cache="float8_e5m2"),
         dict(num_splits=1, v_scale=0.5),

@@ -44,14 +44,23 @@ def whole_sums(m, l, sinks, b, heads, inside):  # noqa: E741
 
 
 @triton.jit
-def finish(m, l, sinks, b, heads, inside, v_scale, hk):  # noqa: E741
-    """float32 factor of the unnormalised outputs of rows with state (m, l); 0 for empty rows."""
+def number_of(scale, b, hk):
+    """float32 factor of a head of a sequence, 1 if there is none."""
+    if scale.array is not None:
+        number = tl.load(scale.array + (b * scale.row + hk * scale.head)).to(tl.float32)
+    else:
+        number = 1.0
+    return number
+
+
+@triton.jit
+def finish(m, l, sinks, b, heads, inside, number):  # noqa: E741
+    """float32 factor of the unnormalised outputs of rows with state (m, l); 0 for empty rows.
+
+    ``number``: that of their values.
+    """
     alive, factor, _, total = whole_sums(m, l, sinks, b, heads, inside)
-    factor = factor / total
-    if v_scale.array is not None:
-        at = v_scale.array + (b * v_scale.row + hk * v_scale.head)
-        factor = factor * tl.load(at).to(tl.float32)
-    return tl.where(alive, factor, 0.0)
+    return tl.where(alive, factor / total * number, 0.0)
 
 
 @triton.jit
@@ -92,16 +101,18 @@ def merge_row(
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)  # noqa: E741
     acc = tl.zeros([COLUMNS], tl.float32)
+    # a constant number of elements from each other: one address in registers
+    m_in += first + part * step
+    l_in += first + part * step
+    acc_in += first * DV + (part * (step * DV))[:, None] + column[None, :]
     for i in range(0, count, PARTS):
         inside = i + part < count
-        rows = first + (i + part).to(tl.int64) * step
-        m_i = tl.load(m_in + rows, mask=inside, other=float("-inf"))
-        l_i = tl.load(l_in + rows, mask=inside, other=0.0)
-        acc_i = tl.load(
-            acc_in + rows[:, None] * DV + column[None, :],
-            mask=inside[:, None] & (column < DV)[None, :],
-            other=0.0,
-        )
+        acc_i = tl.load(acc_in, mask=inside[:, None] & (column < DV)[None, :], other=0.0)
+        m_i = tl.load(m_in, mask=inside, other=float("-inf"))
+        l_i = tl.load(l_in, mask=inside, other=0.0)
+        m_in += PARTS * step
+        l_in += PARTS * step
+        acc_in += PARTS * step * DV
         top = tl.maximum(m, tl.max(m_i, 0))
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(m_i - base)
@@ -138,11 +149,13 @@ def paged_merge(
     row = tl.program_id(0) % ROWS
     h = row % HEADS
     slot, count = parts_of(b, starts, batch, shares, SPLITS, OPENING)
+    # asked for here: behind the parts it would be one more wait for the memory
+    number = number_of(v_scale, b, h // GROUP)
     m, l, acc = merge_row(  # noqa: E741
         acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, DV, COLUMNS, PARTS
     )
     one = tl.arange(0, 1)
-    factor = finish(m, l, sinks, b, h + one, one < 1, v_scale, h // GROUP)
+    factor = finish(m, l, sinks, b, h + one, one < 1, number)
     column = tl.arange(0, COLUMNS)
     row += b.to(tl.int64) * ROWS
     if lse_out is not None:

@@ -38,7 +38,9 @@ from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target, instructions
 
-MAX_LANES = 1024  # sequences looked at together when a share finds its place
+# sequences looked at together when a share finds its place: what one warp holds is summed without
+# the others, and the compiler unrolls so many rounds
+LANES, ROUNDS = 32, 8
 
 
 def scale_of(plan: Named, name: str) -> Scale:
@@ -169,6 +171,7 @@ class SplitPlan(PagedPlan):
         p, t = self.problem, self.tiles
         direct, balanced = self.direct, t.splits is None
         rows, chunks = query_rows(p, t.most)
+        lanes = max(LANES, power_of_two(p.batch) // ROUNDS)
         names = ("lens", "tables", "begins", "rows", "counts")
         known = facts(p, target, t.once) | {
             "RAW": p.shared and (p.key == p.query or t.once),
@@ -193,7 +196,8 @@ class SplitPlan(PagedPlan):
             "layout": Heads(p.heads, p.kv_heads, chunks, rows, p.tokens),
             "dots": filled(Dots, known),
             "BLOCK": t.block,
-            "LANES": min(MAX_LANES, power_of_two(p.batch)),
+            "LANES": lanes,
+            "ROUNDS": -(-power_of_two(p.batch) // lanes),
             "SPLITS": t.splits or 0,
             "OPENING": 0 if t.splits else t.opening,
         }
@@ -219,6 +223,8 @@ class MergePlan(PagedPlan):
 
         p, t = self.problem, self.tiles
         columns = max(16, power_of_two(p.value_dim))
+        # all parts of a sequence of middling length in one load, but a few thousand floats at most
+        parts = min(4096 // columns, power_of_two(t.splits or -(-self.shares // p.batch) + 2))
         arguments = {
             "acc_in": self.operand("acc"),
             "m_in": self.operand("m"),
@@ -235,9 +241,9 @@ class MergePlan(PagedPlan):
             "GROUP": p.group,
             "DV": p.value_dim,
             "COLUMNS": columns,
-            # a few thousand floats a program: all of a long sequence's parts in one or two loads
-            "PARTS": min(4096 // columns, power_of_two(t.splits or self.shares)),
+            "PARTS": parts,
             "SPLITS": t.splits or 0,
             "OPENING": 0 if t.splits else t.opening,
         }
-        return Launch.of(paged_merge, arguments, (p.batch * self.rows,), 4, 1)
+        warps = max(1, parts * columns // 1024)  # more would wait for each other
+        return Launch.of(paged_merge, arguments, (p.batch * self.rows,), warps, 1)

@@ -44,7 +44,7 @@ from ejkernel.kernels.triton.common.cached import (
 )
 from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
 from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
-from ejkernel.kernels.triton.page_attention.merge_kernel import finish
+from ejkernel.kernels.triton.page_attention.merge_kernel import finish, number_of
 
 
 @triton.jit
@@ -79,6 +79,60 @@ def _cost(tiles, OPENING: tl.constexpr):
 
 
 @triton.jit
+def _costs(
+    sequences, first, batch, capacity, sizes,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, OPENING: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Of LANES sequences from ``first`` on, 0 behind the last."""
+    i = first + tl.arange(0, LANES)
+    _, _, _, tiles = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
+    return _cost(tiles, OPENING)
+
+
+@triton.jit
+def _found(
+    share, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    OPENING: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """(first tile, end, sequence, its first tile, tiles of all) of a share."""
+    batch = sizes.batch
+    total = 0
+    for base in tl.static_range(0, ROUNDS * LANES, LANES):
+        costs = _costs(sequences, base, batch, capacity, sizes, BLOCK, TOKENS, OPENING, LANES)
+        total += tl.sum(costs, 0)
+    each = total // sizes.shares
+    extra = total % sizes.shares
+    t = share * each + tl.minimum(share, extra)
+    b = 0
+    before = 0
+    passed = 0
+    for base in tl.static_range(0, ROUNDS * LANES, LANES):
+        costs = _costs(sequences, base, batch, capacity, sizes, BLOCK, TOKENS, OPENING, LANES)
+        upto = passed + tl.cumsum(costs, 0)
+        done = (upto <= t) & (base + tl.arange(0, LANES) < batch)
+        b += tl.sum(done.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(done, upto, 0), 0))
+        passed += tl.sum(costs, 0)
+    return t, t + each + (share < extra).to(tl.int32), b, before, total
+
+
+@triton.jit
+def _store_starts(
+    starts, total, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    OPENING: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """The first tile of every sequence, and how many all have."""
+    batch = sizes.batch
+    passed = 0
+    for base in tl.static_range(0, ROUNDS * LANES, LANES):
+        costs = _costs(sequences, base, batch, capacity, sizes, BLOCK, TOKENS, OPENING, LANES)
+        i = base + tl.arange(0, LANES)
+        tl.store(starts + i, passed + tl.cumsum(costs, 0) - costs, mask=i < batch)
+        passed += tl.sum(costs, 0)
+    tl.store(starts + batch, total)
+
+
+@triton.jit
 def paged_split(
     q,
     cache,
@@ -97,13 +151,14 @@ def paged_split(
     dots,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
+    ROUNDS: tl.constexpr,
     SPLITS: tl.constexpr,
     OPENING: tl.constexpr,
     PTX: tl.constexpr,
 ):
     GROUP: tl.constexpr = layout.ALL // layout.KV
     TOKENS: tl.constexpr = layout.TOKENS
-    batch, left = sizes.batch, sizes.left
+    left = sizes.left
     pid = tl.program_id(0)
     chunk = pid % layout.CHUNKS
     hk = (pid // layout.CHUNKS) % layout.KV
@@ -121,29 +176,13 @@ def paged_split(
         end = (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32)
         more = True
     else:
-        total = 0
-        for base in range(0, batch, LANES):
-            i = base + tl.arange(0, LANES)
-            _, _, _, count = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
-            count = _cost(count, OPENING)
-            if pid == 0:
-                tl.store(starts + i, total + tl.cumsum(count, 0) - count, mask=i < batch)
-            total += tl.sum(count, 0)
+        t, end, b, before, total = _found(
+            share, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
+        )
         if pid == 0:
-            tl.store(starts + batch, total)
-        each = total // sizes.shares
-        extra = total % sizes.shares
-        t = share * each + tl.minimum(share, extra)
-        end = t + each + (share < extra).to(tl.int32)
-        passed = 0
-        for base in range(0, batch, LANES):
-            i = base + tl.arange(0, LANES)
-            _, _, _, count = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
-            count = _cost(count, OPENING)
-            done = (passed + tl.cumsum(count, 0) <= t) & (i < batch)
-            b += tl.sum(done.to(tl.int32), 0)
-            before += tl.sum(tl.where(done, count, 0), 0)
-            passed += tl.sum(count, 0)
+            _store_starts(
+                starts, total, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
+            )
         more = t < end if OPENING == 0 else tl.maximum(t, before + OPENING) < end
 
     member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
@@ -164,6 +203,14 @@ def paged_split(
             sequences, b, None, capacity, sizes, BLOCK, TOKENS
         )
         stop = tl.minimum(end, before + _cost(tiles, OPENING))
+        table = sequences.tables + b.to(tl.int64) * sizes.max_pages
+
+        tile0 = first_tile + t - before
+        if OPENING > 0:
+            tile0 = first_tile + tl.maximum(t - before - OPENING, 0)
+        # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline.
+        # The first is under way while queries are made ready
+        page = block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
         row = b.to(tl.int64) * (TOKENS * layout.ALL)
         if sequences.rows is not None:
             row = tl.load(sequences.rows + b).to(tl.int64) * layout.ALL
@@ -184,13 +231,6 @@ def paged_split(
         else:
             queries = opened(q, row + row_of, inside, factor, logits, cache.K, dots, POSITIVE)
         m, l, sums = empty(cache.V, layout.BLOCK)  # noqa: E741
-        table = sequences.tables + b.to(tl.int64) * sizes.max_pages
-
-        tile0 = first_tile + t - before
-        if OPENING > 0:
-            tile0 = first_tile + tl.maximum(t - before - OPENING, 0)
-        # looked up a step ahead: a look-up inside the step would halve the depth of the pipeline
-        page = block_pages(table, tile0 * BLOCK, length, cache.PAGE, BLOCK)
         apart = None
         if dots.APART:
             apart = length > 0
@@ -218,7 +258,7 @@ def paged_split(
         if dots.BIASED:
             acc = acc * 2.0**24
         if o is not None:
-            factor = finish(m, l, sinks, b, heads, inside, v_scale, hk)
+            factor = finish(m, l, sinks, b, heads, inside, number_of(v_scale, b, hk))
             acc = acc * factor[:, None]
             if cache.V.REST > 0:
                 acc_more = acc_more * factor[:, None]

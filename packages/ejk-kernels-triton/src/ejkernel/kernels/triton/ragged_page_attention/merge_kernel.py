@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.page_attention.merge_kernel import finish, merge_row, parts_of
+from ejkernel.kernels.triton.page_attention.merge_kernel import (
+    finish,
+    merge_row,
+    number_of,
+    parts_of,
+)
 from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import tile_rows
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
 
@@ -55,13 +60,14 @@ def ragged_merge(
         b = pid // HEADS
         slot, parts = parts_of(b, d_starts, n, shares, 0, 0)
         start = tl.load(first_rows + b)
+        number = number_of(v_scale, 0, h // GROUP)
         for token in range(0, tl.load(d_counts + b)):
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
             m, l, acc = merge_row(  # noqa: E741
                 d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, D, COLUMNS, PARTS
             )
             one = tl.arange(0, 1)
-            factor = finish(m, l, sinks, 0, h + one, one < 1, v_scale, h // GROUP)
+            factor = finish(m, l, sinks, 0, h + one, one < 1, number)
             row = (start + token).to(tl.int64) * HEADS + h
             acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
             tl.store(o + row * D + column, acc, mask=column < D)
@@ -99,7 +105,7 @@ def ragged_merge(
                     m = top
                     l = l * alpha + tl.load(p_l + kept) * weight  # noqa: E741
                     acc = acc * alpha[:, None] + acc_i * weight[:, None]
-                factor = finish(m, l, sinks, 0, heads, inside, v_scale, hk)
+                factor = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
                 acc = (acc * factor[:, None]).to(o.dtype.element_ty)
                 where = o + row[:, None] * D + column[None, :]
                 tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])

@@ -23,7 +23,6 @@ from ejkernel.kernels.triton.launch import (
 )
 from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.plans import (
-    MAX_LANES,
     SplitPlan,
     facts,
     scale_of,
@@ -41,6 +40,7 @@ from ejkernel.kernels.triton.ragged_page_attention.tiles import (
 )
 from ejkernel.kernels.triton.targets import Target
 
+MAX_LANES = 1024  # sequences looked at together when a program finds its own
 LINES = 32  # rows that a program sets to zero
 MERGED = 16  # rows of a tile that a program merges
 NEAR = 16 << 20  # bytes of keys and values that programs walk over together

@@ -36,7 +36,7 @@ from ejkernel.kernels.triton.common.cached import (
 from ejkernel.kernels.triton.common.pages import pages_between, places_between, run_between
 from ejkernel.kernels.triton.common.queries import opened
 from ejkernel.kernels.triton.common.structure import band_blocks
-from ejkernel.kernels.triton.page_attention.merge_kernel import finish
+from ejkernel.kernels.triton.page_attention.merge_kernel import finish, number_of
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
 
 
@@ -191,7 +191,7 @@ def ragged_prefill(
                     if cache.V.REST > 0:
                         acc_more = acc_more * shrink[:, None]
                 if parts == 1:
-                    share = finish(m, l, sinks, 0, heads, inside, v_scale, hk)
+                    share = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
                     o_more = acc_more
                     if cache.V.REST > 0:
                         o_more = acc_more * share[:, None]
