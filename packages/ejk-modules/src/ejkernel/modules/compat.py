@@ -8,21 +8,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ejkernel.ops import compat
 from ejkernel.ops.varying import varying_axes
 
 
 def ambient_mesh() -> Any:
     """The mesh of ``jax.set_mesh`` or of ``with mesh:``, None without one."""
-    abstract = jax.sharding.get_abstract_mesh()
-    if not abstract.empty:
-        return abstract
-    try:  # `with mesh:` is kept apart, and only the internal module tells without a warning
-        from jax._src import mesh as internal
-
-        physical = internal.thread_resources.env.physical_mesh
-    except (ImportError, AttributeError):
-        return None
-    return None if physical.empty else physical
+    return next((mesh for mesh in compat.ambient_mesh() if not mesh.empty), None)
 
 
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
