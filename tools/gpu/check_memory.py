@@ -9,7 +9,7 @@ Kinds whose names begin with ``hopper`` are Pallas kernels, the others Triton's.
 an element from the end of each operand: a checker that then reports nothing sees nothing. The
 option of the first line leaves out attributes that Triton's launcher asks for and CUDA refuses.
 racecheck follows loads, stores and barriers of threads; what the copy engine (TMA) writes it does
-not see: that is for JAX's interpreter of Mosaic kernels, ``InterpretGPUParams(detect_races=True)``.
+not see: ``gpu/races.py`` does, in an interpreter.
 What is not a launch of ours runs on JAX's CPU (``gpu.alone`` says why). Exits with 1 when a result
 is not a number.
 """
@@ -48,6 +48,7 @@ from ejktest import (  # noqa: E402
 )
 from ejktest.device import H200, on  # noqa: E402
 from gpu import alone  # noqa: E402
+from gpu.named import chosen, label  # noqa: E402
 
 kernels: Any = triton  # its operations are found by name
 
@@ -226,24 +227,11 @@ CALLS = (
 )  # fmt: skip
 
 
-def label(call) -> str:
-    return " ".join((call[0].__name__, *map(str, call[1:])))
-
-
-def chosen(wanted):
-    """The calls of these kinds and of these names; none wanted: all."""
-    kinds = {call[0].__name__: 0 for call in CALLS}
-    unknown = [x for x in wanted if x not in kinds and x not in map(label, CALLS)]
-    if unknown:
-        sys.exit(f"no such calls: {', '.join(unknown)}; kinds are {', '.join(kinds)}")
-    return [c for c in CALLS if not wanted or c[0].__name__ in wanted or label(c) in wanted]
-
-
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
     print(jax.devices()[0], flush=True)
     alone.install(short=control)
-    calls = chosen([name for name in sys.argv[1:] if name != "--control"])
+    calls = chosen(CALLS, [name for name in sys.argv[1:] if name != "--control"])
     for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), len(alone.launched)
         with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):

@@ -24,7 +24,7 @@ from ejktest import (
     ragged_cases,
     sparse_cases,
 )
-from gpu import compare
+from gpu import compare, named
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
 
 
 def test_calls_are_chosen_by_kind_or_by_name(memory):
-    labels = [memory.label(call) for call in memory.chosen(["contiguous", "latent e4m3"])]
+    labels = [named.label(x) for x in named.chosen(memory.CALLS, ["contiguous", "latent e4m3"])]
     assert labels == ["latent e4m3", "contiguous"]
-    assert memory.chosen([]) == list(memory.CALLS)
+    assert named.chosen(memory.CALLS, []) == list(memory.CALLS)
     with pytest.raises(SystemExit, match="no such calls: latent e9; kinds are flash, sparse"):
-        memory.chosen(["latent e9", "paged"])
+        named.chosen(memory.CALLS, ["latent e9", "paged"])
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""JAX's interpreter of Mosaic GPU kernels, on the CPU, with what it lacks of ours.
+
+A warpgroup is a thread with a vector clock; an access that is not ordered behind another of the
+same memory is a race. Beyond what JAX 0.11 does, here
+
+- all programs of a launch run at once, so that what they share in device memory is watched too;
+- products (wgmma) read their operands until they are waited for, past the proxy of the copy engine;
+- semaphores, counters, sums added by the copy engine and copies to all programs of a cluster exist;
+- instructions of the compiler's own (``inline_mgpu``) have stand-ins in the language of arrays;
+- an order can be taken away: ``watched(site)`` names a wait after which a thread knows no more
+  than before, or a commit that does nothing.
+
+What it cannot see: threads of one warpgroup against each other, which are one thread here, and
+whether the compiler keeps the order. That is compute-sanitizer's part (``check_memory``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import numpy as np
+
+from gpu.mosaic.inside import callbacks, gpu, jaxprs, memory, sources, threads, utils
+from gpu.mosaic.primitives import HANDLERS, ORDERS
+from gpu.mosaic.watch import Kernel, Races, Watch, begin, copied_in
+
+ENGINES = 64  # clocks of copies and products: two with the same one are not told apart
+theirs = jaxprs.JaxprInterpreter.interpret
+
+
+def interpret(self: Any, jaxpr: Any, token: Any, *args: Any) -> Any:
+    """As JAX does, but for the primitives above."""
+    env = utils.JaxprEnv(vars=[*jaxpr.constvars, *jaxpr.invars], values=args)
+    for eqn in jaxpr.eqns:
+        given, out = env.read_many(eqn.invars), None
+        if eqn.primitive in HANDLERS:
+            k = Kernel(self, eqn, token, eqn.primitive in ORDERS)
+            out = HANDLERS[eqn.primitive](k, given)
+            token = k.token
+        if out is None:
+            some = {v: x for v, x in zip(eqn.invars, given, strict=True) if not hasattr(v, "val")}
+            one = jaxpr.replace(
+                constvars=[], invars=list(some), outvars=eqn.outvars, eqns=[eqn],
+                debug_info=jaxpr.debug_info.with_unknown_names(),
+            )  # fmt: skip
+            token, out = theirs(self, one, token, *some.values())
+        env.write_many(eqn.outvars, out)
+    return token, env.read_many(jaxpr.outvars)
+
+
+MOST = 28  # programs that a device of JAX's CPU begins before one of them has ended; it allows 32
+programs: dict[tuple, tuple] = {}  # of threads: compiled once for all that run them
+running: dict[int, int] = {}
+starting = threading.Lock()
+
+
+def run_program(jaxpr: Any, consts: Any, *args: Any) -> None:
+    """A thread's program, on a device that can begin another."""
+    with starting:
+        free = (i for i, _ in enumerate(jax.devices("cpu")) if running.get(i, 0) < MOST)
+        if (number := next(free, None)) is None:
+            raise RuntimeError("more threads than JAX's CPU runs: see XLA_FLAGS in gpu/races.py")
+        if (id(jaxpr), number) not in programs:
+            with jax.default_device(jax.devices("cpu")[number]):
+                traced = jax.jit(threads._run, static_argnums=0).trace(jaxpr, consts, *args)
+                programs[id(jaxpr), number] = jaxpr, traced.lower().compile()
+        running[number] = running.get(number, 0) + 1
+    try:
+        programs[id(jaxpr), number][1](consts, *(np.asarray(x) for x in args))
+    finally:
+        with starting:
+            running[number] -= 1
+
+
+def together(kernel: Any) -> Any:
+    """``plgpu.kernel`` whose programs are one cluster: they run at the same time."""
+
+    def made(body: Any, **given: Any) -> Any:
+        names, sizes = given.pop("grid_names", ()), given.pop("grid", ())
+        cluster = (*sizes, *given.pop("cluster", ()))
+        names = (*names, *given.pop("cluster_names", ()))
+        return kernel(body, cluster=cluster, cluster_names=names, **given)
+
+    return made
+
+
+def leave(self: Any) -> None:
+    """What a barrier does for a warpgroup that ends: arrivals that nobody waits for may be left."""
+    with self.cv:
+        self.ref_count -= 1
+
+
+@contextlib.contextmanager
+def watched(planted: str | None = None, limit: float = 300.0) -> Generator[Watch]:
+    """Kernels that are called inside run in the interpreter; gives what was seen of them.
+
+    ``planted``: a site whose order is taken away; ``limit``: seconds after which they are stopped.
+    """
+    watch = begin(planted)
+    own = {
+        (jaxprs.JaxprInterpreter, "interpret"): interpret,
+        (threads, "_run_jaxpr"): run_program,
+        (gpu, "kernel"): together(gpu.kernel),
+        (memory.Barrier, "deallocate"): leave,
+        (callbacks, "GPURaceDetectionState"): Races,
+        (callbacks.AsyncCopyGmemToSmemTask, "post_read"): copied_in,
+        # equations keep their own places
+        (sources, "user_context"): lambda *_, **__: contextlib.nullcontext(),
+    }
+    kept = {at: getattr(*at) for at in own}
+    params = gpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=ENGINES)
+    timer = threading.Timer(
+        limit, lambda: callbacks.fail(TimeoutError(f"not done after {limit} s"), np.int32(0))
+    )
+    for at, x in own.items():
+        setattr(*at, x)
+    timer.start()
+    try:
+        with gpu.force_gpu_interpret_mode(params):
+            yield watch
+    finally:
+        timer.cancel()
+        for at, x in kept.items():
+            setattr(*at, x)

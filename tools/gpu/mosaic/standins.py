@@ -1,0 +1,241 @@
+"""What instructions of the compiler's own (``inline_mgpu``) do, in the language of arrays.
+
+One for each function of ours that has them, by its module and name: ``masks.hide_outside``. Each is
+called with the interpreter's ``Kernel``, the names that the function closes over, and its operands;
+a reference is (key, transforms). The card runs the instructions themselves (``pytest -m gpu``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.kernels.pallas.gpu.flash_attention import list_kernel
+from ejkernel.kernels.pallas.gpu.flash_attention.lists import EVERY, LIMIT, SOME
+
+ALL: dict[str, Any] = {}
+INT = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def standin(name: str) -> Any:
+    def known(function: Any) -> Any:
+        ALL[name] = function
+        return function
+
+    return known
+
+
+def _places(x: Any) -> tuple[Any, Any]:
+    return lax.broadcasted_iota(jnp.int32, x.shape, 0), lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+
+# ---- registers ---------------------------------------------------------------------------------
+
+
+@standin("masks.hide_outside")
+def hide_outside(k: Any, names: Any, x: Any, distance: Any, left: Any) -> Any:
+    i, j = _places(x)
+    far = distance + (i - j if names.transposed else j - i)
+    if names.band.lo is not None:
+        x = jnp.where(far >= names.band.lo, x, names.fill)
+    if names.band.hi is not None:
+        x = jnp.where(far <= names.band.hi, x, names.fill)
+    if names.checks_rows or names.checks_columns:
+        x = jnp.where((i if names.checks_rows else j) < left, x, names.fill)
+    return x
+
+
+@standin("masks.hide_unset")
+def hide_unset(k: Any, names: Any, x: Any, bits: Any) -> Any:
+    i, j = _places(x)
+    shown = lax.shift_right_logical(jnp.broadcast_to(bits, x.shape), 8 * (i // 16) + j // 16) & 1
+    return jnp.where(shown != 0, x, names.fill)
+
+
+@standin("rows.scale_rows")
+def scale_rows(k: Any, names: Any, x: Any, factors: Any) -> Any:
+    scaled = x * factors[:, None]
+    return jnp.where((factors == 0)[:, None], 0.0, scaled) if names.clear else scaled
+
+
+@standin("rows.multiply_add")
+def multiply_add(k: Any, names: Any, x: Any, factors: Any, terms: Any) -> Any:
+    if names.tile:
+        factors, terms = factors[:, None], terms[:, None]
+    return (x.astype(jnp.float32) * factors) + terms
+
+
+@standin("warps.thread_anew")
+def thread_anew(k: Any, names: Any) -> Any:
+    return jnp.int32(k.warpgroup) * 128
+
+
+@standin("softmax.lane_sums")
+def lane_sums(k: Any, names: Any, rows: Any, factors: Any, x: Any) -> Any:
+    return rows * factors + jnp.sum(x, axis=1)
+
+
+@standin("softmax.over_lanes")
+def over_lanes(k: Any, names: Any, rows: Any) -> Any:
+    return rows
+
+
+@standin("softmax.raised")
+def raised(k: Any, names: Any, m: Any, x: Any) -> Any:
+    top = jnp.maximum(m, jnp.max(x, axis=1))
+    return jnp.where(top > m + names.slack, top, m)
+
+
+@standin("softmax.halved")
+def halved(k: Any, names: Any, x: Any) -> Any:
+    return x.astype(k.eqn.outvars[0].aval.dtype)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@standin("rows.store_row_range")
+def store_row_range(k: Any, names: Any, ref: Any, x: Any, *numbers: Any) -> None:
+    def store(host: Any, ref: Any, x: Any, *numbers: Any) -> None:
+        batch, top, head, column, first, last = map(int, numbers)
+        first, last = max(first, 0), min(last, x.shape[0])
+        if first >= last:
+            return
+        columns = slice(column, column + x.shape[1])
+        if names.heads:
+            place = (batch, top, slice(head + first, head + last), columns)
+        else:
+            place = (batch, slice(top + first, top + last), head, columns)
+        host.put(ref, np.asarray(x)[first:last], place)
+
+    k.on_host(store, (), ref, x, *numbers)
+
+
+@standin("rows.clear_rows")
+def clear_rows(k: Any, names: Any, ref: Any, first: Any, last: Any) -> None:
+    def clear(host: Any, ref: Any, first: Any, last: Any) -> None:
+        rows, columns = host.shape(ref)
+        for start, stop in ((0, min(int(first), rows)), (max(int(last), 0), rows)):
+            if start < stop:
+                place = (slice(start, stop), slice(0, columns))
+                host.put(ref, np.zeros((stop - start, columns)), place)
+
+    k.on_host(clear, (), ref, first, last)
+
+
+@standin("rows.store_tile")
+def store_tile(k: Any, names: Any, ref: Any, x: Any) -> None:
+    k.on_host(lambda host, ref, x: host.put(ref, x), (), ref, x)
+
+
+@standin("quads.load_rows")
+def load_rows(k: Any, names: Any, ref: Any) -> Any:
+    kind = k.eqn.outvars[0].aval
+    return k.on_host(lambda host, ref: (host.get(ref),), (kind,), ref)
+
+
+@standin("quads.store_rows")
+def store_rows(k: Any, names: Any, ref: Any, x: Any, *factors: Any) -> None:
+    x = x * factors[0][:, None] if factors else x
+    k.on_host(lambda host, ref, x: host.put(ref, x), (), ref, x)
+
+
+# ---- numbers that are taken ---------------------------------------------------------------------
+
+
+@standin("tickets.taken_by_warp")
+def taken_by_warp(k: Any, names: Any, counter: Any) -> Any:
+    return k.on_host(lambda host, counter: (host.take(counter),), (INT,), counter)
+
+
+@standin("tickets.ask_ahead")
+def ask_ahead(k: Any, names: Any, counter: Any, words: Any, place: Any) -> None:
+    def ask(host: Any, counter: Any, words: Any, place: Any) -> None:
+        last = host.shape(words)[1] - 1
+        host.put(words, np.int32(host.take(counter)), (int(place), last))
+
+    k.on_host(ask, (), counter, words, place)
+
+
+@standin("tickets.taken_by_warpgroup")
+def taken_by_warpgroup(k: Any, names: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
+    def take(host: Any, counter: Any, words: Any, place: Any, asks: Any) -> Any:
+        at = (int(place), host.shape(words)[1] - 1)
+        if int(asks):
+            host.put(words, np.int32(host.take(counter)), at)
+        return (host.get(words, at),)
+
+    return k.on_host(take, (INT,), counter, words, place, asks)
+
+
+@standin("deal.deal")
+def deal(k: Any, names: Any, lengths: Any, run: Any) -> Any:
+    from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
+
+    kind = jax.ShapeDtypeStruct((names.b,), jnp.int32)
+    (given,) = k.on_host(lambda host, ref: (host.get(ref),), (kind,), lengths)
+    runs, sequences = shares(jnp.clip(given, 0, names.capacity), names.groups, names.step)
+
+    def cut(host: Any, runs: Any, sequences: Any, run: Any) -> Any:
+        run, sequences = int(run), np.asarray(sequences)
+        first, at, count = found = [int(x) for x in runs[run]]
+        while count > sequences[first, 1] - at:
+            count -= sequences[first, 1] - at
+            first, at = sequences[first, 2], 0
+        _, steps, _, part, parts = sequences[first]
+        goes_on = count > 0 and at + count < steps
+        return *found, *((first, part, parts, run - part // 2) if goes_on else (0,) * 4)
+
+    return k.on_host(cut, (INT,) * 7, runs, sequences, run)
+
+
+# ---- lists of tiles ------------------------------------------------------------------------------
+
+
+@standin("list_kernel._make_list")
+def make_list(k: Any, names: Any, item: Any, tiles: Any, lists: Any, lengths: Any) -> None:
+    warps, n = list_kernel.THREADS // list_kernel.WARP, names.n
+
+    def make(host: Any, item: Any, tiles: Any, lists: Any, lengths: Any) -> None:
+        for row in {min(int(item) * warps + w, names.rows - 1) for w in range(warps)}:
+            bits = host.get(tiles, (row, slice(0, n)))
+            some = bits & SOME != 0
+            every = some & (bits & EVERY != 0)
+            visited = int(some.sum())
+            if names.by_query:
+                length = max(visited, 1)
+                found = [*np.flatnonzero(every), *np.flatnonzero(some & ~every)]
+                line = [int(every.sum()), length, *found, *[n] * (n - visited)]
+            else:
+                length = visited
+                found = np.flatnonzero(some) + LIMIT * ~every[some]
+                line = [length, *found, *[0] * (n - visited)]
+            host.put(lists, line, (row, slice(0, len(line))))
+            host.put(lengths, length, (row,))
+
+    k.on_host(make, (), item, tiles, lists, lengths)
+
+
+@standin("list_kernel._place_tiles")
+def place_tiles(k: Any, names: Any, item: Any, *refs: Any) -> None:
+    places, ranked = names.places, list_kernel.RANKED
+
+    def place(host: Any, item: Any, lengths: Any, order: Any, *slots: Any) -> None:
+        group, part = divmod(int(item), names.parts)
+        mine = host.get(lengths, (group, slice(0, places)))
+        ranks = np.argsort(np.argsort(-mine, kind="stable"), kind="stable")
+        puts = {
+            group * places + ranks[i]: group * places + i
+            for i in range(part * ranked, min((part + 1) * ranked, places))
+        }
+        if group == part == 0:
+            puts |= {i: -1 for i in range(names.groups * places, names.size)}
+        for slot, value in puts.items():
+            at = host.get(slots[0], (int(slot),)) if slots else slot
+            host.put(order, value, (int(at),))
+
+    k.on_host(place, (), item, *refs)

@@ -1,0 +1,274 @@
+"""Hopper's kernels in JAX's interpreter, watched for races. Needs no GPU, but JAX 0.11.
+
+    python tools/gpu/races.py                                 # every kernel, eight minutes
+    python tools/gpu/races.py "hopper_flash segments q>k"     # kinds or names, as of check_memory
+    python tools/gpu/races.py --plant hopper_grouped          # and would a race be seen?
+
+The calls are those of ``check_memory`` for Hopper in small: every warpgroup of every program runs
+at once, and each access of shared or device memory is compared with those no order is known of
+(``gpu.mosaic``). Results are compared with float32, so that what was watched is what should
+run. ``--plant`` takes away what one wait tells, each in turn: where no race is seen then, the wait
+orders nothing in this call. Of those at a program's end there is nothing behind them. Exits with 1
+when something is found, or wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# threads that wait for each other need as many workers of XLA's: one for each device
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import checkout
+
+checkout.use()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AbstractDevice  # noqa: E402
+
+from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import (  # noqa: E402
+    blocksparse_attention,
+)
+from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (  # noqa: E402
+    flash_attention,
+)
+from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles  # noqa: E402
+from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights  # noqa: E402
+from ejkernel.kernels.pallas.gpu.mla_decode.implementation import WholeStep  # noqa: E402
+from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (  # noqa: E402
+    LEAST,
+    LongRows,
+)
+from ejktest import attention_at_size, grouped_cases, ragged_cases  # noqa: E402
+from ejktest.device import on  # noqa: E402
+from ejktest.oracles import grouped as oracle  # noqa: E402
+from gpu.named import chosen, label  # noqa: E402
+
+# writes whose order does not matter: warpgroups write the same, and read only what they wrote
+ALIKE = ("PagedForward.clear.behind",)
+Call = tuple[Callable[[], Any], Callable[[Any], float]]  # a run, its error over what may be
+CORES = 3
+CHIP = AbstractDevice("NVIDIA H200", CORES, "gpu")
+# query rows, keys, heads, key heads, and options in small
+FLASH = {
+    "odd causal": ((400, 400, 2, 1), {}),
+    "segments q>k": ((300, 260, 2, 1), {}),
+    "segments cap d64": ((300, 300, 2, 1), {}),
+    "sinks cap window": ((330, 330, 2, 1), {"sliding_window": 100}),
+    "pairs": ((500, 512, 1, 1), {}),  # programs of a cluster
+    "odd full d128": ((700, 100, 2, 1), {}),  # tiles of one block
+    "odd full d192/128": ((200, 330, 2, 1), {}),
+    "odd causal d256": ((200, 200, 2, 1), {}),
+}
+SPARSE = {
+    "causal 128": ((500, 500, 2, 1), {"pattern": ((128, 128), 0.6, (1, 2))}),
+    "across in sixteens": ((290, 330, 2, 1), {"pattern": ((96, 48), 0.5, (1, 2))}),
+    "none seen": ((200, 200, 1, 1), {"pattern": ((128, 128), -1.0, (1, 1))}),
+    "segments cap": ((300, 300, 2, 1), {"pattern": ((128, 64), 0.5, (1, 2))}),
+    "256 d256": ((300, 300, 2, 1), {"pattern": ((256, 256), 0.6, (1, 1))}),
+}
+MIXES = {
+    "singles": ragged_cases.Mix((1, 1, 137), (100, 70, 200), h=8, hk=2, ps=32),
+    "rows": ragged_cases.Mix((259, 0, 3, 133), (259, 5, 77, 300), h=4, hk=2, ps=64, cap=20.0),
+}
+LATENT = {
+    "128 heads": ((130, 0, 70, 700, 1), 128, 1, 64),
+    "float16, rows": ((70, 200, 5), 192, 3, 16),  # heads times rows
+}
+GROUPED = ("around a tile", "some of eight")
+
+
+def attention(operation: Any, cases: dict, name: str, table: dict) -> Call:
+    """A case of ``attention_at_size`` in small, both passes."""
+    (q, kv, h, hk), options = cases[name]
+    kept = table[name]
+    table[name] = ((1, q, kv, h, hk, *kept[0][5:]), kept[1] | options)
+    try:
+        diff, fixed = attention_at_size.inputs(name)
+        truth, bound = attention_at_size.truth(name), attention_at_size.bound(name)
+        both = attention_at_size.kernel(name, for_chip(operation)).__wrapped__
+    finally:
+        table[name] = kept
+    wide = {n: x.astype(jnp.float32) for n, x in diff.items()}
+    exact = truth(wide, fixed)
+    fixed = {n: np.asarray(x) if n == "pattern" else x for n, x in fixed.items()}
+    run = jax.jit(lambda diff: both(diff, fixed))
+
+    def error(out: Any) -> float:
+        return max(attention_at_size.relative(out[n], exact[n]) for n in out) / bound
+
+    return lambda: run(diff), error
+
+
+def for_chip(operation: Any) -> Any:
+    def call(*args: Any, **given: Any) -> Any:
+        with on(CHIP):
+            return operation(*args, **given)
+
+    return call
+
+
+def hopper_flash(name: str) -> Call:
+    return attention(flash_attention, FLASH, name, attention_at_size.CASES)
+
+
+def hopper_sparse(name: str) -> Call:
+    return attention(blocksparse_attention, SPARSE, name, attention_at_size.SPARSE)
+
+
+def relative(found: Any, want: Any) -> float:
+    found, want = (np.asarray(x, np.float64) for x in (found, want))
+    error = np.linalg.norm(found - want) / max(np.linalg.norm(want), 1e-30)
+    return float(error) if np.isfinite(error) else np.inf
+
+
+def hopper_grouped(name: str) -> Call:
+    """The gradient of the matrices; rows behind the groups hold NaN and infinity."""
+    sizes, offset, _ = grouped_cases.SIZES[name]
+    lhs, rhs, dout = grouped_cases.operands(name, "whole bfloat16", False, 392)
+    kernel = Weights(
+        rows=392, down=lhs.shape[1], across=dout.shape[1], batch=1, groups=len(sizes),
+        held=len(rhs), dtype="bfloat16", cores=CORES,
+    )  # fmt: skip
+    first = None if offset is None else np.asarray([offset], np.int32)
+    run = jax.jit(lambda: kernel(lhs, dout, np.asarray(sizes, np.int32), first))
+    want = oracle.grouped_matmul(lhs, rhs, sizes, offset, dout=dout).drhs
+    return run, lambda found: relative(found, want) / 6e-3
+
+
+def hopper_ragged(name: str) -> Call:
+    """Sequences of many new tokens, and of one where the kernel decodes."""
+    m = MIXES[name]
+    x, rows = ragged_cases.draw(m), np.asarray(m.rows)
+    first, length = np.cumsum(rows) - rows, np.asarray(m.lens)
+    mine, single = rows >= LEAST, (rows == 1) & (m.cap is None)
+    most = sum(-(-n // 128) + 1 for n in m.rows)
+    lines = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
+    own = np.stack([first, np.where(single, length, 0), np.full(len(rows), int(single.any()))], 1)
+    tables = jnp.clip(x["tables"], 0, len(x["cache"]) - 1)
+    tiles = ForwardTiles(q_held=0 if m.cap else 64, registers=232)
+    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, CORES, bool(single.any()))
+    given = (x["q"], x["cache"], tables, jnp.asarray(lines), jnp.asarray(own, jnp.int32))
+    sampled, exact = ragged_cases.oracle(m, x, x["cache"])
+    of = np.searchsorted(np.cumsum(rows), sampled, side="right")
+    here = (mine | single)[of]
+    run = jax.jit(long)
+    return lambda: run(*given), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
+
+
+def hopper_latent(name: str) -> Call:
+    """Latent decoding with its merge and lse."""
+    lens, rows, tokens, page = LATENT[name]
+    dtype = "float16" if "float16" in name else "bfloat16"
+    rng, columns = np.random.default_rng(0), -(-max(lens) // page)
+    pages = len(lens) * columns + 1
+    q, cache = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((len(lens), rows, 576), (pages, page, 576))
+    )
+    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
+    p = SimpleNamespace(
+        tokens=tokens, page_size=page, query=dtype, scale=576**-0.5, soft_cap=None, lse=True,
+        capacity=page * columns,
+    )  # fmt: skip
+    given = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
+    run = jax.jit(functools.partial(WholeStep(2 * CORES), p))
+    arrays = (q, cache, *given)
+    wide = np.asarray(cache, np.float64)
+    want = np.zeros((len(lens), rows, 512))
+    for i, n in enumerate(lens):
+        keys = wide[tables[i]].reshape(-1, 576)[:n]
+        seen = np.arange(n) <= (n - tokens + np.arange(rows) // (rows // tokens))[:, None]
+        s = np.where(seen, np.asarray(q[i], np.float64) @ keys.T * p.scale, -np.inf)
+        if n:
+            e = np.exp(s - s.max(1, keepdims=True))
+            want[i] = e @ keys[:, :512] / e.sum(1, keepdims=True)
+    return lambda: run(*arrays), lambda found: relative(found[0], want) / 6e-3
+
+
+CALLS = (
+    *((hopper_flash, name) for name in FLASH),
+    *((hopper_sparse, name) for name in SPARSE),
+    *((hopper_grouped, name) for name in GROUPED),
+    *((hopper_ragged, name) for name in MIXES),
+    *((hopper_latent, name) for name in LATENT),
+)
+
+
+def watch(run: Any, planted: str | None = None) -> tuple[Any, Any]:
+    """(what was seen, the results)."""
+    from gpu.mosaic import interpreter
+
+    with interpreter.watched(planted) as seen:
+        out = jax.block_until_ready(run())
+    return seen, out
+
+
+def unexplained(seen: Any) -> set[str]:
+    """What was found, but for writes of several warpgroups that are alike."""
+    others = {x for x in seen.races if not any(name in x for name in ALIKE)}
+    return others | seen.own | seen.problems
+
+
+def noticed(run: Any, sites: dict[str, str]) -> set[str]:
+    """The sites without whose order a race is seen."""
+    found = set()
+    for site, kind in sites.items():
+        wrong = unexplained(watch(run, site)[0])
+        print(f"     {'seen' if wrong else 'none'} {kind} {site}", flush=True)
+        found |= {site} if wrong else set()
+    return found
+
+
+def problem() -> str | None:
+    """Why nothing can be watched here, None if it can."""
+    try:
+        importlib.import_module("gpu.mosaic.interpreter")
+    except (ImportError, AttributeError) as error:
+        return f"the interpreter of JAX {jax.__version__} lacks what that of 0.11.2 has: {error}"
+    return None
+
+
+def main() -> None:
+    if reason := problem():
+        sys.exit(reason)
+    logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # an error ends every thread
+    start, failed, plants = time.time(), 0, "--plant" in sys.argv[1:]
+    sites: dict[str, str] = {}
+    found: set[str] = set()
+    for call in chosen(CALLS, [x for x in sys.argv[1:] if x != "--plant"]):
+        before = time.time()
+        run, error = call[0](*call[1:])
+        seen, out = watch(run)
+        off = error(out)
+        wrong = unexplained(seen) | ({f"error: {off:.1f} bounds"} if not off <= 1 else set())
+        failed += bool(wrong)
+        mark, took = "FAIL" if wrong else "ok  ", time.time() - before
+        print(f"{mark} {label(call)} [{took:.1f}s]: error {off:.2f} of the bound", flush=True)
+        print(*(f"     {x}\n" for x in sorted(wrong)), sep="", end="", flush=True)
+        if plants:
+            sites |= seen.sites
+            found |= noticed(run, dict(seen.sites))
+    print(f"{failed} failed, {time.time() - start:.0f}s in all")
+    if plants:
+        left = sorted(sites.keys() - found)
+        print(f"{len(found)} of {len(sites)} orders are watched; not in these calls:")
+        print(*(f"     {sites[x]} {x}\n" for x in left), sep="", end="")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
