@@ -39,6 +39,12 @@ def _load_queries(q, rows, inside, D: tl.constexpr, COLUMN: tl.constexpr, COLS: 
 
 
 @triton.jit
+def _sign(x):
+    """1, -1, or 0 of 0 and of NaN."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+
+
+@triton.jit
 def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
     """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
 
@@ -50,7 +56,7 @@ def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE
     slopes = one * tl.abs(factor)
     weight = one
     if not POSITIVE:
-        weight = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+        weight = one * _sign(factor)
     if NORMALISE:
         q = q.to(tl.float32)
         size = tl.max(tl.abs(q), 1)
@@ -131,7 +137,7 @@ def _as_digits(q, q_more, factor, logits, side):
     inner = slopes * logits.cap_in
     if logits.CAPPED:
         slopes = slopes * 0.0 + logits.cap_out
-    scale *= tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+    scale *= _sign(factor)
     high, low = digits(q, scale)
     high_more, low_more = high, low
     if side.REST > 0:
@@ -153,7 +159,7 @@ def opened_as_loaded(q, rows, inside, factor, logits, side, POSITIVE: tl.constex
     one = tl.full([main.shape[0]], 1.0, tl.float32)
     sign = None
     if not POSITIVE:
-        sign = one * tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
+        sign = one * _sign(factor)
     slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
     inner = slopes * logits.cap_in
     if logits.CAPPED:
