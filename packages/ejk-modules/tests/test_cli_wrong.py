@@ -10,6 +10,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from ejkernel.modules.cli import checks, main
@@ -76,6 +77,22 @@ def test_a_folder_that_is_none(capsys, monkeypatch, tmp_path):
     out = tmp_path / "file" / "report.html"
     assert main(["report", "--no-doctor", "--out", str(out), "--json"]) == 2
     assert str(tmp_path / "file") in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("said", ["", "Unable to initialize backend 'cuda'\nand more"])
+def test_a_machine_without_the_device_asked_for(capsys, monkeypatch, said):
+    def none(*_args, **_options):
+        raise (RuntimeError(said) if said else AssertionError)  # of JAX, with and without a plugin
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(jax, "local_devices", none)
+    asked = jax.config.jax_platforms or ""
+    message = said.split("\n")[0] or f"JAX finds no device (JAX_PLATFORMS={asked})"
+    assert main(["doctor", "--no-run", "--json"]) == 1
+    checks_made = {c["what"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks_made["JAX devices"]["found"] == message
+    assert main(["explain", "mean_pooling", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": message}
 
 
 # ---- Ctrl-C ------------------------------------------------------------------------------------

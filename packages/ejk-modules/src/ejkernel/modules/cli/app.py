@@ -201,4 +201,6 @@ def _expected(error: Exception) -> str | None:
     # a wrong value on the command line is a ValueError of the function that it reaches
     if isinstance(error, ours) or type(error) is ValueError:
         return str(error)
-    return None
+    from ejkernel.modules.cli.checks import no_device
+
+    return (no_device() if "jax" in sys.modules else "") or None

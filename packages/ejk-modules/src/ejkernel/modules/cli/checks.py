@@ -195,19 +195,32 @@ def cache() -> Iterator[Check]:
             )  # fmt: skip
 
 
-def devices() -> tuple[list[Check], dict[str, Any]]:
-    """Start JAX's backend; what it shows."""
-    complaints: list[str] = []
+def no_device() -> str:
+    """Why JAX finds no device at all; "" where there is one."""
     try:
         import jax
 
-        with _overhearing(complaints):
-            every = jax.devices()
+        jax.devices()
+    except AssertionError:  # all that JAX says of a platform that nothing installed serves
+        return f"JAX finds no device (JAX_PLATFORMS={jax.config.jax_platforms or ''})"
     except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def devices() -> tuple[list[Check], dict[str, Any]]:
+    """Start JAX's backend; what it shows."""
+    complaints: list[str] = []
+    with _overhearing(complaints):
+        problem = no_device()
+    if problem:
         fix = "JAX_PLATFORMS=cpu ejk doctor   # shows whether the rest works"
-        return [Check("device", "JAX devices", "fail", _first_line(error), fix)], {}
+        return [Check("device", "JAX devices", "fail", problem, fix)], {}
+    import jax
+
     from ejkernel.ops import target_device
 
+    every = jax.devices()
     target = target_device()
     kinds = Counter(device.device_kind for device in every)
     text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
