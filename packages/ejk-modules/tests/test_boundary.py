@@ -260,6 +260,21 @@ def test_a_wrong_form_is_said_before_what_its_values_would_mean(operation):
             raises(InvalidArgument, "expected", operation, **{**known, name: np.asarray(x)[None]})
 
 
+@pytest.mark.parametrize("operation", ["page_attention", "grouped_matmul"])
+def test_bytes_in_another_order_are_refused(operation):
+    """A program that JAX has compiled reads them as if they were in this machine's."""
+    c = call(operation)
+    known = {name: np.asarray(x) for name, x in c.arrays.items()}
+    getattr(modules, operation)(**known, **c.static)
+    for name, x in known.items():
+        foreign = x.astype(x.dtype.newbyteorder())
+        message = rf"^{name}: expected bytes in this machine's order, given >{x.dtype.str[1:]}\["
+        raises(InvalidArgument, message, operation, **{**known, name: foreign})
+        first, *rest = {**known, name: foreign}.items()
+        with pytest.raises(InvalidCall, match=message):
+            getattr(xla, operation)(first[1], **dict(rest), **c.static)
+
+
 def test_any_integer_dtype_serves_as_an_index():
     c = call("page_attention")
     plain = modules.page_attention(**c.arguments)

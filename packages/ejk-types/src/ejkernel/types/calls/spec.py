@@ -131,10 +131,13 @@ class Call:
             a = boundary.by_name(args, kwargs)
         else:
             a = {**boundary.defaults, **kwargs}
-        for name, value in kwargs.items():
+        for name, value in (a if args else kwargs).items():
             if isinstance(value, np.generic):
                 static = name in boundary.static_names
                 a[name] = value.item() if static else np.asarray(value)
+            elif isinstance(value, np.ndarray) and not value.dtype.isnative:
+                # refused by JAX as well, but only until it has compiled a program for the shapes
+                raise invalid(name, "bytes in this machine's order", value)
         values.seeds_to_arrays(a, *cls.seeds)
         try:
             for name in boundary.index_names:
