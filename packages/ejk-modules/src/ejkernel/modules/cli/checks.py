@@ -202,7 +202,8 @@ def no_device() -> str:
 
         jax.devices()
     except AssertionError:  # all that JAX says of a platform that nothing installed serves
-        return f"JAX finds no device (JAX_PLATFORMS={jax.config.jax_platforms or ''})"
+        asked = jax.config.jax_platforms or ""  # ty: ignore[missing-attribute]
+        return f"JAX finds no device (JAX_PLATFORMS={asked})"
     except Exception as error:
         return _first_line(error)
     return ""
