@@ -40,7 +40,7 @@ def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
     if on_device:
         lines += [
             "",
-            "Times marked * are the device's own: of the kernels, without their launches.",
+            "Times marked * are the device's own after a rest: of kernels, without launches.",
         ]
     return "\n".join(lines) + "\n"
 

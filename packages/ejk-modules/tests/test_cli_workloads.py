@@ -157,6 +157,25 @@ def test_short_programs_are_timed_by_the_device_where_it_tells(monkeypatch):
     assert row.clock == "device" and row.ms == pytest.approx(1e-3)
 
 
+def test_the_device_times_what_has_rested(monkeypatch):
+    from ejkernel.modules.bench import timing
+    from ejkernel.ops import compat
+
+    program = timing.Program(jax.jit(jnp.sin).lower(jnp.ones(4)).compile(), (jnp.ones(4),))
+    seen = []
+
+    def times(compiled, arguments, calls):
+        seen.append(calls)
+        return [0.25, 0.5, 0.25]
+
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing.time, "sleep", seen.append)
+    monkeypatch.setattr(compat, "kernel_times", times)
+    timed = timing.device_timing(program)
+    assert seen == [timing.REST_S, timing.KERNEL_CALLS]
+    assert (timed.median, timed.clock) == (pytest.approx(2.5e-4), "device")
+
+
 def test_explaining_a_case_runs_nothing():
     shape = dataclasses.replace(find.shapes_of("flash_attention", "llama3-8b-128k")[0], batch=64)
     call = call_of(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ SHORT_S = 3e-4
 
 KERNEL_CALLS = 50
 HELD_BYTES = 2**31  # that the results of those calls may take together
+REST_S = 0.5
+"""Before those calls. A GPU under load changes its clock several times a second: the same call took
+0.251 and 0.299 ms on an H200 that had just been busy, 0.219 to 0.220 after a rest."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def time_together(
 
     Each round calls every contender often enough to fill ``target_s`` and waits for the device
     once at the end, which keeps dispatch out of the time of all but the shortest kernels. Those
-    (on a GPU, where the contender is a ``Program``) are timed once more by the device itself; if
-    one is, all are, so that their times compare.
+    (on a GPU, where the contender is a ``Program``) are timed once more by the device itself, each
+    after a rest; if one is, all are, so that their times compare.
     """
     run = QueueClock().seconds
     calls: dict[str, int] = {}
@@ -100,7 +104,7 @@ def _timing(seconds: list[float], clock: str = "host") -> Timing:
 
 
 def device_timing(fn: Callable[[], Any]) -> Timing | None:
-    """The kernels' own time per call; None where the device does not tell."""
+    """The kernels' own time per call, after a rest; None where the device does not tell."""
     if jax.default_backend() != "gpu" or not isinstance(fn, Program) or fn.updates:
         return None  # JAX's profiler waits for every call's results, which updates give away
     try:
@@ -108,6 +112,7 @@ def device_timing(fn: Callable[[], Any]) -> Timing | None:
 
         size = getattr(fn.compiled.memory_analysis(), "output_size_in_bytes", 0) or 1
         calls = int(max(2, min(KERNEL_CALLS, HELD_BYTES // size)))
+        time.sleep(REST_S)
         milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
     except Exception:  # a machine without CUPTI, or one where somebody else holds it
         return None

@@ -115,7 +115,7 @@ def _show(rows: list[Any], limits: Any, out: Output) -> None:
 
         out.text(ABOVE)
     if any(r.clock == "device" for r in rows):
-        out.text("short kernels: the times are the device's own, without launches")
+        out.text("short kernels: the device's own times after a rest, without launches")
     ours = [r for r in rows if r.contender == "ejkernel" and r.ms is not None and r.tier]
     chosen = {(r.case, r.implementation, r.config, r.tier) for r in ours}
     if chosen:
