@@ -46,6 +46,28 @@ def test_a_package_without_kernels_says_so(monkeypatch):
     assert "| XLA, Triton |" in tables.operations_table()
 
 
+@pytest.mark.parametrize(
+    ("document", "label"), [("README.md", ""), ("docs/kernels/flash_attention_hopper.md", "d = ")]
+)
+def test_figures_of_flash_attention_are_those_of_the_record(document, label):
+    record = json.loads((ROOT / "tools/bench/results/nvidia-h200/flash_attention.json").read_text())
+    rows = {(r["case"], r["mode"]): r for r in record["rows"] if r["contender"] == "ejkernel"}
+    row = rf"^\| {label}(\d+), (\d+)(k?)(, 32 sequences)? \|(.*)$"
+    found = re.findall(row, (ROOT / document).read_text(), re.MULTILINE)
+    assert len(found) >= 7
+    for head_dim, length, thousands, short, cells in found:
+        case = f"d{head_dim}-s{int(length) * (1024 if thousands else 1)}"
+        cases = [f"short-{case}-b32"] if short else [f"sweep-{case}-full", f"sweep-{case}-causal"]
+        modes = ("fwd", "fwd+bwd")
+        speed = {key: f"{r['speed_over']['cudnn']:.2f}" for key, r in rows.items()}
+        if label:  # a column a mode, rate and speed
+            keys = [(case, mode) for mode in modes for case in cases]
+            want = [x for key in keys for x in (f"{rows[key]['tflops']:.0f}", speed[key])]
+        else:  # a column a mask, speed of both modes
+            want = [speed[case, mode] for case in cases for mode in modes]
+        assert re.findall(r"\d[\d.]*", cells) == want, case
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_commands_and_paths_in_the_documents_exist(document):
     text = (ROOT / document).read_text()
