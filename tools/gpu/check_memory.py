@@ -1,12 +1,13 @@
 """Calls of the kernels for GPUs, for a checker of memory accesses on this one.
 
     compute-sanitizer --report-api-errors no --error-exitcode 9 python tools/gpu/check_memory.py
-    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/gpu/check_memory.py --small
 
 The calls are cases of ``pytest -m gpu`` and small ones with every option, whose lengths cut tiles;
 some alone are chosen by kind or by their whole name: ``check_memory.py flash "paged page 16"``.
 Kinds whose names begin with ``hopper`` are Pallas kernels, the others Triton's. ``--control`` takes
-an element from the end of each operand: a checker that then reports nothing sees nothing. The
+an element from the end of each operand: a checker that then reports nothing sees nothing.
+``--small``: Hopper's calls, in a few tiles (``small``), for checkers that take long. The
 option of the first line leaves out attributes that Triton's launcher asks for and CUDA refuses.
 racecheck follows loads, stores and barriers of threads; what the copy engine (TMA) writes it does
 not see: ``gpu/races.py`` does, in an interpreter.
@@ -16,6 +17,7 @@ is not a number.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -37,6 +39,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
+from ejkernel.kernels.triton.targets import compile_for, cuda_target  # noqa: E402
 from ejktest import (  # noqa: E402
     attention_at_size,
     grouped_cases,
@@ -47,9 +50,10 @@ from ejktest import (  # noqa: E402
     variants,
 )
 from ejktest.device import H200, on  # noqa: E402
-from gpu import alone  # noqa: E402
+from gpu import alone, small  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
+SMALL = "--small" in sys.argv[1:]
 kernels: Any = triton  # its operations are found by name
 
 
@@ -138,7 +142,7 @@ def hopper(folder: str, operation: str | None = None):
     module = importlib.import_module(f"ejkernel.kernels.pallas.gpu.{folder}.implementation")
 
     def call(*args, **options):
-        with on(H200):
+        with on(small.CHIP if SMALL else H200):
             return getattr(module, operation or folder)(*args, **options)
 
     return call
@@ -158,7 +162,8 @@ def hopper_grouped(*case):
 
 
 def hopper_ragged(name: str):
-    mix, operation = HOPPER_MIXES[name], hopper("ragged_page_attention", "ragged_page_attention_v3")
+    mix = (small.MIXES if SMALL else HOPPER_MIXES)[name]
+    operation = hopper("ragged_page_attention", "ragged_page_attention_v3")
     f, arrays = ragged_cases.writing(operation, mix, ragged_cases.draw(mix))
     return f(*arrays)
 
@@ -227,11 +232,20 @@ CALLS = (
 )  # fmt: skip
 
 
+SMALL_CALLS = (
+    *((hopper_flash, name) for name in small.FLASH),
+    *((hopper_sparse, name) for name in small.SPARSE),
+    *(call for call in CALLS if call[0] is hopper_grouped),
+    *((hopper_ragged, name) for name in small.MIXES),
+)
+
+
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
+    wanted = [name for name in sys.argv[1:] if not name.startswith("--")]
     print(jax.devices()[0], flush=True)
     alone.install(short=control)
-    calls = chosen(CALLS, [name for name in sys.argv[1:] if name != "--control"])
+    calls = chosen(SMALL_CALLS if SMALL else CALLS, wanted)
     for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), len(alone.launched)
         with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):
@@ -250,4 +264,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.ExitStack() as stack:
+        if SMALL:
+            stack.enter_context(small.sizes())
+            stack.enter_context(compile_for(cuda_target(90, small.CORES)))
+        main()

@@ -1,6 +1,6 @@
 """Hopper's kernels in JAX's interpreter, watched for races. Needs no GPU, but JAX 0.11.
 
-    python tools/gpu/races.py                                 # every kernel, eight minutes
+    python tools/gpu/races.py                                 # every kernel, three minutes
     python tools/gpu/races.py "hopper_flash segments q>k"     # kinds or names, as of check_memory
     python tools/gpu/races.py --plant hopper_grouped          # and would a race be seen?
 
@@ -37,7 +37,6 @@ checkout.use()
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax.sharding import AbstractDevice  # noqa: E402
 
 from ejkernel.kernels.pallas.gpu.blocksparse_attention.implementation import (  # noqa: E402
     blocksparse_attention,
@@ -55,35 +54,12 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (  
 from ejktest import attention_at_size, grouped_cases, ragged_cases  # noqa: E402
 from ejktest.device import on  # noqa: E402
 from ejktest.oracles import grouped as oracle  # noqa: E402
+from gpu import small  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
 # writes whose order does not matter: warpgroups write the same, and read only what they wrote
 ALIKE = ("PagedForward.clear.behind",)
 Call = tuple[Callable[[], Any], Callable[[Any], float]]  # a run, its error over what may be
-CORES = 3
-CHIP = AbstractDevice("NVIDIA H200", CORES, "gpu")
-# query rows, keys, heads, key heads, and options in small
-FLASH = {
-    "odd causal": ((400, 400, 2, 1), {}),
-    "segments q>k": ((300, 260, 2, 1), {}),
-    "segments cap d64": ((300, 300, 2, 1), {}),
-    "sinks cap window": ((330, 330, 2, 1), {"sliding_window": 100}),
-    "pairs": ((500, 512, 1, 1), {}),  # programs of a cluster
-    "odd full d128": ((700, 100, 2, 1), {}),  # tiles of one block
-    "odd full d192/128": ((200, 330, 2, 1), {}),
-    "odd causal d256": ((200, 200, 2, 1), {}),
-}
-SPARSE = {
-    "causal 128": ((500, 500, 2, 1), {"pattern": ((128, 128), 0.6, (1, 2))}),
-    "across in sixteens": ((290, 330, 2, 1), {"pattern": ((96, 48), 0.5, (1, 2))}),
-    "none seen": ((200, 200, 1, 1), {"pattern": ((128, 128), -1.0, (1, 1))}),
-    "segments cap": ((300, 300, 2, 1), {"pattern": ((128, 64), 0.5, (1, 2))}),
-    "256 d256": ((300, 300, 2, 1), {"pattern": ((256, 256), 0.6, (1, 1))}),
-}
-MIXES = {
-    "singles": ragged_cases.Mix((1, 1, 137), (100, 70, 200), h=8, hk=2, ps=32),
-    "rows": ragged_cases.Mix((259, 0, 3, 133), (259, 5, 77, 300), h=4, hk=2, ps=64, cap=20.0),
-}
 LATENT = {
     "128 heads": ((130, 0, 70, 700, 1), 128, 1, 64),
     "float16, rows": ((70, 200, 5), 192, 3, 16),  # heads times rows
@@ -91,17 +67,17 @@ LATENT = {
 GROUPED = ("around a tile", "some of eight")
 
 
-def attention(operation: Any, cases: dict, name: str, table: dict) -> Call:
+def attention(operation: Any, name: str) -> Call:
     """A case of ``attention_at_size`` in small, both passes."""
-    (q, kv, h, hk), options = cases[name]
-    kept = table[name]
-    table[name] = ((1, q, kv, h, hk, *kept[0][5:]), kept[1] | options)
-    try:
+
+    def call(*args: Any, **given: Any) -> Any:
+        with on(small.CHIP):
+            return operation(*args, **given)
+
+    with small.sizes():
         diff, fixed = attention_at_size.inputs(name)
         truth, bound = attention_at_size.truth(name), attention_at_size.bound(name)
-        both = attention_at_size.kernel(name, for_chip(operation)).__wrapped__
-    finally:
-        table[name] = kept
+        both = attention_at_size.kernel(name, call).__wrapped__
     wide = {n: x.astype(jnp.float32) for n, x in diff.items()}
     exact = truth(wide, fixed)
     fixed = {n: np.asarray(x) if n == "pattern" else x for n, x in fixed.items()}
@@ -113,20 +89,12 @@ def attention(operation: Any, cases: dict, name: str, table: dict) -> Call:
     return lambda: run(diff), error
 
 
-def for_chip(operation: Any) -> Any:
-    def call(*args: Any, **given: Any) -> Any:
-        with on(CHIP):
-            return operation(*args, **given)
-
-    return call
-
-
 def hopper_flash(name: str) -> Call:
-    return attention(flash_attention, FLASH, name, attention_at_size.CASES)
+    return attention(flash_attention, name)
 
 
 def hopper_sparse(name: str) -> Call:
-    return attention(blocksparse_attention, SPARSE, name, attention_at_size.SPARSE)
+    return attention(blocksparse_attention, name)
 
 
 def relative(found: Any, want: Any) -> float:
@@ -141,7 +109,7 @@ def hopper_grouped(name: str) -> Call:
     lhs, rhs, dout = grouped_cases.operands(name, "whole bfloat16", False, 392)
     kernel = Weights(
         rows=392, down=lhs.shape[1], across=dout.shape[1], batch=1, groups=len(sizes),
-        held=len(rhs), dtype="bfloat16", cores=CORES,
+        held=len(rhs), dtype="bfloat16", cores=small.CORES,
     )  # fmt: skip
     first = None if offset is None else np.asarray([offset], np.int32)
     run = jax.jit(lambda: kernel(lhs, dout, np.asarray(sizes, np.int32), first))
@@ -151,7 +119,7 @@ def hopper_grouped(name: str) -> Call:
 
 def hopper_ragged(name: str) -> Call:
     """Sequences of many new tokens, and of one where the kernel decodes."""
-    m = MIXES[name]
+    m = small.MIXES[name]
     x, rows = ragged_cases.draw(m), np.asarray(m.rows)
     first, length = np.cumsum(rows) - rows, np.asarray(m.lens)
     mine, single = rows >= LEAST, (rows == 1) & (m.cap is None)
@@ -160,7 +128,7 @@ def hopper_ragged(name: str) -> Call:
     own = np.stack([first, np.where(single, length, 0), np.full(len(rows), int(single.any()))], 1)
     tables = jnp.clip(x["tables"], 0, len(x["cache"]) - 1)
     tiles = ForwardTiles(q_held=0 if m.cap else 64, registers=232)
-    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, CORES, bool(single.any()))
+    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, small.CORES, bool(single.any()))
     given = (x["q"], x["cache"], tables, jnp.asarray(lines), jnp.asarray(own, jnp.int32))
     sampled, exact = ragged_cases.oracle(m, x, x["cache"])
     of = np.searchsorted(np.cumsum(rows), sampled, side="right")
@@ -185,7 +153,7 @@ def hopper_latent(name: str) -> Call:
         capacity=page * columns,
     )  # fmt: skip
     given = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
-    run = jax.jit(functools.partial(WholeStep(2 * CORES), p))
+    run = jax.jit(functools.partial(WholeStep(2 * small.CORES), p))
     arrays = (q, cache, *given)
     wide = np.asarray(cache, np.float64)
     want = np.zeros((len(lens), rows, 512))
@@ -200,10 +168,10 @@ def hopper_latent(name: str) -> Call:
 
 
 CALLS = (
-    *((hopper_flash, name) for name in FLASH),
-    *((hopper_sparse, name) for name in SPARSE),
+    *((hopper_flash, name) for name in small.FLASH),
+    *((hopper_sparse, name) for name in small.SPARSE),
     *((hopper_grouped, name) for name in GROUPED),
-    *((hopper_ragged, name) for name in MIXES),
+    *((hopper_ragged, name) for name in small.MIXES),
     *((hopper_latent, name) for name in LATENT),
 )
 
