@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import pytest
 
+from ejkernel.kernels.triton import compiled
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
-from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import WritePlan
+from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import BLOCK, WritePlan
 from ejkernel.kernels.triton.resources import measure, plan_source
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
 
@@ -129,3 +130,18 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     of_three = launch.honouring(dict(num_splits=3), p, target)
     assert plans.decode_plan(p, of_three, target, ()).shares == 64 * 3
     assert plans.decode_plan(p, launch, target, ()).shares == 2 * 132 // 8
+
+
+def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():
+    """Two at a time; a quotient is a product and its corrections, but for divisors out of all
+    bounds."""
+    target, p = TARGETS["sm_90"], problem("float8_e4m3fn")
+    names = KERNELS["write"][1].split()
+    given = operands(p, tiles.choose(p, target), target)
+    shapes = tuple((n, given[n].shape) for n in names)
+    plan = WritePlan(p, tiles.choose(p, target), target, shapes)
+    source = plan_source(plan, [given[n] for n in names], target)
+    text = str(compiled.stages(source, target, "ptx")[0]["ptx"])
+    numbers = 2 * BLOCK * p.paged.dim // 128  # keys and values of a thread
+    assert text.count("cvt.rn.satfinite.e4m3x2.f32") >= numbers // 2
+    assert text.count("fma.rn.f32") >= 4 * numbers

@@ -76,3 +76,37 @@ def test_contiguous_decoding() -> None:
     want = want.reshape(5, 32, 128) * (end > start)[:, None, None]
     error = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
     assert float(error) <= 6e-3
+
+
+KINDS = {"int8": (-128, 127), "float8_e4m3fn": (-448, 448), "float8_e5m2": (-57344, 57344)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_tokens_are_those_of_an_exact_division(kind: str) -> None:
+    """To the bit, of huge and tiny numbers and of none, and of divisors out of the ordinary."""
+    rng, (n, heads, d) = np.random.default_rng(0), (256, 8, 128)
+    scales = np.float32([0.0217, 1.0, 3.0, -0.7, 1 / 3, 2.0**-61, 1.7e20, 1.9999999])
+    wide = rng.standard_normal((2, n, heads, d)) * np.exp2(rng.integers(-12, 12, (2, n, heads, d)))
+    wide = (wide * scales[:, None]).astype(np.float32)
+    # on the ties of integers and of 8-bit floats, and beside them
+    ties = (rng.integers(-300, 300, (32, heads, d)) / 2 * scales[:, None]).astype(np.float32)
+    wide[0, :32], wide[1, :32] = ties, np.nextafter(ties, 0)
+    wide[:, 40, :, :5] = np.nan, np.inf, -np.inf, 3.4e38, -0.0
+    q = jnp.zeros((n, 32, d), jnp.float32)
+    cache = jnp.zeros((n // 16, 16, 2 * heads, d), kind)
+    tables, starts = jnp.arange(n // 16, dtype=jnp.int32)[None], jnp.asarray([0, n], jnp.int32)
+    lens, ends = jnp.asarray([n], jnp.int32), jnp.asarray([0, 0, 1], jnp.int32)
+    keys, values = map(jnp.asarray, wide)
+    step = jax.jit(ragged_page_attention_v3)
+    _, cache = step(
+        q, keys, values, cache, lens, tables, starts, ends,
+        k_scale=jnp.asarray(scales), v_scale=jnp.asarray(scales),
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        y = wide / scales[:, None]
+        y = np.clip(np.rint(y) if kind == "int8" else y, *KINDS[kind])
+        want = np.where(np.isnan(y), 0, y).astype(np.int8) if kind == "int8" else y.astype(kind)
+    got = np.asarray(cache).reshape(n, heads, 2, d).transpose(2, 0, 1, 3)
+    unlike = (got.view(np.uint8) != want.view(np.uint8)) & ~np.isnan(want.astype(np.float32))
+    assert not unlike.any(), (wide[unlike][:5], got[unlike][:5], want[unlike][:5])
+    assert (np.isnan(got.astype(np.float32)) == np.isnan(want.astype(np.float32))).all()

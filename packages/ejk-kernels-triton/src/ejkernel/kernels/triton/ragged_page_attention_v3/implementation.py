@@ -24,13 +24,13 @@ from ejkernel.kernels.triton.ragged_page_attention.attend import (
 from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel
 from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedPlan
 from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, problem_of
-from ejkernel.kernels.triton.targets import Target
+from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
 from ejkernel.types.softmax import named_out
 
-BLOCK = 64  # packed rows of a program that writes
+BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at together: one compare for each row and each of them
 
 
@@ -141,10 +141,12 @@ class WritePlan(RaggedPlan):
             "LARGEST": 0.0 if eight else float(jnp.finfo(p.key).max),
             "VERBATIM_K": key == p.key,
             "VERBATIM_V": value == p.key,
+            "PTX": instructions(target),
         }
         grid = (-(-self.problem.rows // BLOCK), p.kv_heads)
         aliases = {self.names.index("k"): 0}
-        return Launch.of(ragged_write, arguments, grid, 4, 1, known=p.places, aliases=aliases)
+        more: Any = {"known": p.places, "interpreted": {"PTX": 0}, "aliases": aliases}
+        return Launch.of(ragged_write, arguments, grid, 4, 1, **more)
 
 
 ragged_page_attention_v3 = RaggedPageAttentionv3()

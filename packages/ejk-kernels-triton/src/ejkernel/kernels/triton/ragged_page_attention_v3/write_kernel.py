@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.narrow import eight_bits
+from ejkernel.kernels.triton.common.narrow import eight_bit_quotients, eight_bits
 
 
 @triton.jit
 def _stored(
     x, scale, head, kind: tl.constexpr, KIND: tl.constexpr, VERBATIM: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     if not VERBATIM:
         x = x.to(tl.float32)
-        if scale.array is not None:
-            factor = tl.load(scale.array + head * scale.head).to(tl.float32)
-            x = tl.div_rn(x, tl.zeros_like(x) + factor)
-        if KIND != "":
-            x = eight_bits(x, KIND)
+        if scale.array is None:
+            if KIND != "":
+                x = eight_bits(x, KIND, PTX)
         else:
+            factor = tl.load(scale.array + head * scale.head).to(tl.float32)
+            if KIND != "":
+                x = eight_bit_quotients(x, factor, KIND, PTX)
+            else:
+                x = tl.div_rn(x, tl.zeros_like(x) + factor)
+        if KIND == "":
             x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
     return x.to(kind)
 
@@ -61,10 +65,18 @@ def ragged_write(
     LARGEST: tl.constexpr,
     VERBATIM_K: tl.constexpr,
     VERBATIM_V: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     head = tl.program_id(1)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = (row >= tl.load(facts + 1)) & (row < tl.load(facts + 2))
+    column = tl.arange(0, COLUMNS)
+    # read before their places are known: whoever waits for one look-up after the other has them
+    source = (row.to(tl.int64) * KV_HEADS + head)[:, None] * D + column[None, :]
+    mask = here[:, None] & (column < D)[None, :]
+    new_keys = tl.load(keys + source, mask=mask, other=0)
+    new_values = tl.load(values + source, mask=mask, other=0)
+
     r = tl.zeros([BLOCK], tl.int32)
     for base in range(0, n, LANES):
         i = base + tl.arange(0, LANES)
@@ -73,20 +85,17 @@ def ragged_write(
     r = tl.minimum(r, n - 1)
     last = tl.load(work + r)
     length = tl.load(work + n + r)
+    first = tl.load(first_rows + r)
     position = length - last + row
-    here = here & (position >= 0) & (row >= tl.load(first_rows + r))
+    here = here & (position >= 0) & (row >= first)
     page = tl.load(tables + r.to(tl.int64) * max_pages + position // PAGE, mask=here, other=-1)
     here = here & (page >= 0) & (page < pages)
     place = page.to(tl.int64) * PAGE + position % PAGE
 
-    column = tl.arange(0, COLUMNS)
     mask = here[:, None] & (column < D)[None, :]
-    source = (row.to(tl.int64) * KV_HEADS + head)[:, None] * D + column[None, :]
     target = cache + ((place * K_HEADS + head) * K_STEP)[:, None] + column[None, :]
     kind: tl.constexpr = cache.dtype.element_ty
-    x = tl.load(keys + source, mask=mask, other=0)
-    x = _stored(x, k_scale, head, kind, KIND, VERBATIM_K, LARGEST)
+    x = _stored(new_keys, k_scale, head, kind, KIND, VERBATIM_K, LARGEST, PTX)
     tl.store(target, x, mask=mask)
-    x = tl.load(values + source, mask=mask, other=0)
-    x = _stored(x, v_scale, head, kind, KIND, VERBATIM_V, LARGEST)
+    x = _stored(new_values, v_scale, head, kind, KIND, VERBATIM_V, LARGEST, PTX)
     tl.store(target + K_STEP // 2, x, mask=mask)
