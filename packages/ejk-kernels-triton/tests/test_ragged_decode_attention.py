@@ -101,3 +101,9 @@ def test_gradients_and_refusals():
     assert ragged_decode_attention.refuse(problem, cuda_target(90)).startswith("value: float64")
     empty = ragged_decode_attention(q, k[:, :0], v[:, :0], START, END)
     assert empty.shape == (5, 4, 24) and not np.asarray(empty).any()
+
+
+def test_a_call_is_two_launches_and_nothing_else():
+    args = [jnp.asarray(x) for x in (*draw(80), START, END)]
+    program = str(jax.make_jaxpr(lambda *x: ragged_decode_attention(*x))(*args))
+    assert program.count("ejkernel_triton[") == 2 and "iota" not in program

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
@@ -69,7 +70,8 @@ class RaggedDecodeAttention(CacheKernel):
             "k": arrays["key"],
             "v": arrays["value"],
             "lens": arrays["sequence_end"],
-            "tables": jnp.arange(rows, dtype=jnp.int32)[:, None],
+            # known while tracing: made there it would be a launch of its own
+            "tables": np.arange(rows, dtype=np.int32)[:, None],
             "begins": arrays["sequence_start"],
         }
         if "softmax_aux" in arrays:
