@@ -13,7 +13,7 @@ import pytest
 
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejktest import ragged_cases
+from ejktest import ragged_cases, triton_calls
 from ejktest.bound import bound, struct
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
@@ -241,12 +241,26 @@ def test_write_then_attend(name):
     check_close(np.asarray(out), expected(q, want, *args[2:], **known), name=name)
 
 
+def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
+    n, page, card = 64, 16, cuda_target(90, 132)
+    integers = [struct(*size, dtype=jnp.int32) for size in ((n,), (n, 8), (n + 1,), ())]
+    args = (struct(n, 32, 128), struct(n * 8, page, 16, 128), *integers)
+    with compile_for(card):
+        program = jax.make_jaxpr(lambda *x: ragged_page_attention(*x))(*args)
+    kinds = [plan for plan, _ in triton_calls.plans(program.jaxpr)]
+    assert len(kinds) == 4
+    merge = kinds[-1].launch(card)
+    # 64 warps fit a multiprocessor; no program loads many more parts than a row has
+    assert merge.grid[0] * merge.num_warps <= 132 * 64 and merge.constants["PARTS"] == 4
+
+
 def test_long_walks_are_cut_into_parts(monkeypatch):
     """Few tiles and long contexts: their keys are shared out, and merged."""
     args = draw(rows=(2, 0, 11, 9), lens=(30, 9, 120, 100), d=24, ps=8)
     options = dict(softmax_aux=SINKS, v_scale=0.5)
     whole = np.asarray(ragged_page_attention(*args, **options))
     monkeypatch.setattr(tiles, "LEAST", 32)
+    monkeypatch.setattr(plans, "MAX_LANES", 2)  # several looks at the sequences
     cfg = dict(num_kv_pages_per_block=2, num_splits=3)
     cut = np.asarray(ragged_page_attention(*args, cfg=cfg, **options))
     assert not np.array_equal(cut, whole)

@@ -99,6 +99,15 @@ def precision(problem: Problem, target: Target) -> str:
     return "tf32x3" if max(problem.dim, problem.value_dim) <= 128 else "tf32"
 
 
+def parts_at_once(
+    columns: int, shares: int, batch: int, splits: int | None = None
+) -> tuple[int, int]:
+    """Partial results that a program of the merge loads together, and its warps."""
+    # all parts of a sequence of middling length in one load, but a few thousand floats at most
+    parts = min(4096 // columns, power_of_two(splits or -(-shares // batch) + 2))
+    return parts, max(1, parts * columns // 1024)  # more would wait for each other
+
+
 @dataclass(frozen=True)
 class PagedPlan(Named, Unmapped):
     """Common to both kernels.
@@ -223,8 +232,7 @@ class MergePlan(PagedPlan):
 
         p, t = self.problem, self.tiles
         columns = max(16, power_of_two(p.value_dim))
-        # all parts of a sequence of middling length in one load, but a few thousand floats at most
-        parts = min(4096 // columns, power_of_two(t.splits or -(-self.shares // p.batch) + 2))
+        parts, warps = parts_at_once(columns, self.shares, p.batch, t.splits)
         arguments = {
             "acc_in": self.operand("acc"),
             "m_in": self.operand("m"),
@@ -245,5 +253,4 @@ class MergePlan(PagedPlan):
             "SPLITS": t.splits or 0,
             "OPENING": 0 if t.splits else t.opening,
         }
-        warps = max(1, parts * columns // 1024)  # more would wait for each other
         return Launch.of(paged_merge, arguments, (p.batch * self.rows,), warps, 1)

@@ -1,8 +1,8 @@
 """Ragged attention, last kernel: partial results of decoded rows and of cut tiles to the output.
 
-The sum of ``page_attention.merge_kernel``. One program per (sequence, query head), then one per
-(slot, kv head, LINES rows of a tile), of which those of the first part of a tile work. Writes into
-the output of the prefill kernel, which has all other rows.
+The sum of ``page_attention.merge_kernel``. Few programs take the pieces in turns: first each
+(sequence, query head), then each (slot, kv head, LINES rows of a tile), of which those of the first
+part of a tile are work. Writes into the output of the prefill kernel, which has all other rows.
 """
 
 from __future__ import annotations
@@ -53,15 +53,19 @@ def ragged_merge(
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
+    LANE: tl.constexpr = ROWS // LINES
     pid = tl.program_id(0)
+    programs = tl.num_programs(0)
     column = tl.arange(0, COLUMNS)
-    if pid < n * HEADS:
-        h = pid % HEADS
-        b = pid // HEADS
-        slot, parts = parts_of(b, d_starts, n, shares, 0, 0)
+    slots = tl.load(facts + 3)
+    for x in tl.range(pid, n * HEADS, programs):
+        h = x % HEADS
+        b = x // HEADS
+        tokens = tl.load(d_counts + b)
         start = tl.load(first_rows + b)
+        slot, parts = parts_of(b, d_starts, n, shares, 0, 0)
         number = number_of(v_scale, 0, h // GROUP)
-        for token in range(0, tl.load(d_counts + b)):
+        for token in range(0, tokens):
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
             m, l, acc = merge_row(  # noqa: E741
                 d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, D, COLUMNS, PARTS
@@ -71,41 +75,39 @@ def ragged_merge(
             row = (start + token).to(tl.int64) * HEADS + h
             acc = (acc * tl.sum(factor, 0)).to(o.dtype.element_ty)
             tl.store(o + row * D + column, acc, mask=column < D)
-    else:
-        x = pid - n * HEADS
-        line = x % (ROWS // LINES)
-        unit = (x // (ROWS // LINES)) % UNITS
-        slot = x // (ROWS // LINES * UNITS)
-        if slot < tl.load(facts + 3):
-            r, before = find(slot, work + 4 * n, n, LANES)
-            parts = tl.load(work + 3 * n + r)
-            if (slot - before) % parts == 0:
-                first = tl.load(first_rows + r)
-                count = tl.load(work + r) - first
-                hk = unit // CHUNKS
-                member = line * LINES + tl.arange(0, LINES)
-                _, heads, row, inside = tile_rows(
-                    member, (slot - before) // parts, unit % CHUNKS, first, count, hk,
-                    HEADS, GROUP, TILE, MEMBERS,
+    for x in tl.range(pid, slots * (UNITS * LANE), programs):
+        line = x % LANE
+        unit = (x // LANE) % UNITS
+        slot = x // (LANE * UNITS)
+        r, before = find(slot, work + 4 * n, n, LANES)
+        parts = tl.load(work + 3 * n + r)
+        if (slot - before) % parts == 0:
+            first = tl.load(first_rows + r)
+            count = tl.load(work + r) - first
+            hk = unit // CHUNKS
+            member = line * LINES + tl.arange(0, LINES)
+            _, heads, row, inside = tile_rows(
+                member, (slot - before) // parts, unit % CHUNKS, first, count, hk,
+                HEADS, GROUP, TILE, MEMBERS,
+            )  # fmt: skip
+            m = tl.full([LINES], float("-inf"), tl.float32)
+            l = tl.zeros([LINES], tl.float32)  # noqa: E741
+            acc = tl.zeros([LINES, COLUMNS], tl.float32)
+            for i in range(0, parts):
+                kept = ((slot + i).to(tl.int64) * UNITS + unit) * ROWS + member
+                m_i = tl.load(p_m + kept)
+                acc_i = tl.load(
+                    p_acc + kept[:, None] * D + column[None, :], mask=(column < D)[None, :],
+                    other=0.0,
                 )  # fmt: skip
-                m = tl.full([LINES], float("-inf"), tl.float32)
-                l = tl.zeros([LINES], tl.float32)  # noqa: E741
-                acc = tl.zeros([LINES, COLUMNS], tl.float32)
-                for i in range(0, parts):
-                    kept = ((slot + i).to(tl.int64) * UNITS + unit) * ROWS + member
-                    m_i = tl.load(p_m + kept)
-                    acc_i = tl.load(
-                        p_acc + kept[:, None] * D + column[None, :], mask=(column < D)[None, :],
-                        other=0.0,
-                    )  # fmt: skip
-                    top = tl.maximum(m, m_i)
-                    base = tl.where(top == float("-inf"), 0.0, top)
-                    weight = tl.exp2(m_i - base)
-                    alpha = tl.exp2(m - base)
-                    m = top
-                    l = l * alpha + tl.load(p_l + kept) * weight  # noqa: E741
-                    acc = acc * alpha[:, None] + acc_i * weight[:, None]
-                factor = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
-                acc = (acc * factor[:, None]).to(o.dtype.element_ty)
-                where = o + row[:, None] * D + column[None, :]
-                tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])
+                top = tl.maximum(m, m_i)
+                base = tl.where(top == float("-inf"), 0.0, top)
+                weight = tl.exp2(m_i - base)
+                alpha = tl.exp2(m - base)
+                m = top
+                l = l * alpha + tl.load(p_l + kept) * weight  # noqa: E741
+                acc = acc * alpha[:, None] + acc_i * weight[:, None]
+            factor = finish(m, l, sinks, 0, heads, inside, number_of(v_scale, 0, hk))
+            acc = (acc * factor[:, None]).to(o.dtype.element_ty)
+            where = o + row[:, None] * D + column[None, :]
+            tl.store(where, acc, mask=inside[:, None] & (column < D)[None, :])

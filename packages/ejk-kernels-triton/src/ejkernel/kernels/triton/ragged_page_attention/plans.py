@@ -25,6 +25,7 @@ from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.plans import (
     SplitPlan,
     facts,
+    parts_at_once,
     scale_of,
     sinks_of,
 )
@@ -42,7 +43,8 @@ from ejkernel.kernels.triton.targets import Target
 
 MAX_LANES = 1024  # sequences looked at together when a program finds its own
 LINES = 32  # rows that a program sets to zero
-MERGED = 16  # rows of a tile that a program merges
+MERGED = 4  # rows of a tile that a warp merges
+MERGING = 16  # warps of a multiprocessor that merge, at least
 NEAR = 16 << 20  # bytes of keys and values that programs walk over together
 
 
@@ -142,6 +144,7 @@ class SchedulePlan(RaggedPlan):
             "BLOCK_KV": long.block_kv if long else 1,
             "NEAR": NEAR // p.token_bytes,
             "COUNT": dict(self.shapes)["valid"][0] - 1,  # the last number says how many are valid
+            "ONCE": p.batch <= self.lanes,
         }
         return Launch.of(ragged_schedule, arguments, (1,), 4, 1)
 
@@ -227,6 +230,8 @@ class RaggedMergePlan(RaggedPlan):
         names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts")
         shares = decode_shares(self.problem, t, self.target)
         columns = max(16, power_of_two(p.dim))
+        parts, warps = parts_at_once(columns, shares, p.batch)
+        lines = MERGED * warps
         arguments = {
             **{name: self.operand(name) for name in (*names, "p_acc", "p_m", "p_l")},
             "first_rows": self.operand("d_rows"),
@@ -238,13 +243,15 @@ class RaggedMergePlan(RaggedPlan):
             "shares": shares,
             "TOKENS": p.tokens,
             "COLUMNS": columns,
-            "PARTS": min(4096 // columns, power_of_two(shares)),
-            "LINES": MERGED,
+            "PARTS": parts,
+            "LINES": lines,
         }
-        lines = t.rows // MERGED
-        grid = (p.batch * p.heads + self.fair * p.kv_heads * self.chunks * lines,)
+        pieces = p.batch * p.heads + self.fair * p.kv_heads * self.chunks * (t.rows // lines)
+        # most calls have few cut tiles: programs for all would begin and end
+        programs = min(pieces, target.cores * MERGING * (2 if warps > 1 else 1) // warps)
         aliases = {self.names.index("o"): 0}
-        return Launch.of(ragged_merge, arguments, grid, 4, 1, known=self.sizes, aliases=aliases)
+        more: Any = {"known": self.sizes, "aliases": aliases}
+        return Launch.of(ragged_merge, arguments, (programs,), warps, 1, **more)
 
 
 def decode_plan(problem: Ragged, tiles: Tiles, target: Target, shapes: Shapes) -> SplitPlan:

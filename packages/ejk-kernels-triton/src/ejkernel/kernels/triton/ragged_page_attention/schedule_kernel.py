@@ -40,30 +40,32 @@ def _larger(a, b):
 
 
 @triton.jit
-def _sequences(
-    i, starts, lens, valid, top, most, rows, capacity, left, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Of sequences ``i``: first row, row past the last, length, rows, tiles, blocks of the last.
-
-    Those of more than ``most`` rows have no tiles here.
-    """
+def _sequences(i, starts, lens, valid, top, rows, capacity):
+    """Of sequences ``i``, none of which begins before ``top``: first row, row past the last,
+    length, rows."""
     here = i < valid
     first = tl.load(starts + i, mask=here, other=0)
     last = tl.load(starts + i + 1, mask=here, other=0)
+    length = tl.load(lens + i, mask=here, other=0)
     first = tl.minimum(tl.maximum(first, 0), rows)
     first = tl.maximum(tl.associative_scan(first, 0, _larger), top)
     last = tl.maximum(first, tl.minimum(last, rows))
-    length = tl.load(lens + i, mask=here, other=0)
     length = tl.minimum(tl.maximum(length, 0), capacity)
-    count = tl.where(here, last - first, 0)
+    return first, last, length, tl.where(here, last - first, 0)
+
+
+@triton.jit
+def _tiles(
+    length, count, most, left, WINDOW: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Of such sequences: tiles, blocks of the last. Those of more than ``most`` rows have none."""
     tiles = tl.where((count > TOKENS) & (count <= most), tl.cdiv(count, TILE), 0)
     begin = length * 0
     if WINDOW:
         # of the first row of the last tile
         begin = tl.maximum(length - count + (tiles - 1) * TILE - left, 0)
-    longest = tl.cdiv(length, BLOCK) - tl.minimum(begin, length) // BLOCK
-    return first, last, length, count, tiles, longest
+    return tiles, tl.cdiv(length, BLOCK) - tl.minimum(begin, length) // BLOCK
 
 
 @triton.jit
@@ -102,12 +104,15 @@ def ragged_schedule(
     BLOCK_KV: tl.constexpr,
     NEAR: tl.constexpr,
     COUNT: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     lane = tl.arange(0, LANES)
     valid = tl.minimum(tl.maximum(tl.load(valid + COUNT), 0), n)
     edge = tl.load(starts)
     edge = tl.where(valid > 0, tl.minimum(tl.maximum(edge, 0), rows), 0)
 
+    if ONCE:  # a look at all sequences serves every pass
+        first, last, length, count = _sequences(lane, starts, lens, valid, edge, rows, capacity)
     most = rows
     single = 0
     decoding = 0
@@ -120,11 +125,11 @@ def ragged_schedule(
         own_blocks = 0.0
         longest_single = 0
         top = edge
-        for base in range(0, n, LANES):
-            first, last, length, count, _, _ = _sequences(
-                base + lane, starts, lens, valid, top, rows, rows, capacity, left, WINDOW, BLOCK,
-                TOKENS, TILE,
-            )  # fmt: skip
+        for base in range(0, LANES if ONCE else n, LANES):
+            if not ONCE:
+                first, last, length, count = _sequences(
+                    base + lane, starts, lens, valid, top, rows, capacity
+                )
             found += tl.sum(tl.where(count >= LONG, count, 0), 0)
             if SINGLE:
                 seen = length.to(tl.float32) - 0.5 * count
@@ -149,11 +154,12 @@ def ragged_schedule(
 
     total = tl.zeros([], tl.int64)
     top = edge
-    for base in range(0, n, LANES):
-        first, _, _, _, tiles, longest = _sequences(
-            base + lane, starts, lens, valid, top, most, rows, capacity, left, WINDOW, BLOCK,
-            TOKENS, TILE,
-        )  # fmt: skip
+    for base in range(0, LANES if ONCE else n, LANES):
+        if not ONCE:
+            first, last, length, count = _sequences(
+                base + lane, starts, lens, valid, top, rows, capacity
+            )
+        tiles, longest = _tiles(length, count, most, left, WINDOW, BLOCK, TOKENS, TILE)
         total += tl.sum(tiles.to(tl.int64) * longest, 0)
         top = tl.max(first, 0)
     part = tl.maximum((total + fair - 1) // fair, least).to(tl.int32)
@@ -163,12 +169,12 @@ def ragged_schedule(
     listed = 0
     top = edge
     end = edge
-    for base in range(0, n, LANES):
+    for base in range(0, LANES if ONCE else n, LANES):
         i = base + lane
         inside = i < n
-        first, last, length, count, tiles, longest = _sequences(
-            i, starts, lens, valid, top, most, rows, capacity, left, WINDOW, BLOCK, TOKENS, TILE
-        )
+        if not ONCE:
+            first, last, length, count = _sequences(i, starts, lens, valid, top, rows, capacity)
+        tiles, longest = _tiles(length, count, most, left, WINDOW, BLOCK, TOKENS, TILE)
         top = tl.max(first, 0)
         end = tl.maximum(end, tl.max(tl.where(i < valid, last, 0), 0))
         parts = tl.maximum(longest // part, 1)
