@@ -148,7 +148,7 @@ def hopper_latent(name: str) -> Call:
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
     p = SimpleNamespace(
-        tokens=tokens, page_size=page, query=dtype, scale=576**-0.5, soft_cap=None, lse=True,
+        tokens=tokens, page_size=page, query=dtype, key=dtype, scale=576**-0.5, soft_cap=None, lse=True,
         capacity=page * columns,
     )  # fmt: skip
     given = (jnp.asarray(x, jnp.int32) for x in (lens, tables))

@@ -55,7 +55,7 @@ def wgmma(k: Kernel, invals: list) -> list:
         shared.store_buffer_content(into, access, new.astype(old.dtype), host.thread)
         now().unfinished.setdefault(host.thread, []).append((clock, into))
 
-    refs = zip((acc, a, b), transforms, strict=True)
+    refs = [k.ref(i, x, t) for i, (x, t) in enumerate(zip((acc, a, b), transforms, strict=True))]
     k.on_host(multiply, (), *refs)
     return []
 
@@ -225,7 +225,7 @@ def copy_out(k: Kernel, invals: list) -> list | None:
         )  # fmt: skip
         host.shared.execute_async_task(task)
 
-    k.on_host(copy, (), *zip(invals[:2], transforms, strict=True))
+    k.on_host(copy, (), *(k.ref(i, invals[i], transforms[i]) for i in range(2)))
     return []
 
 
@@ -307,7 +307,7 @@ def inline(k: Kernel, invals: list) -> list:
         )
     count = params["pytree_args"].num_leaves
     transforms = params["pytree_ref_transforms"].unflatten(invals[count:])
-    values = [x if t is None else (x, t) for x, t in zip(invals[:count], transforms, strict=True)]
+    values = [invals[i] if t is None else k.ref(i, invals[i], t) for i, t in enumerate(transforms)]
     out = standins.ALL[name](k, SimpleNamespace(**names), *values)
     return [] if out is None else list(out) if isinstance(out, (tuple, list)) else [out]
 

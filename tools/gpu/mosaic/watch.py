@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gpu.mosaic.inside import callbacks, indexing, io_callback, memory, sources
+from gpu.mosaic.inside import callbacks, indexing, io_callback, jaxprs, memory, sources
 
 
 @dataclass
@@ -68,6 +68,10 @@ class Races:
     def __init__(self, num_cores: int = 0) -> None:
         self.lock = threading.Lock()
         self.seen: dict[Any, list] = {}
+        self.unions: dict[Any, tuple] = {}  # of a buffer in a union: that, and its group there
+
+    def tag_ref_union_member(self, key: Any, union: Any, group: int) -> None:
+        self.unions[key] = union, group
 
     def check_read(self, thread: Any, clock: Any, key: Any, rnge: Any, source_info: Any = None):
         self._check(thread, False, clock, clock, key, rnge.range, source_info)
@@ -80,11 +84,13 @@ class Races:
     def _check(
         self, thread: Any, writes: bool, clock: Any, of_reads: Any, key: Any, part: Any, info: Any
     ) -> None:
+        key, group = self.unions.get(key, (key, 0))
         with self.lock:
             kept = []
             for other in self.seen.get(key, ()):
-                who, wrote, known, its_part, its_info = other
-                if (writes or wrote) and overlap(part, its_part):
+                who, wrote, known, its_group, its_part, its_info = other
+                met = group != its_group or overlap(part, its_part)
+                if (writes or wrote) and met:
                     if not (known <= (clock if wrote else of_reads).clock).all():
                         pair = (
                             f"{'written' if w else 'read'} at {place_of(i)}"
@@ -92,10 +98,10 @@ class Races:
                         )
                         found = now().own if who == thread else now().races
                         found.add(" and ".join(pair))
-                    elif writes and within(its_part, part):
+                    elif writes and group == its_group and within(its_part, part):
                         continue  # whoever does not know of it does not know of this one
                 kept.append(other)
-            kept.append((thread, writes, clock.clock.copy(), part, info))
+            kept.append((thread, writes, clock.clock.copy(), group, part, info))
             self.seen[key] = kept
 
 
@@ -145,6 +151,10 @@ class Kernel:
         self.site = place_of(eqn.source_info)
         if orders:
             now().sites[self.site] = eqn.primitive.name
+
+    def ref(self, operand: int, key: Any, transforms: tuple = ()) -> tuple:
+        """(key, transforms) of an operand, of the member that is meant where it is a union."""
+        return jaxprs.resolve_ref(self.eqn.invars[operand].aval, key, tuple(transforms))
 
     def on_host(self, run: Any, results: tuple, *given: Any) -> list:
         """``run(Host, *given)``, in the order of the thread's other accesses."""
