@@ -53,7 +53,7 @@ def wgmma(k: Kernel, invals: list) -> list:
         old = shared.get_buffer_content(into, access, None)[0]
         new = old + np.matmul(*(x.astype(np.float32) for x in values))
         shared.store_buffer_content(into, access, new.astype(old.dtype), host.thread)
-        now().unfinished.setdefault(host.thread, []).append((clock, into))
+        host.products.append((clock, into))
 
     refs = [k.ref(i, x, t) for i, (x, t) in enumerate(zip((acc, a, b), transforms, strict=True))]
     k.on_host(multiply, (), *refs)
@@ -63,7 +63,7 @@ def wgmma(k: Kernel, invals: list) -> list:
 def wait_for_products(host: Host, left: int, site: str) -> None:
     if site == now().planted:
         return
-    queue = now().unfinished.get(host.thread, [])
+    queue = host.products
     while len(queue) > left:
         clock, _ = queue.pop(0)
         with host.shared.lock:
@@ -73,7 +73,7 @@ def wait_for_products(host: Host, left: int, site: str) -> None:
 def accumulator_store(k: Kernel, invals: list) -> list:
     def write(host: Host, acc: Any, x: Any) -> None:
         key = host.key(acc)
-        if any(into == key for _, into in now().unfinished.get(host.thread, [])):
+        if any(into == key for _, into in host.products):
             now().problems.add(f"{k.site}: sums are written before the product is done")
         host.shared.store_buffer_content(key, host.access(acc), np.asarray(x), host.thread)
 
@@ -94,7 +94,7 @@ def accumulator(k: Kernel, invals: list) -> list:
         if left is not None:
             wait_for_products(host, left, site)
         key = host.key(acc)
-        if any(into == key for _, into in now().unfinished.get(host.thread, [])):
+        if any(into == key for _, into in host.products):
             now().problems.add(f"{site}: sums are read before the product is done")
         return (host.shared.get_buffer_content(key, host.access(acc), None)[0],)
 
@@ -155,7 +155,7 @@ def semaphore_signal(k: Kernel, invals: list) -> list:
     def signal(host: Host, ref: Any, transforms: Any, value: Any) -> None:
         clock = host.shared.incr_clock(host.thread)
         with now().changed:
-            count = now().counts.setdefault(_count(ref, transforms), [0, None])
+            count = host.counts.setdefault(_count(ref, transforms), [0, None])
             count[0] += int(value)
             if count[1] is not None:
                 clock.update(count[1])
@@ -173,10 +173,10 @@ def semaphore_wait(k: Kernel, invals: list) -> list:
     def wait(host: Host, ref: Any, transforms: Any, value: Any, decrement: Any) -> None:
         at = _count(ref, transforms)
         with now().changed:
-            while now().counts.setdefault(at, [0, None])[0] < int(value):
+            while host.counts.setdefault(at, [0, None])[0] < int(value):
                 now().changed.wait(0.2)
                 host.shared.check_failed()
-            count = now().counts[at]
+            count = host.counts[at]
             count[0] -= int(value) * bool(decrement)
             clock = count[1]
         with ordering(host.thread, site):
@@ -266,11 +266,11 @@ def copy_in(k: Kernel, invals: list) -> list | None:
             host.shared.store_buffer_content(key, access, value, host.thread)
             races.check_write(host.thread, clock.copy(), key, access, host.info)
             with now().changed:  # the share of the last completes the barrier's phase
-                shares = now().counts.setdefault((tuple(bar), "shares"), [])
+                shares = host.counts.setdefault((tuple(bar), "shares"), [])
                 shares.append(clock.copy())
                 full = len(shares) == size
                 if full:
-                    del now().counts[tuple(bar), "shares"]
+                    del host.counts[tuple(bar), "shares"]
             if full:
                 for other in shares[1:]:
                     shares[0].update(other)

@@ -20,8 +20,6 @@ class Watch:
     Attributes:
         planted: the site whose order is taken away.
         sites: places in the sources that order something, and what they are.
-        unfinished: of a thread, the clocks of its products and what they add to, oldest first.
-        counts: values and clocks of semaphores and counters.
         races: pairs of places whose accesses, by two threads, no order is known of.
         own: those of one thread: past a proxy, or before a copy or a product is done.
         problems: sums that were touched before their product was done.
@@ -29,8 +27,6 @@ class Watch:
 
     planted: str | None = None
     sites: dict[str, str] = field(default_factory=dict)
-    unfinished: dict[Any, list] = field(default_factory=dict)
-    counts: dict[Any, list] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     races: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
@@ -185,6 +181,16 @@ class Host:
     def shared(self) -> Any:
         return callbacks._get_shared_memory()
 
+    @property
+    def products(self) -> list:
+        """Clocks of this thread's products and what they add to, oldest first, until waited for."""
+        return vars(self.shared).setdefault("products", {}).setdefault(self.thread, [])
+
+    @property
+    def counts(self) -> dict:
+        """Values and clocks of a launch's semaphores and counters."""
+        return vars(self.shared).setdefault("counts", {})
+
     def _located(self, ref: Any, index: tuple | None) -> tuple[Any, tuple]:
         key, transforms = ref
         transforms = tuple(callbacks._remove_noop_transforms(transforms))
@@ -220,6 +226,6 @@ class Host:
     def take(self, counter: Any) -> int:
         """One more of a counter, which orders nothing; what it was."""
         with now().changed:
-            count = now().counts.setdefault((int(counter[0]), ()), [0, None])
+            count = self.counts.setdefault((int(counter[0]), ()), [0, None])
             count[0] += 1
             return count[0] - 1
