@@ -22,6 +22,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     compare,
     constant,
     i32,
+    indices,
     memref,
     splat,
     thread,
@@ -85,6 +86,17 @@ def taken_by_warpgroup(counter: Any, words: Any, place: Any, asks: Any) -> jax.A
         return splat(memref.load(words, _at(words, place)))
 
     return take(counter, words, jnp.int32(place), jnp.int32(asks))
+
+
+def word(words: Any, *place: Any) -> jax.Array:
+    """``words[place]``, int32, also in a single warp, where no plain read is allowed."""
+    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(SCALAR,) * len(place)), return_type=kind)
+    def read(_: Any, words: Any, *place: Any) -> Any:
+        return splat(memref.load(words, indices(*(n.registers.item() for n in place))))
+
+    return read(words, *(jnp.int32(n) for n in place))
 
 
 def _at(words: Any, place: Any) -> list[Any]:

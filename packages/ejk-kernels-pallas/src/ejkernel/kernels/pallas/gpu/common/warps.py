@@ -44,6 +44,16 @@ def for_one_warp(body: Callable[[], None]) -> None:
     for_each_warp(lambda warp: pl.when(warp == 0)(body))
 
 
+def in_warps(*bodies: Callable[[], None]) -> None:
+    """Runs each of ``bodies`` in a warp of this warpgroup of its own."""
+
+    def every(warp: Any) -> None:
+        for number, body in enumerate(bodies):
+            pl.when(warp == number)(body)
+
+    for_each_warp(every)
+
+
 def any_in_warp(tests: list[Any]) -> Any:
     """Whether either of two tests holds in any lane of this warp, a bit of the compiler's."""
     text = (

@@ -56,43 +56,46 @@ class Forward(Form):
     # ---- producer ---------------------------------------------------------------------------
 
     def produce(self, r: Any) -> None:
-        t = self.tiles
-
-        def load(which, smem, ready, free, tile, j, n):
-            slot = lax.rem(n, t.stages)
-            place = self.place(r, tile, j)  # read while the buffer is waited for
-            pl.when(n >= t.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-            self.copy(r, which, tile, place, smem.at[slot], ready.at[slot])
-
         def per_tile(carry):
             i, n, ahead = carry
             tile = self.arrived(r, ahead)
-            if not self.late:
-                ahead = self.ahead(r, i + 1, ahead[2])
-            slot = lax.rem(i, t.q_stages)
-            pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
-            rows = pl.ds(self.first_row(tile), t.block_q)
-            source = r.q.at[tile.batch, rows, tile.head]
-            plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_ready.at[slot])
+            ahead = self.ahead(r, i + 1, ahead[2])
+            self.load_queries(r, tile, self.first_row(tile), i)
             first = self.key_block(r, tile, tile.stop - 1)
-            load("k", r.k_smem, r.k_ready, r.k_free, tile, first, n)
-            if self.late:
-                ahead = self.ahead(r, i + 1)
+            self.load(r, "k", tile, first, n)
 
             def per_block(x, carry):
                 n, j = carry
                 following = self.key_block(r, tile, tile.stop - 2 - x)
-                load("k", r.k_smem, r.k_ready, r.k_free, tile, following, n + 1)
-                load("v", r.v_smem, r.v_ready, r.v_free, tile, j, n)
+                self.load(r, "k", tile, following, n + 1)
+                self.load(r, "v", tile, j, n)
                 return n + 1, following
 
             n, j = lax.fori_loop(0, tile.stop - tile.start - 1, per_block, (n, first))
-            load("v", r.v_smem, r.v_ready, r.v_free, tile, j, n)
+            self.load(r, "v", tile, j, n)
             return i + 1, n + 1, ahead
 
         zero = jnp.int32(0)
-        carry = (zero, zero, self.opening(r))
+        carry = (zero, zero, self.ahead(r, zero))
         lax.while_loop(lambda carry: carry[2][0] >= 0, per_tile, carry)
+
+    def load_queries(self, r: Any, tile: Any, first: Any, i: Any) -> None:
+        """Copies the queries, from row ``first`` on, of this program's i-th tile, where their place
+        is free."""
+        t = self.tiles
+        slot = lax.rem(i, t.q_stages)
+        pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
+        source = r.q.at[tile.batch, pl.ds(first, t.block_q), tile.head]
+        plgpu.copy_gmem_to_smem(source, r.q_smem.at[slot], r.q_ready.at[slot])
+
+    def load(self, r: Any, which: str, tile: Any, j: Any, n: Any) -> None:
+        """Copies block j of "k" or "v", this program's n-th, where its place is free."""
+        stages = self.tiles.stages
+        smem, ready, free = (getattr(r, f"{which}_{x}") for x in ("smem", "ready", "free"))
+        slot = lax.rem(n, stages)
+        place = self.place(r, tile, j)  # read while the buffer is waited for
+        pl.when(n >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+        self.copy(r, which, tile, place, smem.at[slot], ready.at[slot])
 
     def place(self, r: Any, tile: Any, j: Any) -> Any:
         """Where block j of a tile's keys and values lies."""

@@ -113,8 +113,7 @@ class Form:
 
     kernel_name: ClassVar[str] = "flash_attention_forward"
     keeps_lse: ClassVar[bool] = True
-    # whether the next tile is asked for after the first copies of a tile, and read with its last
-    # block: where asking takes a while
+    # whether the next tile is read with the last block of a tile: where asking takes a while
     late: ClassVar[bool] = False
 
     # ---- sizes ------------------------------------------------------------------------------
@@ -265,10 +264,6 @@ class Form:
     def first(self, r: Any) -> jax.Array:
         """Number of this program's first tile."""
         return self.number(r, 0)
-
-    def opening(self, r: Any) -> tuple:
-        """The same as those who copy know it, ``ahead`` of all others."""
-        return self.ahead(r, jnp.int32(0))
 
     def opened(self, r: Any) -> None:
         """What all of a program do first: nothing."""

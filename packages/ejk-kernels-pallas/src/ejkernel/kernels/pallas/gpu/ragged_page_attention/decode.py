@@ -21,6 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
 from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_row_range
+from ejkernel.kernels.pallas.gpu.common.tickets import word
+from ejkernel.kernels.pallas.gpu.common.warps import in_warps
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, softmax, start
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
     OWN_LENGTH,
@@ -48,25 +50,33 @@ class OwnTile:
 
 def programs(r: Any) -> jax.Array:
     """How many programs decode."""
-    return r.decoded[0, PROGRAMS]
+    return word(r.decoded, 0, PROGRAMS)
 
 
-def _items(kernel: Any, r: Any, body: Callable[..., Any], carry: Any) -> Any:
+def _count(kernel: Any, r: Any) -> jax.Array:
+    """Items of this program."""
+    some, program = programs(r), lax.axis_index("program")
+    most = r.decoded.shape[0] * _pairs(kernel) - program + some - 1
+    return jnp.where(program < some, lax.div(most, jnp.maximum(some, 1)), 0)
+
+
+def _pairs(kernel: Any) -> int:
+    return kernel.problem.heads // kernel.problem.group // SIDES
+
+
+def _items(kernel: Any, r: Any, count: Any, body: Callable[..., Any], carry: Any) -> Any:
     """``body(carry, row, first query head, tile)`` of each of this program's items."""
-    p = kernel.problem
-    pairs, group = p.heads // p.group // SIDES, p.group
-    program, some = lax.axis_index("program"), programs(r)
-    count = lax.div(r.decoded.shape[0] * pairs - program + some - 1, jnp.maximum(some, 1))
+    pairs, group, some = _pairs(kernel), kernel.problem.group, programs(r)
 
     def item(i: Any, carry: Any) -> Any:
-        number = program + i * some
+        number = r.program + i * some
         sequence, pair = lax.div(number, pairs), lax.rem(number, pairs)
-        row, length = r.decoded[sequence, OWN_ROW], r.decoded[sequence, OWN_LENGTH]
+        row, length = (word(r.decoded, sequence, column) for column in (OWN_ROW, OWN_LENGTH))
         head = pair * SIDES * group
         tile = OwnTile(head, sequence, row, length)
         return lax.cond(length > 0, lambda: body(carry, row, head, tile), lambda: carry)
 
-    return lax.fori_loop(0, jnp.where(program < some, count, 0), item, carry)
+    return lax.fori_loop(0, count, item, carry)
 
 
 def _keys(kernel: Any) -> int:
@@ -91,42 +101,61 @@ def scratch(kernel: Any) -> dict[str, Any]:
 
 
 def copy(kernel: Any, r: Any) -> None:
-    """Copies queries, keys and values of this program's items; the last buffers are free again."""
-    t, group = kernel.tiles, kernel.problem.group
-    buffers = (("k", r.k_smem, r.ks_ready, r.ks_free), ("v", r.v_smem, r.vs_ready, r.vs_free))
+    """Copies queries, keys and values of this program's items; the last buffers are free again.
 
-    def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
-        i, n = carry
-        slot = lax.rem(i, t.q_stages)
-        pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
-        heads = pl.ds(pl.multiple_of(head, 8), SIDES * group)
-        to = r.q_smem.at[slot, pl.ds(0, SIDES * group)]
-        plgpu.copy_gmem_to_smem(r.q.at[0, row, heads], to, r.q_ready.at[slot])
+    One warp has the queries and the keys, another the values.
+    """
+    t, group, count = kernel.tiles, kernel.problem.group, _count(kernel, r)
+
+    def steps(which: str, tile: Any, n: Any) -> Any:
+        """Copies the keys or values of an item; the number of the step after its last."""
+        smem, ready, free = (
+            getattr(r, name) for name in (f"{which}_smem", f"{which}s_ready", f"{which}s_free")
+        )
 
         def step(j: Any, n: Any) -> Any:
             place, half = kernel.place(r, tile, j, _keys(kernel)), lax.rem(n, HALVES)
-            for which, smem, ready, free in buffers:
-                for side in range(SIDES):
-                    of = replace(tile, head=tile.head + side * group)
-                    at, to = side * HALVES + half, _half(kernel, smem, side, half)
-                    used = n >= HALVES
-                    pl.when(used)(lambda free=free, at=at: plgpu.barrier_wait(free.at[at]))
-                    kernel.copy(r, which, of, place, to, ready.at[at])
+            for side in range(SIDES):
+                of = replace(tile, head=tile.head + side * group)
+                at, to = side * HALVES + half, _half(kernel, smem, side, half)
+                pl.when(n >= HALVES)(lambda at=at: plgpu.barrier_wait(free.at[at]))
+                kernel.copy(r, which, of, place, to, ready.at[at])
             return n + 1
 
-        return i + 1, lax.fori_loop(0, _steps(kernel, tile), step, n)
+        return lax.fori_loop(0, _steps(kernel, tile), step, n)
 
-    zero = jnp.int32(0)
-    i, n = _items(kernel, r, item, (zero, zero))
-    for back in range(HALVES):
-        half = lax.rem(jnp.maximum(n - 1 - back, 0), HALVES)
-        for free in (r.ks_free, r.vs_free):
+    def emptied(which: str, n: Any) -> None:
+        free = getattr(r, f"{which}s_free")
+        for back in range(HALVES):
+            half = lax.rem(lax.max(n - 1 - back, 0), HALVES)
             for side in range(SIDES):
                 at = side * HALVES + half
-                pl.when(n > back)(lambda free=free, at=at: plgpu.barrier_wait(free.at[at]))
-    for back in range(t.q_stages):
-        slot = lax.rem(jnp.maximum(i - 1 - back, 0), t.q_stages)
-        pl.when(i > back)(lambda slot=slot: plgpu.barrier_wait(r.q_free.at[slot]))
+                pl.when(n > back)(lambda at=at: plgpu.barrier_wait(free.at[at]))
+
+    def keys() -> None:
+        def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
+            i, n = carry
+            slot = lax.rem(i, t.q_stages)
+            pl.when(i >= t.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[slot]))
+            heads = pl.ds(head, SIDES * group)
+            to = r.q_smem.at[slot, pl.ds(0, SIDES * group)]
+            plgpu.copy_gmem_to_smem(r.q.at[0, row, heads], to, r.q_ready.at[slot])
+            return i + 1, steps("k", tile, n)
+
+        zero = jnp.int32(0)
+        i, n = _items(kernel, r, count, item, (zero, zero))
+        emptied("k", n)
+        for back in range(t.q_stages):
+            slot = lax.rem(lax.max(i - 1 - back, 0), t.q_stages)
+            pl.when(i > back)(lambda slot=slot: plgpu.barrier_wait(r.q_free.at[slot]))
+
+    def values() -> None:
+        def item(n: Any, row: Any, head: Any, tile: Any) -> Any:
+            return steps("v", tile, n)
+
+        emptied("v", _items(kernel, r, count, item, jnp.int32(0)))
+
+    in_warps(keys, values)
 
 
 def attend(kernel: Any, r: Any) -> None:
@@ -182,4 +211,4 @@ def attend(kernel: Any, r: Any) -> None:
 
         return i + 1, pl.run_scoped(walk, plgpu.ACC((ROWS, p.value_dim), F32))
 
-    _items(kernel, r, item, (jnp.int32(0), jnp.int32(0)))
+    _items(kernel, r, _count(kernel, r), item, (jnp.int32(0), jnp.int32(0)))

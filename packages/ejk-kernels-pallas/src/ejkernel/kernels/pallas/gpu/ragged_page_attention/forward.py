@@ -22,10 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
 from ejkernel.kernels.pallas.gpu.common.registers import LAYOUT, read
 from ejkernel.kernels.pallas.gpu.common.rows import store_row_range
-from ejkernel.kernels.pallas.gpu.common.tickets import ask_ahead, taken_by_warpgroup
+from ejkernel.kernels.pallas.gpu.common.tickets import ask_ahead, taken_by_warpgroup, word
+from ejkernel.kernels.pallas.gpu.common.warps import in_warps
 from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
 from ejkernel.kernels.pallas.gpu.ragged_page_attention import decode
@@ -47,7 +49,7 @@ class Said:
         self.words = words
 
     def __getitem__(self, at: tuple[Any, int]) -> jax.Array:
-        return self.words[at]
+        return word(self.words, *at)
 
 
 @partial(
@@ -126,13 +128,42 @@ class PagedForward(Forward):
     def opened(self, r: Any) -> None:
         r.counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
         r.said = Said(r.queue)
+        r.program = lax.axis_index("program")  # single warps cannot ask for it
 
     def produce(self, r: Any) -> None:
+        """One warp copies queries and keys, another values.
+
+        Each reads tables and waits for its own: what all of a warpgroup do, or one after the other,
+        takes the time of the programs that compute, the more the smaller pages are.
+        """
         r.takes = True
         if self.decodes:
             decode.copy(self, r)
-        r.begun = self.number(r, jnp.int32(0))
-        pl.when(r.begun >= 0)(lambda: super(PagedForward, self).produce(r))
+
+        def per_tile(carry: Any) -> Any:
+            i, n, number = carry
+            tile = self.tile(r, number)
+            first, last, blocks = self.first_row(tile), tile.stop - 1, tile.stop - tile.start
+
+            def begin() -> None:
+                self.load_queries(r, tile, first, i)
+                self.load(r, "k", tile, last, n)
+
+            def rest(which: str, done: int) -> None:
+                def one(x: Any, nothing: Any) -> Any:
+                    self.load(r, which, tile, last - x, n + x)
+                    return nothing
+
+                lax.fori_loop(done, blocks, one, 0)
+
+            in_warps(begin)
+            following = self.number(r, i + 1)  # asking takes a while: after the first copies
+            in_warps(partial(rest, "k", 1), partial(rest, "v", 0))
+            return i + 1, n + blocks, following
+
+        zero = jnp.int32(0)
+        start = zero, zero, self.number(r, zero)
+        lax.while_loop(lambda carry: carry[2] >= 0, per_tile, start)
 
     def consume(self, r: Any) -> None:
         r.takes = False
@@ -143,9 +174,6 @@ class PagedForward(Forward):
 
     def first(self, r: Any) -> jax.Array:
         return r.begun
-
-    def opening(self, r: Any) -> tuple:
-        return r.begun, None, None
 
     def number(self, r: Any, i: Any) -> jax.Array:
         """Where ``r.queue`` has this program's i-th tile; asked for once, and in order."""
@@ -163,7 +191,7 @@ class PagedForward(Forward):
         """
         heads, last = self.problem.heads, r.lines.shape[0] - 1
         decoding = decode.programs(r) if self.decodes else 0
-        own = lax.axis_index("program") - decoding
+        own = r.program - decoding
         first = i == 0
         number = taken_by_warpgroup(r.counter, r.queue, place, first & (own < 0))
         number = jnp.where(first & (own >= 0), own, self.grid - decoding + number)
@@ -190,8 +218,8 @@ class PagedForward(Forward):
         pages, columns = r.cache.shape[0], r.tables.shape[1]
 
         def page(column):
-            n = r.tables[tile.sequence, jnp.minimum(column, columns - 1)]
-            return jnp.clip(n, 0, pages - 1)
+            n = word(r.tables, tile.sequence, lax.min(column, columns - 1))
+            return lax.min(lax.max(n, 0), pages - 1)
 
         block = keys or self.tiles.block_kv
         if self.page > block:
@@ -267,5 +295,6 @@ class PagedForward(Forward):
         """
         inputs = ("q", "cache", "tables", "lines", "decoded")
         outputs = {"o": jax.ShapeDtypeStruct((1, *q.shape), q.dtype)}
-        (o,) = self.launch(inputs, outputs)(q[None], cache, tables, lines, decoded)
+        run = untracked(self.launch(inputs, outputs), tuple(outputs.values()))
+        (o,) = run(q[None], cache, tables, lines, decoded)
         return o[0]
