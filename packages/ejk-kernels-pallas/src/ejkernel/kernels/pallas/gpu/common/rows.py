@@ -69,6 +69,24 @@ def scale_rows(x: jax.Array, factors: jax.Array, *, clear: bool = False) -> jax.
     return apply(x, factors)
 
 
+def only_first(x: jax.Array, count: int, other: float) -> jax.Array:
+    """Numbers of rows, ``other`` from the ``count``-th row on."""
+
+    @on_registers(x, ROW)
+    def apply(x: Any) -> Any:
+        first, _ = thread_place()
+        out = np.empty_like(x.registers)
+        for n, at in enumerate(np.ndindex(x.registers.shape)):
+            value = x.registers[at]
+            # as in ``hide_outside``: the upper or lower eight of sixteen rows
+            row = arith.addi(first, constant(8 * n))
+            inside = compare("slt", row, constant(count))
+            out[at] = arith.select(inside, value, vector.broadcast(value.type, constant(other)))
+        return like(x, out)
+
+    return apply(x)
+
+
 def multiply_add(x: jax.Array, factors: jax.Array, terms: jax.Array) -> jax.Array:
     """``x * factors + terms``, float32, rounded once: what no compiler fuses or parts otherwise.
 

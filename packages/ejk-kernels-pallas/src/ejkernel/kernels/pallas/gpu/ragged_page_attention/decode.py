@@ -20,7 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.masks import hide_outside
-from ejkernel.kernels.pallas.gpu.common.rows import scale_rows, store_row_range
+from ejkernel.kernels.pallas.gpu.common.rows import (
+    clear_rows,
+    only_first,
+    scale_rows,
+    store_row_range,
+)
 from ejkernel.kernels.pallas.gpu.common.tickets import word
 from ejkernel.kernels.pallas.gpu.common.warps import in_warps
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS, softmax, start
@@ -33,6 +38,7 @@ from ejkernel.types.structure import Band, Rules
 
 SIDES = 2  # key heads of an item, buffers, warpgroups
 HALVES = 2  # of a buffer
+HIGH = 1e30  # a maximum that no logit reaches
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,9 @@ def scratch(kernel: Any) -> dict[str, Any]:
     n, copies = SIDES * HALVES, max(1, _keys(kernel) // kernel.page)
     ready = plgpu.Barrier(num_arrivals=copies, num_barriers=n)
     free = plgpu.Barrier(num_barriers=n)
-    return {"ks_ready": ready, "vs_ready": ready, "ks_free": free, "vs_free": free}
+    cleared = plgpu.Barrier(num_arrivals=SIDES)
+    halves = {"ks_ready": ready, "vs_ready": ready, "ks_free": free, "vs_free": free}
+    return halves | {"cleared": cleared}
 
 
 def copy(kernel: Any, r: Any) -> None:
@@ -163,6 +171,20 @@ def attend(kernel: Any, r: Any) -> None:
     t, p, keys = kernel.tiles, kernel.problem, _keys(kernel)
     wg = lax.axis_index("wg")
     form = replace(kernel, problem=replace(p, rules=Rules()))
+    used = SIDES * p.group
+
+    # products of zeros take the least power: rows of no query are 0 in either place of queries, and
+    # have no probabilities
+    @pl.when(_count(kernel, r) > 0)
+    def clear() -> None:
+        clear_rows(r.q_smem.at[wg], 0, used)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(r.cleared)
+        plgpu.barrier_wait(r.cleared)
+
+    def begin() -> tuple:
+        top, *others = start(form)
+        return only_first(top, used, HIGH), *others
 
     def item(carry: Any, row: Any, head: Any, tile: Any) -> Any:
         i, n = carry
@@ -199,7 +221,7 @@ def attend(kernel: Any, r: Any) -> None:
                 plgpu.barrier_arrive(r.vs_free.at[at])
                 return n + 1, *state
 
-            carry = (n, *start(form))
+            carry = (n, *begin())
             n2, _, total, *_ = lax.fori_loop(0, _steps(kernel, tile), step, carry)
             plgpu.barrier_arrive(r.q_free.at[slot])
             share = 1.0 / jnp.where(total == 0.0, 1.0, total)
