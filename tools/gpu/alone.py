@@ -73,14 +73,13 @@ def operands_and_results(arrays, outs, aliases, short):
 def descriptors(kernel):
     """What makes the descriptors that a kernel takes: in Gluon they say how a tile lies."""
     from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia import hopper
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if not isinstance(kernel, GluonJITFunction):
         return TensorDescriptor
     return lambda x, shape, strides, block: hopper.TensorDescriptor(
-        x, shape, strides, block, NVMMASharedLayout(128, 8 * x.element_size(), len(block))
+        x, shape, strides, block, bridge.tile_layout(block, 8 * x.element_size())
     )
 
 

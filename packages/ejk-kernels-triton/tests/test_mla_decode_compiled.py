@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
@@ -97,6 +99,18 @@ def test_few_heads_take_int8_keys_as_they_are():
     target = TARGETS["sm_90"]
     plan, avals = planned("int8, 16 heads", target)
     text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    # both digits of 16 heads beside each other, in 18 steps of 32 columns
+    assert len(re.findall(r"wgmma\S*\.m64n32k32\.s32\.s8", text)) == 18
+    # 512 columns by 64 tokens, even and odd ones apart
+    assert len(re.findall(r"wgmma\S*\.m64n16k16\.f32\.f16", text)) == 512 // 64 * 64 // 16
+    assert "ldmatrix.sync.aligned.m8n8.x4.shared" not in text  # keys pass through no register
+
+
+def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
+    monkeypatch.setattr(compat, "has_gluon", lambda: False)
+    target = TARGETS["sm_90"]
+    plan, avals = planned("int8, 16 heads", target)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
     # a warp has 16 of 64 keys: two digits times 18 steps of 32 columns times two of eight keys
     assert len(re.findall(r"mma\.sync\S*\.s32\.s8", text)) == 2 * 18 * 2
     assert "sub.rn.f16x2" not in text
@@ -105,10 +119,35 @@ def test_few_heads_take_int8_keys_as_they_are():
 
 def test_warps_find_their_share_alone():
     target = TARGETS["sm_90"]
-    plan, avals = planned("int8, 16 heads", target)
+    plan, avals = planned("16 heads", target)
     text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
     assert plan.problem.batch > 32  # more sequences than a warp has lanes
     assert "bar.sync" not in text[: text.rindex("redux.sync")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "tiles_changed", "kernel"),
+    [
+        ({}, {}, "latent_split"),
+        ({"key": "float8_e4m3fn", "value": "float8_e4m3fn", "heads": 9}, {}, "latent_split"),
+        ({}, {"splits": 4}, "latent_split"),
+        ({}, {"splits": 1}, "paged_split"),
+        ({}, {"num_warps": 8}, "paged_split"),
+        ({"tokens": 2, "heads": 8}, {}, "paged_split"),
+        ({"dim": 320, "value_dim": 256}, {}, "paged_split"),
+        ({"key": "float8_e5m2", "value": "float8_e5m2"}, {}, "paged_split"),
+        ({"left": 100}, {}, "paged_split"),
+        ({"page_size": 16}, {}, "paged_split"),
+    ],
+)
+def test_few_heads_and_8_bit_rows_have_a_kernel_by_hand(changed, tiles_changed, kernel):
+    target = TARGETS["sm_90"]
+    plan = planned("int8, 16 heads", target)[0]
+    p = replace(plan.problem, **changed)
+    t = tiles.settled(replace(tiles.choose(p, target), **tiles_changed), p, target)
+    launch = replace(plan, problem=p, tiles=t).launch(target)
+    assert launch.kernel.__name__ == kernel
+    assert kernel == "paged_split" or launch.stand_in.kernel.__name__ == "paged_split"
 
 
 def test_merge_kernel():

@@ -131,7 +131,7 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
             aval = (outs if value.result else avals)[value.index]
             dtype = np.dtype(value.view or aval.dtype)
             block = ",".join(str(b) for b in value.block)
-            layout = _layout(kernel, len(value.block), 8 * dtype.itemsize)
+            layout = _layout(kernel, value.block, 8 * dtype.itemsize)
             return f"tensordesc<{TRITON_TYPES[dtype.name]}[{block}]{layout}>"
         if isinstance(value, int) and not isinstance(value, bool):
             if value % 16 == 0:
@@ -159,14 +159,19 @@ def describe(launch: Launch, avals: Sequence[Any], outs: Sequence[Any]) -> Sourc
     )
 
 
-def _layout(kernel: Any, rank: int, bits: int) -> str:
-    """How a tile lies in shared memory, which a kernel in Gluon decides and not the compiler."""
+def tile_layout(block: tuple[int, ...], bits: int) -> Any:
+    """How a tile of numbers of so many bits lies in shared memory, in Gluon."""
     from triton.experimental.gluon import language as gl
+
+    # rows shorter than the widest pattern have one of their own
+    return gl.NVMMASharedLayout(min(128, block[-1] * bits // 8), bits, len(block))
+
+
+def _layout(kernel: Any, block: tuple[int, ...], bits: int) -> str:
+    """The same in a signature: a kernel in Gluon decides, of another the compiler does."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
-    if not isinstance(kernel, GluonJITFunction):
-        return ""
-    return f",{gl.NVMMASharedLayout(128, bits, rank)!r}"
+    return f",{tile_layout(block, bits)!r}" if isinstance(kernel, GluonJITFunction) else ""
 
 
 def _parameters(native, launch: Launch, source: Source, code: Code) -> list:

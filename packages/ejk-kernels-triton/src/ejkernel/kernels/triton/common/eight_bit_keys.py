@@ -39,7 +39,7 @@ def quads(q):
 
 
 @triton.jit
-def _neighbours(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
+def neighbours(pairs, KIND: tl.constexpr, PTX: tl.constexpr):
     """float16 ``[rows, 2 n]`` of int16 ``pairs [rows, n]``."""
     if PTX == 0:
         low, high = pair_numbers(pairs, KIND, PTX)
@@ -59,8 +59,8 @@ def add_scores(sums, q, q_other, tile, FORM: tl.constexpr, KIND: tl.constexpr, P
         none = tl.zeros([q.shape[0], tile.shape[0]], tl.int32)
     else:
         first, second = tl.split(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2]))
-        one = tl.trans(_neighbours(first, KIND, PTX))
-        other = tl.trans(_neighbours(second, KIND, PTX))
+        one = tl.trans(neighbours(first, KIND, PTX))
+        other = tl.trans(neighbours(second, KIND, PTX))
         none = tl.zeros([q.shape[0], tile.shape[0]], tl.float32)
     if sums is None:
         sums = (none, none)

@@ -45,14 +45,15 @@ def _sign(x):
 
 
 @triton.jit
-def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
+def prepared(
+    q, q_more, one, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr
+):  # fmt: skip
     """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
 
-    inner: slopes inside the soft cap. NORMALISE: any query fits float16 once its largest entry is
-    near 1; slopes take the rest. POSITIVE: so is the factor, and queries stay as they are loaded:
-    products then read them where they lie.
+    ``one``: a 1.0 for each row. inner: slopes inside the soft cap. NORMALISE: any query fits
+    float16 once its largest entry is near 1; slopes take the rest. POSITIVE: so is the factor, and
+    queries stay as they are loaded: products then read them where they lie.
     """
-    one = tl.full([q.shape[0]], 1.0, tl.float32)
     slopes = one * tl.abs(factor)
     weight = one
     if not POSITIVE:
@@ -99,10 +100,11 @@ def opened(q, rows, inside, factor, logits, side, dots, POSITIVE: tl.constexpr):
     if side.REST > 0:
         more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
     if dots.FORM == "digits":
-        main, main_odd, more, more_odd, slopes, inner = _as_digits(main, more, factor, logits, side)
+        main, main_odd, more, more_odd, slopes, inner = as_digits(main, more, factor, logits, side)
     else:
-        main, more, slopes, inner = _prepared(
-            main, more, factor, logits, side, dots.NORMALISE, POSITIVE
+        one = tl.full([main.shape[0]], 1.0, tl.float32)
+        main, more, slopes, inner = prepared(
+            main, more, one, factor, logits, side, dots.NORMALISE, POSITIVE
         )
         main, main_odd = _even_odd(main, side.KIND, dots.FORM)
         more_odd = main_odd
@@ -120,8 +122,8 @@ def _largest_bits(q):
 
 
 @triton.jit
-def _as_digits(q, q_more, factor, logits, side):
-    """Both digits of queries of both parts, and (slopes, inner) as ``_prepared`` has them."""
+def as_digits(q, q_more, factor, logits, side):
+    """Both digits of queries of both parts, and (slopes, inner) as ``prepared`` has them."""
     q = q.to(tl.float32)
     bits = _largest_bits(q)
     if side.REST > 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.launch import (
     In,
     Launch,
@@ -215,7 +216,13 @@ class SplitPlan(PagedPlan):
         registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
         options = {"maxnreg": registers} if target.platform == "cuda" else {}
         more: Any = {"known": known, "interpreted": {"PTX": 0}}
-        return Launch.of(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
+        found = Launch.of(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
+        if t.form and compat.has_gluon():
+            from ejkernel.kernels.triton.page_attention import latent_kernel
+
+            if latent_kernel.suits(p, t):
+                return latent_kernel.launch(known | arguments, found, p.batch)
+        return found
 
 
 @dataclass(frozen=True)

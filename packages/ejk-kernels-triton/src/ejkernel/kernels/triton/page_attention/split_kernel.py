@@ -57,7 +57,7 @@ def _number(values, b, mask):
 
 
 @triton.jit
-def _extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+def extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
     """(length, first visible key, first tile, number of tiles) of sequences ``b``."""
     length = tl.minimum(tl.maximum(_number(sequences.lens, b, mask), 0), capacity)
     begin = length * 0
@@ -70,7 +70,7 @@ def _extent(sequences, b, mask, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl
 
 
 @triton.jit
-def _cost(tiles, OPENING: tl.constexpr):
+def cost(tiles, OPENING: tl.constexpr):
     """Of a sequence of so many tiles."""
     if OPENING > 0:
         return tl.where(tiles > 0, tiles + OPENING, 0)
@@ -85,8 +85,8 @@ def _costs(
 ):  # fmt: skip
     """Of LANES sequences from ``first`` on, 0 behind the last."""
     i = first + tl.arange(0, LANES)
-    _, _, _, tiles = _extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
-    return _cost(tiles, OPENING)
+    _, _, _, tiles = extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
+    return cost(tiles, OPENING)
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def paged_split(
     if SPLITS > 0:
         b = share // SPLITS
         part = share % SPLITS
-        _, _, _, tiles = _extent(sequences, b, None, capacity, sizes, BLOCK, TOKENS)
+        _, _, _, tiles = extent(sequences, b, None, capacity, sizes, BLOCK, TOKENS)
         t = (tiles.to(tl.int64) * part // SPLITS).to(tl.int32)
         end = (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32)
         more = True
@@ -199,10 +199,10 @@ def paged_split(
         v = v + cache.V_FIRST
 
     while more:
-        length, begin, first_tile, tiles = _extent(
+        length, begin, first_tile, tiles = extent(
             sequences, b, None, capacity, sizes, BLOCK, TOKENS
         )
-        stop = tl.minimum(end, before + _cost(tiles, OPENING))
+        stop = tl.minimum(end, before + cost(tiles, OPENING))
         table = sequences.tables + b.to(tl.int64) * sizes.max_pages
 
         tile0 = first_tile + t - before
@@ -272,7 +272,7 @@ def paged_split(
 
         if SPLITS == 0:
             t = stop
-            before += _cost(tiles, OPENING)
+            before += cost(tiles, OPENING)
             b += 1
             more = t + OPENING < end
         else:
