@@ -52,6 +52,10 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
         Shape(UNEVEN[4:], q=HALF, kv=E5, ps=16, h=40),
         dict(sliding_window=300),
     ),
+    "int8, float16, 128 heads": (Shape(kv=I8, q=HALF), dict(k_scale=0.025)),
+    "e4m3, float16, rows": (Shape(kv=E4, q=HALF, h=64, rows=2, ps=16), dict(k_scale=-0.5)),
+    "e5m2, page 8": (Shape(UNEVEN[4:], kv=E5, ps=8), {}),
+    "scaled, 64 heads": (Shape(UNEVEN[4:], h=64), dict(k_scale=-0.5)),
     "int8, 128 heads": (Shape(kv=I8), dict(k_scale=-0.025, logits_soft_cap=20.0)),
 }
 # output rounding is 2e-3 in bfloat16; probabilities rounded to it add as much. One tf32 product

@@ -228,7 +228,7 @@ CALLS = (
     (hopper_grouped, "around a tile", "whole bfloat16", False),
     (hopper_grouped, "some of eight", "whole float16", True),
     *((hopper_ragged, name) for name in HOPPER_MIXES),
-    *((hopper_latent, name) for name in ("128 heads", "float16, rows")),
+    *((hopper_latent, name) for name in ("128 heads", "float16, rows", "e4m3")),
 )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ Call = tuple[Callable[[], Any], Callable[[Any], float]]  # a run, its error over
 LATENT = {
     "128 heads": ((130, 0, 70, 700, 1), 128, 1, 64),
     "float16, rows": ((70, 200, 5), 192, 3, 16),  # heads times rows
+    "e4m3": ((130, 0, 400, 1), 64, 1, 32),
 }
 GROUPED = ("around a tile", "some of eight")
 
@@ -140,15 +141,16 @@ def hopper_latent(name: str) -> Call:
     """Latent decoding with its merge and lse."""
     lens, rows, tokens, page = LATENT[name]
     dtype = "float16" if "float16" in name else "bfloat16"
+    key = "float8_e4m3fn" if name == "e4m3" else dtype
     rng, columns = np.random.default_rng(0), -(-max(lens) // page)
     pages = len(lens) * columns + 1
     q, cache = (
-        jnp.asarray(rng.standard_normal(shape), dtype)
-        for shape in ((len(lens), rows, 576), (pages, page, 576))
+        jnp.asarray(rng.standard_normal(shape), kind)
+        for shape, kind in (((len(lens), rows, 576), dtype), ((pages, page, 576), key))
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
     p = SimpleNamespace(
-        tokens=tokens, page_size=page, query=dtype, key=dtype, scale=576**-0.5, soft_cap=None,
+        tokens=tokens, page_size=page, query=dtype, key=key, scale=576**-0.5, soft_cap=None,
         lse=True, capacity=page * columns,
     )  # fmt: skip
     given = (jnp.asarray(x, jnp.int32) for x in (lens, tables))

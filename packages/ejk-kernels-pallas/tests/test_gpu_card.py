@@ -175,7 +175,13 @@ def test_rows_that_no_list_shows_a_key() -> None:
     assert all(bool(jnp.isfinite(g).all() & g.any()) for g in grads)
 
 
-@pytest.mark.parametrize("name", ["128 heads", "float16, rows", "long single"])
+LATENT = [
+    "128 heads", "float16, rows", "long single", "e4m3", "int8, float16, 128 heads",
+    "e4m3, float16, rows", "e5m2, page 8", "scaled, 64 heads",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATENT)
 def test_latent_decoding(name: str) -> None:
     """o and lse; two runs have the same bits, and so has one with NaN in unseen memory."""
     pytest.importorskip("ejkernel.kernels.triton", reason="it does part of the work")

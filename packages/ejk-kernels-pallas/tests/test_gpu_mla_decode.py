@@ -6,6 +6,7 @@ The kernels themselves run on the card only (``test_gpu_card.py``).
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -124,25 +125,51 @@ class TestBesideTriton:
         pytest.importorskip("ejkernel.kernels.triton", reason="it does part of the work")
 
     @staticmethod
-    def decode(*shapes: jax.ShapeDtypeStruct, **options):
+    def decode(
+        *shapes: jax.ShapeDtypeStruct, mapped: jax.ShapeDtypeStruct | None = None, **options
+    ):
+        """The lowered call; ``mapped`` over a ``k_scale`` of so many."""
         from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
-        def call(q, cache, lengths, tables):
-            return mla_decode(q, cache, lengths, tables, latent_dim=512, **options)
+        def call(q, cache, lengths, tables, *k_scales):
+            def one(**k_scale):
+                arrays = (q, cache, lengths, tables)
+                return mla_decode(*arrays, latent_dim=512, **options, **k_scale)
+
+            return jax.vmap(lambda x: one(k_scale=x))(*k_scales) if k_scales else one()
 
         device = jax.sharding.AbstractDevice(
             device_kind="NVIDIA H200", num_cores=132, platform="cuda"
         )
         with on(device):
-            return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+            return (
+                jax.jit(call)
+                .trace(*shapes, *([] if mapped is None else [mapped]))
+                .lower(lowering_platforms=("cuda",))
+                .as_text()
+            )
 
     @staticmethod
-    def shapes(heads: int = 128, page: int = 64, dim: int = 576, dtype=jnp.bfloat16):
+    def shapes(heads: int = 128, page: int = 64, dim: int = 576, dtype=jnp.bfloat16, cache=None):
         ints = [struct(4, dtype=jnp.int32), struct(4, 10, dtype=jnp.int32)]
-        return struct(4, 2, heads, dim, dtype=dtype), struct(40, page, dim, dtype=dtype), *ints
+        pages = struct(40, page, dim, dtype=cache or dtype)
+        return struct(4, 2, heads, dim, dtype=dtype), pages, *ints
 
     def test_lowers_for_a_hopper_gpu(self) -> None:
         text = self.decode(*self.shapes(page=16), return_lse=True)
+        assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
+
+    @pytest.mark.parametrize(
+        ("dtype", "cache"), [("float16", "int8"), ("bfloat16", "float8_e4m3fn")]
+    )
+    def test_lowers_8_bit_caches(self, dtype: str, cache: str) -> None:
+        shapes = self.shapes(dtype=jnp.dtype(dtype), cache=jnp.dtype(cache))
+        text = self.decode(*shapes, return_lse=True, k_scale=-0.5)
+        assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
+
+    def test_lowers_a_scale_for_each_mapped_row(self) -> None:
+        decode = partial(self.decode, mapped=struct(3, dtype=jnp.float32))
+        text = decode(*self.shapes(cache=jnp.float8_e5m2), return_lse=True)
         assert text.count("custom_call @mosaic_gpu") == 2 and "paged_split" not in text
 
     @pytest.mark.parametrize(
@@ -155,7 +182,6 @@ class TestBesideTriton:
             ({}, dict(sliding_window=100), "sliding_window"),
             ({}, dict(logits_soft_cap=9.0), "logits_soft_cap"),
             ({}, dict(num_splits=3), "num_splits"),
-            ({}, dict(k_scale=0.5), "k_scale"),
         ],
     )
     def test_refuses_by_name_what_it_does_not_do(self, shapes, options, reason: str) -> None:

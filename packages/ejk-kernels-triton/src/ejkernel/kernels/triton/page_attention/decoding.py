@@ -69,7 +69,7 @@ def _launch(work: Work, *arrays: Any) -> tuple[jax.Array, ...]:
     p, t = work.problem, work.tiles
     given = {n: x for n, x in zip(NAMES, arrays, strict=True) if x is not None}
     if t.whole is not None:
-        return t.whole(p, *(given[n] for n in ("q", "k", "lens", "tables")))
+        return t.whole(p, *(given[n] for n in ("q", "k", "lens", "tables")), given.get("k_scale"))
     shares = t.splits * p.batch if t.splits else share_count(p, t, work.target)
     last = {n: given[n] for n in ("v_scale", "sink") if n in given}
     direct = SplitPlan(p, t, shares, shapes_of(given))

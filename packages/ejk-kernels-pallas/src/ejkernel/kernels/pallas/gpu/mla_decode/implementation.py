@@ -7,6 +7,7 @@ is, maps it and differentiates it; its two launches are replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.common import units
 from ejkernel.kernels.pallas.compat import untracked
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
+from ejkernel.kernels.pallas.gpu.mla_decode.eight_bit import EightBitSteps
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
@@ -23,6 +25,7 @@ from ejkernel.types import calls
 from ejkernel.types.problem import LOG2E
 
 DTYPES = ("float16", "bfloat16")
+KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")  # of caches beside those
 # Tokens that the tables can hold, from which on it is faster than the kernels for every GPU: on an
 # H200 with 128 heads 20 against 19 us at 2^13, 24 to 26 against 25 to 31 at 2^14
 ENOUGH = 2**14
@@ -39,24 +42,32 @@ class WholeStep:
     cores: int
 
     def __call__(
-        self, p: Any, q: jax.Array, cache: jax.Array, lengths: jax.Array, tables: jax.Array
+        self,
+        p: Any,
+        q: jax.Array,
+        cache: jax.Array,
+        lengths: jax.Array,
+        tables: jax.Array,
+        k_scale: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """o ``[b, rows, latent]`` and, if ``p.lse``, lse float32 ``[b, rows]``."""
-        steps = Steps(
+        of = Steps if p.key == p.query else partial(EightBitSteps, kind=p.key)
+        steps = of(
             batch=q.shape[0], rows=q.shape[1], tokens=p.tokens, page=p.page_size,
-            pages=cache.shape[0], columns=tables.shape[1], dtype=p.query,
+            pages=cache.shape[0], columns=tables.shape[1],
+            dtype=p.query,
             c=units.unit(p) * LOG2E, negative=p.scale < 0.0, cores=self.cores,
         )  # fmt: skip
 
         def launch(
-            q: jax.Array, cache: jax.Array, lengths: jax.Array, tables: jax.Array
+            q: jax.Array, cache: jax.Array, lengths: jax.Array, tables: jax.Array, *scale: jax.Array
         ) -> tuple[jax.Array, ...]:
             with jax.enable_x64(False):  # the kernels count in int32
-                whole, o, m, total, cuts = steps(q, cache, tables, lengths)
-                found = (merge(whole, o, m, total, cuts, lengths, steps.c),)
+                whole, o, m, total, cuts = steps(q, cache, tables, lengths, *scale)
+                found = (merge(whole, o, m, total, cuts, lengths, steps.c, *scale),)
                 if p.lse:
                     _, sequences = shares(jnp.clip(lengths, 0, p.capacity), steps.groups, STEP)
-                    found += (merged_lse(m, total, sequences, steps.c),)
+                    found += (merged_lse(m, total, sequences, steps.c, *scale),)
             return found
 
         kinds = (
@@ -64,28 +75,32 @@ class WholeStep:
             jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
         )
         run = untracked(launch, kinds if p.lse else kinds[:1])
-        return tuple(run(q, cache, lengths, tables))
+        scale = () if k_scale is None else (k_scale.reshape(-1).astype(jnp.float32),)
+        return tuple(run(q, cache, lengths, tables, *scale))
 
 
 class MLADecode(BesideTriton):
     """Latent attention of the last tokens over a paged cache, on a Hopper GPU.
 
-    Queries and cache are of one dtype, float16 or bfloat16, the latent part 512 and the rotary
-    part 64; heads come in multiples of 64; pages are powers of two from 8 on. No window, soft cap,
-    sinks, scales or number of splits. Two runs give the same bits. The implementation for every
-    GPU must be installed: it differentiates and maps.
+    Queries are float16 or bfloat16, the cache of their dtype, int8, float8_e4m3fn or float8_e5m2;
+    the latent part is 512 and the rotary part 64; heads come in multiples of 64; pages are powers
+    of two from 8 on. No window, soft cap, sinks or number of splits. Two runs give the same bits.
+    The implementation for every GPU must be installed: it differentiates and maps.
     """
 
     call = calls.MLADecode
     own_tiles = True
-    unsupported = ("softmax_aux", "k_scale")
+    unsupported = ("softmax_aux",)
 
     def refuse(self, problem: Any, target: Any) -> str | None:
         p, reason = problem, self.rest.refuse(problem, target)
         if reason is not None:
             return reason
-        if p.query not in DTYPES or p.key != p.query:
-            return f"query: {p.query} on {p.key}, only {' and '.join(DTYPES)} are supported"
+        if p.query not in DTYPES or p.key not in (p.query, *KINDS):
+            return (
+                f"query: {p.query} on {p.key}; supported are {' and '.join(DTYPES)} on the same or "
+                f"{', '.join(KINDS)}"
+            )
         if (p.value_dim, p.dim) != (LATENT, LATENT + ROPE):
             return f"latent_cache: {p.dim} with {p.value_dim} is not {LATENT + ROPE} with {LATENT}"
         if p.heads % ROWS:

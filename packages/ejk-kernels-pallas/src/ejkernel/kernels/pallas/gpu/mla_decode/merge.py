@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
-from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, scale_of, unit
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT, numbers
 
 F32 = jnp.float32
@@ -31,12 +31,12 @@ TOGETHER = 4  # rows, of few parts
 
 def merge(
     whole: jax.Array, o: jax.Array, m: jax.Array, total: jax.Array, cuts: jax.Array,
-    lengths: jax.Array, c: float,
+    lengths: jax.Array, c: float, k_scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """``whole [b, rows, d]``, in place, with the rows of all other sequences.
 
     o ``[parts, rows, d]``; maxima m and sums ``[parts, rows]``; cuts ``[runs, CUT]`` and lengths
-    ``[b]`` as ``Steps`` has them.
+    ``[b]`` and k_scale as ``Steps`` has them.
     """
     b, rows, d = whole.shape
     runs, programs = len(cuts), PROGRAMS * rows // ROWS
@@ -46,9 +46,13 @@ def merge(
         """How many of so many are ``start`` or so many strides after it."""
         return lax.div(jnp.maximum(many - start, 0) + stride - 1, stride)
 
-    def body(out: Any, o: Any, m: Any, total: Any, cuts: Any, lengths: Any) -> None:
+    def body(
+        out: Any, o: Any, m: Any, total: Any, cuts: Any, lengths: Any, k_scale: Any = None
+    ) -> None:
         run, program = lax.axis_index("run"), lax.axis_index("program")
         sequence, first, count, before = (cuts[run, i] for i in range(CUT))
+        scale = scale_of(k_scale, sequence)
+        worth = unit(c, scale)
 
         def add_parts(some: int, rows: list) -> None:
             def chunk(i: Any, carry: Any) -> Any:
@@ -68,10 +72,10 @@ def merge(
                 for high, _, _ in found:  # beyond the last it is the last once more
                     top = jnp.maximum(top, high)
                 shift = jnp.where(top == -jnp.inf, 0.0, top)
-                alpha = jnp.exp2((before - shift) * c)
+                alpha = jnp.exp2((before - shift) * worth)
                 norm, acc = norm * alpha, acc * alpha
                 for (high, share, x), there in zip(found, inside, strict=True):
-                    weight = jnp.where(there, jnp.exp2((high - shift) * c), 0.0)
+                    weight = jnp.where(there, jnp.exp2((high - shift) * worth), 0.0)
                     norm += weight * share
                     acc += weight * x
                 return top, norm, acc
@@ -80,7 +84,7 @@ def merge(
             carry = [(jnp.float32(-jnp.inf), jnp.float32(0.0), nothing) for _ in rows]
             carry = lax.fori_loop(0, lax.div(count + (some - 1), some), chunk, carry)
             for row, (_, norm, acc) in zip(rows, carry, strict=True):
-                acc = acc * (1.0 / jnp.where(norm == 0.0, 1.0, norm))
+                acc = acc * ((1.0 if scale is None else scale) / jnp.where(norm == 0.0, 1.0, norm))
                 out[sequence, row, :] = acc.astype(out.dtype)
 
         def add_rows(some: int, together: int) -> None:
@@ -123,19 +127,25 @@ def merge(
         kernel_name="mla_decode_merge",
         compiler_params=OWN_BARRIERS,
     )
+    given = (o, m, total, cuts, lengths, *(() if k_scale is None else (k_scale,)))
     # the kernel itself: it is mapped further out, and no version maps references
-    run = pl.run_state(lambda place: kernel.fun(place, o, m, total, cuts, lengths))
+    run = pl.run_state(lambda place: kernel.fun(place, *given))
     return run(whole)
 
 
-def merged_lse(m: jax.Array, total: jax.Array, sequences: jax.Array, c: float) -> jax.Array:
+def merged_lse(
+    m: jax.Array, total: jax.Array, sequences: jax.Array, c: float,
+    k_scale: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Natural logarithm of the sum of every row, float32 ``[b, rows]``; -inf of an empty sum."""
+    worth: Any = c if k_scale is None else unit(c, k_scale)[:, None]
     part = jnp.arange(len(m), dtype=jnp.int32)
     first, count = sequences[:, 3, None], sequences[:, 4, None]
     later = (part % 2 == 0) & (part // 2 > first // 2) & (part // 2 < first // 2 + count)
     mine = ((count > 0) & ((part == first) | later))[..., None]
     top = jnp.max(jnp.where(mine, m, -jnp.inf), axis=1)
     shift = jnp.where(top == -jnp.inf, 0.0, top)
-    weight = jnp.exp2((m - shift[:, None]) * c)
+    each = worth if k_scale is None else worth[..., None]
+    weight = jnp.exp2((m - shift[:, None]) * each)
     whole = jnp.sum(jnp.where(mine, weight * total, 0.0), axis=1)
-    return jnp.where(whole > 0.0, (shift * c + jnp.log2(whole)) * jnp.log(2.0), -jnp.inf)
+    return jnp.where(whole > 0.0, (shift * worth + jnp.log2(whole)) * jnp.log(2.0), -jnp.inf)

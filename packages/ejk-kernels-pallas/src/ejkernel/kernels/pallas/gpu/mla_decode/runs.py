@@ -20,6 +20,20 @@ SHIFT = 6
 STEP = 1 << SHIFT  # tokens of a step
 
 
+def scale_of(k_scale: Any, sequence: Any) -> jax.Array | None:
+    """The factor of a sequence's rows of the cache, from ``k_scale [1 or b]``; None: 1."""
+    if k_scale is None:
+        return None
+    return k_scale[sequence if k_scale.shape[0] > 1 else 0]
+
+
+def unit(c: float, scale: jax.Array | None) -> Any:
+    """What a product with such rows is worth in powers of two, without its sign."""
+    if scale is None:
+        return c
+    return jnp.maximum(jnp.abs(scale) * c, jnp.finfo(jnp.float32).tiny)
+
+
 class Place(NamedTuple):
     """A step: of which sequence, its number in it, and the sequence's length."""
 
@@ -50,7 +64,7 @@ class Runs:
         batch, rows: sequences, and query rows of each, a multiple of 64.
         tokens: new tokens of a sequence; each has ``rows / tokens`` rows, a multiple of 64.
         page, pages, columns: tokens of a page, pages, and columns of the table.
-        dtype: of queries and cache.
+        dtype: of queries, and of the cache as products read it.
         c: what a product is worth in powers of two; ``negative``: its sign.
         cores: multiprocessors.
     """

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from ejkernel.kernels.pallas.gpu.common.registers import (
     LAYOUT,
     ROW,
+    SCALAR,
     arith,
     constant,
     element,
@@ -79,13 +80,15 @@ def over_lanes(rows: jax.Array) -> jax.Array:
     return apply(rows)
 
 
-def raised(m: jax.Array, x: jax.Array, slack: float) -> jax.Array:
+def raised(m: jax.Array, x: jax.Array, slack: float | jax.Array) -> jax.Array:
     """Maxima ``m`` of rows, after those of ``x`` where these are more than ``slack`` above."""
+    traced = () if isinstance(slack, float) else (slack,)
 
-    @on_registers(m, ROW, LAYOUT)
-    def apply(m: Any, x: Any) -> Any:
+    @on_registers(m, ROW, LAYOUT, *(SCALAR for _ in traced))
+    def apply(m: Any, x: Any, *given: Any) -> Any:
         old = [element(r, 0) for r in m.registers.flat]
-        limit = [arith.addf(o, constant(slack)) for o in old]
+        more = given[0].registers.item() if isinstance(slack, jax.Array) else constant(slack)
+        limit = [arith.addf(o, more) for o in old]
         seen = _of_rows(x, arith.maxnumf)
         above = arith.CmpFPredicate.OGT
         over = [arith.cmpf(above, a, b) for a, b in zip(seen, limit, strict=True)]
@@ -101,7 +104,7 @@ def raised(m: jax.Array, x: jax.Array, slack: float) -> jax.Array:
             scf.yield_(old)
         return _rows(m, list(branch.results))
 
-    return apply(m, x)
+    return apply(m, x, *traced)
 
 
 def halved(x: jax.Array, dtype: Any) -> jax.Array:

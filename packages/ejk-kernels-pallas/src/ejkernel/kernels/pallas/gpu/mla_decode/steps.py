@@ -63,13 +63,12 @@ from ejkernel.kernels.pallas.gpu.common.tma import tiled
 from ejkernel.kernels.pallas.gpu.common.warps import OWN_BARRIERS
 from ejkernel.kernels.pallas.gpu.mla_decode.deal import deal
 from ejkernel.kernels.pallas.gpu.mla_decode.quads import load_rows, store_rows
-from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs
+from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs, scale_of, unit
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT
 from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
 from ejkernel.types.structure import Band
 
 F32 = jnp.float32
-STAGES = 3  # steps of the values in memory
 LATENT, ROPE = 512, 64
 HALVES = 2  # of the values' columns, one to a warpgroup
 HALF = LATENT // HALVES
@@ -89,8 +88,51 @@ def _rows_of(value: float) -> jax.Array:
 class Steps(Runs):
     """The kernel of one form."""
 
+    stages = 3  # steps of the values in memory
+
+    # ---- what a cache of another dtype does otherwise (``eight_bit``) --------------------------
+
     def load_rope(self, r: Any, boxes: list) -> None:
         self.load(r, boxes, pl.ds(LATENT, ROPE), r.rope, r.rope_ready)
+
+    def await_rope(self, r: Any) -> None:
+        plgpu.barrier_wait(r.rope_ready)
+
+    def load_half(self, r: Any, boxes: list, n: Any, half: Any) -> None:
+        """Asks for half of the columns of step n's values."""
+        slot, columns = lax.rem(n, self.stages), pl.ds(half * HALF, HALF)
+        self.load(r, boxes, columns, r.main.at[slot, half], r.ready.at[slot])
+
+    def begin(self, r: Any, half: Any, count: Any) -> Any:
+        """Asks for the first steps: the first that is not asked for."""
+        ahead = self.start(r)
+        for n in range(self.stages):
+
+            @pl.when(n < count)
+            def there(n: int = n, at: Any = ahead) -> None:
+                self.load_half(r, self.boxes(r, at), jnp.int32(n), half)
+
+            ahead = self.following(r, ahead)
+        return ahead
+
+    def boxes_ahead(self, r: Any, ahead: Any) -> Any:
+        """Read before a step's waits, used after them."""
+        return self.boxes(r, ahead)
+
+    def adding(self, r: Any, n: Any, half: Any, count: Any) -> None:
+        """Behind the start of step n's products of values, of 128 columns each."""
+
+    def added(self, r: Any, n: Any, boxes: Any, half: Any, count: Any) -> None:
+        """Behind step n's product of values, whose memory is free."""
+        n = n + self.stages
+        pl.when(n < count)(lambda: self.load_half(r, boxes, n, half))
+
+    def ended(self, r: Any, n: Any, ahead: Any, half: Any, count: Any) -> None:
+        """Behind all that others wait for in step n; ``ahead``: the next step to ask for."""
+
+    def named(self, scratch: dict[str, Any]) -> dict[str, Any]:
+        """Shared memory by the names of what lies there."""
+        return scratch
 
     # ---- scores -----------------------------------------------------------------------------
 
@@ -126,13 +168,13 @@ class Steps(Runs):
             plgpu.commit_smem()
 
         def product(s_acc: Any, held: Any, n: Any, waits: Any, before: list) -> Any:
-            slot = lax.rem(n, STAGES)
+            slot = lax.rem(n, self.stages)
             plgpu.barrier_wait(r.ready.at[slot])
             for x, (half, _, columns) in zip(held, HELD, strict=True):
                 plgpu.wgmma(s_acc, x, r.main.at[slot, half, :, pl.ds(0, columns)].T)
             rest = r.main.at[slot, HALVES - 1, :, pl.ds(HALF - 64, 64)]
             plgpu.wgmma(s_acc, r.q_rest.at[:, pl.ds(0, 64)], rest.T)
-            plgpu.barrier_wait(r.rope_ready)
+            self.await_rope(r)
             plgpu.wgmma(s_acc, r.q_rest.at[:, pl.ds(64, ROPE)], r.rope.T)
             pl.when(waits)(lambda: publish(n - 1, *before, jnp.bool_(False)))
             plgpu.wgmma_wait(1)  # values of the step before start behind all but the last product
@@ -141,9 +183,10 @@ class Steps(Runs):
 
         def step(carry: Any, n: Any, at: Any, last: Any) -> Any:
             new, held, *state = carry
-            slot = lax.rem(n, STAGES)
+            slot = lax.rem(n, self.stages)
             # read before the product, used after it
             boxes = self.boxes(r, self.following(r, at))
+            scale = scale_of(r.k_scale, at.sequence)
 
             @pl.when(new & (n > 0))
             def ended() -> None:  # a part's last values are added and written meanwhile
@@ -160,18 +203,20 @@ class Steps(Runs):
             m = lax.cond(new, lambda: _rows_of(-jnp.inf), lambda: m)
             total = lax.cond(new, lambda: _rows_of(0.0), lambda: total)
             pl.when(n + 1 < count)(lambda: self.load_rope(r, boxes))
+            c = unit(self.c, scale)
             s = -s if self.negative else s
+            s = s if scale is None else s * jnp.where(scale < 0, -1.0, 1.0)
             left = at.length - (self.tokens - 1 - token) - at.j * STEP
 
             def hide() -> jax.Array:
                 return hide_outside(s, Band(), 0, columns_left=left)
 
             s = lax.cond(left < STEP, hide, lambda: s)
-            top = raised(m, s, SLACK / self.c)
+            top = raised(m, s, SLACK / c)
             # a token before the last may see nothing of a part
             shift = top if self.tokens == 1 else jnp.where(top == -jnp.inf, 0.0, top)
-            alpha = jnp.exp2((m - shift) * self.c)
-            p = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * self.c)
+            alpha = jnp.exp2((m - shift) * c)
+            p = jnp.exp2((s - lax.broadcast_in_dim(shift, s.shape, [0])) * c)
             total = lane_sums(p, total, alpha)
             p = halved(p, self.dtype)
             left = at.length - at.j * STEP
@@ -209,16 +254,13 @@ class Steps(Runs):
         plgpu.set_max_registers(REGISTERS["values"], action="decrease")
         half = lax.axis_index("wg")
         rows = pl.ds(self.block()[1] * ROWS, ROWS)
-        mine = pl.ds(half * HALF, HALF)
         count = self.count(r)
-
-        def load(n: Any, boxes: list) -> None:
-            slot = lax.rem(n, STAGES)
-            self.load(r, boxes, mine, r.main.at[slot, half], r.ready.at[slot])
 
         def finish(at: Any, n: Any, *added: Any) -> None:
             sequence, whole, part = at.sequence, at.whole(n), self.part(r, at, n)
             share = read(r.sums.at[SHARE], ROW, optimized=False)
+            scale = scale_of(r.k_scale, sequence)
+            share = share if scale is None else share * scale
             for i, x in enumerate(added):
                 columns = pl.ds(half * HALF + i * COLUMNS, COLUMNS)
 
@@ -234,9 +276,9 @@ class Steps(Runs):
 
         def every(*sums: Any) -> None:
             def step(ahead: Any, n: Any, at: Any, last: Any) -> Any:
-                slot = lax.rem(n, STAGES)
+                slot = lax.rem(n, self.stages)
                 values = r.main.at[slot, half]
-                boxes = self.boxes(r, ahead)  # read before the wait, used after it
+                boxes = self.boxes_ahead(r, ahead)
                 plgpu.barrier_wait(r.ready.at[slot])
                 plgpu.barrier_wait(r.p_ready)
                 alpha = read(r.sums.at[ALPHA], ROW, optimized=False)
@@ -245,20 +287,18 @@ class Steps(Runs):
                 for i, acc in enumerate(sums):
                     columns = pl.ds(i * COLUMNS, COLUMNS)
                     plgpu.wgmma(acc, r.p, values.at[:, columns])
+                self.adding(r, n, half, count)
                 # one value before and in the branch: two would be in registers together
                 added = [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in sums]
-                pl.when(n + STAGES < count)(lambda: load(n + STAGES, boxes))
+                self.added(r, n, boxes, half, count)
                 pl.when(last)(lambda: finish(at, n, *added))
                 for acc, x in zip(sums, added, strict=True):
                     acc[...] = x
                 plgpu.barrier_arrive(r.p_free)
+                self.ended(r, n, ahead, half, count)
                 return self.following(r, ahead)
 
-            ahead = self.start(r)
-            for n in range(STAGES):
-                pl.when(n < count)(lambda n=n, x=ahead: load(jnp.int32(n), self.boxes(r, x)))
-                ahead = self.following(r, ahead)
-            self.walk(r, step, ahead)
+            self.walk(r, step, self.begin(r, half, count))
 
         pl.run_scoped(every, *[plgpu.ACC((ROWS, COLUMNS), F32)] * (HALF // COLUMNS))
 
@@ -269,20 +309,25 @@ class Steps(Runs):
         boxes = STEP // self.copied
 
         return {
-            "main": tiled((STAGES, HALVES, STEP, HALF), dtype),
+            "main": tiled((self.stages, HALVES, STEP, HALF), dtype),
             "rope": tiled((STEP, ROPE), dtype),
             "q_rest": tiled((ROWS, LATENT + ROPE - REST), dtype),
             "p": tiled((ROWS, STEP), dtype),
             "sums": plgpu.SMEM((SHARE + 1, ROWS), F32),  # an array takes 1 KB at least
             "q_ready": plgpu.Barrier(),
-            "ready": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=STAGES),
+            "ready": plgpu.Barrier(num_arrivals=HALVES * boxes, num_barriers=self.stages),
             "rope_ready": plgpu.Barrier(num_arrivals=boxes),
             "p_ready": plgpu.Barrier(),
             "p_free": plgpu.Barrier(num_arrivals=HALVES),
         }
 
     def __call__(
-        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lengths: jax.Array
+        self,
+        q: jax.Array,
+        cache: jax.Array,
+        tables: jax.Array,
+        lengths: jax.Array,
+        k_scale: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """Outputs of whole sequences ``[b, rows, 512]``; sums of parts, float32: o ``[parts, rows,
         512]``; m and total ``[parts + b, rows]``; of the sequence that goes on behind a run
@@ -290,12 +335,17 @@ class Steps(Runs):
         many runs before this one it began.
 
         q ``[b, rows, 576]``, cache ``[pages, page, 576]``, tables ``[b, columns]``, lengths
-        ``[b]``. Parts that no program has are whatever the memory held.
+        ``[b]``, k_scale float32 ``[1 or b]`` of rows of the cache. Parts that no program has are
+        whatever the memory held.
         """
-        names = ("q", "cache", "tables", "lengths", "whole", "o", "m", "total", "cuts")
+        given = {"q": q, "cache": cache, "tables": tables, "lengths": lengths}
+        if k_scale is not None:
+            given["k_scale"] = k_scale
+        names = (*given, "whole", "o", "m", "total", "cuts")
 
         def body(*refs: Any, **scratch: Any) -> None:
-            r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
+            named = {"k_scale": None} | dict(zip(names, refs, strict=True))
+            r = SimpleNamespace(**named, **self.named(scratch))
             r.run = deal(
                 r.lengths, self.block()[0], groups=self.groups, step=STEP, capacity=self.capacity
             )
@@ -322,4 +372,4 @@ class Steps(Runs):
             kernel_name="mla_decode",
             compiler_params=OWN_BARRIERS,
         )
-        return kernel(q, cache, tables, lengths)
+        return kernel(*given.values())
