@@ -62,6 +62,11 @@ def scale_rows(k: Any, names: Any, x: Any, factors: Any) -> Any:
     return jnp.where((factors == 0)[:, None], 0.0, scaled) if names.clear else scaled
 
 
+@standin("rows.only_first")
+def only_first(k: Any, names: Any, x: Any) -> Any:
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < names.count, x, names.other)
+
+
 @standin("rows.multiply_add")
 def multiply_add(k: Any, names: Any, x: Any, factors: Any, terms: Any) -> Any:
     if names.tile:
@@ -175,6 +180,14 @@ def taken_by_warpgroup(k: Any, names: Any, counter: Any, words: Any, place: Any,
         return (host.get(words, at),)
 
     return k.on_host(take, (INT,), counter, words, place, asks)
+
+
+@standin("tickets.word")
+def word(k: Any, names: Any, words: Any, *place: Any) -> Any:
+    def read(host: Any, words: Any, *place: Any) -> Any:
+        return (host.get(words, tuple(map(int, place))),)
+
+    return k.on_host(read, (INT,), words, *place)
 
 
 @standin("deal.deal")
