@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NoReturn, cast
 
 from ejkernel.modules.cli.interrupt import Interrupts
-from ejkernel.modules.cli.output import Output, make_output
+from ejkernel.modules.cli.output import Output, make_output, no_device
 
 COMMANDS = {
     "doctor": "what is installed, what works, and the line that fixes what does not",
@@ -201,6 +201,4 @@ def _expected(error: Exception) -> str | None:
     # a wrong value on the command line is a ValueError of the function that it reaches
     if isinstance(error, ours) or type(error) is ValueError:
         return str(error)
-    from ejkernel.modules.cli.checks import no_device
-
     return (no_device() if "jax" in sys.modules else "") or None

@@ -18,7 +18,7 @@ from typing import Any
 
 import ejk_command
 from ejkernel.modules.cli import facts
-from ejkernel.modules.cli.output import counted
+from ejkernel.modules.cli.output import counted, first_line, no_device
 
 
 @dataclass(frozen=True)
@@ -195,20 +195,6 @@ def cache() -> Iterator[Check]:
             )  # fmt: skip
 
 
-def no_device() -> str:
-    """Why JAX finds no device at all; "" where there is one."""
-    try:
-        import jax
-
-        jax.devices()
-    except AssertionError:  # all that JAX says of a platform that nothing installed serves
-        asked = jax.config.jax_platforms or ""  # ty: ignore[missing-attribute]
-        return f"JAX finds no device (JAX_PLATFORMS={asked})"
-    except Exception as error:
-        return _first_line(error)
-    return ""
-
-
 def devices() -> tuple[list[Check], dict[str, Any]]:
     """Start JAX's backend; what it shows."""
     complaints: list[str] = []
@@ -260,7 +246,7 @@ class _Ear(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         cause = record.exc_info[1] if record.exc_info else None
-        text = record.getMessage() if cause is None else _first_line(cause)
+        text = record.getMessage() if cause is None else first_line(cause)
         if text not in self.heard:
             self.heard.append(text)
 
@@ -277,11 +263,6 @@ def _overhearing(heard: list[str]) -> Generator[None]:
     finally:
         logger.removeHandler(ear)
         logger.propagate = before
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _memory(device: Any) -> str:

@@ -253,6 +253,26 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, or its name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def no_device() -> str:
+    """Why JAX finds no device at all; "" where there is one."""
+    try:
+        import jax
+
+        jax.devices()
+    except AssertionError:  # all that JAX says of a platform that nothing installed serves
+        asked = jax.config.jax_platforms or ""  # ty: ignore[missing-attribute]
+        return f"JAX finds no device (JAX_PLATFORMS={asked})"
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
 def _plain(text: str, style: str = "") -> Any:
     from rich.text import Text
 
