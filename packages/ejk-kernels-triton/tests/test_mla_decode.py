@@ -120,6 +120,14 @@ def test_against_the_formula(name):
     assert not np.asarray(o, np.float32)[lens == 0].any()
 
 
+def test_columns_of_many_parts_are_merged_by_several_programs():
+    q, c, lens, tables = draw(lens=(70,), latent=64)
+    o, lse = mla_decode(q, c, lens, tables, latent_dim=64, num_splits=70, return_lse=True)
+    want, want_lse = expected(q, c, lens, tables, 64)
+    check_close(np.asarray(o), want[:, 0], name="many parts")
+    check_close(np.asarray(lse), want_lse[:, 0], name="many parts", dtype=q.dtype)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_digits_of_queries_without_size():
     q, c, lens, tables = draw(lens=(70,), h=4, rope=32, ps=64, dtype="float16", cache="int8")

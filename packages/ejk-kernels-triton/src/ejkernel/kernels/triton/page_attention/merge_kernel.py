@@ -5,8 +5,9 @@ Math, over the parts i of one row, in float32 (base 2 logits):
     M = max(m_i, sinks);  L = sum_i l_i 2^(m_i - M) + sum_s 2^(sink_s - M)
     o = v_scale / L * sum_i acc_i 2^(m_i - M)
 
-Work split: one program per (batch row, query token, query head); parts in their fixed order, so
-that the same lengths and launch give the same bits. The sinks enter here, once.
+Work split: one program per (batch row, query token, query head), or several with some columns each
+where a row has many parts; parts in their fixed order, so that the same lengths and launch give the
+same bits. The sinks enter here, once.
 
 Bound: reading the parts, at most (shares + batch) * heads * dv floats: 3 MB against 2.15 GB of
 cache at the shape named in ``split_kernel``.
@@ -92,15 +93,13 @@ def parts_of(
 
 @triton.jit
 def merge_row(
-    acc_in, m_in, l_in, first, count, step,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(m ``[1]``, l ``[1]``, acc ``[COLUMNS]``) of ``count`` parts: rows ``first + i * step``."""
-    column = tl.arange(0, COLUMNS)
-    part = tl.arange(0, PARTS)
+    """(m ``[1]``, l ``[1]``, acc of ``column``) of ``count`` parts: rows ``first + i * step``."""
+    part = tl.arange(0, PARTS).to(tl.int64)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)  # noqa: E741
-    acc = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros(column.shape, tl.float32)
     # a constant number of elements from each other: one address in registers
     m_in += first + part * step
     l_in += first + part * step
@@ -140,28 +139,30 @@ def paged_merge(
     GROUP: tl.constexpr,
     DV: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     OPENING: tl.constexpr,
 ):
     ROWS: tl.constexpr = TOKENS * HEADS
-    b = tl.program_id(0) // ROWS
-    row = tl.program_id(0) % ROWS
+    chunk = tl.program_id(0) % CHUNKS
+    b = tl.program_id(0) // (CHUNKS * ROWS)
+    row = tl.program_id(0) // CHUNKS % ROWS
     h = row % HEADS
     slot, count = parts_of(b, starts, batch, shares, SPLITS, OPENING)
+    column = chunk * COLUMNS + tl.arange(0, COLUMNS)
     # asked for here: behind the parts it would be one more wait for the memory
     number = number_of(v_scale, b, h // GROUP)
     m, l, acc = merge_row(  # noqa: E741
-        acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, DV, COLUMNS, PARTS
+        acc_in, m_in, l_in, slot.to(tl.int64) * ROWS + row, count, ROWS, column, DV, PARTS
     )
     one = tl.arange(0, 1)
     factor = finish(m, l, sinks, b, h + one, one < 1, number)
-    column = tl.arange(0, COLUMNS)
     row += b.to(tl.int64) * ROWS
     if lse_out is not None:
         alive, _, top, total = whole_sums(m, l, sinks, b, h + one, one < 1)
         lse = tl.where(alive, (top + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse_out + row + one, lse)
+        tl.store(lse_out + row + one, lse, mask=one + chunk < 1)
     tl.store(
         o + row * DV + column, (acc * tl.sum(factor, 0)).to(o.dtype.element_ty), mask=column < DV
     )

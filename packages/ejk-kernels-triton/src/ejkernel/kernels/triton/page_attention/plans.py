@@ -238,7 +238,10 @@ class MergePlan(PagedPlan):
         from ejkernel.kernels.triton.page_attention.merge_kernel import paged_merge
 
         p, t = self.problem, self.tiles
-        columns = max(16, power_of_two(p.value_dim))
+        whole = max(16, power_of_two(p.value_dim))
+        # where a sequence has many parts a program has few columns, and loads them together too
+        many = power_of_two(t.splits or -(-self.shares // p.batch) + 2)
+        columns = max(min(whole, 4096 // many), min(whole, 32))
         parts, warps = parts_at_once(columns, self.shares, p.batch, t.splits)
         arguments = {
             "acc_in": self.operand("acc"),
@@ -256,8 +259,10 @@ class MergePlan(PagedPlan):
             "GROUP": p.group,
             "DV": p.value_dim,
             "COLUMNS": columns,
+            "CHUNKS": whole // columns,
             "PARTS": parts,
             "SPLITS": t.splits or 0,
             "OPENING": 0 if t.splits else t.opening,
         }
-        return Launch.of(paged_merge, arguments, (p.batch * self.rows,), warps, 1)
+        grid = (p.batch * self.rows * (whole // columns),)
+        return Launch.of(paged_merge, arguments, grid, warps, 1)

@@ -68,7 +68,7 @@ def ragged_merge(
         for token in range(0, tokens):
             kept = slot.to(tl.int64) * (TOKENS * HEADS) + token * HEADS + h
             m, l, acc = merge_row(  # noqa: E741
-                d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, D, COLUMNS, PARTS
+                d_acc, d_m, d_l, kept, parts, TOKENS * HEADS, column, D, PARTS
             )
             one = tl.arange(0, 1)
             factor = finish(m, l, sinks, 0, h + one, one < 1, number)
