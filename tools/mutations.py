@@ -69,7 +69,7 @@ FAULTS = (
         f"{XLA_TESTS}/test_flash_attention.py",
     ),
     Fault(
-        "another dropout hash", f"{XLA}/_common/dropout.py", "0xC2B2AE35", "0xC2B2AE37",
+        "another dropout hash", f"{TYPES}/dropout.py", "0xC2B2AE35", "0xC2B2AE37",
         f"{XLA_TESTS}/test_dropout.py",
     ),
     Fault(

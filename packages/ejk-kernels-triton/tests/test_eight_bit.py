@@ -162,7 +162,7 @@ def test_every_pair_of_neighbours_is_exact(name, kind, number):
 @triton.jit
 def narrowed(x, out, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out + i, eight_bits(tl.load(x + i, mask=i < n, other=0.0), KIND), mask=i < n)
+    tl.store(out + i, eight_bits(tl.load(x + i, mask=i < n, other=0.0), KIND, 0), mask=i < n)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
