@@ -49,7 +49,8 @@ def counted(platform, *masks):
                     deepest.append(frame.f_code.co_qualname)
                 frame = frame.f_back
 
-    traced(platform, 64, *masks)  # imports, versions, tables
+    for length in (64, 72):  # imports, versions, tables; the program of lengths like 80
+        traced(platform, length, *masks)
     sys.setprofile(look)
     try:
         traced(platform, 80, *masks)
@@ -92,7 +93,7 @@ def test_looking_up_a_cards_table_is_cheap():
 
 def test_a_traced_call_of_xla_flash_asks_each_implementation_once():
     calls, _ = counted("xla")
-    assert calls.total() < 1200, calls.most_common(20)
+    assert calls.total() < 1150, calls.most_common(20)
     assert calls["KernelRegistry._survey"] == 1
 
 
