@@ -55,7 +55,7 @@ def widen(source: Any, target: Any, kind: str) -> None:
     tiles = columns * 2 // TILE_BYTES
     each = columns // PIECE  # pieces of a row
     turns = rows * each // 128
-    half_way = tiles == 1
+    in_place = tiles == 1  # so the source may be
     to = {"float16": TO_FLOAT16, "bfloat16": TO_BFLOAT16}[jnp.dtype(target.dtype).name]
     text = f"{{ {to[kind]} }}"
     pattern = (plgpu.TilingTransform((GROUP, TILE_BYTES // 2)), plgpu.SwizzleTransform(TILE_BYTES))
@@ -108,7 +108,7 @@ def widen(source: Any, target: Any, kind: str) -> None:
         for first in range(0, turns, TOGETHER):
             some = range(first, min(first + TOGETHER, turns))
             found = [read(turn) for turn in some]
-            if half_way:
+            if in_place:
                 mgpu.utils.warpgroup_barrier()
             for turn, x in zip(some, found, strict=True):
                 write(turn, x)
