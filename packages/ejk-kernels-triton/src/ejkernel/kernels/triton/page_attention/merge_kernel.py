@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.softmax import LN2, LOG2E
 
+FEW = tl.constexpr(8)  # parts that a thread holds, one after the other
+
 
 @triton.jit
 def whole_sums(m, l, sinks, b, heads, inside):  # noqa: E741
@@ -92,10 +94,55 @@ def parts_of(
 
 
 @triton.jit
-def merge_row(
+def _product(a, b):
+    """a * b, rounded before it is added to anything.
+
+    In a sum across lanes the compiler would fuse it with the first addition: each lane adds its own
+    exact product to its neighbour's rounded one, and lanes that hold the same sum differ.
+    """
+    a, b = tl.broadcast(a, b)
+    return tl.fma(a, b, tl.zeros(a.shape, tl.float32))
+
+
+@triton.jit
+def _merge_few(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(m ``[1]``, l ``[1]``, acc of ``column``) of ``count`` parts: rows ``first + i * step``."""
+    """No sum crosses lanes, and all loads are under way."""
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)  # noqa: E741
+    acc = tl.zeros(column.shape, tl.float32)
+    one = tl.arange(0, 1)
+    for i in range(0, count, PARTS):
+        accs = ()
+        ms = ()
+        ls = ()
+        top = m
+        for n in tl.static_range(PARTS):
+            inside = one < count - i - n
+            at = first + (i + n) * step
+            mask = (column < DV) & inside
+            accs += (tl.load(acc_in + at * DV + column, mask=mask, other=0.0).to(tl.float32),)
+            ms += (tl.load(m_in + at + one, mask=inside, other=float("-inf")),)
+            ls += (tl.load(l_in + at + one, mask=inside, other=0.0),)
+        for n in tl.static_range(PARTS):
+            top = tl.maximum(top, ms[n])
+        base = tl.where(top == float("-inf"), 0.0, top)
+        alpha = tl.exp2(m - base)
+        m = top
+        l = l * alpha  # noqa: E741
+        acc = acc * alpha
+        for n in tl.static_range(PARTS):
+            weight = tl.exp2(ms[n] - base)
+            l += ls[n] * weight  # noqa: E741
+            acc += accs[n] * weight
+    return m, l, acc
+
+
+@triton.jit
+def _merge_many(
+    acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     part = tl.arange(0, PARTS).to(tl.int64)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)  # noqa: E741
@@ -117,8 +164,25 @@ def merge_row(
         weight = tl.exp2(m_i - base)
         alpha = tl.exp2(m - base)
         m = top
-        l = l * alpha + tl.sum(l_i * weight, 0)  # noqa: E741
-        acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i * weight[:, None], 0)
+        l = l * alpha + tl.sum(_product(l_i, weight), 0)  # noqa: E741
+        acc_i = _product(acc_i.to(tl.float32), weight[:, None])
+        acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i, 0)
+    return m, l, acc
+
+
+@triton.jit
+def merge_row(
+    acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """(m ``[1]``, l ``[1]``, acc of ``column``) of ``count`` parts: rows ``first + i * step``."""
+    if PARTS <= FEW:
+        m, l, acc = _merge_few(  # noqa: E741
+            acc_in, m_in, l_in, first, count, step, column, DV, PARTS
+        )
+    else:
+        m, l, acc = _merge_many(  # noqa: E741
+            acc_in, m_in, l_in, first, count, step, column, DV, PARTS
+        )
     return m, l, acc
 
 
