@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "float16, no rotary part": (Shape(q=HALF, kv=HALF, rope=0), {}),
     "float32": (Shape(UNEVEN[4:], q=F32, kv=F32, h=16), {}),
     "int8, 16 heads": (Shape(kv=I8, h=16), dict(k_scale=0.025)),
+    "int8, many": (Shape(tuple(i % 97 for i in range(1500)), kv=I8, h=16), dict(k_scale=0.025)),
     "e4m3": (Shape(kv=E4), dict(k_scale=0.5)),
     "e4m3, 16 heads": (Shape(kv=E4, h=16), dict(k_scale=-0.5)),
     "int8, float16, cap": (Shape(kv=I8, q=HALF, h=9), dict(k_scale=-0.025, logits_soft_cap=20.0)),

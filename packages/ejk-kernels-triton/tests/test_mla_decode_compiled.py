@@ -106,6 +106,17 @@ def test_few_heads_take_int8_keys_as_they_are():
     assert "ldmatrix.sync.aligned.m8n8.x4.shared" not in text  # keys pass through no register
 
 
+def test_a_place_is_freed_when_all_warps_have_read_it():
+    target = TARGETS["sm_90"]
+    plan, avals = planned("e4m3, 16 heads", target)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    freed = [m.start() for m in re.finditer(r"mbarrier\.arrive\.shared", text)]
+    assert len(freed) == 1
+    read = text.rindex("ldmatrix", 0, freed[0])
+    assert "bar.sync" in text[read : freed[0]]
+    assert "ldmatrix" not in text[freed[0] : text.index("mbarrier.arrive.expect_tx")]
+
+
 def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
     monkeypatch.setattr(compat, "has_gluon", lambda: False)
     target = TARGETS["sm_90"]
@@ -159,3 +170,32 @@ def test_merge_kernel():
     plan = MergePlan(split.problem, split.tiles, split.shares, shapes)
     used = measure(plan_source(plan, list(operands.values()), target), target)
     assert used.spills == 0
+
+
+def merge_of(name, **changed):
+    """The merge of a case and the types of its operands."""
+    split, _ = planned(name, TARGETS["sm_90"])
+    split = replace(split, problem=replace(split.problem, **changed))
+    operands = dict(zip(("acc", "m", "l", "starts"), split.outputs(), strict=True))
+    shapes = tuple((n, x.shape) for n, x in operands.items())
+    plan = MergePlan(split.problem, split.tiles, split.shares, shapes)
+    return plan, list(operands.values())
+
+
+def test_few_parts_are_merged_by_threads_that_need_no_other():
+    target = TARGETS["sm_90"]
+    plan, avals = merge_of("int8, 16 heads")
+    assert avals[0].dtype == jnp.float16
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    assert "shfl.sync" not in text and "bar.sync" not in text
+
+
+def test_lanes_that_add_many_parts_have_the_same_sum():
+    """What lanes exchange is no product: added to another in one instruction it is not rounded."""
+    target = TARGETS["sm_90"]
+    plan, avals = merge_of("16 heads", batch=2)
+    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    exchanged = set(re.findall(r"shfl\.sync\.bfly\.b32\s+%r\d+, (%r\d+)", text))
+    assert exchanged
+    products = set(re.findall(r"mul\.(?:rn\.)?f32\s+(%r\d+)", text))
+    assert not exchanged & products

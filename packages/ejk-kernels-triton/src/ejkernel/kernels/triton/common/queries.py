@@ -45,36 +45,50 @@ def _sign(x):
 
 
 @triton.jit
-def prepared(
-    q, q_more, one, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr
-):  # fmt: skip
-    """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
+def row_factors(one, size, factor, logits, POSITIVE: tl.constexpr):
+    """(weight, slopes, inner) of products times ``factor`` with queries times ``weight``.
 
-    ``one``: a 1.0 for each row. inner: slopes inside the soft cap. NORMALISE: any query fits
-    float16 once its largest entry is near 1; slopes take the rest. POSITIVE: so is the factor, and
-    queries stay as they are loaded: products then read them where they lie.
+    ``one``: a 1.0 for each row. ``size``: the largest magnitude of the rows, which weight brings
+    near 1; None: weight is a sign alone. inner: slopes inside the soft cap. POSITIVE: so is the
+    factor.
     """
     slopes = one * tl.abs(factor)
     weight = one
     if not POSITIVE:
         weight = one * _sign(factor)
+    if size is not None:
+        power, inverse = power_of_two(size)
+        weight = weight * inverse
+        slopes = slopes * power
+    slopes = tl.maximum(slopes, 2.0**-120)
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = slopes * 0.0 + logits.cap_out
+    return weight, slopes, inner
+
+
+@triton.jit
+def prepared(
+    q, q_more, one, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr
+):  # fmt: skip
+    """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
+
+    NORMALISE: any query fits float16 once its largest entry is near 1; slopes take the rest.
+    Without and with a positive factor queries stay as they are loaded: products then read them
+    where they lie. The other arguments and results are those of ``row_factors``.
+    """
+    size = None
     if NORMALISE:
         q = q.to(tl.float32)
         size = tl.max(tl.abs(q), 1)
         if side.REST > 0:
             q_more = q_more.to(tl.float32)
             size = tl.maximum(size, tl.max(tl.abs(q_more), 1))
-        power, inverse = power_of_two(size)
-        weight = weight * inverse
-        slopes = slopes * power
+    weight, slopes, inner = row_factors(one, size, factor, logits, POSITIVE)
     if NORMALISE or not POSITIVE:
         q = q.to(tl.float32) * weight[:, None]
         if side.REST > 0:
             q_more = q_more.to(tl.float32) * weight[:, None]
-    slopes = tl.maximum(slopes, 2.0**-120)
-    inner = slopes * logits.cap_in
-    if logits.CAPPED:
-        slopes = slopes * 0.0 + logits.cap_out
     if side.REST > 0:
         q_more = q_more.to(side.NUMBER)
     return q.to(side.NUMBER), q_more, slopes, inner
@@ -116,19 +130,14 @@ def opened(q, rows, inside, factor, logits, side, dots, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def _largest_bits(q):
+def largest_bits(q):
     """int32 bits of the largest magnitude of each row of float32 ``q``; NaN above infinity."""
     return tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
 @triton.jit
-def as_digits(q, q_more, factor, logits, side):
-    """Both digits of queries of both parts, and (slopes, inner) as ``prepared`` has them."""
-    q = q.to(tl.float32)
-    bits = _largest_bits(q)
-    if side.REST > 0:
-        q_more = q_more.to(tl.float32)
-        bits = tl.maximum(bits, _largest_bits(q_more))
+def digit_factors(bits, factor, logits):
+    """(scale, slopes, inner): queries times scale have digits; see ``largest_bits``."""
     size = bits.to(tl.float32, bitcast=True)
     # digits are finite: what is no number makes all logits of its row none
     wrong = tl.where(bits < 0x7F800000, 0.0, float("nan"))
@@ -139,7 +148,18 @@ def as_digits(q, q_more, factor, logits, side):
     inner = slopes * logits.cap_in
     if logits.CAPPED:
         slopes = slopes * 0.0 + logits.cap_out
-    scale *= _sign(factor)
+    return scale * _sign(factor), slopes, inner
+
+
+@triton.jit
+def as_digits(q, q_more, factor, logits, side):
+    """Both digits of queries of both parts, and (slopes, inner) as ``prepared`` has them."""
+    q = q.to(tl.float32)
+    bits = largest_bits(q)
+    if side.REST > 0:
+        q_more = q_more.to(tl.float32)
+        bits = tl.maximum(bits, largest_bits(q_more))
+    scale, slopes, inner = digit_factors(bits, factor, logits)
     high, low = digits(q, scale)
     high_more, low_more = high, low
     if side.REST > 0:

@@ -94,6 +94,18 @@ def parts_of(
 
 
 @triton.jit
+def as_average(m, l):  # noqa: E741
+    """(m, l, factor) of a part whose sums times ``factor`` are kept: averages, which fit float16.
+
+    The part weighs 2^m now: l is 1, or 0 where nothing was seen.
+    """
+    seen = l != 0.0
+    factor = tl.where(seen, 1.0 / l, 0.0)
+    m = tl.where(seen, m + tl.log2(l), float("-inf"))
+    return m, tl.where(seen, 1.0, 0.0), factor
+
+
+@triton.jit
 def _product(a, b):
     """a * b, rounded before it is added to anything.
 

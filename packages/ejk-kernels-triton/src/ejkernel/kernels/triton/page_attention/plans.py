@@ -101,12 +101,15 @@ def precision(problem: Problem, target: Target) -> str:
 
 
 def parts_at_once(
-    columns: int, shares: int, batch: int, splits: int | None = None
+    columns: int, shares: int, batch: int, splits: int | None = None, width: int = 4
 ) -> tuple[int, int]:
-    """Partial results that a program of the merge loads together, and its warps."""
+    """Partial results that a program of the merge loads together, and its warps.
+
+    ``width``: bytes of a number.
+    """
     # all parts of a sequence of middling length in one load, but a few thousand floats at most
     parts = min(4096 // columns, power_of_two(splits or -(-shares // batch) + 2))
-    return parts, max(1, parts * columns // 1024)  # more would wait for each other
+    return parts, max(1, parts * columns * width // 4096)  # more would wait for each other
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,13 @@ class PagedPlan(Named, Unmapped):
         return self.problem.tokens * self.problem.heads
 
     @property
+    def kept(self) -> str:
+        """The dtype of partial results; averages of 8-bit numbers lose nothing in float16 that
+        rounding the output to bfloat16 would leave."""
+        short = self.tiles.form != "" and self.problem.query == "bfloat16"
+        return "float16" if short else "float32"
+
+    @property
     def slots(self) -> int:
         """Partial results kept: consecutive shares of a sequence are consecutive slots."""
         p = self.problem
@@ -156,7 +166,7 @@ class SplitPlan(PagedPlan):
         if self.direct:
             return (struct(p.query, p.batch, self.rows, p.value_dim),)
         sums = struct("float32", self.slots, self.rows)
-        partial = (struct("float32", self.slots, self.rows, p.value_dim), sums, sums)
+        partial = (struct(self.kept, self.slots, self.rows, p.value_dim), sums, sums)
         if self.tiles.splits is None:
             return (*partial, struct("int32", p.batch + 1))
         return partial
@@ -242,7 +252,8 @@ class MergePlan(PagedPlan):
         # where a sequence has many parts a program has few columns, and loads them together too
         many = power_of_two(t.splits or -(-self.shares // p.batch) + 2)
         columns = max(min(whole, 4096 // many), min(whole, 32))
-        parts, warps = parts_at_once(columns, self.shares, p.batch, t.splits)
+        width = 2 if self.kept == "float16" else 4
+        parts, warps = parts_at_once(columns, self.shares, p.batch, t.splits, width)
         arguments = {
             "acc_in": self.operand("acc"),
             "m_in": self.operand("m"),

@@ -44,7 +44,7 @@ from ejkernel.kernels.triton.common.cached import (
 )
 from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
 from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
-from ejkernel.kernels.triton.page_attention.merge_kernel import finish, number_of
+from ejkernel.kernels.triton.page_attention.merge_kernel import as_average, finish, number_of
 
 
 @triton.jit
@@ -80,25 +80,27 @@ def cost(tiles, OPENING: tl.constexpr):
 
 @triton.jit
 def _costs(
-    sequences, first, batch, capacity, sizes,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, OPENING: tl.constexpr, LANES: tl.constexpr,
+    i, sequences, batch, capacity, sizes,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, OPENING: tl.constexpr,
 ):  # fmt: skip
-    """Of LANES sequences from ``first`` on, 0 behind the last."""
-    i = first + tl.arange(0, LANES)
+    """Of sequences ``i``, 0 behind the last."""
     _, _, _, tiles = extent(sequences, i, i < batch, capacity, sizes, BLOCK, TOKENS)
     return cost(tiles, OPENING)
 
 
 @triton.jit
-def _found(
-    share, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+def found(
+    share, lane, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     OPENING: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """(first tile, end, sequence, its first tile, tiles of all) of a share."""
+    """(first tile, end, sequence, its first tile, tiles of all) of a share.
+
+    ``lane``: 0 .. LANES, the sequences looked at together; ROUNDS of them are all.
+    """
     batch = sizes.batch
     total = 0
     for base in tl.static_range(0, ROUNDS * LANES, LANES):
-        costs = _costs(sequences, base, batch, capacity, sizes, BLOCK, TOKENS, OPENING, LANES)
+        costs = _costs(base + lane, sequences, batch, capacity, sizes, BLOCK, TOKENS, OPENING)
         total += tl.sum(costs, 0)
     each = total // sizes.shares
     extra = total % sizes.shares
@@ -107,9 +109,9 @@ def _found(
     before = 0
     passed = 0
     for base in tl.static_range(0, ROUNDS * LANES, LANES):
-        costs = _costs(sequences, base, batch, capacity, sizes, BLOCK, TOKENS, OPENING, LANES)
+        costs = _costs(base + lane, sequences, batch, capacity, sizes, BLOCK, TOKENS, OPENING)
         upto = passed + tl.cumsum(costs, 0)
-        done = (upto <= t) & (base + tl.arange(0, LANES) < batch)
+        done = (upto <= t) & (base + lane < batch)
         b += tl.sum(done.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(done, upto, 0), 0))
         passed += tl.sum(costs, 0)
@@ -117,16 +119,16 @@ def _found(
 
 
 @triton.jit
-def _store_starts(
-    starts, total, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+def store_starts(
+    starts, total, lane, sequences, capacity, sizes, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     OPENING: tl.constexpr, LANES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """The first tile of every sequence, and how many all have."""
     batch = sizes.batch
     passed = 0
     for base in tl.static_range(0, ROUNDS * LANES, LANES):
-        costs = _costs(sequences, base, batch, capacity, sizes, BLOCK, TOKENS, OPENING, LANES)
-        i = base + tl.arange(0, LANES)
+        i = base + lane
+        costs = _costs(i, sequences, batch, capacity, sizes, BLOCK, TOKENS, OPENING)
         tl.store(starts + i, passed + tl.cumsum(costs, 0) - costs, mask=i < batch)
         passed += tl.sum(costs, 0)
     tl.store(starts + batch, total)
@@ -176,13 +178,15 @@ def paged_split(
         end = (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32)
         more = True
     else:
-        t, end, b, before, total = _found(
-            share, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
+        lane = tl.arange(0, LANES)
+        t, end, b, before, total = found(
+            share, lane, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
         )
         if pid == 0:
-            _store_starts(
-                starts, total, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES, ROUNDS
-            )
+            store_starts(
+                starts, total, lane, sequences, capacity, sizes, BLOCK, TOKENS, OPENING, LANES,
+                ROUNDS,
+            )  # fmt: skip
         more = t < end if OPENING == 0 else tl.maximum(t, before + OPENING) < end
 
     member = chunk * layout.BLOCK + tl.arange(0, layout.BLOCK)
@@ -266,6 +270,11 @@ def paged_split(
         else:
             slot = share + b if SPLITS == 0 else share
             kept = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
+            if acc_out.dtype.element_ty == tl.float16:
+                m, l, factor = as_average(m, l)  # noqa: E741
+                acc = acc * factor[:, None]
+                if cache.V.REST > 0:
+                    acc_more = acc_more * factor[:, None]
             tl.store(m_out + kept, m, mask=inside)
             tl.store(l_out + kept, l, mask=inside)
             store_rows(acc_out, kept, acc, acc_more, inside, cache.V)
