@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "int8, many": (Shape(tuple(i % 97 for i in range(1500)), kv=I8, h=16), dict(k_scale=0.025)),
     "e4m3": (Shape(kv=E4), dict(k_scale=0.5)),
     "e4m3, 16 heads": (Shape(kv=E4, h=16), dict(k_scale=-0.5)),
+    "e4m3, 16 heads, splits": (Shape(kv=E4, h=16), dict(k_scale=-0.5, num_splits=5, sinks=2)),
     "int8, float16, cap": (Shape(kv=I8, q=HALF, h=9), dict(k_scale=-0.025, logits_soft_cap=20.0)),
     "int8, page 16, rows": (Shape(kv=I8, ps=16, h=8, rows=2), dict(k_scale=0.025)),
     "int8, 20 heads": (Shape(UNEVEN[4:], kv=I8, h=20), dict(k_scale=0.025, num_splits=3)),

@@ -203,7 +203,7 @@ CALLS = (
     )),
     *((latent, name) for name in (
         "page 16, rows", "16 heads", "page 3, 40 heads", "e4m3", "int8, 16 heads", "e4m3, 16 heads",
-        "float16 and e5m2, page 16", "int8, 20 heads",
+        "e4m3, 16 heads, splits", "float16 and e5m2, page 16", "int8, 20 heads",
     )),
     *((ragged, name) for name in (
         "page 16", "page 1 mqa 64", "page 64", "window cap sinks", "int8 packed d72", "few long",

@@ -139,6 +139,29 @@ def test_digits_of_queries_without_size():
     check_close(np.asarray(o[:, [0, 3]]), want, name="no size")
 
 
+@pytest.mark.parametrize("logit", [2e5, 2e8])
+@pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])
+def test_equal_keys_of_two_parts_weigh_the_same_however_large_their_logits(cache, logit):
+    kind, value = np.dtype(getattr(ml_dtypes, cache, cache)), 96.0
+    q = np.zeros((1, 3, 64), ml_dtypes.bfloat16)
+    q[:, :, 32:] = 1
+    c = np.zeros((2, 64, 64))
+    c[..., 32:] = 64
+    c[1, :, :32] = value
+    args = q, c.astype(kind), np.array([70], np.int32), np.array([[0, 1]], np.int32)
+    o = mla_decode(*args, latent_dim=32, num_splits=2, softmax_scale=logit / (32 * 64))
+    np.testing.assert_allclose(np.asarray(o, np.float32), value * 6 / 70, rtol=2**-8)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_without_context_are_zeros_whatever_the_queries(dtype):
+    q, c, lens, tables = draw(lens=(0, 70), h=3, rope=32, ps=64, dtype=dtype, cache="int8")
+    q[0, 0], q[0, 1] = np.nan, np.inf
+    o = mla_decode(q, c, lens, tables, latent_dim=32, k_scale=0.02, num_splits=3)
+    assert not np.asarray(o[0], np.float32).any() and np.isfinite(np.asarray(o, np.float32)).all()
+
+
 @pytest.mark.parametrize("maps", [False, True])
 def test_runs_repeat_whatever_lies_in_unseen_memory(maps):
     ps, window = (64, None) if maps else (8, 20)

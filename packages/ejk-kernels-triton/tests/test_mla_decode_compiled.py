@@ -33,6 +33,7 @@ CASES = {
     "int8": (128, 64, "int8", {}),
     "int8, 16 heads": (16, 64, "int8", {}),
     "e4m3, 16 heads": (16, 64, "float8_e4m3fn", {}),
+    "int8, 16 heads, splits": (16, 64, "int8", dict(splits=4)),
     "three parts": (16, 16, "bfloat16", dict(splits=3)),
 }
 
@@ -64,6 +65,7 @@ def planned(name, target):
         ("page 16", "sm_90"),
         ("int8, 16 heads", "sm_90"),
         ("e4m3, 16 heads", "sm_90"),
+        ("int8, 16 heads, splits", "sm_90"),
         ("three parts", "sm_90"),
         ("int8", "sm_80"),
         ("16 heads", "gfx942"),
@@ -106,15 +108,15 @@ def test_few_heads_take_int8_keys_as_they_are():
     assert "ldmatrix.sync.aligned.m8n8.x4.shared" not in text  # keys pass through no register
 
 
-def test_a_place_is_freed_when_all_warps_have_read_it():
+@pytest.mark.parametrize("name", ["int8, 16 heads", "e4m3, 16 heads", "int8, 16 heads, splits"])
+def test_a_place_is_freed_when_all_warps_have_read_it(name):
     target = TARGETS["sm_90"]
-    plan, avals = planned("e4m3, 16 heads", target)
+    plan, avals = planned(name, target)
     text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
-    freed = [m.start() for m in re.finditer(r"mbarrier\.arrive\.shared", text)]
-    assert len(freed) == 1
-    read = text.rindex("ldmatrix", 0, freed[0])
-    assert "bar.sync" in text[read : freed[0]]
-    assert "ldmatrix" not in text[freed[0] : text.index("mbarrier.arrive.expect_tx")]
+    (freed,) = (m.start() for m in re.finditer(r"mbarrier\.arrive\.shared", text))
+    read = max(text.rindex(word, 0, freed) for word in ("ldmatrix", "wgmma.wait_group"))
+    assert "bar.sync" in text[read:freed]
+    assert "ldmatrix" not in text[freed:]
 
 
 def test_few_heads_take_int8_keys_as_they_are_without_gluon(monkeypatch):
@@ -149,6 +151,8 @@ def test_warps_find_their_share_alone():
         ({"key": "float8_e5m2", "value": "float8_e5m2"}, {}, "paged_split"),
         ({"left": 100}, {}, "paged_split"),
         ({"page_size": 16}, {}, "paged_split"),
+        ({"batch": 4096}, {}, "latent_split"),
+        ({"batch": 4097}, {}, "paged_split"),
     ],
 )
 def test_few_heads_and_8_bit_rows_have_a_kernel_by_hand(changed, tiles_changed, kernel):

@@ -45,12 +45,21 @@ def _sign(x):
 
 
 @triton.jit
+def _capped(slopes, logits):
+    """(slopes, inner) of logits: inside the soft cap they are ``inner``; NaN stays NaN."""
+    inner = slopes * logits.cap_in
+    if logits.CAPPED:
+        slopes = slopes * 0.0 + logits.cap_out
+    return slopes, inner
+
+
+@triton.jit
 def row_factors(one, size, factor, logits, POSITIVE: tl.constexpr):
     """(weight, slopes, inner) of products times ``factor`` with queries times ``weight``.
 
     ``one``: a 1.0 for each row. ``size``: the largest magnitude of the rows, which weight brings
-    near 1; None: weight is a sign alone. inner: slopes inside the soft cap. POSITIVE: so is the
-    factor.
+    near 1; None: weight is a sign alone. inner: slopes inside the soft cap. POSITIVE: the factor is
+    known to be above 0.
     """
     slopes = one * tl.abs(factor)
     weight = one
@@ -60,10 +69,7 @@ def row_factors(one, size, factor, logits, POSITIVE: tl.constexpr):
         power, inverse = power_of_two(size)
         weight = weight * inverse
         slopes = slopes * power
-    slopes = tl.maximum(slopes, 2.0**-120)
-    inner = slopes * logits.cap_in
-    if logits.CAPPED:
-        slopes = slopes * 0.0 + logits.cap_out
+    slopes, inner = _capped(tl.maximum(slopes, 2.0**-120), logits)
     return weight, slopes, inner
 
 
@@ -74,7 +80,7 @@ def prepared(
     """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
 
     NORMALISE: any query fits float16 once its largest entry is near 1; slopes take the rest.
-    Without and with a positive factor queries stay as they are loaded: products then read them
+    Without it and with a positive factor queries stay as they are loaded: products then read them
     where they lie. The other arguments and results are those of ``row_factors``.
     """
     size = None
@@ -145,9 +151,7 @@ def digit_factors(bits, factor, logits):
     near_one = tl.maximum(size * inverse, 2.0**-100)
     scale = inverse * (LARGEST / near_one)
     slopes = tl.maximum(tl.abs(factor) * (power * near_one * (1.0 / LARGEST)), 2.0**-120) + wrong
-    inner = slopes * logits.cap_in
-    if logits.CAPPED:
-        slopes = slopes * 0.0 + logits.cap_out
+    slopes, inner = _capped(slopes, logits)
     return scale * _sign(factor), slopes, inner
 
 
@@ -182,10 +186,7 @@ def opened_as_loaded(q, rows, inside, factor, logits, side, POSITIVE: tl.constex
     sign = None
     if not POSITIVE:
         sign = one * _sign(factor)
-    slopes = tl.maximum(one * tl.abs(factor), 2.0**-120)
-    inner = slopes * logits.cap_in
-    if logits.CAPPED:
-        slopes = one * logits.cap_out
+    slopes, inner = _capped(tl.maximum(one * tl.abs(factor), 2.0**-120), logits)
     return Queries(main, main, more, more, slopes, inner, sign, None, None)
 
 

@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """From products to logits, see ``common.cached.opened``."""
+    """From products to logits, see ``common.queries.opened``."""
 
     scale: float
     cap_in: float

@@ -46,7 +46,7 @@ from ejkernel.kernels.triton.page_attention.latent_products import (
     store_queries,
     sum_of_digits,
 )
-from ejkernel.kernels.triton.page_attention.merge_kernel import as_average
+from ejkernel.kernels.triton.page_attention.merge_kernel import average, part_logit
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -56,9 +56,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-MAX_LANES = 1024  # sequences looked at together when a share finds its place
-# of a thread when a program starts: of eight warps, as Triton adds three without work, and two
-# programs. Those and the warp that loads then give up theirs
+MAX_LANES = 1024  # sequences looked at together when a share finds its place,
+MAX_ROUNDS = 4  # so many times; the compiler unrolls them
+# that a thread starts with: two programs of eight warps share 65536. Four compute, one loads, three
+# are Triton's and do nothing: those four give theirs up, so that the others have 232
 REGISTERS = 128
 LOADER_REGISTERS = gl.constexpr(24)
 
@@ -118,7 +119,8 @@ def attend(
             others = turned.slice(HALF, HALF).load(A)
             d = warpgroup_mma_wait(0, deps=[d])
             s = sum_of_digits(d, S) if KIND == "int8" else d
-            mbarrier.arrive(ring.freed.index(place))  # behind a barrier of all warps
+            # the compiler puts a barrier of all warps before this, which tests look for
+            mbarrier.arrive(ring.freed.index(place))
             place, phase = next_place(place, phase, PLACES)
 
             if logits.CAPPED:
@@ -151,14 +153,12 @@ def attend(
             slot += b
         kept = slot.to(gl.int64) * HEADS
         head = gl.arange(0, ROWS, layout=HEAD)
-        m *= slopes
         total = gl.sum(l, 0)
         if acc_out.dtype.element_ty == gl.float16:
-            m, total, weight = as_average(m, total)
+            weight = average(total)[None, :]
             even, odd, even_2, odd_2 = sums
-            weight = weight[None, :]
             sums = (even * weight, odd * weight, even_2 * weight, odd_2 * weight)
-        gl.store(m_out + kept + head, m, mask=head < HEADS)
+        gl.store(m_out + kept + head, part_logit(m, slopes, total), mask=head < HEADS)
         gl.store(l_out + kept + head, total, mask=head < HEADS)
         for n in gl.static_range(2):
             out = acc_out + kept * MAIN + 2 * HALF * n
@@ -236,18 +236,19 @@ def suits(problem: Any, tiles: Any) -> bool:
     """Whether ``latent_split`` computes what is asked for."""
     p, t = problem, tiles
     shape = (t.block, t.num_warps, p.tokens, *p.parts[0]) == (64, 4, 1, 512, 64)
-    return shape and p.heads <= ROWS.value and t.form in ("digits", "quads") and t.splits != 1
+    form = t.form in ("digits", "quads") and t.splits != 1
+    return shape and form and p.heads <= ROWS.value and p.batch <= MAX_LANES * MAX_ROUNDS
 
 
 def launch(arguments: Mapping[str, Any], split: Launch, batch: int) -> Launch:
     """In the place of ``split``, a launch of ``paged_split`` with these ``arguments``."""
+    lanes = min(MAX_LANES, power_of_two(batch))
     known = {
         **arguments,
         "PTX": split.constants["PTX"],
         "PLACES": max(1, split.num_stages - 1),
-        # few rounds, which the compiler unrolls
-        "LANES": max(arguments["LANES"], min(MAX_LANES, power_of_two(batch))),
+        "LANES": lanes,
+        "ROUNDS": -(-batch // lanes),
     }
-    known["ROUNDS"] = -(-power_of_two(batch) // known["LANES"])
     how = (split.grid, split.num_warps, 1, {**split.options, "maxnreg": REGISTERS})
     return Launch.of(latent_split, {}, *how, known=known, stand_in=split)

@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ejkernel.kernels.triton.common.pages import block_pages, run_between
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
-from ejkernel.kernels.triton.page_attention.split_kernel import cost, extent, found, store_starts
+from ejkernel.kernels.triton.page_attention.split_kernel import (
+    cost,
+    extent,
+    found,
+    part_of_sequence,
+    store_starts,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -19,9 +26,10 @@ RUNS = gl.constexpr(_RUNS)
 
 
 class Share(NamedTuple):
-    """Tiles ``t`` to ``end``, of sequence ``b``, whose first is ``before``, and of those behind it.
+    """What a program computes: from ``t`` to ``end``, beginning in sequence ``b``.
 
-    ``there``: whether it has any. See ``split_kernel``.
+    With SPLITS those are tiles of b. Without, they and ``before``, where b begins, count the costs
+    of all sequences laid end to end, see ``split_kernel``. ``there``: whether there is anything.
     """
 
     t: Any
@@ -49,12 +57,8 @@ def share_of(
     """The share of this program; the first one stores the first tile of every sequence."""
     share = gl.program_id(0)
     if SPLITS > 0:
-        b = share // SPLITS
-        part = share % SPLITS
-        _, _, _, tiles = extent(sequences, b, share >= 0, capacity, sizes, BLOCK, 1)
-        t = (tiles.to(gl.int64) * part // SPLITS).to(gl.int32)
-        end = (tiles.to(gl.int64) * (part + 1) // SPLITS).to(gl.int32)
-        return Share(t, end, b, share * 0, share >= 0)
+        t, end, b = part_of_sequence(share, sequences, capacity, sizes, BLOCK, 1, SPLITS)
+        return Share(t, end, b, gl.to_tensor(0), gl.to_tensor(True))
     else:
         # every warp has all lanes: none waits for the others
         EACH: gl.constexpr = gl.BlockedLayout([max(1, LANES // 32)], [32], [4], [0])
@@ -76,22 +80,17 @@ def run_of(
 ):  # fmt: skip
     """(length, first, stop, behind, more): tiles of sequence b in a share.
 
-    ``behind``: where the next sequence begins, of which there is ``more``.
+    ``behind``: where sequence b + 1 begins; ``more``: whether the share goes on there.
     """
-    length, _, _, tiles = extent(sequences, b, b >= 0, capacity, sizes, BLOCK, 1)
+    length, _, _, tiles = extent(sequences, b, None, capacity, sizes, BLOCK, 1)
     behind = before + cost(tiles, OPENING)
     if SPLITS > 0:
-        return length, share.t, share.end, behind, b < 0
+        return length, share.t, share.end, behind, gl.to_tensor(False)
     else:
         first = gl.maximum(share.t - before - OPENING, 0)
         stop = gl.minimum(share.end, behind) - before - OPENING
         more = (b + 1 < sizes.batch) & (behind + OPENING < share.end)
         return length, first, stop, behind, more
-
-
-@gluon.jit
-def _page(table, tile, there, cache, BLOCK: gl.constexpr):
-    return gl.load(table + tile * BLOCK // cache.PAGE, mask=there, other=0)
 
 
 @gluon.jit
@@ -112,12 +111,11 @@ def load_rows(
             sequences, share, b, before, capacity, sizes, BLOCK, SPLITS, OPENING
         )
         table = sequences.tables + b.to(gl.int64) * sizes.max_pages
-        page = _page(table, first, first < stop, cache, BLOCK)
+        page = block_pages(table, first * BLOCK, stop * BLOCK, cache.PAGE, BLOCK)
         for tile in range(first, stop):
-            row = gl.minimum(gl.maximum(page, 0), sizes.pages - 1) * cache.PAGE
-            row += tile * BLOCK % cache.PAGE
-            count = gl.minimum(BLOCK, length - tile * BLOCK)
-            page = _page(table, tile + 1, tile + 1 < stop, cache, BLOCK)
+            key = tile * BLOCK
+            row, count = run_between(page, key, length - 1, sizes.pages, cache.PAGE, BLOCK)
+            page = block_pages(table, key + BLOCK, stop * BLOCK, cache.PAGE, BLOCK)
             landed = ring.landed.index(place)
             mbarrier.wait(ring.freed.index(place), phase)
             mbarrier.expect(landed, BYTES)
@@ -130,6 +128,6 @@ def load_rows(
 
 @gluon.jit
 def next_place(place, phase, PLACES: gl.constexpr):
-    """Of the ring, and the phase of its barriers."""
+    """(place, phase) of the next step; the phase turns when the ring begins again."""
     place = (gl.to_tensor(place) + 1) % PLACES
     return place, phase ^ (place == 0).to(gl.int32)

@@ -5,6 +5,8 @@ Math, over the parts i of one row, in float32 (base 2 logits):
     M = max(m_i, sinks);  L = sum_i l_i 2^(m_i - M) + sum_s 2^(sink_s - M)
     o = v_scale / L * sum_i acc_i 2^(m_i - M)
 
+(acc_i l_i for acc_i where parts are kept as averages.)
+
 Work split: one program per (batch row, query token, query head), or several with some columns each
 where a row has many parts; parts in their fixed order, so that the same lengths and launch give the
 same bits. The sinks enter here, once.
@@ -94,15 +96,16 @@ def parts_of(
 
 
 @triton.jit
-def as_average(m, l):  # noqa: E741
-    """(m, l, factor) of a part whose sums times ``factor`` are kept: averages, which fit float16.
+def part_logit(m, slopes, l):  # noqa: E741
+    """The largest logit of a part; -inf where nothing was seen, be the slope no number."""
+    return tl.where(l != 0.0, m * slopes, float("-inf"))
 
-    The part weighs 2^m now: l is 1, or 0 where nothing was seen.
-    """
+
+@triton.jit
+def average(l):  # noqa: E741
+    """The factor that makes the sums of a part averages, which fit float16."""
     seen = l != 0.0
-    factor = tl.where(seen, 1.0 / l, 0.0)
-    m = tl.where(seen, m + tl.log2(l), float("-inf"))
-    return m, tl.where(seen, 1.0, 0.0), factor
+    return tl.where(seen, 1.0 / tl.where(seen, l, 1.0), 0.0)
 
 
 @triton.jit
@@ -119,8 +122,9 @@ def _product(a, b):
 @triton.jit
 def _merge_few(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
+    AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """No sum crosses lanes, and all loads are under way."""
+    """No sum crosses lanes, and all loads are under way together."""
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)  # noqa: E741
     acc = tl.zeros(column.shape, tl.float32)
@@ -146,14 +150,16 @@ def _merge_few(
         acc = acc * alpha
         for n in tl.static_range(PARTS):
             weight = tl.exp2(ms[n] - base)
-            l += ls[n] * weight  # noqa: E741
-            acc += accs[n] * weight
+            total = ls[n] * weight
+            l += total  # noqa: E741
+            acc += accs[n] * (total if AVERAGES else weight)
     return m, l, acc
 
 
 @triton.jit
 def _merge_many(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
+    AVERAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.arange(0, PARTS).to(tl.int64)
     m = tl.full([1], float("-inf"), tl.float32)
@@ -176,8 +182,10 @@ def _merge_many(
         weight = tl.exp2(m_i - base)
         alpha = tl.exp2(m - base)
         m = top
-        l = l * alpha + tl.sum(_product(l_i, weight), 0)  # noqa: E741
-        acc_i = _product(acc_i.to(tl.float32), weight[:, None])
+        total = _product(l_i, weight)
+        l = l * alpha + tl.sum(total, 0)  # noqa: E741
+        factor = total if AVERAGES else weight
+        acc_i = _product(acc_i.to(tl.float32), factor[:, None])
         acc = acc * tl.sum(alpha, 0) + tl.sum(acc_i, 0)
     return m, l, acc
 
@@ -186,14 +194,18 @@ def _merge_many(
 def merge_row(
     acc_in, m_in, l_in, first, count, step, column, DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(m ``[1]``, l ``[1]``, acc of ``column``) of ``count`` parts: rows ``first + i * step``."""
+    """(m ``[1]``, l ``[1]``, acc of ``column``) of ``count`` parts: rows ``first + i * step``.
+
+    float16 ones are averages, the others sums.
+    """
+    AVERAGES: tl.constexpr = acc_in.dtype.element_ty == tl.float16
     if PARTS <= FEW:
         m, l, acc = _merge_few(  # noqa: E741
-            acc_in, m_in, l_in, first, count, step, column, DV, PARTS
+            acc_in, m_in, l_in, first, count, step, column, DV, PARTS, AVERAGES
         )
     else:
         m, l, acc = _merge_many(  # noqa: E741
-            acc_in, m_in, l_in, first, count, step, column, DV, PARTS
+            acc_in, m_in, l_in, first, count, step, column, DV, PARTS, AVERAGES
         )
     return m, l, acc
 

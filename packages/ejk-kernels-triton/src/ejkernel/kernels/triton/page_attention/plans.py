@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.launch import (
@@ -138,9 +139,9 @@ class PagedPlan(Named, Unmapped):
         return self.problem.tokens * self.problem.heads
 
     @property
-    def kept(self) -> str:
-        """The dtype of partial results; averages of 8-bit numbers lose nothing in float16 that
-        rounding the output to bfloat16 would leave."""
+    def part_dtype(self) -> str:
+        """Of partial results. Averages of 8-bit numbers fit float16; rounding them errs by 2^-12 of
+        a part, less than rounding the output to bfloat16 where parts do not cancel."""
         short = self.tiles.form != "" and self.problem.query == "bfloat16"
         return "float16" if short else "float32"
 
@@ -166,7 +167,7 @@ class SplitPlan(PagedPlan):
         if self.direct:
             return (struct(p.query, p.batch, self.rows, p.value_dim),)
         sums = struct("float32", self.slots, self.rows)
-        partial = (struct(self.kept, self.slots, self.rows, p.value_dim), sums, sums)
+        partial = (struct(self.part_dtype, self.slots, self.rows, p.value_dim), sums, sums)
         if self.tiles.splits is None:
             return (*partial, struct("int32", p.batch + 1))
         return partial
@@ -252,7 +253,7 @@ class MergePlan(PagedPlan):
         # where a sequence has many parts a program has few columns, and loads them together too
         many = power_of_two(t.splits or -(-self.shares // p.batch) + 2)
         columns = max(min(whole, 4096 // many), min(whole, 32))
-        width = 2 if self.kept == "float16" else 4
+        width = jnp.dtype(self.part_dtype).itemsize
         parts, warps = parts_at_once(columns, self.shares, p.batch, t.splits, width)
         arguments = {
             "acc_in": self.operand("acc"),

@@ -3,7 +3,7 @@
 Math, per batch row and query head over the visible keys j (base 2 inside):
 
     x_j = scale * k_scale * q . k_j, soft-capped;  m = max x_j;  l = sum exp(x_j - m)
-    acc = sum exp(x_j - m) v_j                      (unnormalised: the merge divides)
+    acc = sum exp(x_j - m) v_j            (the merge divides; parts in float16 are acc / l)
 
 Work split: the key tiles of all sequences, laid end to end, are cut into ``shares`` equal parts;
 one program per (share, kv head, chunk of query heads). The number of programs depends on shapes
@@ -44,7 +44,12 @@ from ejkernel.kernels.triton.common.cached import (
 )
 from ejkernel.kernels.triton.common.pages import block_pages, run_between, token_places
 from ejkernel.kernels.triton.common.queries import opened, opened_as_loaded
-from ejkernel.kernels.triton.page_attention.merge_kernel import as_average, finish, number_of
+from ejkernel.kernels.triton.page_attention.merge_kernel import (
+    average,
+    finish,
+    number_of,
+    part_logit,
+)
 
 
 @triton.jit
@@ -76,6 +81,19 @@ def cost(tiles, OPENING: tl.constexpr):
         return tl.where(tiles > 0, tiles + OPENING, 0)
     else:
         return tiles
+
+
+@triton.jit
+def part_of_sequence(
+    share, sequences, capacity, sizes,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(first tile, end, sequence) of a share of one of SPLITS equal parts of a sequence."""
+    b = share // SPLITS
+    part = share % SPLITS
+    _, _, _, tiles = extent(sequences, b, None, capacity, sizes, BLOCK, TOKENS)
+    t = (tiles.to(tl.int64) * part // SPLITS).to(tl.int32)
+    return t, (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32), b
 
 
 @triton.jit
@@ -171,11 +189,7 @@ def paged_split(
     b = 0
     before = 0
     if SPLITS > 0:
-        b = share // SPLITS
-        part = share % SPLITS
-        _, _, _, tiles = extent(sequences, b, None, capacity, sizes, BLOCK, TOKENS)
-        t = (tiles.to(tl.int64) * part // SPLITS).to(tl.int32)
-        end = (tiles.to(tl.int64) * (part + 1) // SPLITS).to(tl.int32)
+        t, end, b = part_of_sequence(share, sequences, capacity, sizes, BLOCK, TOKENS, SPLITS)
         more = True
     else:
         lane = tl.arange(0, LANES)
@@ -257,7 +271,7 @@ def paged_split(
                 queries, m, l, None, sums, cache, v, hk, keys, logits, dots, PTX, apart
             )
 
-        m = m * queries.slopes
+        m = part_logit(m, queries.slopes, l)
         acc, acc_more = joined(sums, cache.V)
         if dots.BIASED:
             acc = acc * 2.0**24
@@ -271,7 +285,7 @@ def paged_split(
             slot = share + b if SPLITS == 0 else share
             kept = slot.to(tl.int64) * (TOKENS * layout.ALL) + row_of
             if acc_out.dtype.element_ty == tl.float16:
-                m, l, factor = as_average(m, l)  # noqa: E741
+                factor = average(l)
                 acc = acc * factor[:, None]
                 if cache.V.REST > 0:
                     acc_more = acc_more * factor[:, None]
