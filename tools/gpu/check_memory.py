@@ -10,7 +10,10 @@ an element from the end of each operand: a checker that then reports nothing see
 ``--small``: Hopper's calls, in a few tiles (``small``), for checkers that take long. The
 option of the first line leaves out attributes that Triton's launcher asks for and CUDA refuses.
 racecheck follows loads, stores and barriers of threads; what the copy engine (TMA) writes it does
-not see: ``gpu/races.py`` does, in an interpreter.
+not see: ``gpu/races.py`` does, in an interpreter. Of ``latent_split``, whose warps have different
+work, it reports one pair of instructions, at the line of ``warp_specialize``: the byte by which
+Triton tells warps to end is stored, all pass a barrier, it is loaded. A kernel with no more in it
+than ``warp_specialize`` and a barrier in memory is reported so too. Another pair is a fault.
 What is not a launch of ours runs on JAX's CPU (``gpu.alone`` says why). Exits with 1 when a result
 is not a number.
 """
