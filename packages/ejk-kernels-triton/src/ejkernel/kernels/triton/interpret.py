@@ -190,8 +190,8 @@ def _prepare() -> None:
 
     def dot(self, a, b, d, *_):
         kind = d.data.dtype
-        # equal rows have equal products, as on a GPU: a host's library adds in an order that depends
-        # on where a row stands, which numbers twice as wide do not show
+        # equal rows have equal products, as on a GPU: the host's library adds in an order that may
+        # depend on where a row stands, which numbers twice as wide do not show
         more = np.dtype(np.float64) if kind == np.float32 else kind
         with np.errstate(over="ignore"):
             product = np.matmul(wide(a).astype(more), wide(b).astype(more)).astype(kind)
