@@ -74,15 +74,14 @@ def row_factors(one, size, factor, logits, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def prepared(
-    q, q_more, one, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr
-):  # fmt: skip
+def _prepared(q, q_more, factor, logits, side, NORMALISE: tl.constexpr, POSITIVE: tl.constexpr):
     """(q, q_more, slopes, inner) of products times ``factor``: queries in the dtype of products.
 
     NORMALISE: any query fits float16 once its largest entry is near 1; slopes take the rest.
     Without it and with a positive factor queries stay as they are loaded: products then read them
     where they lie. The other arguments and results are those of ``row_factors``.
     """
+    one = tl.full([q.shape[0]], 1.0, tl.float32)
     size = None
     if NORMALISE:
         q = q.to(tl.float32)
@@ -120,11 +119,10 @@ def opened(q, rows, inside, factor, logits, side, dots, POSITIVE: tl.constexpr):
     if side.REST > 0:
         more = _load_queries(q, rows, inside, side.DIM, side.MAIN, side.REST)
     if dots.FORM == "digits":
-        main, main_odd, more, more_odd, slopes, inner = as_digits(main, more, factor, logits, side)
+        main, main_odd, more, more_odd, slopes, inner = _as_digits(main, more, factor, logits, side)
     else:
-        one = tl.full([main.shape[0]], 1.0, tl.float32)
-        main, more, slopes, inner = prepared(
-            main, more, one, factor, logits, side, dots.NORMALISE, POSITIVE
+        main, more, slopes, inner = _prepared(
+            main, more, factor, logits, side, dots.NORMALISE, POSITIVE
         )
         main, main_odd = _even_odd(main, side.KIND, dots.FORM)
         more_odd = main_odd
@@ -156,8 +154,8 @@ def digit_factors(bits, factor, logits):
 
 
 @triton.jit
-def as_digits(q, q_more, factor, logits, side):
-    """Both digits of queries of both parts, and (slopes, inner) as ``prepared`` has them."""
+def _as_digits(q, q_more, factor, logits, side):
+    """Both digits of queries of both parts, and (slopes, inner) as ``_prepared`` has them."""
     q = q.to(tl.float32)
     bits = largest_bits(q)
     if side.REST > 0:

@@ -119,4 +119,4 @@ def store_pairs(out, even, odd, HEADS: gl.constexpr, MAIN: gl.constexpr):
     head = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     i = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
     place = (c * 2)[:, None, None] + (head * MAIN)[None, :, None] + i[None, None, :]
-    gl.store(out + place, both, mask=(head < HEADS)[None, :, None] & (place >= 0))
+    gl.store(out + place, both, mask=(head < HEADS)[None, :, None])

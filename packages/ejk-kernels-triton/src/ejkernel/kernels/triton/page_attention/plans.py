@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.launch import (
@@ -101,15 +100,18 @@ def precision(problem: Problem, target: Target) -> str:
     return "tf32x3" if max(problem.dim, problem.value_dim) <= 128 else "tf32"
 
 
-def parts_at_once(
-    columns: int, shares: int, batch: int, splits: int | None = None, width: int = 4
-) -> tuple[int, int]:
+def expected_parts(shares: int, batch: int) -> int:
+    """Of a sequence of middling length."""
+    return -(-shares // batch) + 2
+
+
+def parts_at_once(columns: int, expected: int, width: int = 4) -> tuple[int, int]:
     """Partial results that a program of the merge loads together, and its warps.
 
-    ``width``: bytes of a number.
+    ``expected``: of a sequence; ``width``: bytes of a number.
     """
-    # all parts of a sequence of middling length in one load, but a few thousand floats at most
-    parts = min(4096 // columns, power_of_two(splits or -(-shares // batch) + 2))
+    # all in one load, but a few thousand floats at most
+    parts = min(4096 // columns, power_of_two(expected))
     return parts, max(1, parts * columns * width // 4096)  # more would wait for each other
 
 
@@ -251,10 +253,9 @@ class MergePlan(PagedPlan):
         p, t = self.problem, self.tiles
         whole = max(16, power_of_two(p.value_dim))
         # where a sequence has many parts a program has few columns, and loads them together too
-        many = power_of_two(t.splits or -(-self.shares // p.batch) + 2)
-        columns = max(min(whole, 4096 // many), min(whole, 32))
-        width = jnp.dtype(self.part_dtype).itemsize
-        parts, warps = parts_at_once(columns, self.shares, p.batch, t.splits, width)
+        expected = t.splits or expected_parts(self.shares, p.batch)
+        columns = max(min(whole, 4096 // power_of_two(expected)), min(whole, 32))
+        parts, warps = parts_at_once(columns, expected, BYTES[self.part_dtype])
         arguments = {
             "acc_in": self.operand("acc"),
             "m_in": self.operand("m"),

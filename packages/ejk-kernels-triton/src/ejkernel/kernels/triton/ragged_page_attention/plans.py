@@ -24,6 +24,7 @@ from ejkernel.kernels.triton.launch import (
 from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.plans import (
     SplitPlan,
+    expected_parts,
     facts,
     parts_at_once,
     scale_of,
@@ -230,7 +231,7 @@ class RaggedMergePlan(RaggedPlan):
         names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts")
         shares = decode_shares(self.problem, t, self.target)
         columns = max(16, power_of_two(p.dim))
-        parts, warps = parts_at_once(columns, shares, p.batch)
+        parts, warps = parts_at_once(columns, expected_parts(shares, p.batch))
         lines = MERGED * warps
         arguments = {
             **{name: self.operand(name) for name in (*names, "p_acc", "p_m", "p_l")},
