@@ -66,7 +66,7 @@ KERNELS = {
     "prefill": (plans.PrefillPlan, "q k tables d_rows work facts k_scale v_scale"),
     "merge": (
         plans.RaggedMergePlan,
-        "d_acc d_m d_l d_starts d_counts d_rows work facts p_acc p_m p_l v_scale o",
+        "d_acc d_m d_l d_starts d_counts d_rows work facts p_acc p_m p_l v_scale o k",
     ),
 }
 

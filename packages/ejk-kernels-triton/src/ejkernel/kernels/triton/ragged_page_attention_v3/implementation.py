@@ -92,7 +92,8 @@ WRITTEN = (*NAMES, "keys", "values", "logit_scale")
 
 
 def _write_attend(work: Work, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    arrays = scheduled(work, arrays)
+    # XLA then copies a slice of stacked caches before the launch, at full speed (``in_place``)
+    arrays = scheduled(work, arrays | {"k": jax.lax.optimization_barrier(arrays["k"])})
     (cache,) = launch(
         WritePlan, work, arrays,
         "keys", "values", "tables", "d_rows", "work", "facts", "k_scale", "v_scale", "k",
@@ -100,7 +101,8 @@ def _write_attend(work: Work, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Ar
     arrays = arrays | {"k": cache}
     if "logit_scale" in arrays:
         arrays["k_scale"] = arrays["logit_scale"]
-    return attended(work, arrays), cache
+    o, cache = attended(work, arrays, "k")
+    return o, cache
 
 
 write_attend = partial(looped, _write_attend)
@@ -129,6 +131,7 @@ class WritePlan(RaggedPlan):
             "given": self.operand("k", view),
             "cache": Out(0, view),
             "n": p.batch,
+            "rows": self.problem.rows,
             "max_pages": p.max_pages,
             "pages": p.pages,
             "KV_HEADS": p.kv_heads,
