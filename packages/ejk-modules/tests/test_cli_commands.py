@@ -170,6 +170,8 @@ def test_explain_many(capsys):
         (["bench", "flash_attention", "--modes", "sideways"], "expected fwd"),
         (["tune"], "give an operation"),
         (["cache", "clear"], "--all"),
+        (["cache", "clear", "--kernel", "flash_atention"], "did you mean flash_attention"),
+        (["cache", "export", "x.json", "--kernel", "flash_atention"], "flash_attention"),
         (["cache", "import", "nowhere.json"], "No such file"),
         (["report", "nowhere.json"], "none of the files"),
     ],

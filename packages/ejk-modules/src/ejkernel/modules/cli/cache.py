@@ -119,11 +119,13 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 
 
 def _export(args: argparse.Namespace, out: Output) -> int:
+    from ejkernel.modules.cli import stored
     from ejkernel.modules.cli.tables import write_table
 
-    count = write_table(args.file, kernel=_kernel(args.kernel), device=args.device)
+    kernel = _kernel(args.kernel, stored.scan())
+    count = write_table(args.file, kernel=kernel, device=args.device)
     out.data({"file": str(args.file), "configs": count})
-    out.text(f"{counted(count, 'config')} written to {args.file}")
+    out.text(f"{counted(count, 'config')} written to {args.file}" if count else "nothing to export")
     return 0 if count else FAILED
 
 
@@ -148,7 +150,7 @@ def _import(args: argparse.Namespace, out: Output) -> int:
         "illegal": "not taken: no config of this version",
     }
     out.fields([(str(n), words[name]) for name, n in counts.items()] or [("0", "configs there")])
-    return 0
+    return FAILED if {"unknown", "illegal"} & set(counts) else 0
 
 
 def _clear(args: argparse.Namespace, out: Output) -> int:
@@ -158,7 +160,7 @@ def _clear(args: argparse.Namespace, out: Output) -> int:
     if not (args.all or args.kernel or args.device):
         raise CommandError("say what to forget: --kernel NAME, --device NAME, or --all")
     files = stored.scan()
-    kernel = _kernel(args.kernel)
+    kernel = _kernel(args.kernel, files)
     gone = 0
     for file in files:
         chosen = {c.key for c in stored.configs([file], kernel=kernel, device=args.device)}
@@ -187,14 +189,23 @@ def _forget_failures() -> None:
         failures.clear()
 
 
-def _kernel(name: str | None) -> str | None:
-    """The registry's name of a kernel given by its function's name."""
+def _kernel(name: str | None, files: list[Any]) -> str | None:
+    """The registry's name of an operation, or the name of another kernel in the cache's files.
+
+    Raises:
+        UnknownName: neither.
+    """
     if name is None:
         return None
     from ejkernel.modules._table import operation_class
+    from ejkernel.modules.cli import stored
+    from ejkernel.modules.workloads.find import UnknownName, operation_names
     from ejkernel.ops import KernelNotFound
 
     try:
         return operation_class(name).shared().name
     except KernelNotFound:
-        return name  # a kernel of the user's own
+        stored_kernels = {c.kernel for c in stored.configs(files)}
+        if name in stored_kernels:
+            return name
+        raise UnknownName("kernel", name, [*sorted(stored_kernels), *operation_names()]) from None

@@ -10,6 +10,7 @@ from typing import Any
 from ejkernel.modules.bench import record
 from ejkernel.modules.bench.checked import number
 from ejkernel.modules.cli import stored
+from ejkernel.modules.cli.output import write_file
 
 
 def provenance(chosen: list[stored.StoredConfig]) -> dict[str, Any]:
@@ -31,13 +32,19 @@ def write_table(
     kernel: str | None = None,
     device: str | None = None,
 ) -> int:
-    """Write the cached configurations that fit to one file of the cache's schema; how many."""
+    """Writes the cached configurations that fit to one file of the cache's schema.
+
+    Returns:
+        The number written. Without any the file is left as it is.
+    """
     from ejkernel.ops.config.store import format_file
 
     chosen = stored.configs(stored.scan(), kernel=kernel, device=device)
     if keys is not None:
         wanted = set(keys)
         chosen = [c for c in chosen if c.key in wanted]
+    if not chosen:
+        return 0
     chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.facts), c.key))
     header: dict[str, Any] = {"provenance": provenance(chosen)}
     kernels, devices = {c.kernel for c in chosen}, {c.device for c in chosen}
@@ -45,8 +52,7 @@ def write_table(
         header = {"kernel": kernels.pop(), **header}
     if len(devices) == 1:
         header = {"device": devices.pop(), **header}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(format_file(header, {c.key: c.entry for c in chosen}), encoding="utf-8")
+    write_file(path, format_file(header, {c.key: c.entry for c in chosen}))
     return len(chosen)
 
 

@@ -13,12 +13,19 @@ already are left as they are unless --force is given.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ejkernel.modules.cli.app import FAILED, INTERRUPTED, OK, CommandError, at_least_one, seconds
+from ejkernel.modules.cli.app import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    USAGE,
+    CommandError,
+    at_least_one,
+    seconds,
+)
 from ejkernel.modules.cli.calls import add_arguments, calls_of, say_where
 from ejkernel.modules.cli.output import Output, counted
 
@@ -52,7 +59,7 @@ class Task:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    tasks = _tasks(args, out)
+    tasks, left_out = _tasks(args, out)
     session = Session(out, _options(args), args.total)
     pending, settled = _sorted_out(tasks, args.force)
     status = OK
@@ -67,17 +74,23 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.table is not None and session.rows:
         from ejkernel.modules.cli.tables import write_table
 
-        count = write_table(args.table, keys=[row["key"] for row in session.rows])
-        out.note(f"wrote {counted(count, 'config')} to {args.table}")
+        try:
+            count = write_table(args.table, keys=[row["key"] for row in session.rows])
+            out.note(f"wrote {counted(count, 'config')} to {args.table}")
+        except OSError as error:  # the winners are in the cache, and are shown below
+            out.note(f"{error.filename}: {error.strerror}")
+            status = status or USAGE
     out.data(
         {
             "tuned": session.rows,
             "left": [{"operation": t.operation, "shape": t.case, "why": why} for t, why in settled],
+            "left_out": left_out,
             "record": None if record_path is None else str(record_path),
         }
     )
     _show(session.rows, settled, out)
-    return status or (FAILED if any(why.startswith(CANNOT) for _, why in settled) else OK)
+    failed = left_out or any(why.startswith(CANNOT) for _, why in settled)
+    return status or (FAILED if failed else OK)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,11 +101,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 # ---- what to tune ------------------------------------------------------------------------------
 
 
-def _tasks(args: argparse.Namespace, out: Output) -> list[Task]:
+def _tasks(args: argparse.Namespace, out: Output) -> tuple[list[Task], int]:
+    """The calls to tune, and the number of recorded calls that this process cannot read."""
     if args.recorded is not None:
         if args.operation or args.shape:
             raise CommandError("--recorded says itself what to tune: give no OP and no --shape")
-        return list(_recorded(args.recorded))
+        return _recorded(args.recorded, out)
     from ejkernel.modules.workloads.find import operation_names
 
     if args.operation is None and args.shape is None:
@@ -100,18 +114,34 @@ def _tasks(args: argparse.Namespace, out: Output) -> list[Task]:
     names = operation_names() if args.operation is None else [args.operation]
     calls = [call for name in names for call in calls_of(name, args.shape, args.words)]
     say_where(out, calls)
-    return [Task(call.operation, call.name, call.invocation()) for call in calls]
+    return [Task(call.operation, call.name, call.invocation()) for call in calls], 0
 
 
-def _recorded(path: Path) -> Iterator[Task]:
+def _recorded(path: Path, out: Output) -> tuple[list[Task], int]:
     from ejkernel.ops import load_invocations
+    from ejkernel.ops.utils.files import parse_json, read_text
 
     try:
         invocations = load_invocations(path)
+        recorded = len(parse_json(read_text(path))["calls"])
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}") from None
-    for index, inv in enumerate(invocations, 1):
-        yield Task(inv.kernel.name, f"recorded {index}", inv, recorded=True)
+    if not recorded:
+        raise CommandError(f"{path}: holds no recorded calls", FAILED)
+    left_out = recorded - len(invocations)
+    if left_out:
+        told = (
+            f"{path}: {left_out} of {counted(recorded, 'recorded call')} left out; kernels of your "
+            "own become known with --import MODULE"
+        )
+        if not invocations:
+            raise CommandError(told, FAILED)
+        out.note(told)
+    tasks = [
+        Task(inv.kernel.name, f"recorded {index}", inv, recorded=True)
+        for index, inv in enumerate(invocations, 1)
+    ]
+    return tasks, left_out
 
 
 def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[Task, str]]]:
