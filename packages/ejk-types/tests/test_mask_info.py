@@ -37,6 +37,26 @@ def test_defaults_and_shape():
     assert MaskInfo(sliding_window=3).sliding_window == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [
+        ("window", ", closest: sliding_window; fields: attention_mask, q_segment_ids, "),
+        ("is_causal", ", closest: causal; "),
+        ("segment_ids", ", closest: q_segment_ids; "),
+        ("zzz", "; fields: attention_mask, "),
+    ],
+)
+def test_an_unknown_field_is_answered_with_the_closest(name, closest):
+    for make, place in ((MaskInfo, "MaskInfo"), (MaskInfo().replace, "MaskInfo.replace")):
+        with pytest.raises(TypeError, match=f"^{place}: unknown field '{name}'{closest}"):
+            make(**{name: 4})
+
+
+def test_fields_are_given_by_name():
+    with pytest.raises(TypeError, match=r"^MaskInfo: fields are given by name; fields: attention"):
+        MaskInfo(np.ones((1, 1, 2, 2), bool))
+
+
 def test_immutable_and_replace():
     mask = MaskInfo.from_segments(IDS)
     with pytest.raises(AttributeError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax.tree_util as jtu
 from jax import export
@@ -20,6 +22,7 @@ AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_ax
 
 AxisName = str | tuple[str, ...] | None
 M = TypeVar("M", bound="MaskFields")
+P = ParamSpec("P")
 
 
 class Lengths(NamedTuple):
@@ -78,6 +81,30 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
+def _check_names(place: str, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in _CHECKS:
+            containing = [field for field in _CHECKS if name in field]
+            similar = difflib.get_close_matches(name, _CHECKS, 1) or containing
+            closest = f", closest: {similar[0]}" if similar else ""
+            legal = ", ".join(_CHECKS)
+            raise TypeError(f"{place}: unknown field {name!r}{closest}; fields: {legal}")
+
+
+def _by_name(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """Lets errors about the arguments of ``__init__`` name the class of the mask and its fields."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *values: P.args, **fields: P.kwargs) -> None:
+        place = type(self).__name__
+        if len(values) > 0:
+            raise TypeError(f"{place}: fields are given by name; fields: {', '.join(_CHECKS)}")
+        _check_names(place, fields)
+        init(self, *values, **fields)
+
+    return checked
+
+
 def checked_rule(causal: Any, causal_offset: Any, sliding_window: Any, chunk_size: Any) -> Rule:
     """The rule of these arguments, each checked; one that hides nothing is ``Rule()``."""
     rule = Rule(
@@ -123,6 +150,7 @@ class MaskFields:
     # each without joined masks of its own.
     __slots__ = (*ARRAYS, *RULE, *AXES, "_and", "_broadcast")
 
+    @_by_name
     def __init__(
         self,
         *,
@@ -187,10 +215,7 @@ class MaskFields:
 
         Masks joined with ``&`` that could not be merged into the fields are kept.
         """
-        unknown = sorted(set(fields) - set(_CHECKS))
-        if unknown:
-            known = ", ".join(_CHECKS)
-            raise TypeError(f"replace: unknown field {unknown[0]!r}; fields: {known}")
+        _check_names(f"{type(self).__name__}.replace", fields)
         checked = _checked(fields)
         if "attention_mask" in fields:
             checked["_broadcast"] = False
