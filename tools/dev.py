@@ -37,7 +37,7 @@ COMMANDS = {
     "cov": "run the test suite with coverage",
     "readme": "run the examples in the READMEs",
     "isolate": "run one package's tests with only its declared dependencies: isolate types",
-    "release": "check one package and build its tagged version: release ejk-ops",
+    "release": "check, build and import one package, then print its tag: release ejk-ops",
     "wheels": "build all wheels, install them in clean environments, import and try them",
     "run": "any hatch script or program in the environment: run python",
     "clean": "remove .venv/",
