@@ -224,6 +224,13 @@ def test_tune_then_cache_then_clear(capsys, candidates, tmp_path, own_cache):
     assert listed[0]["config"] == row["config"]
 
 
+def test_winners_are_shown_where_the_table_cannot_be_written(capsys, candidates, tmp_path):
+    (tmp_path / "file").touch()
+    words = [*WORDS, "--iters", "1", "--table", str(tmp_path / "file" / "table.json")]
+    status, done = asked(capsys, "tune", "mean_pooling", *words)
+    assert status == 2 and len(done["tuned"]) == 1
+
+
 def test_recorded_calls_are_tuned(capsys, candidates, tmp_path, monkeypatch):
     import numpy as np
 

@@ -119,11 +119,9 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 
 
 def _export(args: argparse.Namespace, out: Output) -> int:
-    from ejkernel.modules.cli import stored
     from ejkernel.modules.cli.tables import write_table
 
-    kernel = _kernel(args.kernel, stored.scan())
-    count = write_table(args.file, kernel=kernel, device=args.device)
+    count = write_table(args.file, kernel=_kernel(args.kernel), device=args.device)
     out.data({"file": str(args.file), "configs": count})
     out.text(f"{counted(count, 'config')} written to {args.file}" if count else "nothing to export")
     return 0 if count else FAILED
@@ -160,7 +158,7 @@ def _clear(args: argparse.Namespace, out: Output) -> int:
     if not (args.all or args.kernel or args.device):
         raise CommandError("say what to forget: --kernel NAME, --device NAME, or --all")
     files = stored.scan()
-    kernel = _kernel(args.kernel, files)
+    kernel = _kernel(args.kernel)
     gone = 0
     for file in files:
         chosen = {c.key for c in stored.configs([file], kernel=kernel, device=args.device)}
@@ -189,8 +187,8 @@ def _forget_failures() -> None:
         failures.clear()
 
 
-def _kernel(name: str | None, files: list[Any]) -> str | None:
-    """The registry's name of an operation, or the name of another kernel in the cache's files.
+def _kernel(name: str | None) -> str | None:
+    """The registry's name of an operation, or the name of another kernel in the cache.
 
     Raises:
         UnknownName: neither.
@@ -205,7 +203,7 @@ def _kernel(name: str | None, files: list[Any]) -> str | None:
     try:
         return operation_class(name).shared().name
     except KernelNotFound:
-        stored_kernels = {c.kernel for c in stored.configs(files)}
+        stored_kernels = {c.kernel for c in stored.configs(stored.scan())}
         if name in stored_kernels:
             return name
         raise UnknownName("kernel", name, [*sorted(stored_kernels), *operation_names()]) from None
