@@ -52,7 +52,7 @@ def test_an_unknown_field_is_answered_with_the_closest(name, closest):
             make(**{name: 4})
 
 
-def test_fields_are_given_by_name():
+def test_fields_are_passed_by_name():
     with pytest.raises(TypeError, match=r"^MaskInfo: fields are given by name; fields: attention"):
         MaskInfo(np.ones((1, 1, 2, 2), bool))
 
