@@ -38,7 +38,8 @@ from ejkernel.ops.config.tables import nearest_configs
 from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.errors import AutotuneError
 from ejkernel.ops.execution.multihost import PeerGroup
-from ejkernel.ops.utils import known
+from ejkernel.ops.utils import files, known
+from ejkernel.ops.utils.files import MAX_BYTES
 
 MADE: list[object] = []
 
@@ -305,6 +306,42 @@ def test_what_is_no_file_is_not_opened(tmp_path, kind):
     assert PersistentCache(tmp_path).get(other) == 4  # the files of others are sound
     with pytest.raises(OSError, match="not a regular file"):
         load_invocations(path)
+
+
+def sparse(path: Path, size: int) -> Path:
+    """A file of ``size`` bytes that takes no space on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+@pytest.mark.parametrize("size", [MAX_BYTES + 1, 4 * 2**40])
+def test_a_file_too_large_to_read_is_set_aside(tmp_path, size):
+    path = sparse(tmp_path / "misc.json", size)
+    cache = PersistentCache(tmp_path)
+    with pytest.warns(EjkernelWarning, match="larger than 64 MiB.*moved to"):
+        assert cache.get("k") is None
+    cache.put("k", 3)
+    assert PersistentCache(tmp_path).get("k") == 3
+    assert [p.stat().st_size for p in tmp_path.glob("*.corrupt-*")] == [size]
+    inv = bind_abstract(Invocation(Loose(), (X,)))
+    with pytest.warns(EjkernelWarning, match="shipped config table.*larger than 64 MiB"):
+        assert list(nearest_configs([sparse(path, size)], inv.payload, None)) == []
+    with pytest.raises(OSError, match="larger than 64 MiB"):
+        load_invocations(path)
+
+
+def test_nothing_is_written_that_would_not_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_BYTES", 2000)
+    cache = PersistentCache(tmp_path)
+    cache.put("small", 1)
+    with pytest.warns(EjkernelWarning, match="memory only.*larger than"):
+        cache.put("large", "x" * 2000)
+    other = "Op.v1@cpu:x#" + "0" * 32
+    cache.put(other, 4)
+    again = PersistentCache(tmp_path)
+    assert again.get("small") == 1 and again.get(other) == 4 and again.get("large") is None
 
 
 def test_no_home_directory(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from ejkernel.ops.core.keys import is_array, payload_key
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.utils.device import device_fingerprint
-from ejkernel.ops.utils.files import parse_json, read_text, replace_text
+from ejkernel.ops.utils.files import parse_json, read_text, write_output
 from ejkernel.ops.utils.known import allow_in_files, class_name, known_class
 from ejkernel.ops.utils.labels import find_labels_in_lowered, key_digits, stamped_calls
 
@@ -60,7 +59,7 @@ def save_invocations(
             )
     lines = ",\n  ".join(json.dumps(call) for call in calls)
     text = f'{{"schema": {SCHEMA}, "kind": {json.dumps(KIND)}, "calls": [\n  {lines}\n]}}\n'
-    replace_text(Path(path), text)
+    write_output(path, text)
     return len(calls)
 
 

@@ -69,14 +69,11 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         OSError: not written; its ``filename`` is the user's.
     """
-    from ejkernel.ops.utils.files import replace_text
+    from ejkernel.ops.utils.files import write_output
 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device must not be replaced
-            path.write_text(text, encoding="utf-8")
-        else:
-            replace_text(path.resolve(), text)
+        write_output(path, text)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

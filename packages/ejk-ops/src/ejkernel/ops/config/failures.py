@@ -10,7 +10,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config, key_file
+from ejkernel.ops.config.store import (
+    NOT_WRITTEN,
+    ConfigFile,
+    Entry,
+    encode_config,
+    is_about_one_file,
+    key_file,
+)
 from ejkernel.ops.config.versions import versions
 from ejkernel.ops.utils.serialization import short_hash
 
@@ -60,8 +67,9 @@ class FailureCache:
             facts = {"reason": reason, "versions": versions()}
             try:
                 file.update({name: Entry(encode_config(cfg), facts)}, 1.0)
-            except NOT_WRITTEN:
-                self._beside = None
+            except NOT_WRITTEN as error:
+                if not is_about_one_file(error):
+                    self._beside = None
 
     def clear(self) -> None:
         """Forget everything, also on disk."""

@@ -19,11 +19,11 @@ from ejkernel.ops.config.store import (
     Entry,
     decode_config,
     encode_config,
+    is_about_one_file,
     key_file,
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
-from ejkernel.ops.utils.files import NotAFile
 from ejkernel.ops.utils.serialization import stable_json
 
 _ABSENT = object()
@@ -35,8 +35,9 @@ class PersistentCache:
     Nothing is created before the first ``put``. A file that cannot be written (read-only folder,
     full disk, a lock that is not released in time, no home directory) makes the cache keep further
     configs in memory only, with one warning. A corrupt file is moved to ``*.corrupt-<time>`` with
-    one warning. A file of another schema is left alone: ours is written beside it. A folder, pipe
-    or device in place of a file is not opened.
+    one warning, as is one of more than 64 MiB. A file of another schema is left alone: ours is
+    written beside it. A folder, pipe or device in place of a file is not opened. Configs of a
+    kernel whose name is too long for a file name stay in memory, with one warning.
 
     Args:
         path: a directory, or one ``*.json`` file; ``~`` is expanded. None = ``configs`` in
@@ -106,8 +107,9 @@ class PersistentCache:
             try:
                 file.update({text: Entry(plain, facts, measured)}, self._lock_timeout)
             except NOT_WRITTEN as error:
-                self._writable = isinstance(error, NotAFile)  # the others' files may be sound
-                self._keep(text, cfg, f"{self.path} cannot be written: {error}")
+                self._writable = is_about_one_file(error)
+                where = file.path if self._writable else self.path
+                self._keep(text, cfg, f"{where} cannot be written: {error}")
 
     def _keep(self, text: str, cfg: Any, reason: str) -> None:
         self._memory[text] = cfg

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
+import errno
 import json
 import os
 import re
@@ -30,7 +30,14 @@ from typing import Any, NamedTuple
 import filelock
 
 from ejkernel.ops.errors import warn_once
-from ejkernel.ops.utils.files import parse_json, read_text, replace_text
+from ejkernel.ops.utils.files import (
+    NotAFile,
+    TooLarge,
+    leftover_temporaries,
+    parse_json,
+    read_text,
+    replace_text,
+)
 from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.serialization import from_plain, to_plain
 
@@ -41,6 +48,12 @@ NOT_WRITTEN = (OSError, filelock.Timeout, NotImplementedError)
 
 KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
 """A key of the key builder."""
+
+
+def is_about_one_file(error: Exception) -> bool:
+    """Whether one of NOT_WRITTEN says nothing about other files of the same folder."""
+    name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    return name_too_long or isinstance(error, (NotAFile, TooLarge))
 
 
 def file_stem(name: str) -> str:
@@ -303,10 +316,9 @@ class ConfigFile:
         )
 
     def _replace(self, path: Path, text: str) -> None:
-        # Under the lock nobody else writes: leftovers are those of writers that were killed.
-        for stale in path.parent.glob(f".{glob.escape(self.path.stem)}.*.tmp"):
+        for leftover in leftover_temporaries(path):  # under the lock nobody else writes
             with contextlib.suppress(OSError):
-                stale.unlink()
+                leftover.unlink()
         replace_text(path, text)
 
 
@@ -315,6 +327,8 @@ def _read(path: Path) -> str:
         return read_text(path)
     except UnicodeDecodeError as error:
         raise CorruptFile(f"not UTF-8: {error}") from error
+    except TooLarge as error:
+        raise CorruptFile(str(error.strerror)) from error
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -323,6 +337,10 @@ def _stamp(path: Path) -> Stamp | None:
         s = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # so there can be none
+            return None
+        raise
     return Stamp(path, s.st_mtime_ns, s.st_size, s.st_ino)
 
 
