@@ -445,3 +445,20 @@ def test_a_kernel_name_too_long_for_a_file_stays_in_memory_alone(folder):
     failures.remember(longest, Plain(), "it broke")
     failures.remember(key(), Plain(), "it broke")
     assert FailureCache(cache).reason(key(), Plain()) == "it broke"
+
+
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_a_home_that_is_no_folder_of_its_own_keeps_nothing(tmp_path, monkeypatch, home):
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv(env.CACHE_DIR)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(EjkernelWarning, match="memory only.*no home directory"):
+        cache = PersistentCache()
+        cache.put(key(), Plain(3))
+    assert cache.get(key()) == Plain(3) and not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="HOME or EJKERNEL_CACHE_DIR"):
+        env.cache_dir()
+    with pytest.raises(OSError, match="no home directory"):
+        PersistentCache("~/configs")
+    monkeypatch.setenv("HOME", "/")
+    assert env.cache_dir() == Path("/.cache/ejkernel")

@@ -43,12 +43,15 @@ class PersistentCache:
         path: a directory, or one ``*.json`` file; ``~`` is expanded. None = ``configs`` in
             ``$EJKERNEL_CACHE_DIR`` (default ``~/.cache/ejkernel``), looked up at every use.
         lock_timeout: seconds to wait for another process that is writing the same file.
+
+    Raises:
+        OSError: ``path`` begins with ``~`` and there is no home directory.
     """
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, lock_timeout: float = 10.0
     ) -> None:
-        self._path = None if path is None else Path(path).expanduser()
+        self._path = None if path is None else env.expand_home(path)
         self._lock_timeout = lock_timeout
         self._lock = threading.RLock()
         self._files: dict[Path, ConfigFile] = {}
