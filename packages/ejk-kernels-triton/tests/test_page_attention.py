@@ -109,7 +109,18 @@ def test_no_more_splits_than_tokens():
     target = cuda_target(90)
     chosen = tiles.choose(problem, target)
     assert chosen.honouring(None, replace(problem, splits=10**12), target).splits == 3 * 16
-    assert chosen.honouring({"num_splits": 5}, problem, target).splits == 5
+    assert chosen.honouring({"num_splits": 2}, problem, target).splits == 2
+    assert chosen.honouring({"num_splits": 10**12}, problem, target).splits == 3
+
+
+@pytest.mark.parametrize(("pages", "size", "block"), [(3, 16, 64), (10**6, 16, 1024)])
+def test_no_longer_steps_than_sequences(pages, size, block):
+    problem = Problem(1, 4, 2, 64, 64, pages, size, pages, "bfloat16", "bfloat16", "bfloat16", 0.1)
+    target = cuda_target(90)
+    for cfg in ({"pages_per_block": 2**20}, {"pages_per_block": 10**30}):
+        assert tiles.choose(problem, target).honouring(cfg, problem, target).block == block
+    few = tiles.choose(problem, target).honouring({"pages_per_block": 2}, problem, target)
+    assert few.block == 32
 
 
 def test_config_and_splits_change_rounding_only_and_runs_repeat():

@@ -10,9 +10,11 @@ from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.params import TILE_RANGE
 from ejkernel.types.attention import field
 
 LAUNCHED = {"num_warps": "num_warps", "num_stages": "num_stages"}  # and a config's names of them
+LEAST_BLOCK = 16  # tokens: a matrix instruction has no fewer columns
 MAX_ROWS = 64  # query heads of one program: more fill the registers with accumulators
 
 
@@ -62,18 +64,26 @@ class Tiles:
         """These tiles with what a config says instead, then the splits that the call asks for."""
         tiles, pages = overridden(self, cfg, LAUNCHED), field(cfg, "pages_per_block")
         if pages is not None:
-            tiles = replace(tiles, block=max(16, power_of_two(int(pages) * problem.page_size)))
-        splits = field(cfg, "num_splits") if problem.splits is None else problem.splits
+            tiles = replace(tiles, block=block_of_pages(int(pages), problem))
+        splits, least = problem.splits, 1
+        if splits is None:
+            splits, least = field(cfg, "num_splits"), LEAST_BLOCK
         if splits is None:
             return tiles
-        return replace(tiles, splits=min(int(splits), max(problem.capacity, 1)))  # a token each
+        return replace(tiles, splits=max(1, min(int(splits), -(-problem.capacity // least))))
 
     def honouring_block(self, params: Any) -> Tiles:
         """The same with forward params of a config, for caches without pages."""
         tiles, block = overridden(self, params, LAUNCHED), field(params, "kv_blocksize")
         if block is not None:
-            tiles = replace(tiles, block=max(16, power_of_two(int(block))))
+            tiles = replace(tiles, block=max(LEAST_BLOCK, power_of_two(int(block))))
         return tiles
+
+
+def block_of_pages(pages: int, problem: Problem) -> int:
+    """Returns the tokens of a step of ``pages``: at most a sequence, and what a tile may have."""
+    most = min(TILE_RANGE[1], power_of_two(problem.capacity))
+    return max(LEAST_BLOCK, min(most, power_of_two(pages * problem.page_size)))
 
 
 def query_rows(problem: Problem, most: int = MAX_ROWS) -> tuple[int, int]:

@@ -47,10 +47,11 @@ class Tiles:
         p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
         queries, pages = field(cfg, "num_queries_per_block"), field(cfg, "num_kv_pages_per_block")
         if queries is not None:
-            rows = power_of_two(int(queries) * self.members)
-            tiles = replace(tiles, rows=max(16, min(256, rows)))
+            most = min(256, power_of_two(problem.rows * p.group))
+            rows = min(most, power_of_two(int(queries) * self.members))
+            tiles = replace(tiles, rows=max(16, rows))
         if pages is not None:
-            block = max(16, power_of_two(int(pages) * p.page_size))
+            block = paged_tiles.block_of_pages(int(pages), p)
             tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
         return tiles
 
