@@ -448,7 +448,7 @@ def test_a_kernel_name_too_long_for_a_file_stays_in_memory_alone(folder):
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
-def test_a_home_that_is_no_folder_of_its_own_keeps_nothing(tmp_path, monkeypatch, home):
+def test_an_empty_or_relative_home_keeps_nothing(tmp_path, monkeypatch, home):
     monkeypatch.setenv("HOME", home)
     monkeypatch.delenv(env.CACHE_DIR)
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops import env
+from ejkernel.ops.config.choice import is_config_from_file
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.params import warpgroups_of
@@ -152,7 +153,9 @@ class CallKernel:
         outputs = self.without_work(a, problem)
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
-            work = Work(self, problem, tiles, target, operation(self.call.name))
+            # an explicit config has none: where it fails, the call fails
+            fallback = self.tiles(problem, target) if is_config_from_file() else None
+            work = Work(self, problem, tiles, target, operation(self.call.name), fallback)
             given = self.operands(a, problem)
             arrays = self.known(work, {name: x for name, x in given.items() if x is not None})
             outputs = self.outputs(work, same_axes(arrays))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -74,3 +77,26 @@ class Choice:
     key: str
     answers: tuple[tuple[str, str], ...] = ()
     error: Exception | None = None
+
+    @property
+    def may_be_from_file(self) -> bool:
+        """True unless the program itself gave the config, or a heuristic made it."""
+        return self.tier in ("memory", "persistent", "autotune")
+
+
+_from_file: ContextVar[bool] = ContextVar("ejkernel_config_from_file", default=False)
+
+
+@contextlib.contextmanager
+def config_from_file(yes: bool) -> Generator[None]:
+    """Says whether calls that are traced inside may have their config from a file."""
+    token = _from_file.set(yes)
+    try:
+        yield
+    finally:
+        _from_file.reset(token)
+
+
+def is_config_from_file() -> bool:
+    """Returns whether the call that is being traced may have its config from a file."""
+    return _from_file.get()

@@ -36,7 +36,7 @@ class PersistentCache:
     full disk, a lock that is not released in time, no home directory) makes the cache keep further
     configs in memory only, with one warning. A corrupt file is moved to ``*.corrupt-<time>`` with
     one warning, as is one of more than 64 MiB. A file of another schema is left alone: ours is
-    written beside it. A folder, pipe or device in place of a file is not opened. Configs of a
+    written next to it. A folder, pipe or device in place of a file is not opened. Configs of a
     kernel whose name is too long for a file name stay in memory, with one warning.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,18 @@ from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tables import covers, nearest_configs
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, NoConfigError
+from ejkernel.ops.errors import (
+    ConfigError,
+    KernelNotFound,
+    KernelNotSupported,
+    NoConfigError,
+    warn_once,
+)
 from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, shortlist
+from ejkernel.ops.execution.lowering import config_error
+from ejkernel.ops.execution.progress import first_line
+from ejkernel.ops.execution.search import is_passing
 from ejkernel.ops.platforms import parse_platform
 from ejkernel.ops.utils.device import target_device
 
@@ -46,7 +55,8 @@ class ConfigSelectorChain:
     """Asks seven tiers in order; the first that knows a config wins.
 
     override (explicit ``cfg=``, never stored), overlay (``overlay_cache``), memory (``cache``),
-    persistent (``persistent``, then tables shipped with kernel packages; copied to memory),
+    persistent (``persistent``, then tables shipped with kernel packages; copied to memory; a
+    config that cannot be lowered here is passed over with a warning),
     autotune (times ``config_space``; stored in memory and persistent), heuristics
     (``heuristic_cfg``; never stored), error.
 
@@ -200,28 +210,63 @@ class ConfigSelectorChain:
 
     def _persistent(self, search: _Search) -> Choice | None:
         kernel, inv = search.kernel, search.inv
-        cfg, answer = None, "no persistent cache"
-        if self.persistent is not None:
-            answer = "key not on disk"
-            if isinstance(self.persistent, PersistentCache):
-                cfg = self.persistent.get(inv.key, cls=kernel.config_cls)
-            else:
-                cfg = self.persistent.get(inv.key)
-            if cfg is not None:
-                refusal = _refusal(kernel, cfg, inv)
-                cfg, answer = (cfg, "hit") if refusal is None else (None, f"not used: {refusal}")
-        if cfg is None:
-            for shipped, distance in self._shipped(search):
-                if _refusal(kernel, shipped, inv) is None:
-                    cfg, answer = shipped, f"shipped table, {_near(distance)}"
-                    break
-        if cfg is None:
-            search.miss("persistent", answer)
-            return None
+        miss = "no persistent cache" if self.persistent is None else "key not on disk"
+        refusals: list[str] = []
+        for cfg, answer in self._stored(search):
+            reason = _refusal(kernel, cfg, inv) or self._lowering_failure(search, cfg)
+            if reason is None:
+                cfg = kernel.convert_config(cfg, inv)
+                if not search.dry:
+                    self.cache.put(inv.key, cfg)
+                return search.hit("persistent", cfg, answer)
+            refusals.append(f"not used: {reason}")
+        search.miss("persistent", refusals[0] if refusals else miss)
+        return None
+
+    def _stored(self, search: _Search) -> Iterator[tuple[Any, str]]:
+        """Yields configs of files with where they are from: the user's, then the nearest ones."""
+        inv = search.inv
+        if isinstance(self.persistent, PersistentCache):
+            cfg = self.persistent.get(inv.key, cls=search.kernel.config_cls)
+        else:
+            cfg = None if self.persistent is None else self.persistent.get(inv.key)
+        if cfg is not None:
+            yield cfg, "hit"
+        for shipped, distance in self._shipped(search):
+            yield shipped, f"shipped table, {_near(distance)}"
+
+    def _lowering_failure(self, search: _Search, cfg: Any) -> str | None:
+        """Why a config of a file cannot be lowered here, None when it can.
+
+        The reason is remembered next to the files. A dry search compiles nothing and knows only
+        what is remembered. Where the heuristic config fails too, the fault is not the config's.
+        """
+        kernel, inv = search.kernel, search.inv
         cfg = kernel.convert_config(cfg, inv)
-        if not search.dry:
-            self.cache.put(inv.key, cfg)
-        return search.hit("persistent", cfg, answer)
+        reason = self.failures.reason(inv.key, cfg)
+        if search.dry:
+            return reason
+        if reason is None:
+            error = config_error(inv, cfg)
+            if error is None or not self._heuristic_lowers(search):
+                return None
+            reason = first_line(f"{type(error).__name__}: {error}")
+            if not is_passing(error):
+                self.failures.remember(inv.key, cfg, reason)
+        warn_once(
+            ("stored config", inv.key, repr(cfg)),
+            f"a stored config of kernel {kernel.name!r} is not used: {reason}; key {inv.key!r}, "
+            f"config {cfg!r}",
+        )
+        return reason
+
+    def _heuristic_lowers(self, search: _Search) -> bool:
+        try:
+            cfg = search.kernel.heuristic_cfg(search.inv)
+        except NotImplementedError:  # nothing to compare with
+            return True
+        cfg = search.kernel.convert_config(cfg, search.inv)
+        return config_error(search.inv, cfg) is None
 
     def _shipped(self, search: _Search) -> Any:
         tables = search.kernel.config_tables(search.inv)

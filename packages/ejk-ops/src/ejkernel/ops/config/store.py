@@ -51,7 +51,7 @@ KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
 
 
 def is_about_one_file(error: Exception) -> bool:
-    """Whether one of NOT_WRITTEN says nothing about other files of the same folder."""
+    """Returns whether one of NOT_WRITTEN says nothing about other files of the folder."""
     name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
     return name_too_long or isinstance(error, (NotAFile, TooLarge))
 

@@ -249,6 +249,7 @@ class Executor:
             settled.choice.key,
             info,
             compiled,
+            settled.choice.may_be_from_file,
         )
 
     def _function(self, call_key: tuple, settled: _Settled, parts: Parts) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.compat import Tracer
+from ejkernel.ops.config.choice import config_from_file
 from ejkernel.ops.core.abstract import Binding, array_types
 from ejkernel.ops.core.invocation import Invocation, distribution_info
 from ejkernel.ops.core.parts import Parts
@@ -183,6 +184,7 @@ class Program:
         route: where it runs.
         key, info: of its invocation, for stamps.
         compiled: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
+        from_file: whether ``cfg`` may come from a file.
         bindings: of the calls under way that were bound for their shapes, by the types of their
             arrays; not of those over a mesh.
     """
@@ -195,6 +197,7 @@ class Program:
     key: str
     info: dict[str, Any]
     compiled: bool = False
+    from_file: bool = False
     bindings: dict[Hashable, Binding] = field(default_factory=dict)
 
     @property
@@ -207,16 +210,19 @@ class Program:
         if env.ops_stamp() != "none":
             run = partial(self._stamped, run)
         binding = self.bindings.pop(array_types(arrays), None)
-        if binding is not None:
-            args, kwargs = binding(arrays)
-            out = run(*args, **kwargs)
-        else:
-            args, kwargs = kernel.bind(*self.parts.around(arrays))
-            placement = route.placement
-            if placement != (None, None, None) or kernel.distributes(args, kwargs):
-                out = kernel.distribute(args, kwargs, placement, lambda a, named: run(*a, **named))
-            else:
+        with config_from_file(self.from_file):
+            if binding is not None:
+                args, kwargs = binding(arrays)
                 out = run(*args, **kwargs)
+            else:
+                args, kwargs = kernel.bind(*self.parts.around(arrays))
+                placement = route.placement
+                if placement != (None, None, None) or kernel.distributes(args, kwargs):
+                    out = kernel.distribute(
+                        args, kwargs, placement, lambda a, named: run(*a, **named)
+                    )
+                else:
+                    out = run(*args, **kwargs)
         if self.compiled and any(map(_no_array, jax.tree_util.tree_leaves(out))):
             raise OtherOutputs
         return out

@@ -258,7 +258,7 @@ class Search:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self._trial(index, Trial(cfg, error=reason))
-            if self.failures is not None and not _passing(error):
+            if self.failures is not None and not is_passing(error):
                 self.failures.remember(self.inv.key, cfg, first_line(reason))
         else:
             return candidate
@@ -381,7 +381,7 @@ class Search:
             )
 
 
-def _passing(error: Exception) -> bool:
+def is_passing(error: Exception) -> bool:
     """Whether a failure says more about the moment than about the config: memory was full."""
     text = str(error).lower()
     full = "out of memory" in text and "shared" not in text

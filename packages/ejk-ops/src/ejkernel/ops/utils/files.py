@@ -96,7 +96,7 @@ def write_output(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _create_temporary(path: Path) -> tuple[int, Path]:
-    """Creates a file beside ``path`` under a name that nobody can prepare a link for."""
+    """Creates a file next to ``path`` under a name that nobody can prepare a link for."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"):
         flags |= getattr(os, name, 0)

@@ -8,6 +8,7 @@ and the gradients of gates are XLA's.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ class NativeSparseAttention(TritonKernel):
             for name in ("g_cmp", "g_slc", "g_swa")
             if name in arrays
         }
-        inner = Work(self, selected_problem(p), work.tiles, work.target, work.operation)
+        inner = replace(work, problem=selected_problem(p))
         chosen = _chosen(p, inner, arrays, q, k, blocks)
         if "g_cmp" in others:
             others |= compressed(p, work.target.cores, q, k, v, blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -116,5 +117,4 @@ def attend(work: Work, arrays: Arrays) -> jax.Array:
     ``arrays`` as ``Selected`` wants them; ``work`` is that of the whole operation with the problem
     of this branch.
     """
-    work = Work(selected, work.problem, work.tiles, work.target, work.operation)
-    return differentiable(work, same_axes(arrays))[0]
+    return differentiable(replace(work, kernel=selected), same_axes(arrays))[0]

@@ -43,11 +43,11 @@ class GroupKernel(XlaKernel):
         return Groups()
 
 
-def split_count(table: Tables, asked: int | None, configured: int) -> int:
-    """Returns the number of splits: what the call asks for, else what the config says.
+def split_count(table: Tables, requested: int | None, configured: int) -> int:
+    """Returns the number of splits: what the call requests, else what the config says.
 
-    The call may ask for one token each. A config gets ``LEAST_SHARE`` tokens each: every split of
-    every row has a partial result in memory.
+    The call may request one token each. A config gets ``LEAST_SHARE`` tokens each, because every
+    split of every row has a partial result in memory.
     """
-    least = LEAST_SHARE if asked is None else 1
-    return max(at_most(configured if asked is None else asked, -(-table.capacity // least)), 1)
+    splits, least = (configured, LEAST_SHARE) if requested is None else (requested, 1)
+    return max(at_most(splits, -(-table.capacity // least)), 1)
