@@ -37,7 +37,7 @@ STORED = FlashAttentionConfig(
 
 @pytest.fixture
 def refused(monkeypatch):
-    """The backward tiles that were traced; those of STORED do not compile."""
+    """The backward tiles that were traced; the tiles of STORED do not compile."""
     seen: list[int] = []
     backward = type(on_xla).backward
 
@@ -96,12 +96,12 @@ def test_on_a_gpu_what_does_not_fit_is_passed_over(tmp_path):
     wide = {"q_blocksize": 128, "kv_blocksize": 256, "num_warps": 8, "num_stages": 8}
     deep = {"q_blocksize": 64, "kv_blocksize": 64, "num_warps": 8, "num_stages": 8}
     for scale, params in ((0.1, {"fwd_params": wide}), (None, {"bwd_params": deep})):
-        given = {} if scale is None else {"softmax_scale": scale}
-        key = executor.explanation(kernel, q, q, q, **given).key
+        options = {} if scale is None else {"softmax_scale": scale}
+        key = executor.explanation(kernel, q, q, q, **options).key
         cache.put(key, FlashAttentionConfig(platform="triton", **params))
 
-        def total(q, given=given):
-            return executor(kernel, q, q, q, **given).astype(jnp.float32).sum()
+        def total(q, options=options):
+            return executor(kernel, q, q, q, **options).astype(jnp.float32).sum()
 
         with pytest.warns(EjkernelWarning, match="stored config of.*OutOfSharedMemory") as told:
             assert jnp.isfinite(jax.jit(jax.grad(total))(q)).all()

@@ -1,8 +1,9 @@
 """Recorded calls in a file, and the calls behind the stamps of a lowered program.
 
 Both give invocations that ``autotune_recorded`` tunes without running the program again. The file
-is JSON: shapes, dtypes and static arguments of every call, no values of arrays. Classes in it are
-looked up among those declared to ``utils.known``; a call that names another is left out.
+is JSON: shapes, dtypes, shardings and static arguments of every call, no values of arrays. Classes
+in it are looked up among those declared to ``utils.known``; a call that names another is left out.
+Keys are computed from the calls: a file cannot have one call tuned in the name of another.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ejkernel.ops import registry
 from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import Invocation, distribution_info, specs_key
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.keys import is_array, payload_key
+from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Backend, Platform
-from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.files import parse_json, read_text, write_output
-from ejkernel.ops.utils.known import allow_in_files, class_name, known_class
+from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.labels import find_labels_in_lowered, key_digits, stamped_calls
 
-SCHEMA = 1
+SCHEMA = 2
 KIND = "ejkernel invocations"
 
-_INFO = ("requested_platform", "requested_backend")
+_INFO = {"requested_platform": Platform, "requested_backend": Backend}
 
 
 def save_invocations(
@@ -53,7 +54,7 @@ def save_invocations(
     for inv in registry.get_invocations() if invocations is None else invocations:
         try:
             calls.append(_encode_call(inv))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             warn_once(
                 ("save", inv.kernel.name), f"a call of {inv.kernel.name} is left out: {error}"
             )
@@ -68,7 +69,8 @@ def load_invocations(path: str | os.PathLike[str]) -> list[Invocation]:
 
     Nothing is imported for the file, and no object is made whose class was not declared: a kernel
     is declared by its definition, other types by ``allow_in_files``. A call that names anything
-    else, whose kernel has another version now, or that is no call, is left out with a warning.
+    else, whose kernel has another version now, or that the kernel refuses, is left out with a
+    warning.
 
     Raises:
         OSError: unreadable.
@@ -84,7 +86,7 @@ def load_invocations(path: str | os.PathLike[str]) -> list[Invocation]:
     found = []
     for call in calls:
         try:
-            found.append(_decode_call(call))
+            found.append(bind_abstract(_decode_call(call)))
         except Exception as error:  # whatever the classes raise for values that are none of theirs
             name = call.get("key") if isinstance(call, dict) else None
             told = f"{path}: a call is left out: {name!r}: {_reason(error)}"
@@ -119,43 +121,51 @@ def invocations_in_lowered(lowered: Any, known: Iterable[Invocation] = ()) -> li
 
 
 def _encode_call(inv: Invocation) -> dict[str, Any]:
+    """A call as it was made, before it is bound, so that its key can be computed again."""
     bound = bind_abstract(inv)
-    kernel = bound.kernel
-    return {
+    kernel, info = bound.kernel, bound.info
+    args, kwargs = info["call"]
+    call = {
         "kernel": {
             "class": class_name(type(kernel)),
             "name": kernel.name,
             "version": kernel.version,
         },
         "key": bound.key,
-        "payload": dict(bound.payload),
-        "info": {k: bound.info[k] for k in _INFO if bound.info.get(k) is not None},
-        "args": [_encode(x) for x in bound.abstract_args],
-        "kwargs": {k: _encode(x) for k, x in bound.abstract_kwargs.items()},
+        "info": {k: info[k] for k in _INFO if info.get(k) is not None},
+        "mesh": None if info.get("mesh") is None else _encode_mesh(info["mesh"]),
+        "specs": [_encode(info.get("in_specs")), _encode(info.get("out_specs"))],
+        "args": [_encode(x) for x in args],
+        "kwargs": {k: _encode(x) for k, x in kwargs.items()},
     }
+    try:
+        key = _decode_call(call).key
+    except UnknownClass:  # the process that reads may know it
+        return call
+    if key != bound.key:
+        raise TypeError("its key depends on what a file cannot hold")
+    return call
 
 
 def _decode_call(call: Any) -> Invocation:
     _expect(isinstance(call, dict), "a call", call)
-    parts = {name: call[name] for name in ("kernel", "payload", "info", "args", "kwargs")}
+    lists = ("args", "specs")
+    parts = {name: call[name] for name in ("kernel", "info", "kwargs", *lists)}
     for name, value in parts.items():
-        kind = list if name == "args" else dict
+        kind = list if name in lists else dict
         _expect(isinstance(value, kind), f"{name!r} of a call", value)
     kernel = _kernel(parts["kernel"])
-    payload = {**parts["payload"], "device": device_fingerprint()}
-    info = {k: _text(v) for k, v in parts["info"].items() if k in _INFO}
-    return Invocation(
-        kernel,
-        tuple(_decode(x) for x in parts["args"]),
-        {k: _decode(x) for k, x in parts["kwargs"].items()},
-        info={
-            **info,
-            "bound": True,
-            "prepared": True,
-            "payload": payload,
-            "key": payload_key(payload),
-        },
-    )
+    mesh = None if call["mesh"] is None else _decode_mesh(call["mesh"])
+    specs = [specs_key(_decode(x)) for x in parts["specs"]]
+    _expect(len(specs) == 2, "the specs of a call", specs)
+    info = {
+        name: kind(_text(parts["info"][name])).value
+        for name, kind in _INFO.items()
+        if name in parts["info"]
+    }
+    args = tuple(_decode(x) for x in parts["args"])
+    kwargs = {k: _decode(x) for k, x in parts["kwargs"].items()}
+    return Invocation(kernel, args, kwargs, info={**info, **distribution_info(mesh, *specs)})
 
 
 def _kernel(described: Mapping[str, Any]) -> Any:
@@ -193,13 +203,17 @@ def _encode(x: Any) -> Any:
     if is_array(x):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return {"key": list(x.shape)}
-        return {"array": [str(np.dtype(x.dtype)), list(x.shape)]}
+        sharding = getattr(x, "sharding", None)
+        placed = [] if sharding is None else [_encode_sharding(sharding)]
+        return {"array": [str(np.dtype(x.dtype)), list(x.shape), *placed]}
     if isinstance(x, enum.Enum):
         return {"enum": [class_name(type(x)), x.name]}
     if x is None or isinstance(x, (bool, int, str)):
         return x
     if isinstance(x, float):
         return x if math.isfinite(x) else {"float": str(x)}
+    if isinstance(x, PartitionSpec):
+        return {"spec": _encode_spec(x)}
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
         return {type(x).__name__: [_encode(v) for v in x]}
     if isinstance(x, Mapping):
@@ -215,6 +229,34 @@ def _encode(x: Any) -> Any:
         fields = {f.name: _encode(getattr(x, f.name)) for f in dataclasses.fields(x)}
         return {"data": [class_name(type(x)), fields]}
     raise TypeError(f"{type(x).__qualname__} {x!r} has no JSON form")
+
+
+def _encode_mesh(mesh: Any) -> list[list[Any]]:
+    """``[name, size, type]`` of every axis; which devices there are no key depends on."""
+    types = [axis_type.name for axis_type in mesh.axis_types]
+    return [list(axis) for axis in zip(mesh.axis_names, mesh.axis_sizes, types, strict=True)]
+
+
+def _encode_sharding(sharding: Any) -> list[Any]:
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"an array has a sharding without JSON form: {sharding!r:.80}")
+    return [_encode_mesh(sharding.mesh), _encode_spec(sharding.spec)]
+
+
+def _encode_spec(spec: PartitionSpec) -> list[Any]:
+    entries = [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    for name in _names(entries):
+        if not isinstance(name, str):
+            raise TypeError(f"{spec!r} has no JSON form")
+    return entries
+
+
+def _names(entries: Iterable[Any]) -> list[Any]:
+    """The mesh axes of a spec in JSON."""
+    names: list[Any] = []
+    for entry in entries:
+        names += entry if isinstance(entry, list) else [] if entry is None else [entry]
+    return names
 
 
 def _decode(x: Any) -> Any:
@@ -244,13 +286,35 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _dtype(value: Any) -> np.dtype:
     dtype = np.dtype(jax.numpy.dtype(_text(value)))
-    _expect(dtype.name == value, "a dtype", value)  # none with fields, strings or objects
+    number = jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_
+    _expect(number and dtype.name == value, "a dtype", value)  # no fields, strings or objects
     return dtype
 
 
 def _decode_array(value: Any) -> jax.ShapeDtypeStruct:
-    dtype, shape = _pair(value)
-    return jax.ShapeDtypeStruct(_shape(shape), _dtype(dtype))
+    _expect(isinstance(value, list) and len(value) in (2, 3), "an array", value)
+    dtype, shape, *placed = value
+    sharding = _decode_sharding(placed[0]) if placed else None
+    return jax.ShapeDtypeStruct(_shape(shape), _dtype(dtype), sharding=sharding)
+
+
+def _decode_sharding(value: Any) -> NamedSharding:
+    mesh, spec = _pair(value)
+    return NamedSharding(_decode_mesh(mesh), _decode_spec(spec))
+
+
+def _decode_mesh(value: Any) -> AbstractMesh:
+    axes = [_entries(axis) for axis in _entries(value)]
+    _expect(all(len(axis) == 3 for axis in axes), "a mesh", value)
+    sizes = _shape([size for _, size, _ in axes])
+    types = tuple(AxisType[_text(kind)] for _, _, kind in axes)
+    return AbstractMesh(sizes, tuple(_text(name) for name, _, _ in axes), types)
+
+
+def _decode_spec(value: Any) -> PartitionSpec:
+    for name in _names(_entries(value)):
+        _text(name)
+    return PartitionSpec(*(tuple(x) if isinstance(x, list) else x for x in value))
 
 
 def _decode_key(shape: Any) -> jax.ShapeDtypeStruct:
@@ -298,6 +362,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda v: tuple(_decode(x) for x in _entries(v)),
     "map": lambda v: {_decode(k): _decode(x) for k, x in map(_pair, _entries(v))},
     "dtype": _dtype,
+    "spec": _decode_spec,
     "node": _decode_node,
     "data": _decode_data,
 }

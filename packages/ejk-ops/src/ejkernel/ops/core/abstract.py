@@ -70,13 +70,14 @@ def bind_abstract(inv: Invocation) -> Invocation:
     if not inv.info.get("prepared"):
         args, kwargs = kernel.prepare(inv.args, dict(inv.kwargs or {}))
         inv = inv.replace(args=args, kwargs=kwargs, prepared=True)
-    inv = inv.replace(key=inv.key, payload=inv.payload)
+    call = (inv.abstract_args, inv.abstract_kwargs)  # what a file of recorded calls keeps
+    inv = inv.replace(key=inv.key, payload=inv.payload, call=call)
     placement = (inv.info.get("mesh"), inv.info.get("in_specs"), inv.info.get("out_specs"))
     given = placement != (None, None, None)
     if not (given or kernel.says("bind", "distributes")):
         return inv.abstract().replace(bound=True)
 
-    parts = Parts.of((inv.abstract_args, inv.abstract_kwargs))
+    parts = Parts.of(call)
 
     def reach(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _Reached(inv.replace(args=abstractify(args), kwargs=abstractify(kwargs), bound=True))

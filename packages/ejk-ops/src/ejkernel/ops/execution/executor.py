@@ -237,8 +237,8 @@ class Executor:
         return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
 
     def _program(self, settled: _Settled, parts: Parts, compiled: bool = False) -> Program:
-        # the payload differs between buckets, as the key does, which a stamp carries
-        dropped = ("binding", "key", *(() if env.ops_stamp() != "none" else ("payload",)))
+        # payload and call differ between buckets, as the key does, which a stamp carries
+        dropped = ("binding", "key", *(() if env.ops_stamp() != "none" else ("payload", "call")))
         info = {k: v for k, v in settled.inv.info.items() if k not in dropped}
         return Program(
             settled.inv.kernel,

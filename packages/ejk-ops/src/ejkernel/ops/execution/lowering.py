@@ -52,8 +52,8 @@ def config_error(inv: Invocation, cfg: Any) -> Exception | None:
     parts = Parts.of((inv.abstract_args, inv.abstract_kwargs))
     layout = parts.without_arrays()
 
-    def run(*arrays: Any) -> Any:
+    def run_forward(*arrays: Any) -> Any:
         args, kwargs = layout.around(arrays)
         return inv.kernel.runner(resolve(inv.kernel, inv, cfg), cfg)(*args, **kwargs)
 
-    return lowering_error(run, parts.arrays)
+    return lowering_error(run_forward, parts.arrays)
