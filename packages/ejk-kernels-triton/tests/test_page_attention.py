@@ -113,7 +113,7 @@ def test_no_more_splits_than_tokens():
     assert chosen.honouring({"num_splits": 10**12}, problem, target).splits == 3
 
 
-@pytest.mark.parametrize(("pages", "size", "block"), [(3, 16, 64), (10**6, 16, 1024)])
+@pytest.mark.parametrize(("pages", "size", "block"), [(3, 16, 64), (10**6, 16, 512)])
 def test_no_longer_steps_than_sequences(pages, size, block):
     problem = Problem(1, 4, 2, 64, 64, pages, size, pages, "bfloat16", "bfloat16", "bfloat16", 0.1)
     target = cuda_target(90)

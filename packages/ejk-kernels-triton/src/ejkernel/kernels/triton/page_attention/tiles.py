@@ -64,7 +64,7 @@ class Tiles:
         """These tiles with what a config says instead, then the splits that the call asks for."""
         tiles, pages = overridden(self, cfg, LAUNCHED), field(cfg, "pages_per_block")
         if pages is not None:
-            tiles = replace(tiles, block=block_of_pages(int(pages), problem))
+            tiles = replace(tiles, block=block_of_pages(int(pages), problem, target))
         splits, least = problem.splits, 1
         if splits is None:
             splits, least = field(cfg, "num_splits"), LEAST_BLOCK
@@ -80,9 +80,14 @@ class Tiles:
         return tiles
 
 
-def block_of_pages(pages: int, problem: Problem) -> int:
-    """Returns the tokens of a step of ``pages``: at most a sequence, and what a tile may have."""
-    most = min(TILE_RANGE[1], power_of_two(problem.capacity))
+def block_of_pages(pages: int, problem: Problem, target: Target) -> int:
+    """Returns the tokens of a step of ``pages``.
+
+    A step is at most one sequence, and at most what shared memory holds. Larger ones would only
+    keep the compiler busy, a minute for 1024 latent rows.
+    """
+    held = max(1, target.shared_limit // max(1, problem.token_bytes))
+    most = min(TILE_RANGE[1], power_of_two(problem.capacity), 1 << held.bit_length() - 1)
     return max(LEAST_BLOCK, min(most, power_of_two(pages * problem.page_size)))
 
 

@@ -51,7 +51,7 @@ class Tiles:
             rows = min(most, power_of_two(int(queries) * self.members))
             tiles = replace(tiles, rows=max(16, rows))
         if pages is not None:
-            block = paged_tiles.block_of_pages(int(pages), p)
+            block = paged_tiles.block_of_pages(int(pages), p, target)
             tiles = replace(tiles, block=block, decode=replace(tiles.decode, block=block))
         return tiles
 
