@@ -191,9 +191,25 @@ FAULTS = (
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
-        "a stored config for another platform is used", f"{OPS}/config/selection.py",
-        'cfg, answer = (cfg, "hit") if refusal is None', 'cfg, answer = (cfg, "hit") if True',
+        "a stored config for another platform is used",
+        f"{OPS}/config/selection.py",
+        "_refusal(kernel, cfg, inv) or self._lowering_failure(search, cfg)",
+        "self._lowering_failure(search, cfg)",
         f"{OPS_TESTS}/test_tables.py",
+    ),
+    Fault(
+        "a stored config that cannot be lowered is used",
+        f"{OPS}/config/selection.py",
+        "_refusal(kernel, cfg, inv) or self._lowering_failure(search, cfg)",
+        "_refusal(kernel, cfg, inv)",
+        f"{OPS_TESTS}/test_stored_configs.py",
+    ),
+    Fault(
+        "the key of a recorded call is the file's",
+        f"{OPS}/recording.py",
+        "return Invocation(kernel, args, kwargs, info={**info, **distribution_info(mesh, *specs)})",
+        'return Invocation(kernel, args, kwargs, info={**info, "key": call["key"]})',
+        f"{OPS_TESTS}/test_recording.py",
     ),
     Fault(
         "arithmetic is stored", f"{OPS}/config/selection.py",
