@@ -125,6 +125,9 @@ def test_another_device_gives_other_keys(executor, tmp_path, monkeypatch):
     content = path.read_text().replace(inv.device_fingerprint, "gpu:nvidia-h200:9.0")
     path.write_text(content)
     assert load_invocations(path)[0].key == inv.key  # as a call on the device at hand
+    elsewhere = Invocation(Op(), (X,), info={"device_fingerprint": "gpu:nvidia-h200:9.0"})
+    assert elsewhere.key != inv.key and save_invocations(path, [elsewhere]) == 1
+    assert load_invocations(path)[0].key == inv.key
 
 
 def test_what_cannot_be_kept_is_left_out_with_a_warning(executor, tmp_path, monkeypatch):
