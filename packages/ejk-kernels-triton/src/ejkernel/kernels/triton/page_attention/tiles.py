@@ -86,8 +86,8 @@ def block_of_pages(pages: int, problem: Problem, target: Target) -> int:
     A step is at most one sequence, and at most what shared memory holds. Larger ones would only
     keep the compiler busy, a minute for 1024 latent rows.
     """
-    held = max(1, target.shared_limit // max(1, problem.token_bytes))
-    most = min(TILE_RANGE[1], power_of_two(problem.capacity), 1 << held.bit_length() - 1)
+    max_tokens = max(1, target.shared_limit // max(1, problem.token_bytes))
+    most = min(TILE_RANGE[1], power_of_two(problem.capacity), 1 << max_tokens.bit_length() - 1)
     return max(LEAST_BLOCK, min(most, power_of_two(pages * problem.page_size)))
 
 
