@@ -198,12 +198,19 @@ class Call:
 
     @classmethod
     def facts(cls, a: Mapping[str, Any]) -> Any:
-        """All arguments but ``mask_info``, every array as its shape and dtype; hashable."""
+        """All arguments but ``mask_info``, every array as its shape and dtype; hashable.
+
+        Dtypes are names: to NumPy ``np.dtype("float64") == None`` is true, and ``jax.jit`` finds
+        its programs by the equality of static arguments alone.
+        """
         found = []
         for name in cls.Facts._fields:
             x = a[name]
-            array = hasattr(x, "shape") and hasattr(x, "dtype")
-            found.append(jax.ShapeDtypeStruct(x.shape, x.dtype) if array else x)
+            if isinstance(x, np.dtype):
+                x = x.name
+            elif hasattr(x, "shape") and hasattr(x, "dtype"):
+                x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            found.append(x)
         return cls.Facts(*found)
 
     @classmethod
