@@ -103,12 +103,14 @@ def precision_level(precision: Any, dtype: str) -> str | None:
 
     None: an algorithm, which is no level. With 16 bits a name asks for nothing.
     """
+    if isinstance(precision, jax.lax.DotAlgorithm):  # a tuple too, but no pair of levels
+        return None
     if isinstance(precision, (tuple, list)):
         levels = [precision_level(p, dtype) for p in precision]
         return None if None in levels else max((x for x in levels if x), key=LEVELS.index)
     if precision is None:
         return LEVELS[0]
-    if dtype not in ("float32", "float64") and not isinstance(precision, jax.lax.DotAlgorithm):
+    if dtype not in ("float32", "float64"):
         return LEVELS[0]
     try:
         return jax.lax.Precision(precision).name.lower()
