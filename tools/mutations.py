@@ -240,6 +240,11 @@ FAULTS = (
         'if tuned not in ("auto", asked):', "if False:", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
+        "an argument that no kernel reads is let through", f"{OPS}/call_kernel.py",
+        "                return name\n", "                return None\n",
+        "packages/ejk-modules/tests/integration/test_arguments_read.py",
+    ),
+    Fault(
         "warpgroups given to a kernel without", f"{OPS}/call_kernel.py",
         "if groups is not None and not self.takes_warpgroups:", "if False:",
         "packages/ejk-modules/tests/test_configs_and_answers.py",

@@ -172,6 +172,8 @@ def test_given_tiles_fit_or_are_refused(d, dv, causal, blocks, stages):
         ("bias", 64, jnp.bfloat16, {"bias": struct(1, 1, 64, 64)}),
         ("dropout_prob", 64, jnp.bfloat16, {"dropout_prob": 0.1}),
         ("attention_mask", 64, jnp.bfloat16, {"attention_mask": struct(1, 1, 64, 64, dtype=bool)}),
+        ("precision: an algorithm", 64, jnp.bfloat16,
+         {"precision": jax.lax.DotAlgorithm(jnp.float16, jnp.float16, jnp.float16)}),
         ("positions", 64, jnp.bfloat16, {"cum_seqlens_q": struct(3, dtype=jnp.int32),
                                          "cum_seqlens_k": struct(3, dtype=jnp.int32),
                                          "causal": True}),

@@ -88,7 +88,7 @@ REFUSED = [
     ("query: head dim 264", with_dims(264)),
     ("value: head dim 20", with_dims(64, 20)),
     ("value: head dim 0", with_dims(64, 0)),
-    ("logits_dtype: float64", {"logits_dtype": "float64"}),
+    ("logits_dtype", {"logits_dtype": "float64"}),
     (
         "precision: an algorithm",
         with_dims(64, dtype="float32") | {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},

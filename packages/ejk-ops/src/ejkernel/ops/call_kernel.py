@@ -32,6 +32,15 @@ class CallKernel:
     """
 
     call: ClassVar[Any]
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Names of the arguments that the kernel reads.
+
+    A call that gives any other argument is refused, so an option that is added to the operation
+    later is never ignored. An argument that the ``Call`` has ``merged`` into another one is read
+    with that one. An argument of which only some values are supported is read, and ``refuse``
+    rejects the others. Every call has its required arguments, and in canonical form a
+    ``mask_info`` and a ``softmax_scale``: a kernel that does not read them supports no call.
+    """
     has_backward: ClassVar[bool] = True
     """Whether ``backward`` has the gradients; else, under ``compiled``, JAX differentiates."""
     forward_again: ClassVar[bool] = False
@@ -49,6 +58,20 @@ class CallKernel:
         self.__name__ = self.__qualname__ = self.call.name
         about = f"What it takes and returns, and its source: see the operation {self.__name__}."
         self.__doc__ = f"{inspect.getdoc(type(self))}\n\n{about}"
+        self._unread_defaults = self._defaults_of_unread()
+
+    def _defaults_of_unread(self) -> dict[str, Any]:
+        """Returns the defaults of the arguments that the kernel does not read, by name.
+
+        Raises:
+            TypeError: ``reads`` has a name that the operation does not take.
+        """
+        defaults = self.call.boundary.defaults
+        unknown = sorted(set(self.reads) - defaults.keys())
+        if unknown:
+            raise TypeError(f"{self!r}: reads {unknown}, which {self.call.name} does not take")
+        merged = {name for name, into in self.call.merged.items() if into in self.reads}
+        return {n: x for n, x in defaults.items() if n not in self.reads and n not in merged}
 
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__name__}"
@@ -84,8 +107,25 @@ class CallKernel:
         """What the call returns, from what ``forward`` computed."""
         return self.call.results(a, outputs)
 
+    def unread_argument(self, a: Mapping[str, Any]) -> str | None:
+        """Returns the name of an argument that the call gives and the kernel does not read.
+
+        An argument is given when its canonical value differs from its default.
+        """
+        for name, default in self._unread_defaults.items():
+            value = a[name]
+            # comparing an array gives an array; None is the default of most arguments
+            if value is not default and (
+                default is None or hasattr(value, "dtype") or value != default
+            ):
+                return name
+        return None
+
     def refuse(self, problem: Any, target: Any) -> str | None:
-        """Why a call cannot be done, beginning with the argument's name; None = it can."""
+        """Why a call cannot be done, beginning with the argument's name; None = it can.
+
+        Only of arguments that are read: all others are refused before.
+        """
         return None
 
     def refused(self, reason: str) -> Exception:
@@ -146,6 +186,9 @@ class CallKernel:
     def settled(self, *, cfg: Any = None, **given: Any) -> Any:
         """The call of canonical arguments by name; what is left out has its default."""
         a = {**self.call.boundary.defaults, **given}
+        unread = self.unread_argument(a)
+        if unread is not None:
+            raise self.refused(_not_supported(unread))
         problem, target = self.problem(a), self.target()
         reason = self.refuse(problem, target)
         if reason is not None:
@@ -174,15 +217,18 @@ class CallKernel:
 
     def facts(self, inv: Any) -> tuple[Any, str | None]:
         """The problem of an invocation, and why it cannot be done; remembered with it."""
-        known = inv.facts.get(self)
-        if known is None:
+        answer = inv.facts.get(self)
+        if answer is None:
+            unread = self.unread_argument(inv.arguments)
             try:
+                if unread is not None:
+                    raise self.call.Unsupported(_not_supported(unread))
                 problem = self.problem(inv.arguments)
-                known = problem, self.refuse(problem, self.target())
+                answer = problem, self.refuse(problem, self.target())
             except self.call.Unsupported as error:
-                known = None, str(error)
-            inv.facts[self] = known
-        return known
+                answer = None, str(error)
+            inv.facts[self] = answer
+        return answer
 
     def supports(self, inv: Any) -> str | None:
         """None, or why this kernel cannot do the call."""
@@ -211,3 +257,8 @@ class CallKernel:
     def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
         """Valid arguments where random floats and zeros are not."""
         return (), self.call.samples(inv.arguments, rng)
+
+
+def _not_supported(argument: str) -> str:
+    """Returns the reason against a call that gives an argument the kernel does not read."""
+    return f"{argument}: not supported"

@@ -21,7 +21,6 @@ class Problem:
         dropout: drop probability.
         precision: of products of float32 inputs, as the backend names it.
         biased: whether a bias is added.
-        logits_dtype: lower bound of the dtype of logits and sums.
         rules: the static part of the mask; no rules where nobody asked.
         pattern_blocks: rows and keys of a block, where a pattern of blocks is part of the mask.
         seed_batches: batch rows that share one seed and count from its first index; a vmap axis
@@ -43,7 +42,6 @@ class Problem:
     biased: bool = False
     pattern_blocks: tuple[int, int] | None = None
     seed_batches: int = 1
-    logits_dtype: str = "float32"
     rules: Rules = field(default_factory=Rules)
 
     @property

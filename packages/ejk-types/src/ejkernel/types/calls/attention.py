@@ -1,7 +1,7 @@
 """The call of attention."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,11 @@ class Attention(Call):
 
     name = "attention"
     outputs = ("batch q_len heads v_dim", "batch heads q_len kv_len")
+    merged: ClassVar[Mapping[str, str]] = {
+        **settle.MERGED_MASKS,
+        "init_bias": "bias",
+        "deterministic": "dropout_prob",
+    }
 
     @staticmethod
     def takes(

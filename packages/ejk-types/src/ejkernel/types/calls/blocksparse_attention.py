@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ class BlockSparseAttention(SoftmaxCall):
 
     name = "blocksparse_attention"
     seeds = ("dropout_seed",)
+    merged: ClassVar[Mapping[str, str]] = {**SoftmaxCall.merged, "mask_builder": "block_mask"}
 
     @staticmethod
     def takes(

@@ -29,6 +29,12 @@ _SETTLED = {
     "sliding_window": None,
     "chunk_size": None,
 }
+MERGED_MASKS = dict.fromkeys(_SETTLED, "mask_info")
+"""The arguments that ``_masks`` moves into ``mask_info``, as ``Call.merged`` has them.
+
+In a packed call they keep their values: a kernel that reads the cumulative lengths gets them
+joined with all of these by ``combine.mask_of``.
+"""
 
 
 def _query(a: Arguments) -> Any:

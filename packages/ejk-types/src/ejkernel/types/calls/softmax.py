@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.types import attention as arg
 from ejkernel.types import softmax
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.calls import settle
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.combine import mask_of
 from ejkernel.types.mask_info import MaskInfo
@@ -48,6 +48,8 @@ class SoftmaxCall(AttentionCall):
     ``[1, 3]``; it gives o ``[b, q, h, dv]`` and the natural lse float32 ``[b, h, q]``.
     """
 
+    merged: ClassVar[Mapping[str, str]] = {**settle.MERGED_MASKS, "init_bias": "bias"}
+
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Problem:
         q, k, v = a["query"], a["key"], a["value"]
@@ -66,7 +68,6 @@ class SoftmaxCall(AttentionCall):
             dropout=float(a.get("dropout_prob") or 0.0),
             biased=a.get("bias") is not None,
             seed_batches=max(q.shape[0], 1),
-            logits_dtype=jnp.dtype(a.get("logits_dtype", "float32")).name,
             rules=cls.read_mask(a, _rules) if packed else split_mask(a["mask_info"])[0],
         )
 

@@ -41,6 +41,8 @@ class Call:
         extents: static integers that say how wide something is.
         divisors: scales that something is divided by, so that they are never 0.
         normal_samples: whether sample inputs are normal numbers, of both signs.
+        merged: arguments that ``check_values`` or ``canonicalise`` moves into another one, and the
+            name of that one. A kernel that reads the latter has no need to read the former.
         boundary: the parameters, read from ``takes``.
         Facts: tuple with a field for every parameter but ``mask_info``.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
@@ -55,6 +57,7 @@ class Call:
     extents: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
+    merged: ClassVar[Mapping[str, str]] = {}
     symbolic: ClassVar[tuple[str, ...]] = (
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",

@@ -26,6 +26,7 @@ from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.problem import Problem
 from ejkernel.types.softmax_kernel import SoftmaxKernel
 from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
@@ -42,6 +43,7 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     """
 
     call = calls.FlashAttention
+    reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision"}
     choose = staticmethod(tiles.choose)
     near = staticmethod(near)
 
@@ -50,8 +52,6 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if problem.logits_dtype == "float64":
-            return "logits_dtype: float64 is not supported"
         dims = {"query": problem.dim, "value": problem.value_dim}
         reason = unsupported({"query": problem.dtype}, dims, least=8)
         return reason or refused_precision(problem.precision)

@@ -21,6 +21,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class GroupedMatmul(TritonKernel):
@@ -34,6 +35,7 @@ class GroupedMatmul(TritonKernel):
     """
 
     call = calls.GroupedMatmul
+    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
     choose = staticmethod(choice.choose_all)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:

@@ -26,6 +26,7 @@ class MeanPooling(TritonKernel):
     """
 
     call = calls.MeanPooling
+    reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     problem = staticmethod(choice.problem_of)
     choose = staticmethod(choice.choose)
     near = staticmethod(choice.near)

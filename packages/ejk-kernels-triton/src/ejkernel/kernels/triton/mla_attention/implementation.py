@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
+from ejkernel.types.calls import arguments
 from ejkernel.types.latent import FromLatent
 
 
@@ -15,6 +16,8 @@ class FlashMLA(FromLatent, FlashAttention):
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
+
+    reads = arguments.FLASH_MLA | arguments.DROPOUT | {"bias"}
 
 
 mla_attention = FlashMLA()

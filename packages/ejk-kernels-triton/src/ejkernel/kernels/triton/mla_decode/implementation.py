@@ -28,6 +28,7 @@ from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.softmax import named
 
 MAX_LATENT, MAX_ROPE = 512, 128
@@ -46,6 +47,11 @@ class MLADecode(CacheKernel):
     """
 
     call = calls.MLADecode
+    reads = (
+        arguments.PAGES
+        | arguments.DECODE_OPTIONS
+        | {"query", "latent_cache", "latent_dim", "k_scale", "num_splits", "return_lse"}
+    )
     choose = staticmethod(tiles.choose)
     near = staticmethod(tiles.near)
 

@@ -25,6 +25,7 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.calls import arguments
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
 from ejkernel.types.token_blocks import (
@@ -45,6 +46,18 @@ class NativeSparseAttention(TritonKernel):
     """
 
     call = calls.NativeSparseAttention
+    reads = arguments.QKV | {
+        "g_cmp",
+        "g_slc",
+        "g_swa",
+        "block_indices",
+        "block_counts",
+        "block_size",
+        "max_block_count",
+        "cu_seqlens",
+        "sliding_window",
+        "softmax_scale",
+    }
     outputs = staticmethod(compiled)
     has_backward = False  # its steps have gradients of their own
 

@@ -12,6 +12,7 @@ from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem, probl
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class PageAttention(CacheKernel):
@@ -23,6 +24,12 @@ class PageAttention(CacheKernel):
     """
 
     call = calls.PageAttention
+    reads = (
+        arguments.PAGES
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | {"query", "key_cache", "value_cache", "num_splits"}
+    )
     words: ClassVar[Mapping[str, str]] = {
         "q": "query",
         "k": "key_cache",

@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention import field
+from ejkernel.types.calls import arguments
 from ejkernel.types.softmax import named_out
 
 
@@ -32,6 +33,7 @@ class RaggedDecodeAttention(CacheKernel):
     """
 
     call = calls.RaggedDecodeAttention
+    reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
     choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:

@@ -16,6 +16,7 @@ from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, proble
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.softmax import named_out
 
 
@@ -58,6 +59,7 @@ class RaggedPageAttention(RaggedKernel):
     """
 
     call = calls.RaggedPageAttention
+    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
     cache = "kv_pages"
 
     def problem(self, a: Mapping[str, Any]) -> Ragged:

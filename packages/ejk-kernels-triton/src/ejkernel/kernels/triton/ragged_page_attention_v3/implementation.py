@@ -28,6 +28,7 @@ from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
+from ejkernel.types.calls import arguments
 from ejkernel.types.softmax import named_out
 
 BLOCK = 32  # packed rows of a program that writes
@@ -43,6 +44,9 @@ class RaggedPageAttentionv3(RaggedKernel):
     """
 
     call = calls.RaggedPageAttentionv3
+    reads = (
+        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+    )
     cache = "kv_cache"
 
     def problem(self, a: Mapping[str, Any]) -> Ragged:

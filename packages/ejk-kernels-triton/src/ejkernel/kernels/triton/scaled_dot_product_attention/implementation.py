@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class ScaledDotProductAttention(FlashAttention):
@@ -13,6 +14,7 @@ class ScaledDotProductAttention(FlashAttention):
     """
 
     call = calls.ScaledDotProductAttention
+    reads = arguments.ATTENTION | arguments.PACKED | {"bias"}
     own_tiles = True
 
 

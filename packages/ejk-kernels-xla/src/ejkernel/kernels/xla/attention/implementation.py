@@ -12,6 +12,7 @@ from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_va
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.softmax import named_out
 
 
@@ -22,6 +23,16 @@ class Attention(XlaKernel):
     """
 
     call = calls.Attention
+    reads = arguments.ATTENTION | {
+        "bias",
+        "dropout_rng",
+        "dropout_prob",
+        "softmax_aux",
+        "logits_soft_cap",
+        "dtype",
+        "softmax_dtype",
+        "precision",
+    }
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         problem = work.problem

@@ -12,6 +12,7 @@ from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops import KernelNotSupported
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.combine import mask_of
 
 
@@ -30,6 +31,10 @@ class CudnnKernel(XlaKernel):
     float16 or bfloat16, head_dim a multiple of 8, no mask or causal from the top left, with a left
     window if wanted. Raises KernelNotSupported, naming the argument, for everything else.
     """
+
+    # No bias: a row that -inf empties is NaN in cuDNN. No packed sequences: they need run-time
+    # lengths. No dropout: cuDNN draws other masks. No lse: cuDNN gives it in the output's dtype.
+    reads = arguments.ATTENTION
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         reason = reason_against(a)
@@ -58,6 +63,7 @@ class CudnnKernel(XlaKernel):
 
 class FlashAttention(CudnnKernel):
     call = calls.FlashAttention
+    reads = arguments.ATTENTION | {"precision"}
 
 
 class ScaledDotProductAttention(CudnnKernel):

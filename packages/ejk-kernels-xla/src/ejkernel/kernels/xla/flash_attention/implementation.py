@@ -11,6 +11,7 @@ from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
+from ejkernel.types.calls import arguments
 from ejkernel.types.combine import mask_of
 
 
@@ -23,6 +24,12 @@ class FlashAttention(BlockwiseKernel):
     """
 
     call = calls.FlashAttention
+    reads = (
+        arguments.FLASH
+        | arguments.PACKED
+        | arguments.DROPOUT
+        | {"bias", "precision", "logits_dtype"}
+    )
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, cumulative lengths joined with the mask."""

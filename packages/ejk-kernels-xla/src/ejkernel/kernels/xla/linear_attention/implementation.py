@@ -20,6 +20,7 @@ from ejkernel.kernels.xla.linear_attention.tiles import Chunk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_symbolic
+from ejkernel.types.calls import arguments
 from ejkernel.types.softmax import named_out
 
 GATES = ("g", "g_gamma", "gk", "gv")
@@ -80,6 +81,7 @@ class RecurrentAttention(LinearKernel):
     """
 
     call = calls.RecurrentAttention
+    reads = arguments.RECURRENCE | {"g", "g_gamma", "gk", "gv"}
 
 
 class GLAttention(LinearKernel):
@@ -90,6 +92,7 @@ class GLAttention(LinearKernel):
     """
 
     call = calls.GLAttention
+    reads = arguments.RECURRENCE | {"g", "g_gamma"}
 
 
 class LightningAttention(LinearKernel):
@@ -102,6 +105,7 @@ class LightningAttention(LinearKernel):
     """
 
     call = calls.LightningAttention
+    reads = arguments.RECURRENCE | {"layer_idx", "num_layers"}
 
     def gates(self, problem: Any, arrays: Arrays) -> Arrays:
         decay = slopes(problem.query.shape[2], problem.layer_idx, problem.num_layers)

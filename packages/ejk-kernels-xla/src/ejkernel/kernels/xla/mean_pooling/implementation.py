@@ -41,6 +41,7 @@ class MeanPooling(XlaKernel):
     """
 
     call = calls.MeanPooling
+    reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     # rows of a batch and their means, whatever the form of the call
     operands, results = CallKernel.operands, CallKernel.results
     without_work = CallKernel.without_work

@@ -15,6 +15,7 @@ from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.combine import mask_of
 from ejkernel.types.latent import expanded, without_hidden_rows
 
@@ -27,6 +28,7 @@ class FlashMLA(XlaKernel):
     """
 
     call = calls.FlashMLA
+    reads = arguments.FLASH_MLA | arguments.DROPOUT | {"bias"}
 
     def choose(self, problem: Any, target: Any) -> Passes:
         heads, (_, kv_heads, dim) = problem.query.shape[2], problem.w_kc.shape

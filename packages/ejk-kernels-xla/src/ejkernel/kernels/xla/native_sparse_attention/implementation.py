@@ -18,6 +18,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most, is_symbolic
+from ejkernel.types.calls import arguments
 from ejkernel.types.combine import mask_of
 from ejkernel.types.hidden import cleared
 from ejkernel.types.softmax import named_lse
@@ -81,6 +82,18 @@ class NativeSparseAttention(XlaKernel):
     """
 
     call = calls.NativeSparseAttention
+    reads = arguments.QKV | {
+        "g_cmp",
+        "g_slc",
+        "g_swa",
+        "block_indices",
+        "block_counts",
+        "block_size",
+        "max_block_count",
+        "cu_seqlens",
+        "sliding_window",
+        "softmax_scale",
+    }
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return RowTile()

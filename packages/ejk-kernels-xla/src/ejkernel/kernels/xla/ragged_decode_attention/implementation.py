@@ -19,6 +19,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
 from ejkernel.types.attention import field
+from ejkernel.types.calls import arguments
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RaggedDecodeAttention(XlaKernel):
     """
 
     call = calls.RaggedDecodeAttention
+    reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
 
     def choose(self, problem: Any, target: Any) -> Step:
         return Step()

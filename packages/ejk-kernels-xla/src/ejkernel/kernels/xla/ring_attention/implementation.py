@@ -35,6 +35,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.blocks import cdiv
+from ejkernel.types.calls import arguments
 
 
 class RingAttention(BlockwiseKernel):
@@ -47,6 +48,22 @@ class RingAttention(BlockwiseKernel):
     """
 
     call = calls.RingAttention
+    reads = (
+        arguments.FLASH
+        | arguments.DROPOUT
+        | {
+            "bias",
+            "axis_name",
+            "layout",
+            "q_segment_ids",
+            "kv_segment_ids",
+            "causal",
+            "causal_offset",
+            "sliding_window",
+            "precision",
+            "logits_dtype",
+        }
+    )
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, all constraints as ``parts``."""

@@ -10,6 +10,7 @@ from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_va
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.combine import mask_of
 from ejkernel.types.softmax import named_out
 
@@ -21,6 +22,7 @@ class ScaledDotProductAttention(XlaKernel):
     """
 
     call = calls.ScaledDotProductAttention
+    reads = arguments.ATTENTION | arguments.PACKED | {"bias"}
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)

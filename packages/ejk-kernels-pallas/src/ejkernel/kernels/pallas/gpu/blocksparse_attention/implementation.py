@@ -8,6 +8,7 @@ from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists, preference
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import FlashAttention
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.problem import Problem
 
 
@@ -23,6 +24,7 @@ class BlockSparseAttention(FlashAttention):
     """
 
     call = calls.BlockSparseAttention
+    reads = arguments.FLASH | arguments.PATTERN
 
     def refuse(self, problem: Problem, target: Chip) -> str | None:
         return super().refuse(problem, target) or lists.refuse(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -18,14 +18,10 @@ class BesideTriton(PallasKernel):
 
     That one is found through the registry, since this package does not depend on it. It says what
     a call is and does it; its tiles, as ``choose`` returns them here, name what takes part of it
-    over.
-
-    Attributes:
-        unsupported: arguments whose being given refuses a call.
+    over. An argument is read only if both kernels read it.
     """
 
     chip = staticmethod(current_chip)
-    unsupported: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def rest(self) -> Any:
@@ -48,10 +44,10 @@ class BesideTriton(PallasKernel):
     def target(self) -> Any:
         return self.rest.target()
 
+    def unread_argument(self, a: Mapping[str, Any]) -> str | None:
+        return super().unread_argument(a) or self.rest.unread_argument(a)
+
     def problem(self, a: Mapping[str, Any]) -> Any:
-        for name in self.unsupported:
-            if a.get(name) is not None:
-                raise self.call.Unsupported(f"{name}: not supported")
         return self.rest.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:

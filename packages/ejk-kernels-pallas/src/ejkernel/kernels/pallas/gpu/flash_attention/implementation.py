@@ -7,7 +7,7 @@ recomputed tile by tile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from ejkernel.kernels.pallas.kernel import PallasKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
+from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.calls import arguments
 from ejkernel.types.latent import FromLatent
 from ejkernel.types.problem import Problem
 from ejkernel.types.softmax_kernel import SoftmaxKernel
@@ -46,18 +48,23 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """
 
     call = calls.FlashAttention
+    reads = arguments.FLASH | arguments.PACKED | {"precision"}
     chip = staticmethod(current_chip)
     takes_warpgroups = True
     choose = staticmethod(tiles.choose)
+
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        problem = super().problem(a)
+        # matrix instructions have one precision, which is what every level means with 16 bits
+        if precision_level(a.get("precision"), problem.dtype) is None:
+            raise self.call.Unsupported(NO_LEVEL)
+        return problem
 
     def refuse(self, problem: Problem, target: Chip) -> str | None:
         d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules
         allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
         lacking = {
             f"query: {dtype} is not supported, only {' and '.join(DTYPES)}": dtype not in DTYPES,
-            "logits_dtype: float64 is not supported": problem.logits_dtype == "float64",
-            "bias: not supported": problem.biased,
-            "dropout_prob: dropout is not supported": problem.dropout > 0.0,
             f"query: head dim {d} with value dim {dv} is not among {allowed}": (d, dv) not in DIMS,
             "attention_mask: a dense mask is not supported": "mask" in rules.names,
             "mask_info: given positions are not supported": "q_positions" in rules.names,
@@ -139,6 +146,7 @@ class ScaledDotProductAttention(FlashAttention):
     """
 
     call = calls.ScaledDotProductAttention
+    reads = arguments.ATTENTION | arguments.PACKED
     own_tiles = True
 
 
@@ -151,6 +159,8 @@ class FlashMLA(FromLatent, FlashAttention):
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
+
+    reads = arguments.FLASH_MLA
 
 
 flash_attention = FlashAttention()

@@ -17,6 +17,7 @@ from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import ACROSS, DOWN, PIECE, ROWS, Weights
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 DTYPES = ("float16", "bfloat16")
 
@@ -82,6 +83,7 @@ class GroupedMatmul(BesideTriton):
     """
 
     call = calls.GroupedMatmul
+    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision"}
 
     def refuse(self, problem: Any, target: Any) -> str | None:
         p, reason = problem, self.rest.refuse(problem, target)

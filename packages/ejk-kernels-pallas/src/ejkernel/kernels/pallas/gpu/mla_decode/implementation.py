@@ -22,6 +22,7 @@ from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, Steps
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.problem import LOG2E
 
 DTYPES = ("float16", "bfloat16")
@@ -89,8 +90,15 @@ class MLADecode(BesideTriton):
     """
 
     call = calls.MLADecode
+    reads = arguments.PAGES | {
+        "query",
+        "latent_cache",
+        "latent_dim",
+        "softmax_scale",
+        "k_scale",
+        "return_lse",
+    }
     own_tiles = True
-    unsupported = ("softmax_aux",)
 
     def refuse(self, problem: Any, target: Any) -> str | None:
         p, reason = problem, self.rest.refuse(problem, target)
@@ -107,11 +115,6 @@ class MLADecode(BesideTriton):
             return f"query: {p.heads} heads are no multiple of {ROWS}"
         if p.page_size < 8 or p.page_size & (p.page_size - 1):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
-        for name, value in (
-            ("sliding_window", p.left), ("logits_soft_cap", p.soft_cap), ("num_splits", p.splits),
-        ):  # fmt: skip
-            if value is not None:
-                return f"{name}: not supported"
         return None
 
     def priority_for(self, inv: Any) -> int:

@@ -17,6 +17,7 @@ from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 from ejkernel.types.problem import Problem
 from ejkernel.types.structure import Band, Rules
 
@@ -94,8 +95,6 @@ def decodes(paged: Any) -> bool:
 class Ragged(BesideTriton):
     """What both ragged operations have in common."""
 
-    unsupported = ("softmax_aux", "k_scale", "v_scale", "q_scale")
-
     def refuse(self, problem: Any, target: Any) -> str | None:
         p, reason = problem.paged, self.rest.refuse(problem, target)
         if reason is not None:
@@ -104,8 +103,6 @@ class Ragged(BesideTriton):
             return f"queries: {p.query} on {p.key}, only {' and '.join(DTYPES)} are supported"
         if p.dim not in DIMS or p.form[1] != 2 * p.dim:
             return f"queries: head dim {p.dim} is not among {DIMS}, or pages are padded to more"
-        if p.left is not None:
-            return "sliding_window: not supported"
         if p.page_size < 16 or p.page_size & (p.page_size - 1):
             return f"{self.rest.cache}: pages of {p.page_size} are no power of two from 16 on"
         enough = self.long(problem, target).enough
@@ -153,6 +150,7 @@ class RaggedPageAttention(Ragged):
     """
 
     call = calls.RaggedPageAttention
+    reads = arguments.RAGGED | {"softmax_scale", "logits_soft_cap"}
 
 
 class RaggedPageAttentionv3(Ragged):
@@ -163,6 +161,7 @@ class RaggedPageAttentionv3(Ragged):
     """
 
     call = calls.RaggedPageAttentionv3
+    reads = arguments.RAGGED_UPDATE | {"softmax_scale", "logits_soft_cap"}
 
 
 ragged_page_attention = RaggedPageAttention()

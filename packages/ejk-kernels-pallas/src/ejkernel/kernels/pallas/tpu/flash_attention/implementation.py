@@ -25,6 +25,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.calls import arguments
 from ejkernel.types.hidden import cleared, seen_keys
 from ejkernel.types.problem import Problem
 from ejkernel.types.softmax_kernel import SoftmaxKernel
@@ -44,6 +45,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """
 
     call = calls.FlashAttention
+    reads = arguments.FLASH | arguments.PACKED | {"precision"}
+    # no bias: a [q, k] bias would be read once a head, which costs more than the matmuls
     chip = staticmethod(current_chip)
     choose = staticmethod(tiles.choose)
 
@@ -57,17 +60,11 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     def refuse(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
             return f"query: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
-        if problem.logits_dtype == "float64":
-            return "logits_dtype: float64 is not supported"
         for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
             if not 0 < dim <= MAX_DIM:
                 return f"{argument}: head dim {dim} is not between 1 and {MAX_DIM}"
         if not problem.precision:
             return NO_LEVEL
-        if problem.biased:
-            return "bias: a [q, k] bias would be read once a head, which costs more than products"
-        if problem.dropout:
-            return "dropout_prob: dropout is not supported"
         return None
 
     def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
