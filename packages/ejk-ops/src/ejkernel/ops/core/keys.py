@@ -82,7 +82,7 @@ def _describe_array(x: Any, shape: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):  # as JAX will see it
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return {
-        "shape": [str(n) if is_symbolic(n) else int(n) for n in shape],
+        "shape": [int(n) if isinstance(n, int) or not is_symbolic(n) else str(n) for n in shape],
         "dtype": str(dtype),
         "sharding": sharding_fingerprint(x),
         "free": [axis for axis, n in enumerate(shape) if isinstance(n, Bucket)],
