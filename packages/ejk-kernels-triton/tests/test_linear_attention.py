@@ -102,6 +102,13 @@ def test_a_few_tokens(kind, reverse):
     check(make(KINDS[kind], **{**DIMS, "b": 2, "s": 3}), reverse=reverse)
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_few_tokens_with_16_bit_decays(tokens, dtype):
+    args = make(KINDS["constant"], **{**DIMS, "s": tokens})
+    check(args | {"g_gamma": args["g_gamma"].astype(dtype)})
+
+
 def test_packed_tokens_of_many_sequences():
     args = make(KINDS["per head and constant"], **{**DIMS, "s": 8}, states=4)
     o, *_ = check(args, np.array([0, 1, 1, 4, 6], np.int32))

@@ -85,7 +85,7 @@ def steps(
         state = tl.load(initial + place, mask=held, other=0.0).to(tl.float32)
     fixed = 0.0
     if constant is not None:
-        fixed = tl.load(constant + batch * constants + head)
+        fixed = tl.load(constant + batch * constants + head).to(tl.float32)
     for t in tl.range(0, end - begin, num_stages=3):
         if REVERSED:
             row = batch * rows + end - 1 - t
