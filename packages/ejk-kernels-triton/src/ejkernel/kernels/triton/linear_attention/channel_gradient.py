@@ -47,8 +47,14 @@ from ejkernel.kernels.triton.linear_attention.channels import load_cut, middle, 
 from ejkernel.kernels.triton.linear_attention.gather import gather_by_halves, gather_near
 from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, Tiles, channel_options, width
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand
+from ejkernel.kernels.triton.linear_attention.tiles import (
+    CHANNELS,
+    Tiles,
+    channel_options,
+    maps_of,
+    width,
+)
 from ejkernel.kernels.triton.targets import Target
 
 

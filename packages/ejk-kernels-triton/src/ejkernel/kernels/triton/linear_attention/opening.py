@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
+from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, filled
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import maps_of, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.linear_attention.rows import row_operand
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, maps_of, width
 from ejkernel.kernels.triton.targets import Target
 
 Given = Any  # an operand of a launch; in a kernel a pointer or a descriptor

@@ -61,14 +61,15 @@ from ejkernel.kernels.triton.linear_attention.opening import facts
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.products import parts, product
 from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
-from ejkernel.kernels.triton.linear_attention.rows import (
-    WHOLE,
-    load_rows,
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand, store_rows
+from ejkernel.kernels.triton.linear_attention.tiles import (
+    FULL,
+    Tiles,
     maps_of,
-    row_operand,
-    store_rows,
+    split_tiles,
+    sums_options,
+    width,
 )
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, split_tiles, sums_options, width
 from ejkernel.kernels.triton.targets import Target
 
 PREPARED = ("pairs", "totals", "value_totals")
@@ -390,7 +391,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> 
     )  # fmt: skip
     asked = roles.query and p.scalar and not (roles.partner or roles.ends)
     asked = asked and {p.dtype, p.out, p.narrowest} == {"float32"}  # and not those of float16
-    fits = t.chunk == 64 and block == 64 and width(dim) in (64, 128) and maps == WHOLE.value
+    fits = t.chunk == 64 and block == 64 and width(dim) in (64, 128) and maps == FULL
     if split and usual and asked and fits and compat.has_gluon():
         from ejkernel.kernels.triton.linear_attention import split_walk
 

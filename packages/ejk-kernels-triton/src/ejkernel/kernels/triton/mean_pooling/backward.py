@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_piece
 from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
 from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
 

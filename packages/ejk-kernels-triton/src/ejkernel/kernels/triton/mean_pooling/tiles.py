@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.common.pieces import piece_count
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.targets import Target
@@ -93,6 +94,15 @@ class Tiles:
         """(groups, rows of each) that a program reads at once."""
         each = min(self.rows, power_of_two(p.chunk))
         return (1 if self.part else self.rows // each), each
+
+    def split(self, p: Problem) -> tuple[int, int]:
+        """(programs of a call for each block of channels, parts of a group)."""
+        if self.part and p.sequences:
+            return piece_count(p.rows, p.sequences, self.part), 1
+        if self.part:
+            parts = -(-p.chunk // self.part)
+            return p.groups * parts, parts
+        return max(p.sequences, 1) * -(-p.per_sequence // self.shape(p)[0]), 1
 
 
 def choose(p: Problem, target: Target) -> Tiles:
