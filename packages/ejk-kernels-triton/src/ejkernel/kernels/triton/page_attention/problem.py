@@ -109,7 +109,7 @@ class Problem:
         8-bit caches are exact in float16, where probabilities (at most 1) and queries (scaled
         per row) are more exact than in bfloat16. What has no common 16-bit dtype uses float32.
         """
-        if self.query != "float32" and BYTES.get(cache) == 1:  # a dtype may be yet to be refused
+        if self.query != "float32" and BYTES.get(cache) == 1:  # others are refused later
             return "float16"
         return cache if cache == self.query else "float32"
 
