@@ -34,12 +34,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Path:
-    """What calls have besides the required operands.
+    """Arguments of calls besides the required operands.
 
     Attributes:
         sizes: of axes, where they differ from ``SIZES``.
         options: static arguments.
-        given: optional operands.
+        optional: optional operands that every call has.
         dtypes: of operands, where they differ from ``PREFERRED``.
         forms: of operands that have several forms: the number of the one that they take.
         varied: the operands whose dtypes are tried, ``UNIFORM`` for all floats together; none: all
@@ -48,7 +48,7 @@ class Path:
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    given: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     dtypes: Mapping[str, str] = field(default_factory=dict)
     forms: Mapping[str, int] = field(default_factory=dict)
     varied: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Path:
         return Path(
             {**self.sizes, **other.sizes},
             {**self.options, **other.options},
-            (*self.given, *other.given),
+            (*self.optional, *other.optional),
             {**self.dtypes, **other.dtypes},
             {**self.forms, **other.forms},
             self.varied,
@@ -70,8 +70,8 @@ NEEDED = {
     "b_q": Path({"q_dim": SIZES["nope_dim"]}),
     "block_counts": Path(options={"max_block_count": 2}),
     "cu_seqlens": Path(_ONE_SEQUENCE),
-    "cum_seqlens_k": Path(_ONE_SEQUENCE, given=("cum_seqlens_q",)),
-    "cum_seqlens_q": Path(_ONE_SEQUENCE, given=("cum_seqlens_k",)),
+    "cum_seqlens_k": Path(_ONE_SEQUENCE, optional=("cum_seqlens_q",)),
+    "cum_seqlens_q": Path(_ONE_SEQUENCE, optional=("cum_seqlens_k",)),
     "dropout_seed": Path(options={"dropout_prob": 0.1}),
     "g_swa": Path(options={"sliding_window": 8}),
     "rhs_scale": Path(dtypes={"rhs": "int8"}),
@@ -82,11 +82,11 @@ _TOKEN = {"seq": 1}
 _LINEAR = (Path(), Path(_TOKEN))
 _LINEAR_GATES = (
     *_LINEAR,
-    *(Path(sizes, given=_DECAYS, forms=_PER_HEAD, varied=_DECAYS) for sizes in ({}, _TOKEN)),
+    *(Path(sizes, optional=_DECAYS, forms=_PER_HEAD, varied=_DECAYS) for sizes in ({}, _TOKEN)),
     # states too large for one program
-    Path({"key_dim": 256, "v_dim": 256}, given=("g",), forms=_PER_HEAD, varied=(UNIFORM, "g")),
+    Path({"key_dim": 256, "v_dim": 256}, optional=("g",), forms=_PER_HEAD, varied=(UNIFORM, "g")),
 )
-_SCALED = Path(given=("k_scale", "v_scale"))
+_SCALED = Path(optional=("k_scale", "v_scale"))
 _LAYER = Path(options={"layer_idx": 1, "num_layers": 4})
 _LATENT = Path({"cache_dim": 576, "page_size": 64}, {"latent_dim": 512})
 # ways through the kernels of an operation, where there is more than one or it has static arguments
@@ -96,14 +96,14 @@ PATHS = {
     "lightning_attention": tuple(path | _LAYER for path in _LINEAR),
     "mean_pooling": (
         Path(options={"chunk_size": 16}, forms={"x": 0, "attention_mask": 0}),
-        Path(given=("cu_seqlens",), forms={"x": 1, "attention_mask": 1}),
+        Path(optional=("cu_seqlens",), forms={"x": 1, "attention_mask": 1}),
         # groups so long that several programs add their parts
         Path({"seq": 4096}, forms={"x": 0, "attention_mask": 0}),
     ),
-    "mla_attention": (Path(given=("b_k",)),),
+    "mla_attention": (Path(optional=("b_k",)),),
     "mla_decode": (
         _LATENT,
-        _LATENT | Path(given=("k_scale",), dtypes={"latent_cache": "int8"}),
+        _LATENT | Path(optional=("k_scale",), dtypes={"latent_cache": "int8"}),
     ),
     "native_sparse_attention": (Path(options={"block_size": 16, "block_counts": 2}),),
     "page_attention": (
@@ -115,7 +115,7 @@ PATHS = {
         Path(),
         _SCALED | Path(dtypes={"kv_cache": "int8"}),
         *(
-            Path(given=_SCALED.given, dtypes={"kv_cache": dtype}, varied=("keys", "values"))
+            Path(optional=_SCALED.optional, dtypes={"kv_cache": dtype}, varied=("keys", "values"))
             for dtype in ("float8_e4m3fn", "float8_e5m2")
         ),
     ),
@@ -172,7 +172,7 @@ def dtype_cases(call: type[Call]) -> Iterator[DtypeCase]:
         for name, forms in operands.items():
             if name == operand:
                 arrays[name] = shape_of(call.name, name, axes, dtype, path), dtype
-            elif name in call.boundary.required or name in path.given:
+            elif name in call.boundary.required or name in path.optional:
                 form, dtypes = list(forms.items())[path.forms.get(name, 0)]
                 usual = path.dtypes.get(name) or next(d for d in PREFERRED if d in dtypes)
                 if operand == UNIFORM and usual in FLOATS:

@@ -1,4 +1,4 @@
-"""Every operand passes the front end of Triton's compiler in every dtype that it may have.
+"""Every operand passes tracing and the front end of Triton's compiler in every dtype it may have.
 
 Kernels compute in float32. An operand that a kernel loads without a conversion breaks the kernel
 for other dtypes, and the front end says so in a tenth of the time of a full compilation.
@@ -43,7 +43,7 @@ ENTRIES = {entry.public: entry for entry in package.PACKAGE.entries}
 
 @dataclass
 class Traced:
-    """What the calls of an operation launch.
+    """Launches of the calls of an operation.
 
     Attributes:
         cases: the calls.
@@ -64,10 +64,16 @@ def is_float(x: Any) -> bool:
 def _as_called(case: DtypeCase) -> Iterator[None]:
     """The state in which a call is traced: with 64 bits where it has them.
 
-    8-bit caches without scales may warn.
+    JAX promotes nothing, as strict callers set it. 8-bit caches without scales may warn.
     """
     wide = any(np.dtype(dtype).itemsize == 8 for _, dtype in case.arrays.values())
-    with jax.enable_x64(wide), compile_for(HOPPER), warnings.catch_warnings():
+    with (
+        jax.enable_x64(wide),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        compile_for(HOPPER),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         yield
 
@@ -78,12 +84,12 @@ def canonical_call(kernel: Any, case: DtypeCase, arrays: Any) -> Any:
 
     def operands(arrays: Any) -> Any:
         nonlocal problem
-        given = kernel.call.bind(kernel.call.prepare((), {**arrays, **case.options}))
-        problem = kernel.problem(given)
+        canonical = kernel.call.bind(kernel.call.prepare((), {**arrays, **case.options}))
+        problem = kernel.problem(canonical)
         reason = kernel.refuse(problem, HOPPER)
         if reason is not None:
             raise kernel.refused(reason)
-        return {name: x for name, x in kernel.operands(given, problem).items() if x is not None}
+        return {name: x for name, x in kernel.operands(canonical, problem).items() if x is not None}
 
     leaves, tree = jax.tree.flatten(jax.eval_shape(operands, arrays))
     types = tuple((x.shape, x.dtype) for x in leaves)
@@ -95,32 +101,32 @@ def program(kernel: Any, case: DtypeCase, arrays: Any) -> Any:
     smooth = {n: x for n, x in arrays.items() if is_float(x) and x.dtype.itemsize > 1}
     fixed = {n: x for n, x in arrays.items() if n not in smooth}
 
-    def run(smooth: Any, fixed: Any) -> Any:
+    def sum_outputs(smooth: Any, fixed: Any) -> Any:
         outputs = jax.tree.leaves(kernel(**smooth, **fixed, **case.options))
         return sum(jnp.sum(x.astype(jnp.float32)) for x in outputs if is_float(x))
 
     # XLA differentiates attention over caches; matrices of 8 bits have no gradient
     if not isinstance(kernel, CacheKernel):
         with contextlib.suppress(NotImplementedError):
-            return jax.make_jaxpr(jax.grad(run))(smooth, fixed)
-    return jax.make_jaxpr(run)(smooth, fixed)
+            return jax.make_jaxpr(jax.grad(sum_outputs))(smooth, fixed)
+    return jax.make_jaxpr(sum_outputs)(smooth, fixed)
 
 
 @cache
 def traced(operation: str) -> Traced:
     kernel: Any = package.PACKAGE.load(ENTRIES[operation])
-    found, known = Traced(), set()
+    found, traced_calls = Traced(), set()
     for case in dtype_cases(kernel.call):
         found.cases.append(case)
         arrays = {n: jax.ShapeDtypeStruct(s, np.dtype(d)) for n, (s, d) in case.arrays.items()}
         with _as_called(case):
             try:
                 key = canonical_call(kernel, case, arrays)
-                if key not in known:
+                if key not in traced_calls:
                     launches = launches_of(program(kernel, case, arrays), HOPPER)
                     for plan, avals in launches.values():
                         found.sources.setdefault(plan_source(plan, avals, HOPPER), case)
-                known.add(key)
+                traced_calls.add(key)
             except (InvalidArgument, Unsupported) as error:
                 found.refused.append((case, str(error)))
             except Exception as error:
@@ -153,7 +159,7 @@ _checked: set[tuple[Any, ...]] = set()
 
 
 def type_errors(sources: dict[Source, DtypeCase]) -> list[str]:
-    """What the front end says about sources that have an operand in a dtype not checked before."""
+    """Errors of the front end, for sources with an operand in a dtype that is not checked yet."""
     found = []
     for source, case in sources.items():
         operands = typed_operands(source)

@@ -61,8 +61,8 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    """What a process that cannot import Triton finds, by kernel or call."""
+def answers(tmp_path_factory) -> dict:
+    """Answers of a process that cannot import Triton, by kernel or call."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "HOME": str(tmp_path_factory.mktemp("home")),
@@ -74,24 +74,24 @@ def found(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_kernel_is_imported(found: dict) -> None:
-    assert list(found["kernels"]) == [entry.algorithm for entry in PACKAGE.entries]
-    assert [kernel for kernel in found["kernels"].values() if "Error" in kernel] == []
-    assert found["signatures"] == []
+def test_every_kernel_is_imported(answers: dict) -> None:
+    assert list(answers["kernels"]) == [entry.algorithm for entry in PACKAGE.entries]
+    assert [kernel for kernel in answers["kernels"].values() if "Error" in kernel] == []
+    assert answers["signatures"] == []
 
 
-def test_every_kernel_says_that_triton_is_missing(found: dict) -> None:
-    """As ``explain`` and ``supports`` repeat it."""
-    for algorithm, reason in found["supports"].items():
+def test_every_kernel_says_that_triton_is_missing(answers: dict) -> None:
+    """``explain`` and ``supports`` repeat the reason."""
+    for algorithm, reason in answers["supports"].items():
         assert reason.startswith("triton is not installed; combinations that work"), algorithm
 
 
-def test_every_kernel_is_refused_where_it_is_lowered(found: dict) -> None:
-    for algorithm, refusal in found["lowers"].items():
+def test_every_kernel_is_refused_where_it_is_lowered(answers: dict) -> None:
+    for algorithm, refusal in answers["lowers"].items():
         assert refusal.startswith("IncompatibleVersions: triton is not installed"), algorithm
 
 
-def test_every_call_is_traced(found: dict) -> None:
+def test_every_call_is_traced(answers: dict) -> None:
     """With its gradients: programs are made for GPUs on machines that have none."""
-    assert list(found["launches"]) == list(CALLS)
-    assert {name: n for name, n in found["launches"].items() if not isinstance(n, int)} == {}
+    assert list(answers["launches"]) == list(CALLS)
+    assert {name: n for name, n in answers["launches"].items() if not isinstance(n, int)} == {}

@@ -113,7 +113,7 @@ def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) 
         return named_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
     chosen = select(work.problem, work.target, q, k, blocks, _sorts(p))
     if not isinstance(counts, int):
-        slot = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+        slot = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
         chosen = jnp.where(slot < counts[..., None], chosen, -1)
     return named_lse(chosen)
 
