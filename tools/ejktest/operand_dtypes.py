@@ -18,6 +18,7 @@ from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import Parameter
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.calls.words import alternatives
+from ejktest.called import Arrays, Called
 
 UNIFORM = "all floats"
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -125,21 +126,16 @@ PATHS = {
 
 @dataclass(frozen=True)
 class DtypeCase:
-    """A call in which ``operand``, in the form ``axes``, has ``dtype``.
+    """A call in which ``operand``, in the form ``axes``, has ``dtype``."""
 
-    ``arrays``: shape and dtype by name.
-    """
-
-    operation: str
     operand: str
     axes: str
     dtype: str
-    arrays: Mapping[str, tuple[tuple[int, ...], str]]
-    options: Mapping[str, Any]
+    called: Called
 
     @property
     def name(self) -> str:
-        return f"{self.operation}: {self.operand}[{self.axes}] {self.dtype}"
+        return f"{self.called.operation}: {self.operand}[{self.axes}] {self.dtype}"
 
 
 def accepted_dtypes(parameter: Parameter) -> dict[str, tuple[str, ...]]:
@@ -157,7 +153,7 @@ def shape_of(operation: str, operand: str, axes: str, dtype: str, path: Path) ->
     if (operation, operand) == ("grouped_matmul", "rhs"):
         axes = "groups inner columns"
     sizes = {**SIZES, **path.sizes}
-    # heads of a cache in words of 32 bits
+    # a packed cache holds its heads in words of 32 bits
     sizes["packing"] = max(1, 4 // np.dtype(dtype).itemsize)
     sizes["packed_kv_heads"] = sizes["combined_kv_heads"] // sizes["packing"]
     return tuple(int(word) if word.isdigit() else sizes[bare(word)] for word in axes.split())
@@ -168,7 +164,7 @@ def dtype_cases(call: type[Call]) -> Iterator[DtypeCase]:
     operands = {p.name: accepted_dtypes(p) for p in call.boundary.array_parameters}
 
     def case(path: Path, operand: str, axes: str, dtype: str) -> DtypeCase:
-        arrays = {}
+        arrays: Arrays = {}
         for name, forms in operands.items():
             if name == operand:
                 arrays[name] = shape_of(call.name, name, axes, dtype, path), dtype
@@ -179,7 +175,7 @@ def dtype_cases(call: type[Call]) -> Iterator[DtypeCase]:
                     usual = dtype
                 arrays[name] = shape_of(call.name, name, form, usual, path), usual
         options = {name: x for name, x in path.options.items() if name not in arrays}
-        return DtypeCase(call.name, operand, axes, dtype, arrays, options)
+        return DtypeCase(operand, axes, dtype, Called(call.name, arrays, options))
 
     for path in PATHS.get(call.name, (Path(),)):
         for operand in path.varied or (UNIFORM, *operands):

@@ -66,7 +66,7 @@ def _as_called(case: DtypeCase) -> Iterator[None]:
 
     JAX promotes nothing, as strict callers set it. 8-bit caches without scales may warn.
     """
-    wide = any(np.dtype(dtype).itemsize == 8 for _, dtype in case.arrays.values())
+    wide = any(np.dtype(dtype).itemsize == 8 for _, dtype in case.called.arrays.values())
     with (
         jax.enable_x64(wide),
         jax.numpy_rank_promotion("raise"),
@@ -84,7 +84,7 @@ def canonical_call(kernel: Any, case: DtypeCase, arrays: Any) -> Any:
 
     def operands(arrays: Any) -> Any:
         nonlocal problem
-        canonical = kernel.call.bind(kernel.call.prepare((), {**arrays, **case.options}))
+        canonical = kernel.call.bind(kernel.call.prepare((), {**arrays, **case.called.options}))
         problem = kernel.problem(canonical)
         reason = kernel.refuse(problem, HOPPER)
         if reason is not None:
@@ -102,7 +102,7 @@ def program(kernel: Any, case: DtypeCase, arrays: Any) -> Any:
     fixed = {n: x for n, x in arrays.items() if n not in smooth}
 
     def sum_outputs(smooth: Any, fixed: Any) -> Any:
-        outputs = jax.tree.leaves(kernel(**smooth, **fixed, **case.options))
+        outputs = jax.tree.leaves(kernel(**smooth, **fixed, **case.called.options))
         return sum(jnp.sum(x.astype(jnp.float32)) for x in outputs if is_float(x))
 
     # XLA differentiates attention over caches; matrices of 8 bits have no gradient
@@ -118,8 +118,8 @@ def traced(operation: str) -> Traced:
     found, traced_calls = Traced(), set()
     for case in dtype_cases(kernel.call):
         found.cases.append(case)
-        arrays = {n: jax.ShapeDtypeStruct(s, np.dtype(d)) for n, (s, d) in case.arrays.items()}
         with _as_called(case):
+            _, arrays = case.called.shapes()
             try:
                 key = canonical_call(kernel, case, arrays)
                 if key not in traced_calls:

@@ -18,7 +18,7 @@ from ejktest.triton_calls import CALLS
 PROBE = """
 import json, sys
 sys.modules.update(dict.fromkeys(("triton", "jax_triton")))
-import jax, jax.numpy as jnp
+import jax
 from ejkernel.kernels import triton as package
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
@@ -40,11 +40,10 @@ def refusal(algorithm):
     return refused[1]
 
 def lower(kernel):
-    case = next(dtype_cases(kernel.call))
-    arrays = {name: jax.ShapeDtypeStruct(*form) for name, form in case.arrays.items()}
-    call = jax.jit(lambda arrays: kernel(**arrays, **case.options))
+    called = next(dtype_cases(kernel.call)).called
+    call = jax.jit(called.forward(package))
     with compile_for(cuda_target(90)):
-        call.trace(arrays).lower(lowering_platforms=("cuda",))
+        call.trace(*called.shapes()).lower(lowering_platforms=("cuda",))
 
 kernels = {e.algorithm: answer(lambda: package.PACKAGE.load(e)) for e in package.PACKAGE.entries}
 print(json.dumps({
