@@ -72,33 +72,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return get_default_executor()(
-        Attention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        dropout_rng=dropout_rng,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        init_bias=init_bias,
-        deterministic=deterministic,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        dtype=dtype,
-        softmax_dtype=softmax_dtype,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        precision=precision,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(Attention.shared(), **locals())
 
 
 class Attention(Operation[AttentionConfig]):

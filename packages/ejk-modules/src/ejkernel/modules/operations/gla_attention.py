@@ -62,24 +62,7 @@ def gla_attention(
 
     Source: Yang et al. 2023, "Gated Linear Attention" (arXiv 2312.06635), section 4.
     """
-    return get_default_executor()(
-        GLAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        g=g,
-        g_gamma=g_gamma,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(GLAttention.shared(), **locals())
 
 
 class GLAttention(Operation[GLAttentionConfig]):

@@ -73,23 +73,7 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
-    return get_default_executor()(
-        GroupedMatmul.shared(),
-        lhs=lhs,
-        rhs=rhs,
-        group_sizes=group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        transpose_rhs=transpose_rhs,
-        precision=precision,
-        rhs_scale=rhs_scale,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(GroupedMatmul.shared(), **locals())
 
 
 class GroupedMatmul(Operation[GroupedMatmulConfig]):

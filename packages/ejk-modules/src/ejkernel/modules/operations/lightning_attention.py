@@ -63,24 +63,7 @@ def lightning_attention(
 
     Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
     """
-    return get_default_executor()(
-        LightningAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(LightningAttention.shared(), **locals())
 
 
 class _LayerOfShard(int):

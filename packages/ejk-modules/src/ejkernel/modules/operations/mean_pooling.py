@@ -58,18 +58,7 @@ def mean_pooling(
 
     Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
     """
-    return get_default_executor()(
-        MeanPooling.shared(),
-        x=x,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        attention_mask=attention_mask,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(MeanPooling.shared(), **locals())
 
 
 class MeanPooling(Operation[MeanPoolingConfig]):

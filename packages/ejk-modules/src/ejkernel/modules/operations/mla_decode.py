@@ -68,26 +68,7 @@ def mla_decode(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.2.
     """
-    return get_default_executor()(
-        MLADecode.shared(),
-        query=query,
-        latent_cache=latent_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        latent_dim=latent_dim,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        k_scale=k_scale,
-        num_splits=num_splits,
-        return_lse=return_lse,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(MLADecode.shared(), **locals())
 
 
 class MLADecode(Operation[MLADecodeConfig]):

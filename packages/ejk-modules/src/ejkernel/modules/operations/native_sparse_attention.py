@@ -76,27 +76,7 @@ def native_sparse_attention(
 
     Source: Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089), section 3.
     """
-    return get_default_executor()(
-        NativeSparseAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        g_cmp=g_cmp,
-        g_slc=g_slc,
-        block_indices=block_indices,
-        block_counts=block_counts,
-        cu_seqlens=cu_seqlens,
-        g_swa=g_swa,
-        block_size=block_size,
-        max_block_count=max_block_count,
-        sliding_window=sliding_window,
-        softmax_scale=softmax_scale,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(NativeSparseAttention.shared(), **locals())
 
 
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):

@@ -57,23 +57,7 @@ def ragged_decode_attention(
 
     Source: the decode case of Dao et al. 2022 (arXiv 2205.14135) with per-row bounds.
     """
-    return get_default_executor()(
-        RaggedDecodeAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        sequence_start=sequence_start,
-        sequence_end=sequence_end,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(RaggedDecodeAttention.shared(), **locals())
 
 
 class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):

@@ -72,26 +72,7 @@ def recurrent_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; Yang et al. 2023, "Gated
     Linear Attention" (arXiv 2312.06635), section 3.
     """
-    return get_default_executor()(
-        RecurrentAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        g=g,
-        g_gamma=g_gamma,
-        gk=gk,
-        gv=gv,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(RecurrentAttention.shared(), **locals())
 
 
 class RecurrentAttention(Operation[RecurrentAttentionConfig]):

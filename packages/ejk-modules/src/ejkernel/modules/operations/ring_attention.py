@@ -94,34 +94,7 @@ def ring_attention(
     Source: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), algorithm 1; zigzag order:
     Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), and its two-chunk variant.
     """
-    return get_default_executor()(
-        RingAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        softmax_aux=softmax_aux,
-        axis_name=axis_name,
-        mask_info=mask_info,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        layout=layout,
-        return_lse=return_lse,
-        precision=precision,
-        logits_dtype=logits_dtype,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+    return get_default_executor()(RingAttention.shared(), **locals())
 
 
 class RingAttention(Operation[RingAttentionConfig]):
