@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; writing what was measured", file=sys.stderr)
     paths = report.write(rows, limits, args.op, args.out)
-    picture = plot.write(paths[0])
+    picture = plot.write_chart(paths[0])
     print(report.markdown(rows, limits, report.environment()))
     print("wrote " + ", ".join(map(str, [*paths, picture])), file=sys.stderr)
     return 0

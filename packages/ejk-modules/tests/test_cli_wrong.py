@@ -73,6 +73,7 @@ def test_json_has_no_numbers_that_json_cannot_say(capsys):
     assert json.loads(capsys.readouterr().out) == {"ms": None, "rows": [[1.0, None]]}
 
 
+@pytest.mark.usefixtures("report_libraries")
 def test_a_folder_that_is_none(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -100,6 +101,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.usefixtures("report_libraries")
 @pytest.mark.parametrize(
     "words", [["report", "--no-doctor", "--out"], ["cache", "export"]], ids=lambda words: words[0]
 )

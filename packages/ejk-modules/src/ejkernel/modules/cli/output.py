@@ -8,7 +8,6 @@ control character of a text reaches the terminal.
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import math
 import shutil
@@ -78,11 +77,6 @@ def write_file(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def escape(text: str) -> str:
-    """``text`` for HTML."""
-    return html.escape(printable(text))
-
-
 class Advance(Protocol):
     """One step done: what it was, and how many there are where that was not known before."""
 
@@ -125,7 +119,7 @@ class Output:
         """A table; ``right``: the columns of numbers."""
         if self.json:
             return
-        names, lines = list(map(_line, columns)), [[_cell(c) for c in row] for row in rows]
+        names, lines = list(map(_line, columns)), [[cell_text(c) for c in row] for row in rows]
         widths = [max(map(len, column)) + 2 for column in zip(names, *lines, strict=True)]
         if sum(widths) <= self._room():
             self._table(names, lines, right)
@@ -328,7 +322,8 @@ def _plain(text: str, style: str = "") -> Any:
     return Text(text, style=style)
 
 
-def _cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """Returns what a cell of a table shows."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else _line(str(value))
