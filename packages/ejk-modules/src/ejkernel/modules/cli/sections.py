@@ -11,11 +11,10 @@ from typing import Any
 from ejkernel.modules.bench.record import config_text, rates_text
 from ejkernel.modules.cli import charts
 from ejkernel.modules.cli.output import MARKS, counted
+from ejkernel.modules.cli.tuning import GOOD_HEURISTIC
 from ejkernel.ops.execution.progress import first_line
 
 Record = dict[str, Any]
-GOOD_HEURISTIC = 1.15
-"""A heuristic config within this of the tuned one counts as good."""
 MAX_ROWS = 16  # more are folded
 
 
