@@ -13,7 +13,8 @@ import jax
 
 from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 from ejkernel.kernels.triton.targets import Target, compile_for
-from ejktest.attention_at_size import inputs, kernel
+from ejktest.at_size import inputs, kernel
+from ejktest.attention import Call
 
 
 def _guarded(job: tuple[Any, ...]) -> Any:
@@ -73,9 +74,9 @@ def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
         f.trace(*operands).lower(lowering_platforms=(target.platform,))  # ty: ignore[missing-attribute]
 
 
-def lower_case(name: str, target: Target) -> None:
-    """The kernels of a case of ``attention_at_size``."""
-    lower(kernel(name, flash_attention), target, *jax.eval_shape(lambda: inputs(name)))
+def lower_case(call: Call, target: Target) -> None:
+    """Compiles the kernels of a call of flash attention."""
+    lower(kernel(call, flash_attention), target, *inputs(call))
 
 
 def _lower_drawn(module: str, operation: str, name: Any, target: Target) -> None:

@@ -8,6 +8,9 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+# a GPU of few multiprocessors, for what watches every access of its kernels
+SMALL_CORES = 3
+SMALL_H200 = AbstractDevice("NVIDIA H200", SMALL_CORES, "gpu")
 
 
 def on(device: Any) -> Any:

@@ -15,15 +15,8 @@ import pytest
 
 import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
-from ejktest import (
-    ahead,
-    attention_at_size,
-    grouped_cases,
-    latent_at_size,
-    paged_at_size,
-    ragged_cases,
-    sparse_cases,
-)
+from ejktest import ahead, at_size
+from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
 from gpu import compare, named
 
 
@@ -43,25 +36,23 @@ def memory(monkeypatch):
 
 def test_memory_checkers_are_given_cases_that_exist(memory):
     lists = {
-        memory.flash: attention_at_size.CASES,
-        memory.sparse: attention_at_size.SPARSE,
-        memory.paged: paged_at_size.CASES,
-        memory.latent: latent_at_size.CASES,
-        memory.ragged: ragged_cases.CASES,
-        memory.grouped: [case[:2] for case in grouped_cases.CASES],
-        memory.stored: grouped_cases.STORED,
+        memory.flash: attention.AT_SIZE,
+        memory.sparse: attention.SPARSE,
+        memory.paged: paged.CASES,
+        memory.latent: latent.CASES,
+        memory.ragged: ragged.CASES,
+        memory.grouped: [case[:2] for case in grouped.CASES],
+        memory.stored: grouped.STORED,
         memory.varied: memory.VARIANTS,
-        memory.lists: sparse_cases.CASES,
+        memory.lists: sparse.CASES,
         memory.contiguous: [()],
-        memory.branches: sparse_cases.CASES,
+        memory.branches: sparse.CASES,
         memory.whole: [(False,), (True,)],
-        memory.hopper_flash: attention_at_size.CASES,
-        memory.hopper_sparse: attention_at_size.SPARSE,
-        memory.hopper_grouped: [
-            (sizes, kind) for sizes in grouped_cases.SIZES for kind in grouped_cases.WHOLE
-        ],
-        memory.hopper_ragged: memory.HOPPER_MIXES,
-        memory.hopper_latent: latent_at_size.CASES,
+        memory.hopper_flash: attention.AT_SIZE,
+        memory.hopper_sparse: attention.SPARSE,
+        memory.hopper_grouped: [(sizes, kind) for sizes in grouped.SIZES for kind in grouped.WHOLE],
+        memory.hopper_ragged: ragged.HOPPER,
+        memory.hopper_latent: latent.CASES,
     }
     for run, *case in memory.CALLS:
         known = lists[run]
@@ -126,7 +117,7 @@ def test_cases_begin_ahead_but_in_one_of_many_workers(monkeypatch, worker):
     callspecs = (SimpleNamespace(params={"name": name}) for name in "abc")
     items = [SimpleNamespace(path="here", callspec=x) for x in callspecs]
     request = SimpleNamespace(path="here", session=SimpleNamespace(items=items))
-    with attention_at_size.ahead(request, lambda name: done.append(name) or name * 2, 2) as case:
+    with at_size.ahead(request, lambda name: done.append(name) or name * 2, 2) as case:
         assert case("b") == "bb"
     assert sorted(done) == (["a", "b", "c"] if worker is None else ["b"])
 

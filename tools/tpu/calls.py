@@ -1,4 +1,4 @@
-"""The calls that the TPU check compiles: ours in every shipped shape, and JAX's kernels."""
+"""Kernels whose cost the TPU check counts: ours, and JAX's own."""
 
 from __future__ import annotations
 
@@ -8,25 +8,10 @@ from functools import partial
 from typing import Any
 
 from ejkernel.kernels import pallas
-from ejktest.called import F32, flash
+from ejktest.cases.attention import flash
 
-BATCH, HEADS, LENGTH = 4, 16, 4096  # too much for VMEM, so that arrays stay in HBM
+BATCH, HEADS, LENGTH = 4, 16, 4096
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
-CALLS = {
-    "d64": _flash(64),
-    "d128": _flash(),
-    "d256": _flash(256),
-    "d192 values 128": _flash(192, 128),
-    "causal gqa": _flash(kv_heads=4, causal=True),
-    "window offset": _flash(sliding_window=(1024, 0), causal_offset=64),
-    "segments causal": _flash(128, None, "segments", causal=True),
-    "cap sinks": _flash(128, None, "softmax_aux", logits_soft_cap=30.0, causal=True),
-    "length 1000": _flash(q=1000, causal=True),
-    "length 72 d80": _flash(80, q=72),
-    "float32": _flash(dtype=F32, causal=True),
-    "float32 highest": _flash(dtype=F32, precision="highest"),
-    "float32 d256": _flash(256, dtype=F32),
-}
 
 
 @dataclass(frozen=True)

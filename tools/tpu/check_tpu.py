@@ -38,9 +38,8 @@ JAX_BLOCKS = (512, 1024)
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
-    from tools.tpu.calls import CALLS
-
     from ejkernel.kernels import pallas
+    from ejktest.cases.attention import COMPILED_TPU as CALLS
 
     device = chips.device(chip)
     rows = []
