@@ -126,8 +126,8 @@ def branches(name: str):
     return out, back(x["do"]), call(*arrays)  # which without gradients is another launch
 
 
-def whole(reverse: bool):
-    """Linear attention of float32 numbers in whole chunks: on Hopper a kernel of its own."""
+def full_chunks(reverse: bool):
+    """Linear attention in float32 with full chunks: on Hopper a kernel of its own."""
     q, k, v = (jnp.ones((1, 192, h, 128), jnp.float32) for h in (2, 1, 1))
     g = jnp.full((1, 192, 2), -0.1)
     run = lambda *x: kernels.recurrent_attention(*x[:3], g=x[3], reverse=reverse)  # noqa: E731
@@ -212,7 +212,7 @@ CALLS = (
     *((stored, case) for case in ("int8", "e4m3 transposed", "e5m2", "e5m2 transposed")),
     *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
     *((branches, name) for name in ("one head d64", "float32")),
-    *((whole, reverse) for reverse in (False, True)),
+    *((full_chunks, reverse) for reverse in (False, True)),
     *((varied, *names) for names in VARIANTS),
     *((hopper_flash, name) for name in (
         "odd causal", "odd gqa cap d256", "segments q>k", "segments cap d64", "sinks cap window",
@@ -238,10 +238,10 @@ SMALL_CALLS = (
 
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
-    wanted = [name for name in sys.argv[1:] if not name.startswith("--")]
+    selected = [name for name in sys.argv[1:] if not name.startswith("--")]
     print(jax.devices()[0], flush=True)
     alone.install(short=control)
-    calls = chosen(SMALL_CALLS if SMALL else CALLS, wanted)
+    calls = chosen(SMALL_CALLS if SMALL else CALLS, selected)
     for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), len(alone.launched)
         with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):

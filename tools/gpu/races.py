@@ -4,12 +4,12 @@
     python tools/gpu/races.py "hopper_flash segments q>k"     # kinds or names, as of check_memory
     python tools/gpu/races.py --plant hopper_grouped          # and would a race be seen?
 
-The calls are those of ``check_memory`` for Hopper in small: every warpgroup of every program runs
-at once, and each access of shared or device memory is compared with those no order is known of
-(``gpu.mosaic``). Results are compared with float32, so that what was watched is what should
-run. ``--plant`` takes away what one wait tells, each in turn: where no race is seen then, the wait
-orders nothing in this call. Of those at a program's end there is nothing behind them. Exits with 1
-when something is found, or wrong.
+The calls are small ones of ``check_memory`` for Hopper: every warpgroup of every program runs
+at once, and each access of shared or device memory is compared with all that it is in no known order
+with (``gpu.mosaic``). Results are compared with float32, so that what was watched is what should
+run. ``--plant`` takes away the order of one wait after another: where no race is seen then, the
+wait orders nothing in this call; behind waits at a program's end there is nothing to order. Exits
+with 1 when something is found, or wrong.
 """
 
 from __future__ import annotations
@@ -122,17 +122,18 @@ def hopper_ragged(name: str) -> Call:
     first, length = np.cumsum(rows) - rows, np.asarray(m.lens)
     mine, single = rows >= LEAST, (rows == 1) & (m.cap is None)
     most = sum(-(-n // 128) + 1 for n in m.rows)
-    lines = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
-    own = np.stack([first, np.where(single, length, 0), np.full(len(rows), int(single.any()))], 1)
+    queue = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
+    any_single = np.full(len(rows), int(single.any()))
+    decodes = np.stack([first, np.where(single, length, 0), any_single], 1)
     tables = jnp.clip(x["tables"], 0, len(x["cache"]) - 1)
     tiles = ForwardTiles(q_held=0 if m.cap else 64, registers=232)
     long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, SMALL_CORES, bool(single.any()))
-    given = (x["q"], x["cache"], tables, jnp.asarray(lines), jnp.asarray(own, jnp.int32))
+    operands = (x["q"], x["cache"], tables, jnp.asarray(queue), jnp.asarray(decodes, jnp.int32))
     sampled, exact = ragged_cases.reference(m, x, x["cache"])
     of = np.searchsorted(np.cumsum(rows), sampled, side="right")
     here = (mine | single)[of]
     run = jax.jit(long)
-    return lambda: run(*given), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
+    return lambda: run(*operands), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
 
 
 def hopper_latent(name: str) -> Call:
@@ -151,9 +152,9 @@ def hopper_latent(name: str) -> Call:
         tokens=tokens, page_size=page, query=dtype, key=key, scale=576**-0.5, soft_cap=None,
         lse=True, capacity=page * columns,
     )  # fmt: skip
-    given = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
+    operands = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
     run = jax.jit(functools.partial(WholeStep(min(2, rows // 64) * SMALL_CORES), p))
-    arrays = (q, cache, *given)
+    arrays = (q, cache, *operands)
     wide = np.asarray(cache, np.float64)
     want = np.zeros((len(lens), rows, 512))
     for i, n in enumerate(lens):
@@ -185,7 +186,7 @@ def watch(run: Any, planted: str | None = None) -> tuple[Any, Any]:
 
 
 def unexplained(seen: Any) -> set[str]:
-    """What was found, but for writes of several warpgroups that are alike."""
+    """Returns the findings, except equal writes of several warpgroups."""
     others = {x for x in seen.races if not any(name in x for name in ALIKE)}
     return others | seen.own | seen.problems
 

@@ -47,7 +47,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.lists: sparse.CASES,
         memory.contiguous: [()],
         memory.branches: sparse.CASES,
-        memory.whole: [(False,), (True,)],
+        memory.full_chunks: [(False,), (True,)],
         memory.hopper_flash: attention.AT_SIZE,
         memory.hopper_sparse: attention.SPARSE,
         memory.hopper_grouped: [(sizes, kind) for sizes in grouped.SIZES for kind in grouped.WHOLE],
@@ -79,7 +79,7 @@ def launched(memory, monkeypatch):
 
     def mosaic(*arrays, **params):
         found.append(call := memory.alone.mosaic_call(arrays, params))
-        return [jnp.zeros(call.results[i].shape, call.results[i].dtype) for i in call.asked]
+        return [jnp.zeros(call.results[i].shape, call.results[i].dtype) for i in call.returned]
 
     monkeypatch.setattr(memory.alone.bridge._primitive, "impl", triton)
     monkeypatch.setattr(memory.alone.mpmd.mpmd_map_p, "impl", mosaic)
@@ -101,9 +101,9 @@ def test_kernels_for_hopper_are_taken_out_of_their_programs(memory, launched):
     forward, backward = launched
     assert forward.name == "flash_attention_forward" and forward.module[:4] == b"ML\xefR"
     assert [x.shape for x in forward.operands[:3]] == [(1, 128, 1, 128)] * 3
-    assert (forward.aliases, forward.asked) == ({}, [0, 1, 2])
+    assert (forward.aliases, forward.returned) == ({}, [0, 1, 2])
     counts = len(backward.operands) - 1  # of programs that have added to dq
-    assert backward.aliases == {counts: 3} and backward.asked == [0, 1, 2]
+    assert backward.aliases == {counts: 3} and backward.returned == [0, 1, 2]
     assert not backward.operands[counts].any()
 
 
@@ -127,7 +127,7 @@ def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
     monkeypatch.setattr(compare, "milliseconds", lambda program, given: program(*given).shape[1])
     here, there = multiprocessing.Pipe()
     work = threading.Thread(
-        target=compare.worker, args=(there, checkout.ROOT, "grouped_matmul", "xla", wanted)
+        target=compare.serve_times, args=(there, checkout.ROOT, "grouped_matmul", "xla", wanted)
     )
     work.start()
     assert compare.answer(here) == "ready"
