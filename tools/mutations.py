@@ -268,7 +268,7 @@ def plant(fault: Fault, folder: pathlib.Path) -> None:
 
 
 def caught(fault: Fault) -> tuple[bool, float, str]:
-    """Whether the tests fail with the fault planted; seconds; the first failing test."""
+    """Returns whether the tests fail with the fault planted, seconds, and the first failing test."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         plant(fault, pathlib.Path(folder))

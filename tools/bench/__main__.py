@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         return importlib.import_module(f"bench.workloads.{args.op}").main(args)
     calls = calls_here(args.op, args.cases)
     if not calls:
-        known = ", ".join(c.name for c in calls_here(args.op, "*")) or "none on this device"
-        print(f"no case matches {args.cases!r}; there are: {known}", file=sys.stderr)
+        names_here = ", ".join(c.name for c in calls_here(args.op, "*")) or "none on this device"
+        print(f"no case matches {args.cases!r}; there are: {names_here}", file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(c.name for c in calls))

@@ -17,7 +17,7 @@ def _number(value, digits=3) -> str:
 
 
 def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
-    lines = [
+    text = [
         f"Device {env['device']}, {env['date']}; {rates_text(asdict(limits))}",
         "",
         "| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |",
@@ -27,7 +27,7 @@ def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
     for r in rows:
         if r.ms is None:
             cell = f"not run: {r.note}"
-            lines.append(f"| {r.case} | {r.mode} | {r.contender} | {cell} | | | | | | |")
+            text.append(f"| {r.case} | {r.mode} | {r.contender} | {cell} | | | | | | |")
             continue
         over = ", ".join(f"{k} {v:.2f}x" for k, v in r.speed_over.items())
         cells = [
@@ -36,13 +36,13 @@ def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
             _number(r.tflops, 4), _number(r.gbps, 4), _number(r.percent_of_limit), over,
             _number(r.temp_mb, 4),
         ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+        text.append("| " + " | ".join(cells) + " |")
     if on_device:
-        lines += [
+        text += [
             "",
             "Times marked * are the device's own after a rest: of kernels, without launches.",
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
 
 
 def keep(out: pathlib.Path, name: str, content: dict) -> pathlib.Path:

@@ -57,13 +57,13 @@ class AbstractCall:
     def forward(self, package: Any) -> Callable[[Any, Any], Any]:
         """Returns a function of ``shapes`` that runs the call by the kernels of a package."""
 
-        def run(smooth: Any, fixed: Any) -> Any:
+        def call(smooth: Any, fixed: Any) -> Any:
             arguments = {**smooth, **fixed}
             if "segments" in arguments:
                 arguments["mask_info"] = MaskInfo.from_segments(arguments.pop("segments"))
             return getattr(package, self.operation)(**arguments, **self.options)
 
-        return run
+        return call
 
     def backward(self, package: Any) -> Callable[[Any, Any], Any]:
         """Returns the same for the gradients of the sum, which runs the kernels of both passes."""
@@ -110,7 +110,7 @@ def abstract_call(
 
     Args:
         sizes: of the axes of the signature, as far as ``IMPLIED`` does not have them.
-        arrays: operands with other shapes than those of the signature's axes.
+        arrays: operands whose shapes are not the signature's axes.
         dtype: of floating operands; ``dtypes``: of those with another.
         forms: the number of the form of operands that have several; else the first that fits.
         trained: whether all floating operands are differentiated.

@@ -42,10 +42,10 @@ def as_finished(
     os.environ["JAX_PLATFORMS"] = "cpu"  # for the workers; here the device is already chosen
     try:
         with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-            asked = {pool.submit(_guarded, job): number for number, job in enumerate(jobs)}
+            futures = {pool.submit(_guarded, job): number for number, job in enumerate(jobs)}
             try:
-                for future in concurrent.futures.as_completed(asked):
-                    yield asked[future], future.result()
+                for future in concurrent.futures.as_completed(futures):
+                    yield futures[future], future.result()
             finally:  # who stops early does not wait for what has not begun
                 pool.shutdown(wait=False, cancel_futures=True)
     finally:
@@ -55,7 +55,7 @@ def as_finished(
 
 
 def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """What ``as_finished`` yields, in the order of the jobs."""
+    """Returns the results of ``as_finished`` in the order of the jobs."""
     return [result for _, result in sorted(as_finished(jobs), key=lambda found: found[0])]
 
 

@@ -30,7 +30,7 @@ class Call:
 
     ``mask`` are keyword arguments that both the operation and ``oracle.visible`` know; ``segments``
     and ``dense`` add a random mask of documents and an array. ``bias`` is the (batch, heads) shape
-    of the bias; ``dtypes`` are those of q, k, v. ``blocks``: tiles of the config, None = no config.
+    of the bias; ``dtypes`` are for q, k and v. ``blocks``: tiles of the config, None = no config.
     """
 
     name: str
@@ -114,17 +114,17 @@ def oracle_case(call: Call, x: dict[str, Any], seed: int = 0) -> oracle.Case:
 
 def options(call: Call, seed: int = 0) -> dict[str, Any]:
     """Returns keyword arguments of the operation."""
-    given: dict[str, Any] = dict(call.mask)
+    arguments: dict[str, Any] = dict(call.mask)
     if call.dropout:
-        given |= {"dropout_prob": call.dropout, "dropout_seed": seed}
+        arguments |= {"dropout_prob": call.dropout, "dropout_seed": seed}
     if call.precision is not None:
-        given["precision"] = call.precision
+        arguments["precision"] = call.precision
     if call.pattern is not None:
-        given |= {"q_block_size": call.pattern.rows, "kv_block_size": call.pattern.keys}
+        arguments |= {"q_block_size": call.pattern.rows, "kv_block_size": call.pattern.keys}
     if call.blocks is not None:
         tiles = dict(zip(("q_blocksize", "kv_blocksize"), call.blocks, strict=True))
-        given["cfg"] = {"fwd_params": tiles, "bwd_params": tiles}
-    return {**given, "logits_soft_cap": call.cap, "softmax_scale": call.scale}
+        arguments["cfg"] = {"fwd_params": tiles, "bwd_params": tiles}
+    return {**arguments, "logits_soft_cap": call.cap, "softmax_scale": call.scale}
 
 
 def with_mask_info(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,12 +20,12 @@ def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
 
 
-def bound(call: Any, **given: Any) -> SimpleNamespace:
-    """What a registry hands to ``supports`` and the other hooks, for a ``Call`` of ejk-types.
+def bound(call: Any, **arguments: Any) -> SimpleNamespace:
+    """Returns what ``supports`` and the other hooks receive, for a ``Call`` of ejk-types.
 
     Arrays may be abstract.
     """
-    a = call.prepare((), given)
+    a = call.prepare((), arguments)
     arrays = {name: x for name, x in a.items() if _is_array(x) or isinstance(x, MaskInfo)}
     found: dict[str, Any] = {}
 

@@ -18,14 +18,14 @@ def array(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    """Normal numbers, others for every shape."""
+    """Draws normal values, different for every shape."""
     return array(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
 @partial(jax.jit, static_argnums=0)
-def pulled(function: Callable[..., Any], wanted: tuple[Any, ...], *rest: Any) -> Any:
-    """``(out, gradients of wanted, cotangent)`` of ``function(*wanted, *rest)``, all traced."""
-    out, back = jax.vjp(lambda *wanted: function(*wanted, *rest), *wanted)
+def pulled(function: Callable[..., Any], smooth: tuple[Any, ...], *others: Any) -> Any:
+    """Returns ``(out, gradients, cotangent)`` of ``function(*smooth, *others)``, all traced."""
+    out, back = jax.vjp(lambda *smooth: function(*smooth, *others), *smooth)
     cotangent = normal(*out.shape, seed=3, dtype=out.dtype)
     return out, back(cotangent), cotangent
 
@@ -33,7 +33,7 @@ def pulled(function: Callable[..., Any], wanted: tuple[Any, ...], *rest: Any) ->
 def wild_tables(
     rng: np.random.Generator, lens: Sequence[int], page_size: int
 ) -> tuple[np.ndarray, int]:
-    """Pages out of order, numbers that are none behind them; and how many pages: three unused."""
+    """Returns tables with pages out of order and invalid entries, and the pages: three unused."""
     counts = [-(-n // page_size) for n in lens]
     pages = sum(counts) + 3
     order = rng.permutation(pages)

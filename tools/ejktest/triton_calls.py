@@ -70,12 +70,12 @@ def plans(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
                     yield from plans(inner)
 
 
-def named(program: Any) -> dict[str, tuple[Any, list[Any]]]:
+def named_launches(program: Any) -> dict[str, tuple[Any, list[Any]]]:
     """The launches of a program by the names of their plans, numbered where there are several."""
     found: dict[str, tuple[Any, list[Any]]] = {}
     for plan, avals in plans(program.jaxpr):
         name = type(plan).__name__.removesuffix("Plan").lower()
-        again = sum(known.split()[0] == name for known in found)
+        again = sum(earlier.split()[0] == name for earlier in found)
         found[f"{name} {again + 1}" if again else name] = plan, avals
     return found
 
@@ -95,7 +95,7 @@ def launches_of(program: Any, target: Target) -> dict[str, tuple[Any, list[Any]]
         name: (replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target)), avals)
         if isinstance(plan, AttentionPlan)
         else (plan, avals)
-        for name, (plan, avals) in named(program).items()
+        for name, (plan, avals) in named_launches(program).items()
     }
 
 

@@ -4,12 +4,12 @@
     python tools/gpu/races.py "hopper_flash segments q>k"     # kinds or names, as of check_memory
     python tools/gpu/races.py --plant hopper_grouped          # and would a race be seen?
 
-The calls are small ones of ``check_memory`` for Hopper: every warpgroup of every program runs
-at once, and each access of shared or device memory is compared with all that it is in no known order
-with (``gpu.mosaic``). Results are compared with float32, so that what was watched is what should
-run. ``--plant`` takes away the order of one wait after another: where no race is seen then, the
-wait orders nothing in this call; behind waits at a program's end there is nothing to order. Exits
-with 1 when something is found, or wrong.
+The calls are small ones of ``check_memory`` for Hopper: every warpgroup of every program runs at
+once, and each access of shared or device memory is compared with all accesses that are in no known
+order with it (``gpu.mosaic``). Results are compared with float32, so that what was watched is what
+should run. ``--plant`` takes away the order of one wait after another: where no race is seen then,
+the wait orders nothing in this call; behind waits at a program's end there is nothing to order.
+Exits with 1 when something is found, or wrong.
 """
 
 from __future__ import annotations

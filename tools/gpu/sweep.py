@@ -7,12 +7,12 @@
 
 Cases are listed by ``python -m bench OPERATION --list``. Candidates are the neighbours that the
 kernel proposes (``near``, else its fields halved and doubled), or all combinations of the values
-that ``--set`` names: any field of its tiles, whether or not a config has it. Each must give the same
-values as what ships; candidates that do are timed alternately, the slower half leaving after each
-round, by the clock of the autotuner (the kernels' own time where they are short); then the fastest
-and what ships once more. ``--pass bwd`` times forward and backward together, and changes the tiles
-of the backward pass alone. The last table has the best of each case next to what ships. Exit status
-1: a candidate gave other values, or what ships did not run; 2: nothing to sweep.
+that ``--set`` names: any field of its tiles, whether or not a config has it. Each must give the
+same values as what ships; candidates that do are timed alternately, the slower half leaving after
+each round, by the clock of the autotuner (the kernels' own time where they are short); then the
+fastest and what ships once more. ``--pass bwd`` times forward and backward together, and changes
+the tiles of the backward pass alone. The last table has the best of each case next to what ships.
+Exit status 1: a candidate gave other values, or what ships did not run; 2: nothing to sweep.
 """
 
 from __future__ import annotations

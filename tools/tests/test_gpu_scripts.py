@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import sys
@@ -50,7 +51,7 @@ def test_memory_checkers_are_given_cases_that_exist(memory):
         memory.full_chunks: [(False,), (True,)],
         memory.hopper_flash: attention.AT_SIZE,
         memory.hopper_sparse: attention.SPARSE,
-        memory.hopper_grouped: [(sizes, kind) for sizes in grouped.SIZES for kind in grouped.WHOLE],
+        memory.hopper_grouped: list(itertools.product(grouped.SIZES, grouped.ALIGNED)),
         memory.hopper_ragged: ragged.HOPPER,
         memory.hopper_latent: latent.CASES,
     }

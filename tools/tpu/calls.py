@@ -16,7 +16,7 @@ _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel whose steady code is counted: one tile of ``pairs`` by ``products`` times ``dim``.
+    """A kernel whose steady code is counted: ``products`` matmuls of ``pairs`` by ``dim`` a tile.
 
     ``function`` takes q, k, v ``[b, h, s, d]`` (``[b, s, h, d]`` for ours).
     """
@@ -97,8 +97,8 @@ def _others(
 ) -> Iterator[Cost]:
     import jax
 
-    def gradients(*given: Any) -> Any:
-        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*given)
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*arrays)
 
     for kernel, products in KERNELS.items():
         function = forward if kernel == "fwd" else gradients

@@ -14,7 +14,7 @@ from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
 ROWS, MATRICES = 385, 6
-# sizes, group offset, whether something is added to the product
+# sizes, group offset, whether something is added to the output
 SIZES: dict[str, tuple[list[int], int | None, bool]] = {
     "around a tile": ([0, 1, 127, 128, 129, 0], None, False),
     "one group": ([0, 385, 0, 0, 0, 0], None, False),
@@ -30,15 +30,15 @@ KINDS: dict[str, tuple[int, int, str, float]] = {
     "float32": (96, 72, "float32", 1e-3),
     "odd float32": (33, 41, "float32", 1e-3),
 }
-# of kernels that ask for whole columns of 64, and rows in eights
-WHOLE: dict[str, tuple[int, int, str, float]] = {
+# for kernels that need columns in multiples of 64 and rows in multiples of 8
+ALIGNED: dict[str, tuple[int, int, str, float]] = {
     "whole bfloat16": (256, 320, "bfloat16", 6e-3),
     "whole float16": (576, 256, "float16", 1e-3),
 }
 
 
 def _kind(name: str) -> tuple[int, int, str, float]:
-    return (KINDS | WHOLE)[name]
+    return (KINDS | ALIGNED)[name]
 
 
 def operands(

@@ -1,4 +1,4 @@
-"""Attention calls whose logits are large finite numbers, for every backend.
+"""Attention calls whose logits are large and finite, for every backend.
 
 Only -inf and structure hide a key; a finite logit of any size takes part. Where logits are so
 large that their rounding decides (-1e10 is rounded to a multiple of 1024), the answer is the
@@ -177,7 +177,7 @@ def check(case: Case, function: Any) -> None:
     x, results = _compared(case, function)
     sizes = natural(case, x)
     narrow = call.dtypes[0] != "float32"
-    # rounding of logits that are neither small nor lost: those of the float16 bias
+    # rounding of logits that are neither small nor lost: with the float16 bias
     moved = 2.0**-5 if case.change is narrow_padding else 0.0
     wrong = []
     for name, (actual, expected) in results.items():

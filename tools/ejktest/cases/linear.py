@@ -47,7 +47,7 @@ def linear_arguments(
 
 
 def linear_cotangents(args: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Those of the output and of the last state."""
+    """Returns cotangents of the output and of the last state."""
     rng = np.random.default_rng(1)
     q, v, table = args["query"], args["value"], args["initial_state"]
     do = array(rng.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)

@@ -15,7 +15,7 @@ from ejktest.tolerance import check_close
 
 def check_pool(pool: Callable[..., Any], x: jax.Array, cu=None, mask=None, chunk=None) -> jax.Array:
     """Means and gradient of ``pool(x, cu, mask, chunk)`` against the oracle; cu and mask traced."""
-    out, (dx,), dout = pulled(lambda x, *rest: pool(x, *rest, chunk), (x,), cu, mask)
+    out, (dx,), dout = pulled(lambda x, *others: pool(x, *others, chunk), (x,), cu, mask)
     want, dwant = pooling.mean_pooling(x, cu, chunk_size=chunk, attention_mask=mask, dout=dout)
     assert out.dtype == dx.dtype == x.dtype
     check_close(out, want, name="out")
