@@ -149,7 +149,7 @@ def test_a_fault_of_ours_is_json_too(capsys, monkeypatch):
     def fails(args, out):
         raise KeyError("missing")
 
-    monkeypatch.setattr(shapes, "run", fails)
+    monkeypatch.setattr(shapes, "run_command", fails)
     with pytest.raises(KeyError):
         main(["shapes", "--json"])
     assert json.loads(capsys.readouterr().out) == {"error": "KeyError: 'missing'"}
@@ -199,7 +199,7 @@ def test_an_error_after_an_interrupt_is_an_interrupt(capsys, monkeypatch):
         except KeyboardInterrupt:
             raise ImportError("Encountered an error while initializing the extension.") from None
 
-    monkeypatch.setattr(shapes, "run", start_of_an_extension)
+    monkeypatch.setattr(shapes, "run_command", start_of_an_extension)
     assert main(["shapes", "--json"]) == 130
     assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
 
@@ -208,7 +208,7 @@ def test_the_process_ends_with_130():
     code = (
         "import signal, ejkernel.modules.cli.shapes as s\n"
         "from ejkernel.modules.cli import command\n"
-        "s.run = lambda *a: signal.raise_signal(signal.SIGINT)\n"
+        "s.run_command = lambda *a: signal.raise_signal(signal.SIGINT)\n"
         "raise SystemExit(command())\n"
     )
     done = subprocess.run(

@@ -35,10 +35,10 @@ def bound_chart(rows: Sequence[Row], title: str = "") -> str:
             ours = name == "ejkernel"
             here = [r for r in rows if (r["mode"], r["contender"]) == (mode, name)]
             percents = [min(max(r["percent_of_limit"], 0.0), MAX_PERCENT) for r in here]
-            lines = [cases.index(r["case"]) for r in here]
-            axis.scatter(percents, lines, 45 if ours else 25, f"C{i}", label=printable(name),
+            positions = [cases.index(r["case"]) for r in here]
+            axis.scatter(percents, positions, 45 if ours else 25, f"C{i}", label=printable(name),
                          zorder=4 if ours else 3)  # fmt: skip
-            for r, line in zip(here, lines, strict=True):
+            for r, line in zip(here, positions, strict=True):
                 if ours:
                     _write_at_end(axis, line, time_text(r["ms"]))
         axis.axvline(100.0, color="gray", linestyle="--")
@@ -75,19 +75,19 @@ def _distinct(rows: Sequence[Row], key: str) -> list[str]:
     return list(dict.fromkeys(r[key] for r in rows))
 
 
-def _new_figure(lines: Sequence[str], columns: int, title: str) -> tuple[Figure, list[Axes]]:
+def _new_figure(labels: Sequence[str], columns: int, title: str) -> tuple[Figure, list[Axes]]:
     """Returns a figure with a horizontal line for each label, and its axes side by side."""
     top, bottom = 1.0 if title else 0.7, 0.5
-    height = 0.28 * len(lines) + top + bottom
+    height = 0.28 * len(labels) + top + bottom
     figure = Figure(figsize=(11.0, height))
     figure.subplots_adjust(0.25, bottom / height, 0.92, 1 - top / height, wspace=0.25)
     figure.suptitle(printable(title), x=0.01, y=1 - 0.1 / height, ha="left", fontsize=10)
     axes = list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
-    axes[0].set_yticks(range(len(lines)), map(printable, lines))
-    axes[0].set_ylim(len(lines) - 0.5, -0.5)
+    axes[0].set_yticks(range(len(labels)), map(printable, labels))
+    axes[0].set_ylim(len(labels) - 0.5, -0.5)
     for axis in axes:
         axis.grid(axis="x", alpha=0.4)
-        for line in range(0, len(lines), 2):
+        for line in range(0, len(labels), 2):
             axis.axhspan(line - 0.5, line + 0.5, color="0.97", zorder=0)
     return figure, axes
 

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-doctor", action="store_true", help="leave this machine's state out")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         install = 'python -m pip install "ejk-modules[report]"'
@@ -76,13 +76,13 @@ def render(**content: Any) -> str:
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records in files and folders (none = this machine's), and what could not be read."""
+    """Returns the records in files and folders, none = this machine's, and what is unreadable."""
     from ejkernel.modules.bench import record
     from ejkernel.modules.bench.checked import sound
 
-    given = list(paths)
+    chosen = list(paths)
     files: list[Path] = []
-    for path in given or [record.folder()]:
+    for path in chosen or [record.folder()]:
         files += sorted(path.rglob("*.json")) if path.is_dir() else [path]
     records, problems = [], []
     for path in files:
@@ -91,15 +91,15 @@ def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
             records.append(found)
             problems += [f"{path}: left out: {why}" for why in wrong]
         except (OSError, ValueError) as error:
-            if given or path.exists():
+            if chosen or path.exists():
                 problems.append(f"{path} is left out: {error}")
     return newest(records), problems
 
 
 def newest(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what a later record of the same device measured again; the newest first."""
+    """Returns the newest record of every call on every device, newest first."""
     seen: set[tuple[Any, ...]] = set()
-    kept = []
+    newest_first = []
 
     def when(record: dict[str, Any]) -> str:
         return str(record.get("time") or record.get("date") or "")
@@ -114,5 +114,5 @@ def newest(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         rows = [r for r in record[part] if (*whose, *(r.get(n) for n in names)) not in seen]
         seen |= measured
         if rows:
-            kept.append({**record, part: rows})
-    return kept
+            newest_first.append({**record, part: rows})
+    return newest_first

@@ -185,7 +185,7 @@ def _cached_configs() -> Iterator[Section]:
     if not files:
         return
     configs = stored.configs(files)
-    rows = [(*c.said, c.measured.get("ms"), c.measured.get("date")) for c in configs]
+    rows = [(*c.cells, c.measured.get("ms"), c.measured.get("date")) for c in configs]
     title = f"all {counted(len(rows), 'configuration')}"
     columns = ("kernel", "device", "arrays", "config", "ms", "tuned on")
     parts = [Table(columns, rows, title, len(rows) > MAX_ROWS)] if rows else []

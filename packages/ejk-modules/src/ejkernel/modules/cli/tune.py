@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", type=Path, metavar="FILE", help="also write winners to a file")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules._executor import get_default_executor
     from ejkernel.modules.cli.tuning import CANNOT, CacheSession, select_tasks, show_results
 
