@@ -3,9 +3,9 @@
     python tools/gpu/compare.py OLD flash_attention          # OLD holds packages/*/src
     python tools/gpu/compare.py OLD page_attention --cases 'decode-b64-*' --platform triton
 
-Cases are those that ``python -m bench OPERATION --list`` shows. One process for each set of sources
-compiles all calls, then they alternate: a case in one, the same case in the other, three rounds in
-changing order. Prints milliseconds (medians) and old over new: above 1, new is faster.
+Cases are those that ``ejk shapes OPERATION`` lists for this device. One process for each set of
+sources compiles all calls, then they alternate: a case in one, the same case in the other, three
+rounds in changing order. Prints milliseconds (medians) and old over new: above 1, new is faster.
 ``--logs DIR`` keeps what the compilers say of registers and spills.
 """
 
@@ -80,7 +80,7 @@ def serve_times(
 
 
 def serve_logged(log: Path | None, *arguments: Any) -> None:
-    """Pairs ``serve_times`` and writes to ``log`` what this process and compilers print."""
+    """Runs ``serve_times`` and writes to ``log`` what this process and compilers print."""
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for stream in (sys.stdout, sys.stderr):

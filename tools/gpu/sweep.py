@@ -5,12 +5,12 @@
     python tools/gpu/sweep.py flash_attention --cases option-4k-bias \\
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
 
-Cases are listed by ``python -m bench OPERATION --list``. Candidates are the neighbours that the
-kernel proposes (``near``, else its fields halved and doubled), or all combinations of the values
-that ``--set`` names: any field of its tiles, whether or not a config has it. Each must give the
-same values as what ships; candidates that do are timed alternately, the slower half leaving after
-each round, by the clock of the autotuner (the kernels' own time where they are short); then the
-fastest and what ships once more. ``--pass bwd`` times forward and backward together, and changes
+Cases are listed by ``ejk shapes OPERATION``. Candidates are the neighbours that the kernel proposes
+(``near``, else its fields halved and doubled), or all combinations of the values that ``--set``
+names: any field of its tiles, whether or not a config has it. Each must give the same values as
+what ships; candidates that do are timed alternately, the slower half leaving after each round, by
+the clock of the autotuner (the kernels' own time where they are short); then the fastest and what
+ships once more. ``--pass bwd`` times forward and backward together, and changes
 the tiles of the backward pass alone. The last table has the best of each case next to what ships.
 Exit status 1: a candidate gave other values, or what ships did not run; 2: nothing to sweep.
 """
