@@ -1,10 +1,10 @@
 """Check and build one package for release: ``release.py ejk-ops``.
 
-Hatchling builds. What it does not check is checked here: that the version and the top heading of
-the changelog agree, that every dependent in the workspace admits the new version and the package
-admits its siblings' versions, that the wheel holds only its own part of the namespace and can be
-imported. A dirty tree is refused, as is a tag of this version on another commit; hatchling leaves
-out files that git ignores. After that, a version without a tag gets the lines that tag the commit
+``build`` makes an sdist, and a wheel from it. What it does not check is checked here: that the
+version and the top heading of the changelog agree, that every dependent in the workspace admits the
+new version and the package admits its siblings' versions, that the wheel holds only its own part of
+the namespace and can be imported. A dirty tree is refused, as is a tag of this version on another
+commit; hatchling leaves out files that git ignores. After that, a version without a tag gets the lines that tag the commit
 and push the tag; this program runs neither. Packages are released one at a time; a breaking change
 in one is refused until the ranges of its dependents say that they were adapted.
 
@@ -20,7 +20,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 import zipfile
@@ -157,9 +156,9 @@ def check(package: Package, workspace: dict[str, Package]) -> None:
 
 
 def build(package: Package, out: Path) -> list[Path]:
-    """Builds sdist and wheel of the package with the hatchling of this environment."""
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(out.resolve())]
-    done = subprocess.run(command, cwd=package.folder, capture_output=True, text=True)
+    """Builds an sdist and a wheel from that sdist with the hatchling of this environment."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(out), str(package.folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ReleaseError(f"{package.name}: the build failed\n{done.stdout}{done.stderr}")
     stem = f"{package.name.replace('-', '_')}-{package.version}"
@@ -179,15 +178,6 @@ def wheel_problems(package: Package, wheel: Path) -> list[str]:
         *(f"{wheel.name} holds {name}, outside {portion}" for name in outside),
         *(f"{wheel.name} lacks {name}" for name in missing),
     ]
-
-
-def sdist_problems(package: Package, sdist: Path) -> list[str]:
-    """Returns files that a build from source needs and the sdist lacks."""
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    version = package.version_file.relative_to(package.folder).as_posix()
-    needed = ["pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", version]
-    return [f"{sdist.name} lacks {name}" for name in needed if name not in names]
 
 
 IMPORT = """
@@ -212,7 +202,7 @@ def import_problems(package: Package, wheel: Path) -> list[str]:
 
 def build_checked(package: Package, out: Path) -> list[Path]:
     sdist, wheel = build(package, out)
-    refuse(wheel_problems(package, wheel) + sdist_problems(package, sdist))
+    refuse(wheel_problems(package, wheel))
     return [sdist, wheel]
 
 
