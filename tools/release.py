@@ -4,9 +4,10 @@
 version and the top heading of the changelog agree, that every dependent in the workspace admits the
 new version and the package admits its siblings' versions, that the wheel holds only its own part of
 the namespace and can be imported. A dirty tree is refused, as is a tag of this version on another
-commit; hatchling leaves out files that git ignores. After that, a version without a tag gets the lines that tag the commit
-and push the tag; this program runs neither. Packages are released one at a time; a breaking change
-in one is refused until the ranges of its dependents say that they were adapted.
+commit; hatchling leaves out files that git ignores. After that, a version without a tag gets the
+lines that tag the commit and push the tag; this program runs neither. Packages are released one at
+a time; a breaking change in one is refused until the ranges of its dependents say that they were
+adapted.
 
     release.py PACKAGE [--out DIR]     check, build and import, then print the tag to make
     release.py --all --check           the checks of versions for all six, without git or building

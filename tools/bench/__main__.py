@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options of this command and those of ``ejk bench``."""
+    """Returns the options of this command, and the options of ``ejk bench``."""
     p = argparse.ArgumentParser(prog="bench", description=__doc__)
     p.add_argument("op", choices=names(), metavar="OP", help=", ".join(names()))
     p.add_argument("--cases", default="*", help="comma-separated globs on case names")

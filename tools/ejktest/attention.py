@@ -158,12 +158,12 @@ def with_gradients(
             return_lse=True, **masks, **options(call, seed),
         )  # fmt: skip
 
-    def run(x: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    def output_and_gradients(x: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
         masks = {name: a for name, a in fixed.items() if name not in ("do", "dlse")}
         (o, lse), back = jax.vjp(lambda x: outputs(x, masks), x)
         return {"o": o, "lse": lse, **back((fixed["do"], fixed["dlse"]))[0]}
 
-    return run
+    return output_and_gradients
 
 
 def split(x: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

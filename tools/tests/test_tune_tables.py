@@ -262,7 +262,7 @@ def test_a_run_goes_on_where_it_stopped(table, clock, monkeypatch):
         TableBuilder(table.path, target_device().fingerprint)
 
 
-def test_platforms_that_lost_are_kept_for_calls_that_force_them(tmp_path):
+def test_platforms_that_lost_are_stored_for_calls_that_force_them(tmp_path):
     configs = [Tile("triton", tile=16), Tile("triton", tile=32), Tile("xla"), Tile("cuda")]
     trials = [Trial(c, ms) for c, ms in zip(configs, (3.0, 2.0, 1.0, None), strict=True)]
     inv = Invocation(ROWS, (x(64),))

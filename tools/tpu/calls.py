@@ -16,7 +16,7 @@ _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel whose steady code is counted: ``products`` matmuls of ``pairs`` by ``dim`` a tile.
+    """A kernel whose steady code is counted: ``matmuls`` matmuls of ``pairs`` by ``dim`` a tile.
 
     ``function`` takes q, k, v ``[b, h, s, d]`` (``[b, s, h, d]`` for ours).
     """
@@ -25,12 +25,12 @@ class Cost:
     kernel: str
     tiles: str
     pairs: int
-    products: int
+    matmuls: int
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
 
 
-KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # products of a tile
+KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile
 
 
 def ours(dim: int) -> Iterator[Cost]:
@@ -45,14 +45,12 @@ def ours(dim: int) -> Iterator[Cost]:
     )
     problem = Problem(**sizes, dim=dim, value_dim=dim, dtype="bfloat16", scale=1.0)
     choices = {"fwd": tiles.forward_tiles, "dq": tiles.dq_tiles, "dkv": tiles.dkv_tiles}
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         t = choices[kernel](problem, current_chip())
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
-        yield Cost(
-            "ejkernel", name, text, t.block_q * t.block_kv, products, function, call.shapes()
-        )
+        yield Cost("ejkernel", name, text, t.block_q * t.block_kv, matmuls, function, call.shapes())
 
 
 def jax_flash(dim: int, block: int) -> Iterator[Cost]:
@@ -100,7 +98,7 @@ def _others(
     def gradients(*arrays: Any) -> Any:
         return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*arrays)
 
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        yield Cost(who, names[kernel], text, block * block, products, function, shapes)
+        yield Cost(who, names[kernel], text, block * block, matmuls, function, shapes)

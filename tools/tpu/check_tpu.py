@@ -105,7 +105,7 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
             failed = cost.function
             print(f"{chip} d{dim} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
-        useful = cost.products * cost.pairs * dim / PASS
+        useful = cost.matmuls * cost.pairs * dim / PASS
         rows.append(
             {
                 "dim": dim,

@@ -1,4 +1,4 @@
-"""Tuning on a shared device: searches wait for each other, and time beside compilers."""
+"""Tuning on a shared device: searches wait for each other, and time while others compile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Op(Kernel[Tile, jax.Array]):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What searches do, in order; the third tile is the slowest."""
+    """Returns the steps of searches in order; the third tile is the slowest."""
     events = []
     check, compile_one = Workbench.check, Workbench.compile
 
@@ -68,26 +68,26 @@ def test_waiting_for_the_device_is_no_part_of_the_budget(events):
     assert all(t.error is None for t in found[0].trials) and found[0].seconds < 0.9
 
 
-def test_hopeless_candidates_are_not_compiled_and_say_why(events):
-    def hopeless(inv, cfg):
+def test_pruned_candidates_are_not_compiled_and_say_why(events):
+    def refusal(inv, cfg):
         return "it moves too much" if cfg.tile != 32 else None
 
-    result = Autotuner(POLICY, hopeless=hopeless).tune(Invocation(Op("op"), (np.ones(2),)))
+    result = Autotuner(POLICY, hopeless=refusal).tune(Invocation(Op("op"), (np.ones(2),)))
     assert [t.error for t in result.trials] == [None, None, "not tried: it moves too much"]
     assert events.count("compile") == 2
 
 
-def test_beside_compilers_programs_are_timed_by_their_kernels(monkeypatch):
+def test_while_compilers_run_programs_are_timed_by_their_kernels(monkeypatch):
     gpu = type("Device", (), {"platform": "gpu"})()
     clock = timing.clock_for(5e-3, gpu, busy_host=True)
     assert clock is timing.busy_kernel_clock and clock.attached
     assert isinstance(timing.clock_for(5e-3, gpu), timing.QueueClock)
     assert isinstance(timing.clock_for(0.1, gpu, busy_host=True), timing.QueueClock)
     answers = [RuntimeError("not divisible"), [0.5, 0.25, 0.25]]
-    asked = []
+    requests = []
 
     def times(compiled, arguments, calls, *, detach):
-        asked.append(detach)
+        requests.append(detach)
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -97,7 +97,7 @@ def test_beside_compilers_programs_are_timed_by_their_kernels(monkeypatch):
     ready = type("Ready", (), {"compiled": None, "arguments": ()})()
     clock = timing.KernelClock(attached=True)
     assert clock.seconds(ready, 3) == pytest.approx(0.25e-3)
-    assert asked == [False, False] and clock.refusal is None
+    assert requests == [False, False] and clock.refusal is None
 
 
 def test_large_cotangents_repeat():
