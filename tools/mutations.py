@@ -246,7 +246,7 @@ FAULTS = (
     ),
     Fault(
         "warpgroups given to a kernel without", f"{OPS}/call_kernel.py",
-        "if groups is not None and not self.takes_warpgroups:", "if False:",
+        "if groups is not None and not self.reads_warpgroups:", "if False:",
         "packages/ejk-modules/tests/test_configs_and_answers.py",
     ),
 )  # fmt: skip

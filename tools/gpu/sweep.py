@@ -6,7 +6,7 @@
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
 
 Cases are those of the benchmark (``python -m bench OPERATION --list``). Candidates are what the
-kernel itself holds worth timing beside its choice (``near``, else its fields halved and doubled),
+kernel itself names as worth timing (``neighbours``, else its fields halved and doubled),
 or all combinations of the values that ``--set`` names: any field of its tiles, whether or not a
 config can say it. Each must give the values of what ships; those that do are timed in turns, the
 slower half leaving after each round, by the clock of the autotuner (the kernels' own time where
@@ -165,7 +165,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     kernel: Any = impl.fn
     problem, target = kernel.facts(inv)[0], kernel.target()
     chosen = kernel.choose(problem, target)
-    near = (chosen, *kernel.near(problem, target, chosen))
+    near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
         fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is settled
@@ -173,7 +173,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
 
-    ships = kernel.honour(chosen, found.cfg, problem, target)
+    ships = kernel.apply_config(chosen, found.cfg, problem, target)
     return Subject(impl.name, ships, near, function, impl.platform is not Platform.PALLAS)
 
 

@@ -105,7 +105,7 @@ AT_SIZE = {
 @pytest.fixture(scope="module")
 def hopper():
     pytest.importorskip("triton")
-    reason = ragged_page_attention.missing()
+    reason = ragged_page_attention.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
 

@@ -336,7 +336,7 @@ def test_tiles_fit(shape, dtype):
     for target in (cuda_target(90), cuda_target(80, 108), cuda_target(89, 128)):
         for t in (tiles.choose(p, target), tiles.choose_weights(p, target)):
             assert tiles.held_bytes(p, t) * t.per_core <= target.shared_limit + 1024
-        found = tiles.near(p, target)
+        found = tiles.neighbours(p, target)
         assert found[0] == tiles.choose(p, target)
         assert 3 <= len(found) == len(set(found)) <= 20
 

@@ -45,7 +45,7 @@ def planned(name, target):
         b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, shared=True, lse=True,
         **options,
     )  # fmt: skip
-    t = tiles.choose(p, target).honouring(None, p, target)
+    t = tiles.choose(p, target).apply_config(None, p, target)
     given = {
         "q": ((b, p.tokens * heads, 576), kind),
         "k": ((pages, page, 576), cache),

@@ -350,7 +350,7 @@ def test_refusals():
         with jax.enable_x64(True):
             call = bound(ragged_page_attention.call, **given | change)
             problem = ragged_page_attention.problem(call.arguments)
-        return ragged_page_attention.refuse(problem, cuda_target(90))
+        return ragged_page_attention.unsupported_reason(problem, cuda_target(90))
 
     assert refusal() is None
     assert refusal(queries=q.astype(np.float64)).startswith("queries: float64")

@@ -134,7 +134,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         kernel = resolved.fn
         if isinstance(kernel, CallKernel) and kernel.call is self.spec:
             # settled already; a shard's seed fits no signature
-            return partial(kernel.settled, cfg=cfg)
+            return partial(kernel.run_canonical, cfg=cfg)
         return super().runner(resolved, cfg)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:

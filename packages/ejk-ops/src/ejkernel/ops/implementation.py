@@ -77,7 +77,7 @@ class Implementation:
         differentiable: whether reverse mode works through it.
         priority_for: ``(inv) -> int``, its priority for a call that it supports, from static
             facts, where that depends on the shapes; None = ``priority``.
-        remarks: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
+        notes: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
         config_fields: the config fields that it reads, those of nested configs with a dot
             (``"fwd_params.num_warps"``); None = not said.
         order: position among all registrations, settles ties.
@@ -96,7 +96,7 @@ class Implementation:
     version: int = 1
     differentiable: bool = True
     priority_for: Callable[[Any], int] | None = None
-    remarks: Callable[[Any], Sequence[str]] | None = None
+    notes: Callable[[Any], Sequence[str]] | None = None
     config_fields: Sequence[str] | None = None
     order: int = 0
     on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
@@ -146,9 +146,9 @@ class Implementation:
             return self.priority
         return checked_priority(self.priority_for(inv), self.name, "what priority_for gives")
 
-    def said_of(self, inv: Any) -> tuple[str, ...]:
+    def notes_on(self, inv: Any) -> tuple[str, ...]:
         """What it has to say about a call that it supports."""
-        return () if self.remarks is None else tuple(self.remarks(inv))
+        return () if self.notes is None else tuple(self.notes(inv))
 
     @property
     def name(self) -> str:

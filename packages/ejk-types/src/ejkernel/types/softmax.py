@@ -35,7 +35,7 @@ def named(o: jax.Array, *rows: Any) -> tuple[Any, ...]:
     return named_out(o), *map(named_lse, rows)
 
 
-def without_work(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+def empty_outputs(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """The answer of a call that has no rows, no keys or no heads; None for every other call.
 
     Args:

@@ -19,7 +19,7 @@ class SoftmaxKernel:
     they hold may be anything.
     """
 
-    def comments(self, problem: Problem, target: Any) -> tuple[str, ...]:
+    def notes_on(self, problem: Problem, target: Any) -> tuple[str, ...]:
         if problem.pattern_blocks is not None:
             return (LISTED,)
         return (HULL,) if problem.rules.arrays else ()

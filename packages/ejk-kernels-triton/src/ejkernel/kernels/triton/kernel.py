@@ -18,7 +18,7 @@ MAX_DIM = 256
 class TritonKernel(CallKernel):
     """A kernel for GPUs, launched through the bridge."""
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         return compat.problem() or too_old(self.target())
 
     def target(self) -> Target:

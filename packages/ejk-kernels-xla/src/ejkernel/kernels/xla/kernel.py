@@ -32,7 +32,7 @@ class XlaKernel(CallKernel):
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.call.given(a)
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None
 
     def results(self, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:

@@ -206,7 +206,7 @@ class Executor:
             device=device_fingerprint(),
             unused=_unused(resolved, choice.cfg) if choice.tier in ("override", "overlay") else (),
             error=error,
-            remarks=() if impl is None else impl.said_of(inv),
+            notes=() if impl is None else impl.notes_on(inv),
         )
 
     # ---- steps -----------------------------------------------------------------------------

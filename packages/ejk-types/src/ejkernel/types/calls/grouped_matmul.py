@@ -106,7 +106,7 @@ class GroupedMatmul(Call):
         a["group_sizes"] = inside[1] - inside[0]
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zero, or what is added to it, where an axis has no entries."""
         lhs, rhs, existing = a["lhs"], a["rhs"], a["existing_out"]
         if 0 not in (*lhs.shape, *rhs.shape):

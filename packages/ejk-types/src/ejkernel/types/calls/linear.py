@@ -40,7 +40,7 @@ class LinearCall(Call):
             raise invalid("initial_state", legal, state)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zeros and the initial states where an axis has no entries."""
         (b, s, h, dk), dv, cu = a["query"].shape, a["value"].shape[3], a["cu_seqlens"]
         states = b if cu is None else cu.shape[0] - 1

@@ -69,7 +69,7 @@ class MeanPooling(Call):
         return {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"], "kept": kept}
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Means over nothing are 0."""
         out, rows = cls._shapes(a)
         return (jnp.zeros(out, a["x"].dtype),) if 0 in (*out, *rows) else None

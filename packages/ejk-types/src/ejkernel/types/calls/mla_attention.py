@@ -104,5 +104,5 @@ class FlashMLA(SoftmaxCall):
         return given | cls.beside(cls._expanded(a), problem)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
-        return super().without_work(cls._expanded(a), problem)
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        return super().empty_outputs(cls._expanded(a), problem)

@@ -59,7 +59,7 @@ class PageAttention(AttentionCall):
         }
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         query, values, table = a["query"], a["value_cache"], a["block_tables"]
         rows = (query.shape[0], query.shape[-2], values.shape[3])
         return (

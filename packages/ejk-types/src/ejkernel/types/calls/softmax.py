@@ -102,8 +102,8 @@ class SoftmaxCall(AttentionCall):
         }
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
-        nothing = softmax.without_work(a["query"], a["key"], a["value"])
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        nothing = softmax.empty_outputs(a["query"], a["key"], a["value"])
         return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
 
     @classmethod

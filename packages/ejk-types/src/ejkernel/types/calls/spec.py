@@ -241,7 +241,7 @@ class Call:
         return cls.given(a)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """The outputs of a call without rows, keys or heads; None for every other call."""
         return None
 

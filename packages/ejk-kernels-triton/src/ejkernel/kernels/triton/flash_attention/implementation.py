@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, plans, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
-from ejkernel.kernels.triton.flash_attention.fits import near
+from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.known_lists import known_walks, walk_name
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
@@ -45,23 +45,23 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     call = calls.FlashAttention
     reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision"}
     choose = staticmethod(tiles.choose)
-    near = staticmethod(near)
+    neighbours = staticmethod(neighbours)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         problem = self.call.problem(a)
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
         reason = unsupported({"query": problem.dtype}, dims, least=8)
         return reason or refused_precision(problem.precision)
 
-    def comments(self, problem: Problem, target: Target) -> tuple[str, ...]:
+    def notes_on(self, problem: Problem, target: Target) -> tuple[str, ...]:
         if walks_lists(problem, target):
             return (LISTED,)
         return (HULL,) if problem.rules.arrays else ()
 
-    def known(self, work: Work, arrays: Arrays) -> Arrays:
+    def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
         if not isinstance(pattern, np.ndarray) or t.decode is not None:
             return arrays

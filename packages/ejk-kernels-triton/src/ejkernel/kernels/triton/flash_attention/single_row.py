@@ -60,9 +60,9 @@ def choose(problem: Problem, target: Target) -> Tiles | None:
     return paged_tiles.choose(decoding(problem), target) if possible(problem) else None
 
 
-def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
     """Launches worth timing."""
-    found = paged_tiles.near(decoding(problem), target, chosen)
+    found = paged_tiles.neighbours(decoding(problem), target, chosen)
     return [replace(tiles, pages=None) for tiles in found]
 
 

@@ -58,7 +58,7 @@ class FlashTiles:
         rows = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": rows | bwd}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
         """These tiles with what a config says instead: blocks of queries are the usual kernel's."""
         fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
@@ -314,7 +314,7 @@ def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> T
     return tiles if new == tiles else replace(new, registers=None)
 
 
-def neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
+def pass_neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
     """Tiles one step away: half or twice the keys, half the rows with half the warps, a stage."""
     near = [
         replace(tiles, block_kv=tiles.block_kv // 2),

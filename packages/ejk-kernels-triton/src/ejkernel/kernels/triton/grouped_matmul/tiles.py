@@ -159,7 +159,7 @@ class Passes:
         """As fields of the config: those of the product."""
         return self.fwd.fields
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Passes:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Passes:
         """These launches with what the config says of the product and of the gradient of lhs."""
         given = {n: int(field(cfg, n)) for n in FIELDS if field(cfg, n) is not None}
         if {"block_m", "block_n"} & given.keys():
@@ -363,7 +363,7 @@ def refusal(a: Mapping[str, Any]) -> str | None:
     return refused_precision(precision_name(a.get("precision"), dtype))
 
 
-def near(p: Problem, target: Target) -> list[Tiles]:
+def neighbours(p: Problem, target: Target) -> list[Tiles]:
     """Launches worth timing: half and double the rows and columns, that fit."""
     t = choose(p, target)
     found = [t]

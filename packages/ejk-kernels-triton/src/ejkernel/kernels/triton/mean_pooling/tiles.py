@@ -85,7 +85,7 @@ class Tiles:
         """As fields of the config."""
         return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """These tiles with what the config says instead."""
         t = overridden(self, cfg, FIELDS)
         return replace(t, part=max(t.part, t.rows) if t.part else 0)
@@ -125,7 +125,7 @@ def choose(p: Problem, target: Target) -> Tiles:
     return replace(t, part=max(128, min(4096, power_of_two(part))))
 
 
-def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Launches worth timing."""
     found = [replace(t, rows=r) for r in (16, 32, 64, 128)]
     found += [replace(t, num_warps=w) for w in (2, 8)]

@@ -98,7 +98,7 @@ def _form(problem: Problem, target: Target) -> Tiles:
     return Tiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
 
 
-def near(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
     """Tiles worth timing: steps of half to double the tokens, two to four stages, that fit."""
     size = max(problem.page_size, 1)
     for block in (chosen.block // 2, chosen.block, chosen.block * 2):

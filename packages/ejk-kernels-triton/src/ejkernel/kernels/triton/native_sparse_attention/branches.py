@@ -43,7 +43,7 @@ def sliding(p: Any, q: Any, k: Any, v: Any, cu: Any) -> Arrays:
 
 
 def _attend(p: Any, name: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> Arrays:
-    o, lse = branch.settled(
+    o, lse = branch.run_canonical(
         query=q, key=k, value=v, mask_info=mask, softmax_scale=p.softmax_scale, return_lse=True
     )
     return {f"o_{name}": o, f"lse_{name}": lse}

@@ -61,18 +61,20 @@ class NativeSparseAttention(TritonKernel):
     outputs = staticmethod(compiled)
     has_backward = False  # its steps have gradients of their own
 
-    def refuse(self, problem: Any, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Any, target: Target) -> str | None:
         dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}
         return unsupported({"query": _dtype(problem)}, dims)
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
         return tiles.choose(selected_problem(problem), target)
 
-    def near(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
-        return tiles.near(selected_problem(problem), target, chosen)
+    def neighbours(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
+        return tiles.neighbours(selected_problem(problem), target, chosen)
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Target) -> tiles.SparseTiles:
-        return chosen.honouring(cfg, selected_problem(problem), target)
+    def apply_config(
+        self, chosen: Any, cfg: Any, problem: Any, target: Target
+    ) -> tiles.SparseTiles:
+        return chosen.apply_config(cfg, selected_problem(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, cu = work.problem, arrays.get("cu_seqlens")

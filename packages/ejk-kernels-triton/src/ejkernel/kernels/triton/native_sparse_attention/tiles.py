@@ -42,7 +42,7 @@ class SparseTiles:
         found = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
         return found | {"q_tile": self.dkv.tokens * self.dkv.heads}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
         """These tiles with what the config says instead of the forward pass's.
 
         Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
@@ -138,7 +138,7 @@ def _transposed(p: Problem, target: Target) -> Tiles:
 FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile"}
 
 
-def near(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
+def neighbours(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
     """Tiles worth timing: another stage, twice the warps, half the keys."""
     changes = [
         {"num_stages": t.fwd.num_stages + 1},
@@ -147,7 +147,7 @@ def near(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
     ]
     if t.fwd.keys > 16:
         changes += [{"kv_tile": t.fwd.keys // 2, "num_stages": t.fwd.num_stages + 2}]
-    return [t.honouring(change, p, target) for change in changes]
+    return [t.apply_config(change, p, target) for change in changes]
 
 
 def piece_length(p: Problem) -> int:

@@ -39,13 +39,13 @@ class PageAttention(CacheKernel):
         "sink": "softmax_aux",
     }
     choose = staticmethod(tiles.choose)
-    near = staticmethod(tiles.near)
+    neighbours = staticmethod(tiles.neighbours)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         columns = a["block_tables"].shape[1]
         return problem_of(a, a["query"], a["key_cache"], a["value_cache"], max_pages=columns)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         p = problem
         return unsupported({"query": p.query}, {}) or unsupported(
             {"key_cache": p.key, "value_cache": p.value},

@@ -60,7 +60,7 @@ class Tiles:
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """These tiles with what a config says instead, then the splits that the call asks for."""
         tiles, pages = overridden(self, cfg, LAUNCHED), field(cfg, "pages_per_block")
         if pages is not None:
@@ -157,7 +157,7 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     return max(1, min(shares, problem.batch * longest))
 
 
-def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
     """Tiles worth timing: steps of half to double the bytes, two to five stages, that fit."""
     size = max(problem.page_size, 1)
     return [

@@ -39,18 +39,18 @@ class RaggedDecodeAttention(CacheKernel):
     def problem(self, a: Mapping[str, Any]) -> Problem:
         return problem_of(a, a["query"], a["key"], a["value"], max_pages=1)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         p = problem
         dtypes = {"query": p.query, "key": p.key, "value": p.value}
         return unsupported(dtypes, {"key": p.dim, "value": p.value_dim})
 
-    def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
         query, value = a["query"], a["value"]
         shape = (*query.shape[:-1], value.shape[3])
         empty = 0 in (*shape, query.shape[-1], value.shape[1])
         return (jnp.zeros(shape, query.dtype),) if empty else None
 
-    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+    def neighbours(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
         return (
             replace(chosen, block=block, num_stages=stages)
             for block in (chosen.block, chosen.block // 2, chosen.block * 2)
@@ -58,7 +58,7 @@ class RaggedDecodeAttention(CacheKernel):
             if block >= 16 and held_bytes(problem, block, stages) <= target.shared_limit
         )
 
-    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
         return chosen.honouring_block(field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:

@@ -28,9 +28,9 @@ class RaggedKernel(CacheKernel):
 
     cache: str
     choose = staticmethod(tiles.choose)
-    near = staticmethod(tiles.near)
+    neighbours = staticmethod(tiles.neighbours)
 
-    def refuse(self, problem: Ragged, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Ragged, target: Target) -> str | None:
         p = problem.paged
         reason = unsupported({"queries": p.query}, {"queries": p.dim})
         reason = reason or unsupported({self.cache: p.key}, {}, among=BYTES)
@@ -40,7 +40,7 @@ class RaggedKernel(CacheKernel):
             return f"{self.cache}: {p.pages} pages of {p.page_size} are not less than 2^31 tokens"
         return None
 
-    def without_work(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
         queries, cache = a["queries"], a[self.cache]
         shapes = (queries.shape, cache.shape, a["block_tables"].shape)
         return (jnp.zeros(queries.shape, queries.dtype),) if 0 in sum(shapes, ()) else None

@@ -42,7 +42,7 @@ class Tiles:
     group: int = 1
     long: Long | None = None
 
-    def honouring(self, cfg: Any, problem: Ragged, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Ragged, target: Target) -> Tiles:
         """These tiles with what a config says instead."""
         p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
         queries, pages = field(cfg, "num_queries_per_block"), field(cfg, "num_kv_pages_per_block")
@@ -179,7 +179,7 @@ def most_pieces(problem: Ragged, tiles: Tiles, fair: int) -> int:
     return t // tiles.tile + prefilled + fair
 
 
-def near(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
     """Tiles worth timing: half or twice the rows with so many warps, a stage more or less."""
     found = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)

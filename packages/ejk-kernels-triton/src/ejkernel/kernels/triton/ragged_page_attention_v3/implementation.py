@@ -54,16 +54,16 @@ class RaggedPageAttentionv3(RaggedKernel):
         kinds = tuple(jnp.dtype(a[name].dtype).name for name in ("keys", "values"))
         return replace(found, written=kinds)
 
-    def refuse(self, problem: Ragged, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Ragged, target: Target) -> str | None:
         for name, kind in zip(("keys", "values"), problem.written, strict=True):
             if kind not in BYTES:
                 return f"{name}: {kind} is not supported, only {', '.join(BYTES)}"
         if not problem.paged.heads:
             return "queries: without heads"
-        return super().refuse(problem, target)
+        return super().unsupported_reason(problem, target)
 
-    def without_work(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
-        outputs = super().without_work(a, problem)
+    def empty_outputs(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
+        outputs = super().empty_outputs(a, problem)
         return outputs and (*outputs, a["kv_cache"])
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:

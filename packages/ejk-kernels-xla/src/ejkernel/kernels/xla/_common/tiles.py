@@ -13,7 +13,7 @@ from ejkernel.types.attention import field
 class Steps:
     """Base of tiles whose fields are fields of the config; None follows from the shapes."""
 
-    def honouring(self, cfg: Any, problem: Any, target: Any) -> Self:
+    def apply_config(self, cfg: Any, problem: Any, target: Any) -> Self:
         """These, with what a config says instead."""
         given = {f.name: field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
         given = {name: int(size) for name, size in given.items() if size is not None}
@@ -48,7 +48,7 @@ class Passes:
     fwd: Blocks
     bwd: Blocks
 
-    def honouring(self, cfg: Any, problem: Any, target: Any) -> Passes:
+    def apply_config(self, cfg: Any, problem: Any, target: Any) -> Passes:
         fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
         return Passes(self.fwd.given(fwd), self.bwd.given(bwd))
 

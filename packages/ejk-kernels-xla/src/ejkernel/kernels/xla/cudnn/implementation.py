@@ -41,7 +41,7 @@ class CudnnKernel(XlaKernel):
         pattern = pattern_of(mask_of(a), a["query"].shape[1], a["key"].shape[1])
         return Problem(reason, pattern, a["softmax_scale"])
 
-    def refuse(self, problem: Problem, target: Any) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Any) -> str | None:
         return problem.reason
 
     def refused(self, reason: str) -> Exception:

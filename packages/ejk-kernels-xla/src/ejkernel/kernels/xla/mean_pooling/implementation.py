@@ -44,7 +44,7 @@ class MeanPooling(XlaKernel):
     reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     # rows of a batch and their means, whatever the form of the call
     operands, results = CallKernel.operands, CallKernel.results
-    without_work = CallKernel.without_work
+    empty_outputs = CallKernel.empty_outputs
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return RowTile(BLOCK)

@@ -51,7 +51,7 @@ class FlashMLA(XlaKernel):
         options = ("softmax_scale", "dropout_prob", "logits_soft_cap")
         given |= {name: getattr(p, name) for name in options}
         cfg = work.tiles.fields
-        return flash_attention.settled(
+        return flash_attention.run_canonical(
             query=q, key=k, value=v, **given, return_lse=True, cfg=cfg
         ), ()
 

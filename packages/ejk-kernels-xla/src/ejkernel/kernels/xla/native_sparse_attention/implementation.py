@@ -39,7 +39,7 @@ def _compressed(q, k, v, blocks: Blocks, scale: float):
     """Output ``[b, s, h, dv]``, lse ``[b, s, h]`` and the block means of the keys."""
     k_cmp, v_cmp = block_means(k, blocks), block_means(v, blocks)
     mask = means_mask(blocks, q.shape[0])
-    o, lse = flash_attention.settled(
+    o, lse = flash_attention.run_canonical(
         query=q, key=k_cmp, value=v_cmp, mask_info=mask, softmax_scale=scale, return_lse=True
     )
     return o, lse, k_cmp
@@ -132,7 +132,7 @@ class NativeSparseAttention(XlaKernel):
                     "sliding_window": window,
                 }
             )
-            o_swa = flash_attention.settled(
+            o_swa = flash_attention.run_canonical(
                 query=q, key=k, value=v, mask_info=mask, softmax_scale=scale
             )
             out = out + (1.0 if g_swa is None else g_swa) * o_swa.astype(wide)

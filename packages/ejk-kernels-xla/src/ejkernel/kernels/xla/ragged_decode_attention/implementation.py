@@ -28,7 +28,7 @@ class Step:
 
     keys: int | None = None
 
-    def honouring(self, cfg: Any, problem: Any, target: Any) -> Step:
+    def apply_config(self, cfg: Any, problem: Any, target: Any) -> Step:
         params = field(cfg, "fwd_params")
         return Step(field(params, "blocksize_keys") or field(params, "kv_blocksize") or self.keys)
 

@@ -26,8 +26,8 @@ class BlockSparseAttention(FlashAttention):
     call = calls.BlockSparseAttention
     reads = arguments.FLASH | arguments.PATTERN
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
-        return super().refuse(problem, target) or lists.refuse(problem)
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
+        return super().unsupported_reason(problem, target) or lists.unsupported_reason(problem)
 
     def priority_for(self, inv: Any) -> int:
         """Ahead of the kernels for every GPU where measured."""

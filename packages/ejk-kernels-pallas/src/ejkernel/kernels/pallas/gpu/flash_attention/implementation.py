@@ -50,7 +50,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     call = calls.FlashAttention
     reads = arguments.FLASH | arguments.PACKED | {"precision"}
     chip = staticmethod(current_chip)
-    takes_warpgroups = True
+    reads_warpgroups = True
     choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
@@ -60,7 +60,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             raise self.call.Unsupported(NO_LEVEL)
         return problem
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules
         allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
         lacking = {
@@ -76,7 +76,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         """Behind the kernels for every GPU where those are faster."""
         return preference.priority(self.facts(inv)[0])
 
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+    def neighbours(
+        self, problem: Problem, target: Chip, chosen: FlashTiles
+    ) -> Iterable[FlashTiles]:
         for given in (
             {"q_blocksize": 128},
             {"kv_blocksize": 128},
@@ -84,9 +86,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             {"num_stages": chosen.fwd.stages + 1},
         ):
             with contextlib.suppress(ConfigError):  # it does not fit
-                yield chosen.honouring({"fwd_params": given}, problem, target)
+                yield chosen.apply_config({"fwd_params": given}, problem, target)
 
-    def known(self, work: Work, arrays: Arrays) -> Arrays:
+    def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         pattern, mask = arrays.get("pattern"), arrays["mask"]
         if not isinstance(pattern, np.ndarray):
             return arrays
@@ -147,7 +149,7 @@ class ScaledDotProductAttention(FlashAttention):
 
     call = calls.ScaledDotProductAttention
     reads = arguments.ATTENTION | arguments.PACKED
-    own_tiles = True
+    fixed_tiles = True
 
 
 class FlashMLA(FromLatent, FlashAttention):

@@ -26,7 +26,7 @@ LIMIT = 2**15  # blocks of an axis that a visit can name; added where it needs a
 SOME, EVERY = 1, 2  # of a tile: somebody sees it, everybody does
 
 
-def refuse(problem: Problem) -> str | None:
+def unsupported_reason(problem: Problem) -> str | None:
     """Why a pattern of these blocks cannot be walked over, None if it can."""
     if problem.pattern_blocks is None:
         return None

@@ -105,7 +105,7 @@ class FlashTiles:
             },
         }
 
-    def honouring(self, cfg: Any, problem: Problem, chip: Chip) -> FlashTiles:
+    def apply_config(self, cfg: Any, problem: Problem, chip: Chip) -> FlashTiles:
         """These tiles with what a config says instead."""
         return FlashTiles(
             override_forward(self.fwd, problem, chip, field(cfg, "fwd_params")),

@@ -85,8 +85,8 @@ class GroupedMatmul(BesideTriton):
     call = calls.GroupedMatmul
     reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision"}
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.stored:

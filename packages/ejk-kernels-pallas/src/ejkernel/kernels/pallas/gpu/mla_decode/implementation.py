@@ -98,10 +98,10 @@ class MLADecode(BesideTriton):
         "k_scale",
         "return_lse",
     }
-    own_tiles = True
+    fixed_tiles = True
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.query not in DTYPES or p.key not in (p.query, *KINDS):
@@ -125,7 +125,7 @@ class MLADecode(BesideTriton):
     def choose(self, problem: Any, target: Any) -> Any:
         return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores))
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return chosen
 
 

@@ -95,8 +95,8 @@ def decodes(paged: Any) -> bool:
 class Ragged(BesideTriton):
     """What both ragged operations have in common."""
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem.paged, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem.paged, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.query not in DTYPES or p.key != p.query:

@@ -57,7 +57,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
         return p
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
             return f"query: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
         for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
@@ -67,7 +67,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             return NO_LEVEL
         return None
 
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+    def neighbours(
+        self, problem: Problem, target: Chip, chosen: FlashTiles
+    ) -> Iterable[FlashTiles]:
         for part in ("fwd", "dkv", "dq"):
             for tile in tiles.neighbours(getattr(chosen, part)):
                 yield replace(chosen, **{part: tile})

@@ -76,7 +76,7 @@ class FlashTiles:
         dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": dkv | dq}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
         """These tiles with what a config says instead."""
         fwd, bwd = arg.field(cfg, "fwd_params"), arg.field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
