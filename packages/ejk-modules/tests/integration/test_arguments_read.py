@@ -130,7 +130,7 @@ def test_an_argument_that_is_read_is_consumed(kernel):
 
 def with_new_option(kernel):
     """Returns a kernel of the same class for an operation that takes one option more."""
-    signature = inspect.signature(kernel.call.takes)
+    signature = inspect.signature(kernel.call.signature)
     option = inspect.Parameter(
         "attention_temperature", inspect.Parameter.KEYWORD_ONLY, default=1.0, annotation=float
     )
@@ -139,7 +139,7 @@ def with_new_option(kernel):
         raise NotImplementedError
 
     extended.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])
-    call = type("Extended", (kernel.call,), {"takes": staticmethod(extended)})
+    call = type("Extended", (kernel.call,), {"signature": staticmethod(extended)})
     return type("Kernel", (type(kernel),), {"call": call})()
 
 

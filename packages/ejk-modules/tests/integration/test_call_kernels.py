@@ -33,13 +33,13 @@ def test_dropout_on_shards_counts_global_rows_and_heads(qkv):
 def test_an_operation_settles_a_call_once_for_its_kernel(qkv, monkeypatch):
     pytest.importorskip("triton")
     settled = []
-    before = calls.FlashAttention.canonicalise
+    before = calls.FlashAttention.canonicalize
 
-    def canonicalise(a):
+    def canonicalize(a):
         settled.append(type(a["query"]))
         before(a)
 
-    monkeypatch.setattr(calls.FlashAttention, "canonicalise", staticmethod(canonicalise))
+    monkeypatch.setattr(calls.FlashAttention, "canonicalize", staticmethod(canonicalize))
     with interpret_mode():
         flash_attention(*(x[:, :23] for x in qkv), platform="triton")
     assert len(settled) == 1  # abstractly, to choose a config; the trace does the same again

@@ -130,7 +130,7 @@ def distribute(
         local = rebuild(leaves)
         if pick:
             _pick_kv_heads(local, by_name, shard)
-        op.localise(local, shard)
+        op.to_shard(local, shard)
         return call((), local)
 
     single = len(outputs) == 1

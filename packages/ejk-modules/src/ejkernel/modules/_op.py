@@ -71,7 +71,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         cls.__doc__ = cls.__doc__ or f"Kernel of :func:`{cls.spec.name}`."
         cls.algorithm = cls.spec.algorithm
         cls.likeness = Likeness(
-            cls.spec.indifferent, cls.spec.extents, frozenset(cls.spec.boundary.pools)
+            cls.spec.untuned_arguments, cls.spec.size_arguments, frozenset(cls.spec.boundary.pools)
         )
         cls._instance = None
 
@@ -82,7 +82,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         run.__qualname__ = f"{cls.__name__}.run"
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
-        taken = inspect.signature(cls.spec.takes)
+        taken = inspect.signature(cls.spec.signature)
         parameters = [own, *taken.parameters.values(), cfg]
         run.__signature__ = taken.replace(parameters=parameters)  # ty: ignore[missing-attribute]
         cls.run = run  # type: ignore[method-assign]
@@ -101,9 +101,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
     # ---- what a subclass says ---------------------------------------------------------------
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
         """Adapt one shard's arguments to what the operation means globally."""
-        cls.spec.localise(a, shard)
+        cls.spec.to_shard(a, shard)
 
     # ---- the steps of a call ----------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class CallKernel:
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
-        signature = inspect.signature(self.call.takes)
+        signature = inspect.signature(self.call.signature)
         parameters = [*signature.parameters.values(), cfg]
         self.__signature__ = signature.replace(parameters=parameters)
         self.__name__ = self.__qualname__ = self.call.name

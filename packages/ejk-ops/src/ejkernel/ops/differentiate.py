@@ -60,7 +60,7 @@ def _once(work: Work, tree: Any) -> Any:
 
 def _forward(work: Work, arrays: Arrays) -> Any:
     arrays, work = _once(work, arrays), _lowerable(work, arrays)
-    outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
+    outputs, saved = work.kernel.call.name_residuals(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 

@@ -59,7 +59,7 @@ def is_bool_array(x: Any) -> bool:
     return _numpy_dtype(x) == np.dtype(bool)
 
 
-def known_values(x: Any) -> np.ndarray | None:
+def concrete_values(x: Any) -> np.ndarray | None:
     """``x`` on the host where that needs no trace: numpy and concrete local arrays, else None."""
     if is_numpy(x):
         return np.asarray(x)

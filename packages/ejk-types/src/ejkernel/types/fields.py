@@ -12,7 +12,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 import jax.tree_util as jtu
 from jax import export
 
-from ejkernel.types.arrays import int_array, is_array, known_values, mask_array, static_int
+from ejkernel.types.arrays import concrete_values, int_array, is_array, mask_array, static_int
 from ejkernel.types.errors import describe, invalid
 from ejkernel.types.rules import MAX_DISTANCE, Rule, window_tuple
 
@@ -139,7 +139,7 @@ def _same(a: Any, b: Any) -> bool:
         return a is b or (isinstance(a, tuple) and a == b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    a, b = known_values(a), known_values(b)
+    a, b = concrete_values(a), concrete_values(b)
     return a is not None and b is not None and bool((a == b).all())
 
 

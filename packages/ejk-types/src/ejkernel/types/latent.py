@@ -47,7 +47,7 @@ def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(rotary[:, :, None], (b, s, heads, dr)).astype(like.dtype)
 
 
-def without_hidden_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
+def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
     """The arrays with rows of 0 where nobody sees them: they may hold NaN, which a product would
     carry to the gradients of the weights."""
     seen = seen_keys(mask.conjuncts, arrays["query"].shape[1], arrays["key_value"].shape[1])
@@ -109,6 +109,6 @@ class FromLatent:
         """What of the arrays is latent attention's own, and the arrays of flash attention."""
         own = {name: x for name, x in arrays.items() if name in LATENT}
         rest = {name: x for name, x in arrays.items() if name not in LATENT}
-        own = without_hidden_rows(own, arrays["mask"])
+        own = drop_masked_rows(own, arrays["mask"])
         dtype = work.problem.dtype
         return own, rest | dict(zip("qkv", (x.astype(dtype) for x in expanded(own)), strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.types.arrays import int_array, is_numpy, known_values, namespace, static_int
+from ejkernel.types.arrays import concrete_values, int_array, is_numpy, namespace, static_int
 from ejkernel.types.blocks import INT_MAX
 from ejkernel.types.errors import describe, invalid
 
@@ -133,7 +133,7 @@ def positions_of_runs(ids: Any, padding: int = -1) -> Any:
 
 def _check_runs(ids: Any, max_segments: int) -> None:
     """ValueError if the known ``ids`` have no cumulative form of ``max_segments`` entries."""
-    values = known_values(ids)
+    values = concrete_values(ids)
     if values is None or values.size == 0:
         return
     valid = values >= 0

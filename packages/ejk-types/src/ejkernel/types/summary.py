@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from ejkernel.types.arrays import known_values, namespace, static_int
+from ejkernel.types.arrays import concrete_values, namespace, static_int
 from ejkernel.types.blocks import matrix_range
 from ejkernel.types.classify import classify_blocks
 from ejkernel.types.convert import resolve_lengths
@@ -39,7 +39,7 @@ class BlockSummary(NamedTuple):
 def _host(mask: MaskInfo) -> MaskInfo:
     """``mask`` over numpy arrays if all its arrays are known, else ``mask``."""
     leaves, tree = jax.tree.flatten(mask)
-    values = [known_values(x) for x in leaves]
+    values = [concrete_values(x) for x in leaves]
     return mask if any(v is None for v in values) else jax.tree.unflatten(tree, values)
 
 

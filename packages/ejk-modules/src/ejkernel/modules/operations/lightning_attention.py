@@ -106,7 +106,7 @@ class LightningAttention(Operation[LightningAttentionConfig]):
     function = staticmethod(lightning_attention)
 
     @staticmethod
-    def localise(a: Arguments, shard: Any) -> None:
+    def to_shard(a: Arguments, shard: Any) -> None:
         if shard.parts("heads") > 1:
             first = shard.offset("heads")
             a["layer_idx"] = _LayerOfShard.of(a["layer_idx"], shard.sizes["heads"], first)

@@ -166,7 +166,7 @@ class Kernel(Generic[Cfg, Out]):
         return args, kwargs
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Second step, inside the trace: validates and canonicalises the arguments."""
+        """Second step, inside the trace: validates and canonicalizes the arguments."""
         return args, kwargs
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ class Attention(Call):
     }
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -49,9 +49,9 @@ class Attention(Call):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """``dropout_rng`` becomes int32 ``[3]``: the seed, the first batch row, the first head."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         prob, key = settle.probability(a), a["dropout_rng"]
         if a["deterministic"] or not prob:
             a.update(dropout_rng=None, dropout_prob=0.0, deterministic=True)
@@ -72,5 +72,5 @@ class Attention(Call):
         a["dropout_rng"] = jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
         settle.local_seeds(a, shard, "dropout_rng")

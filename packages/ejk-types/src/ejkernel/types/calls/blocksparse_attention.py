@@ -27,7 +27,7 @@ class BlockSparseAttention(SoftmaxCall):
     merged: ClassVar[Mapping[str, str]] = {**SoftmaxCall.merged, "mask_builder": "block_mask"}
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -80,11 +80,11 @@ class BlockSparseAttention(SoftmaxCall):
         a.update(block_mask=mask, mask_builder=None)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """A block mask ``[1 or batch, 1 or heads, q_blocks, kv_blocks]``."""
         for name in ("q_block_size", "kv_block_size"):
             settle.positive(a, name)
-        super().canonicalise(a)
+        super().canonicalize(a)
         mask = a["block_mask"]
         if mask is None:
             return

@@ -16,7 +16,7 @@ class FlashAttention(SoftmaxCall):
     seeds = ("dropout_seed",)
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],

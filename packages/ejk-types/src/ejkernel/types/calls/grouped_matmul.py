@@ -25,7 +25,7 @@ class GroupedMatmul(Call):
     )
 
     @staticmethod
-    def takes(
+    def signature(
         lhs: F[Array, "rows inner"],
         rhs: Weights[Array, "groups _ _"],
         group_sizes: I[Array, " all_groups"],
@@ -50,11 +50,11 @@ class GroupedMatmul(Call):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         """Sizes and the first group are not negative; a sum above the rows is clipped later."""
-        sizes = values.known_indices(a["group_sizes"])
+        sizes = values.concrete_indices(a["group_sizes"])
         if sizes is not None and (sizes < 0).any():
             r = int(np.flatnonzero(sizes < 0)[0])
             raise out_of_range(f"group_sizes[{r}]", "a size >= 0", int(sizes[r]))
-        first = values.known(a["group_offset"])
+        first = values.concrete_value(a["group_offset"])
         if first is not None and first.size == 1 and first.dtype.kind in "iu":
             value = int(first.reshape(()))
             total, held = (getattr(a[name], "shape", ()) for name in ("group_sizes", "rhs"))
@@ -65,7 +65,7 @@ class GroupedMatmul(Call):
         values.integer_to_array(a, "group_offset")
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Shapes that fit each other, and the dtype of the output."""
         settle.precision(a)
         lhs, rhs, out, scale = (a[n] for n in ("lhs", "rhs", "existing_out", "rhs_scale"))
@@ -96,7 +96,7 @@ class GroupedMatmul(Call):
             )
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
         """Each shard of rows has the part of every group that lies in it."""
         if shard.parts("rows") == 1:
             return

@@ -27,11 +27,11 @@ class LinearCall(Call):
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return cls.asked(a, ("batch seq heads v_dim", cls._state(a)))
+        return cls.select_outputs(a, ("batch seq heads v_dim", cls._state(a)))
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
-        super().canonicalise(a)
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
         state, cu = a["initial_state"], a["cu_seqlens"]
         n = a["query"].shape[0] if cu is None else cu.shape[0] - 1
         if state is not None and state.shape[0] != n:
@@ -52,10 +52,10 @@ class LinearCall(Call):
         return jnp.zeros((b, s, h, dv), a["query"].dtype), table.astype(jnp.float32)
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+    def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
         """The output, and the states that a gradient starts from."""
         o, *rest = outputs
-        return (softmax.named_out(o), *rest), softmax.named_lse(saved)
+        return (softmax.name_output(o), *rest), softmax.name_lse(saved)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class RecurrentAttention(LinearCall):
     algorithm = "recurrent"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -100,7 +100,7 @@ class GLAttention(LinearCall):
     algorithm = "gla"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -122,7 +122,7 @@ class LightningAttention(LinearCall):
     algorithm = "lightning_attn"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -137,8 +137,8 @@ class LightningAttention(LinearCall):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
-        super().canonicalise(a)
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
         settle.positive(a, "num_layers")
         layers, index = a["num_layers"], a["layer_idx"]
         if not 0 <= index < layers:

@@ -18,7 +18,7 @@ class MeanPooling(Call):
     name = "mean_pooling"
 
     @staticmethod
-    def takes(
+    def signature(
         x: F[Array, "batch seq *channels"] | F[Array, " tokens *channels"],
         cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
         *,
@@ -36,7 +36,7 @@ class MeanPooling(Call):
         return (group + (" *channels" if a["chunk_size"] is None else " chunks *channels"),)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Token axis, chunk size and mask agree."""
         x, mask, packed = a["x"], a["attention_mask"], a["cu_seqlens"] is not None
         axis = 0 if packed else 1

@@ -30,7 +30,7 @@ class FlashMLA(SoftmaxCall):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads q_dim"],
         key_value: F[Array, "batch kv_len latent"],
         w_kc: F[Array, "latent kv_heads nope_dim"],
@@ -54,7 +54,7 @@ class FlashMLA(SoftmaxCall):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Rotary forms, head groups and the default scale."""
         query, key_value, w_kc, b_q, b_k = (a[name] for name in (*LATENT[:3], *LATENT[4:]))
         heads, kv_heads, nope = query.shape[2], w_kc.shape[1], w_kc.shape[2]
@@ -68,7 +68,7 @@ class FlashMLA(SoftmaxCall):
             raise invalid("query", f"last axis {want} = {parts}", query)
         if a["softmax_scale"] is None:
             a["softmax_scale"] = float(max(nope + rope, 1)) ** -0.5
-        super().canonicalise(a)
+        super().canonicalize(a)
         if a["cu_seqlens"] is not None and query.shape[1] != key_value.shape[1]:
             legal = f"kv_len equal to q_len {query.shape[1]} with cu_seqlens"
             raise invalid("key_value", legal, key_value)

@@ -12,7 +12,7 @@ class MLADecode(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch heads cache_dim"] | F[Array, "batch q_len heads cache_dim"],
         latent_cache: Cache[Array, "pages page_size cache_dim"],
         context_lens: I[Array, " batch"],
@@ -31,7 +31,7 @@ class MLADecode(Call):
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         rows = "batch heads" if a["query"].ndim == 3 else "batch q_len heads"
-        return cls.asked(a, (rows + " latent_dim", rows))
+        return cls.select_outputs(a, (rows + " latent_dim", rows))
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
@@ -39,9 +39,9 @@ class MLADecode(Call):
         values.check_tables(a, "context_lens", "latent_cache")
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """The value part lies inside a cache row."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         dim, whole = a["latent_dim"], a["latent_cache"].shape[-1]
         if not 1 <= dim <= whole:
             raise out_of_range("latent_dim", f"1 to {whole}, the last axis of latent_cache", dim)

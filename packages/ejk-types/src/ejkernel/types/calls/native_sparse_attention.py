@@ -19,7 +19,7 @@ class NativeSparseAttention(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads head_dim"],
         key: F[Array, "batch seq kv_heads head_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -40,16 +40,16 @@ class NativeSparseAttention(Call):
     def check_values(cls, a: Arguments) -> None:
         """Every token reads at least one block."""
         super().check_values(a)
-        counts = values.known(a["block_counts"])
+        counts = values.concrete_value(a["block_counts"])
         if counts is not None and counts.ndim and counts.dtype.kind in "iu" and (counts < 1).any():
             at = tuple(map(int, np.argwhere(counts < 1)[0]))
             where = ", ".join(map(str, at))
             raise out_of_range(f"block_counts[{where}]", "a count >= 1", int(counts[at]))
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Counts and sizes."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         settle.positive(a, "block_size")
         # blocks that no sequence fills are all alike: the tokens of one are not padded to its size
         a["block_size"] = at_most(a["block_size"], a["key"].shape[1] + 1)

@@ -18,7 +18,7 @@ class PageAttention(AttentionCall):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
         key_cache: Cache[Array, "pages page_size kv_heads head_dim"],
         value_cache: Cache[Array, "pages page_size kv_heads v_dim"],

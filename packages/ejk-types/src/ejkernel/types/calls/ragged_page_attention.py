@@ -18,7 +18,7 @@ class RaggedPageAttention(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         queries: F[Array, "tokens heads head_dim"],
         kv_pages: Cache[Array, "pages page_size combined_kv_heads head_dim"],
         context_lens: I[Array, " sequences"],
@@ -36,7 +36,7 @@ class RaggedPageAttention(Call):
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        rows = values.known(a["num_seqs"])
+        rows = values.concrete_value(a["num_seqs"])
         if rows is not None:  # rows past the valid ones may hold anything
             total = (*getattr(a["context_lens"], "shape", ()), 0)[0]
             if rows.size == 1 and not 0 <= int(rows.reshape(())) <= total:
@@ -47,14 +47,14 @@ class RaggedPageAttention(Call):
         values.integer_to_array(a, "num_seqs")
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Pages hold keys and values of each head in turn."""
         heads, odd = divmod(a["kv_pages"].shape[2], 2)
         if odd:
             legal = "an even axis 2: keys and values of each kv head in turn"
             raise invalid("kv_pages", legal, a["kv_pages"])
         settle.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
-        super().canonicalise(a)
+        super().canonicalize(a)
         settle.scalar_index(a, "num_seqs")
 
     @classmethod

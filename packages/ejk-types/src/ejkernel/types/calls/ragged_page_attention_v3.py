@@ -19,7 +19,7 @@ class RaggedPageAttentionv3(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         queries: F[Array, "tokens heads head_dim"],
         keys: F[Array, "tokens kv_heads head_dim"] | Cache[Array, "tokens kv_heads head_dim"],
         values: F[Array, "tokens kv_heads head_dim"] | Cache[Array, "tokens kv_heads head_dim"],
@@ -42,7 +42,7 @@ class RaggedPageAttentionv3(Call):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         """``distribution``: decode, prefill and all sequence numbers, in order."""
-        ends = values.known(a["distribution"])
+        ends = values.concrete_value(a["distribution"])
         if ends is None or ends.shape != (3,):
             return
         limit = (*getattr(a["kv_lens"], "shape", ()), 0)[0]
@@ -54,9 +54,9 @@ class RaggedPageAttentionv3(Call):
         values.check_tables(a, "kv_lens", "kv_cache", rows=np.asarray(m))
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """The cache is plain (rank 4) or packed (rank 5)."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         cache, (_, heads, dim) = a["kv_cache"], a["keys"].shape
         legal: tuple[int, ...] = (2 * heads, dim)
         if cache.ndim != 4:

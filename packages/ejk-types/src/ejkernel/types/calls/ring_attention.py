@@ -22,7 +22,7 @@ class RingAttention(AttentionCall):
     seeds = ("dropout_seed",)
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -47,9 +47,9 @@ class RingAttention(AttentionCall):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """A known layout, lengths that fit it where the arrays are one device's, ids of keys."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         if a["layout"] not in LAYOUTS:
             raise ValueError(f"layout: given {a['layout']!r}, expected one of {', '.join(LAYOUTS)}")
         bound = axis_is_bound(a["axis_name"])

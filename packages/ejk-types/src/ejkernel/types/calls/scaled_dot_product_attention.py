@@ -14,7 +14,7 @@ class ScaledDotProductAttention(SoftmaxCall):
     outputs = ("batch q_len heads v_dim",)
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],

@@ -36,8 +36,8 @@ class AttentionCall(Call):
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        return softmax.named(*outputs), softmax.named_lse(saved)
+    def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.name_residuals(*outputs), softmax.name_lse(saved)
 
 
 class SoftmaxCall(AttentionCall):

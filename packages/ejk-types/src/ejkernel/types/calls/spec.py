@@ -26,7 +26,7 @@ _NUMBER = {int}
 class Call:
     """The calls of one operation; a subclass is used as it is and never instantiated.
 
-    A subclass has ``takes``, a function whose parameters are those of the operation, annotated
+    A subclass has ``signature``, a function whose parameters are those of the operation, annotated
     with the words of ``words``, and overrides the other methods where it needs to. What arguments
     of one name ask for in every operation, ``values.BY_NAME`` and ``settle.BY_NAME`` say.
 
@@ -35,26 +35,26 @@ class Call:
         algorithm: its name in a registry; default: ``name``.
         symbolic: the axes that an exported program may leave open.
         outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
-        asks_for_more: the flag without which there is only the first output; "": none.
+        extra_outputs_flag: the flag without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
-        indifferent: arguments that change what is computed and not how it is cut into tiles.
-        extents: static integers that say how wide something is.
+        untuned_arguments: arguments that change what is computed and not how it is cut into tiles.
+        size_arguments: static integers that say how wide something is.
         divisors: scales that something is divided by, so that they are never 0.
         normal_samples: whether sample inputs are normal numbers, of both signs.
-        merged: arguments that ``check_values`` or ``canonicalise`` moves into another one, and the
+        merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
-        boundary: the parameters, read from ``takes``.
-        Facts: tuple with a field for every parameter but ``mask_info``.
+        boundary: the parameters, read from ``signature``.
+        StaticArguments: tuple with a field for every parameter but ``mask_info``.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
 
     name: ClassVar[str]
     algorithm: ClassVar[str] = ""
     outputs: ClassVar[tuple[str, ...]] = ()
-    asks_for_more: ClassVar[str] = ""
+    extra_outputs_flag: ClassVar[str] = ""
     seeds: ClassVar[tuple[str, ...]] = ()
-    indifferent: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
-    extents: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
+    untuned_arguments: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
+    size_arguments: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
@@ -62,24 +62,24 @@ class Call:
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
     )  # fmt: skip
-    takes: ClassVar[Any]
+    signature: ClassVar[Any]
     boundary: ClassVar[Boundary]
-    Facts: ClassVar[Any]
+    StaticArguments: ClassVar[Any]
     Unsupported: ClassVar[type[Exception]] = Unsupported
     _before: ClassVar[tuple[Step, ...]] = ()
     _inside: ClassVar[tuple[Step, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "takes" not in vars(cls):
+        if "signature" not in vars(cls):
             return
-        cls.boundary = Boundary.of(cls.name, cls.takes, cls.seeds)
+        cls.boundary = Boundary.of(cls.name, cls.signature, cls.seeds)
         cls.boundary.check_words(cls.outputs)
         cls.algorithm = cls.algorithm or cls.name
         flags = (name for name in cls.boundary.names if name.startswith("return_"))
-        cls.asks_for_more = next(flags, "")
+        cls.extra_outputs_flag = next(flags, "")
         names = [name for name in cls.boundary.names if name != "mask_info"]
-        cls.Facts = namedtuple(f"{cls.__name__}Facts", names)
+        cls.StaticArguments = namedtuple(f"{cls.__name__}Arguments", names)
         cls._before, cls._inside = (
             tuple(dict.fromkeys(step for name, step in table.items() if name in names))
             for table in (values.BY_NAME, settle.BY_NAME)
@@ -94,7 +94,7 @@ class Call:
             step(a)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Check how arguments agree, then settle what is optional, in place."""
         for step in cls._inside:
             step(a)
@@ -107,10 +107,10 @@ class Call:
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
-        return cls.asked(a, cls.outputs)
+        return cls.select_outputs(a, cls.outputs)
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
         """Adapt settled arguments of one shard to what the operation means for all of them.
 
         ``shard`` has ``parts(word)``, over how many devices an axis is spread, and of this one
@@ -170,7 +170,7 @@ class Call:
             value = a[name]
             if hasattr(value, "dtype") and value.dtype != np.int32:
                 a[name] = jnp.asarray(value).astype(jnp.int32)
-        cls.canonicalise(a)
+        cls.canonicalize(a)
         return a
 
     @classmethod
@@ -200,24 +200,24 @@ class Call:
     # ---- what a kernel asks of canonical arguments ------------------------------------------
 
     @classmethod
-    def facts(cls, a: Mapping[str, Any]) -> Any:
+    def static_arguments(cls, a: Mapping[str, Any]) -> Any:
         """All arguments but ``mask_info``, every array as its shape and dtype; hashable.
 
         Dtypes are names: to NumPy ``np.dtype("float64") == None`` is true, and ``jax.jit`` finds
         its programs by the equality of static arguments alone.
         """
         found = []
-        for name in cls.Facts._fields:
+        for name in cls.StaticArguments._fields:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
             found.append(x)
-        return cls.Facts(*found)
+        return cls.StaticArguments(*found)
 
     @classmethod
-    def given(cls, a: Mapping[str, Any]) -> dict[str, Any]:
+    def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among the arguments, and the mask, by name."""
         found = {}
         for name in cls.boundary.names:
@@ -233,12 +233,12 @@ class Call:
         Raises:
             Unsupported: facts that no kernel of this kind takes.
         """
-        return cls.facts(a)
+        return cls.static_arguments(a)
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
         """The arrays a kernel reads, by the names it knows them by; None for what is not given."""
-        return cls.given(a)
+        return cls.array_arguments(a)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
@@ -246,20 +246,20 @@ class Call:
         return None
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+    def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
         """Outputs, and what a gradient needs beside them, under names for ``jax.checkpoint``."""
         return outputs, saved
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
         """What the operation returns, from what a kernel computes."""
-        outputs = cls.asked(a, outputs)
+        outputs = cls.select_outputs(a, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     @classmethod
-    def asked(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def select_outputs(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Those of all outputs that the call wants."""
-        return outputs if a.get(cls.asks_for_more, True) else outputs[:1]
+        return outputs if a.get(cls.extra_outputs_flag, True) else outputs[:1]
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Arguments = dict[str, Any]
 _LARGEST = tuple(float(np.finfo(dtype).max) for dtype in (np.float32, np.float64))
 
 
-def known(value: Any) -> Any:
+def concrete_value(value: Any) -> Any:
     """The value as a numpy array if it can be seen without reading a device, else None."""
     if isinstance(value, np.ndarray):
         return value if value.dtype != object else None
@@ -28,16 +28,16 @@ def known(value: Any) -> Any:
     return None
 
 
-def known_indices(value: Any) -> np.ndarray | None:
+def concrete_indices(value: Any) -> np.ndarray | None:
     """As ``known``, for a vector of integers."""
-    found = known(value)
+    found = concrete_value(value)
     return found if found is not None and found.ndim == 1 and found.dtype.kind in "iu" else None
 
 
 def seeds_to_arrays(a: Arguments, *names: str) -> None:
     """Python and numpy seeds become int32 arrays, so that new seeds compile nothing."""
     for name in names:
-        value = known(a[name])
+        value = concrete_value(a[name])
         whole = value is not None and value.dtype.kind in "iuO" and value.ndim == 0
         if whole:  # a Python int that no integer dtype holds is an object to numpy
             a[name] = np.asarray(int(value) & 0xFFFFFFFF, np.uint32).view(np.int32)
@@ -79,7 +79,7 @@ def scale_to_array(a: Arguments, name: str, *, divide: bool = False) -> None:
 
 def check_packed(a: Arguments, name: str, data: str, *, axis: int = 1) -> None:
     """Cumulative lengths start at 0, do not decrease, and stay inside the packed axis."""
-    cu = known_indices(a[name])
+    cu = concrete_indices(a[name])
     if cu is None or cu.size == 0:
         return
     shape = getattr(a[data], "shape", ())
@@ -116,7 +116,7 @@ def check_sequences(a: Arguments, lengths: str, rows: np.ndarray) -> None:
     """Row starts and cached lengths of the first ``rows`` packed sequences of a paged call."""
     total = (*getattr(a[lengths], "shape", ()), 0)[0]
     valid = total if rows.size != 1 else int(rows.reshape(()))
-    starts = known(a["query_start_loc"])
+    starts = concrete_value(a["query_start_loc"])
     if starts is None or starts.ndim != 1 or starts.size == 0:
         return
     used = starts[: valid + 1]
@@ -125,7 +125,7 @@ def check_sequences(a: Arguments, lengths: str, rows: np.ndarray) -> None:
     if tokens is not None and used[-1] > tokens:
         last = f"query_start_loc[{len(used) - 1}]"
         raise out_of_range(last, f"at most the {tokens} rows of queries", int(used[-1]))
-    lens = known(a[lengths])
+    lens = concrete_value(a[lengths])
     if lens is None or lens.ndim != 1:
         return
     counts = np.diff(used.astype(np.int64))[:valid]
@@ -141,7 +141,7 @@ def check_tables(a: Arguments, lengths: str, cache: str, *, rows: Any = None) ->
 
     A length past the table is clipped to it later, as a traced one is.
     """
-    lens = known_indices(a[lengths])
+    lens = concrete_indices(a[lengths])
     if lens is None:
         return
     pages, page_size = getattr(a[cache], "shape", (0, 0))[:2]
@@ -155,7 +155,7 @@ def check_tables(a: Arguments, lengths: str, cache: str, *, rows: Any = None) ->
         return
     n = a[lengths].shape[0]
     columns = shape[1] if len(shape) == 2 else shape[0] // max(n, 1)
-    table = known(a["block_tables"])
+    table = concrete_value(a["block_tables"])
     if table is None or table.dtype.kind not in "iu" or table.size < n * columns:
         return
     table = table.reshape(-1)[: n * columns].reshape(n, columns)[: len(lens)]

@@ -29,7 +29,7 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named
+from ejkernel.types.softmax import name_residuals
 
 MAX_LATENT, MAX_ROPE = 512, 128
 
@@ -112,7 +112,7 @@ class MLADecode(CacheKernel):
             given["k_scale"] = given["v_scale"] = arrays["k_scale"].reshape(1, 1)
         o, *lse = decoder(work)(*(given.get(name) for name in NAMES))
         o = o.reshape(*query.shape[:-1], p.value_dim)
-        return named(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
+        return name_residuals(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
 
 
 mla_decode = MLADecode()

@@ -27,7 +27,7 @@ from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls import arguments
 from ejkernel.types.hidden import cleared
-from ejkernel.types.softmax import named_lse
+from ejkernel.types.softmax import name_lse
 from ejkernel.types.token_blocks import (
     Blocks,
     clean_indices,
@@ -112,12 +112,12 @@ def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) 
     if p.block_indices is not None:
         if not isinstance(counts, int) and p.max_block_count is not None:
             counts = jnp.minimum(counts, p.max_block_count)
-        return named_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
+        return name_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
     chosen = select(work.problem, work.target, q, k, blocks, _sorts(p))
     if not isinstance(counts, int):
         slot = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
         chosen = jnp.where(slot < counts[..., None], chosen, -1)
-    return named_lse(chosen)
+    return name_lse(chosen)
 
 
 def _sorts(p: Any) -> bool:

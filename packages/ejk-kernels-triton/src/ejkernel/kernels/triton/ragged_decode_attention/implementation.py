@@ -19,7 +19,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention import field
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
+from ejkernel.types.softmax import name_output
 
 
 class RaggedDecodeAttention(CacheKernel):
@@ -79,7 +79,7 @@ class RaggedDecodeAttention(CacheKernel):
         if "softmax_aux" in arrays:
             given["sink"] = arrays["softmax_aux"][None]
         (o,) = decoder(work)(*(given.get(name) for name in NAMES))
-        return (named_out(o if query.ndim == 3 else o[:, None]),), ()
+        return (name_output(o if query.ndim == 3 else o[:, None]),), ()
 
 
 ragged_decode_attention = RaggedDecodeAttention()

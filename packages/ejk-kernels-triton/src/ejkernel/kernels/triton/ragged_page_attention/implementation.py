@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
+from ejkernel.types.softmax import name_output
 
 
 class RaggedKernel(CacheKernel):
@@ -78,7 +78,7 @@ class RaggedPageAttention(RaggedKernel):
         if "softmax_aux" in arrays:
             given["sink"] = arrays["softmax_aux"][None]
         o = attend(work, NAMES)(*(given.get(name) for name in NAMES))
-        return (named_out(o),), ()
+        return (name_output(o),), ()
 
 
 ragged_page_attention = RaggedPageAttention()

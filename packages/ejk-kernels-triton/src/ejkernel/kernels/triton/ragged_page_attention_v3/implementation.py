@@ -29,7 +29,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
+from ejkernel.types.softmax import name_output
 
 BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at together: one compare for each row and each of them
@@ -89,7 +89,7 @@ class RaggedPageAttentionv3(RaggedKernel):
             k_scale = scales.get("k_scale", jnp.ones((1, 1)))
             given["logit_scale"] = k_scale.astype(jnp.float32) * scale
         o, cache = write_attend(work, WRITTEN)(*(given.get(name) for name in WRITTEN))
-        return (named_out(o), cache), ()
+        return (name_output(o), cache), ()
 
 
 WRITTEN = (*NAMES, "keys", "values", "logit_scale")

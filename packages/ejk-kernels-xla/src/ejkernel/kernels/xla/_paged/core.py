@@ -26,7 +26,7 @@ from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.ops.second_order import operation, reverse_once
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.softmax import named
+from ejkernel.types.softmax import name_residuals
 
 NEG_INF = float("-inf")
 
@@ -228,7 +228,7 @@ def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
         out = group(None, first)[1]
     else:
         out = _flat(jax.lax.scan(group, None, x)[1])
-    out = named(*out)
+    out = name_residuals(*out)
     return out[:3], (q, arrays, scale, sinks, tiles, *out)
 
 

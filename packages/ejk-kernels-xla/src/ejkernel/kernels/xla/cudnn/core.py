@@ -21,7 +21,7 @@ from ejkernel.kernels.xla._common.softmax import settle
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
-from ejkernel.types.softmax import named_out
+from ejkernel.types.softmax import name_output
 
 _FLAG = re.compile(
     r"--xla_gpu_(exclude_nondeterministic|deterministic)_ops(=(true|1|t|yes|y))?(\s|$)", re.I
@@ -38,7 +38,7 @@ def _cudnn(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
         local_window_size=None if pattern.left is None else (pattern.left, 0),
         implementation="cudnn",
     )
-    return named_out(o)
+    return name_output(o)
 
 
 def own_backward_repeats(q_len: int, kv_len: int) -> bool:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla.linear_attention.chunk import Rows, additions, decays, outputs
 from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.softmax import named_lse
+from ejkernel.types.softmax import name_lse
 
 # numbers of a row array treated together: 1 MiB of float32
 GROUP_SIZE = 2**18
@@ -81,7 +81,7 @@ def chunked(rows: Rows, table: jax.Array, links: Links) -> tuple[jax.Array, jax.
 
 def _forward(rows: Rows, table: jax.Array, links: Links):
     o, ends = chunked(rows, table, links)
-    ends = named_lse(ends)  # the gradient needs them as softmax's needs the lse
+    ends = name_lse(ends)  # the gradient needs them as softmax's needs the lse
     return (o, ends), (rows, table, links, ends)
 
 

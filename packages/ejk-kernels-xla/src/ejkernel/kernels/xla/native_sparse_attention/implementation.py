@@ -21,7 +21,7 @@ from ejkernel.types.arrays import at_most, is_symbolic
 from ejkernel.types.calls import arguments
 from ejkernel.types.combine import mask_of
 from ejkernel.types.hidden import cleared
-from ejkernel.types.softmax import named_lse
+from ejkernel.types.softmax import name_lse
 from ejkernel.types.token_blocks import Blocks, block_means, clean_indices, find_blocks, means_mask
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
@@ -118,7 +118,7 @@ class NativeSparseAttention(XlaKernel):
             o_cmp, *compressed = _compressed(q, k, v, blocks, scale)
             if g_cmp is not None:
                 out = out + g_cmp * o_cmp.astype(wide)
-        chosen = named_lse(_chosen(p, arrays, q, blocks, compressed))  # a loop of its own
+        chosen = name_lse(_chosen(p, arrays, q, blocks, compressed))  # a loop of its own
         o_slc = _selected(q, k, v, chosen, blocks, scale, work.tiles.q_tile)
         out = out + (1.0 if g_slc is None else g_slc) * o_slc.astype(wide)
         if p.sliding_window is not None:

@@ -67,7 +67,7 @@ class RingAttention(BlockwiseKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, all constraints as ``parts``."""
-        ring, arrays = _ring(problem), self.call.given(a)
+        ring, arrays = _ring(problem), self.call.array_arguments(a)
         # a MaskInfo without arrays checks the rule's values
         window = a["sliding_window"]
         rule = MaskInfo(
