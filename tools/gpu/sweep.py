@@ -168,7 +168,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
-        fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is settled
+        fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is fixed
         fixed.choose = lambda problem, target: tiles
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)

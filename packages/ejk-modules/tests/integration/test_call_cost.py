@@ -64,7 +64,7 @@ def heuristics(monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
 
 
-def test_a_traced_call_of_triton_flash_settles_each_thing_once():
+def test_a_traced_call_of_triton_flash_does_each_thing_once():
     pytest.importorskip("triton", reason="Triton is not installed")
     with interpret_mode():
         calls, frames = counted("triton")

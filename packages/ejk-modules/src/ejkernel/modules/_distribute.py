@@ -20,7 +20,7 @@ from ejkernel.modules._specs import (
     own_spec,
     read_specs,
     read_types,
-    settle_heads,
+    spread_key_heads,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
@@ -113,7 +113,7 @@ def distribute(
     own = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if own is None:
         read_specs(layout, arguments, in_specs)
-    pick = settle_heads(layout, sizes, whole_groups=op.whole_groups)
+    pick = spread_key_heads(layout, sizes, whole_groups=op.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
     by_name = {argument.name: argument for argument in arguments}

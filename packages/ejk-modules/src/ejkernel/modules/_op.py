@@ -52,7 +52,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     """The Kernel of a public function: its call is said by ``spec``, its work done by the registry.
 
     Attributes:
-        spec: what a call takes and how it is settled.
+        spec: what a call takes and how it is canonicalized.
         function: the public function.
         aliases: other names of the function.
         whole_groups: whether a device needs whole groups of query heads per key head.
@@ -133,7 +133,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         kernel = resolved.fn
         if isinstance(kernel, CallKernel) and kernel.call is self.spec:
-            # settled already; a shard's seed fits no signature
+            # canonical already; a shard's seed fits no signature
             return partial(kernel.run_canonical, cfg=cfg)
         return super().runner(resolved, cfg)
 

@@ -21,11 +21,11 @@ class CallKernel:
     """One kernel for the calls of one operation.
 
     ``call`` (a ``Call`` of ejk-types, or anything with its methods) says what a call takes, how it
-    is checked and settled, its static facts (``problem``), its arrays (``operands``) and what a
-    call without work returns. A backend's base class says ``target`` and ``unavailable_reason``; a
-    kernel says the rest. Everything else is made here: the public function with the operation's
-    signature, ``supports``, ``heuristic`` and ``candidates`` for the registry, the override by a
-    config, gradients, mesh axes.
+    is checked and canonicalized, its static properties (``problem``), its arrays (``operands``) and
+    its outputs where there is nothing to compute. A backend's base class says ``target`` and
+    ``unavailable_reason``; a kernel says the rest. Everything else is made here: the public
+    function with the operation's signature, ``supports``, ``heuristic`` and ``candidates`` for the
+    registry, the override by a config, gradients, mesh axes.
 
     Tiles are frozen dataclasses: what ``choose`` and ``neighbours`` return is what runs. Those that
     a config can change say how themselves, by ``apply_config(cfg, problem, target)`` and

@@ -80,7 +80,7 @@ class Implementation:
         notes: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
         config_fields: the config fields that it reads, those of nested configs with a dot
             (``"fwd_params.num_warps"``); None = not said.
-        order: position among all registrations, settles ties.
+        order: position among all registrations, breaks ties.
     """
 
     algorithm: str

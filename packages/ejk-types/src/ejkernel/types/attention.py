@@ -1,4 +1,4 @@
-"""Settled arguments of attention in the forms that kernels read, and fields of configs."""
+"""Canonical arguments of attention in the forms that kernels read, and fields of configs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Task:
 def run(args: argparse.Namespace, out: Output) -> int:
     tasks, left_out = _tasks(args, out)
     session = Session(out, _options(args), args.total)
-    pending, settled = _sorted_out(tasks, args.force)
+    pending, skipped = _sorted_out(tasks, args.force)
     status = OK
     try:
         for task in pending:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
         out.note(f"interrupted: {len(session.rows)} measured and kept, the rest is as it was")
-    settled += session.failed
+    skipped += session.failed
     record_path = session.write_record(args)
     if args.table is not None and session.rows:
         from ejkernel.modules.cli.tables import write_table
@@ -83,13 +83,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.data(
         {
             "tuned": session.rows,
-            "left": [{"operation": t.operation, "shape": t.case, "why": why} for t, why in settled],
+            "left": [{"operation": t.operation, "shape": t.case, "why": why} for t, why in skipped],
             "left_out": left_out,
             "record": None if record_path is None else str(record_path),
         }
     )
-    _show(session.rows, settled, out)
-    failed = left_out or any(why.startswith(CANNOT) for _, why in settled)
+    _show(session.rows, skipped, out)
+    failed = left_out or any(why.startswith(CANNOT) for _, why in skipped)
     return status or (FAILED if failed else OK)
 
 
@@ -151,13 +151,13 @@ def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[
 
     persistent = getattr(get_default_executor().selector, "persistent", None)
     pending: list[Task] = []
-    settled: list[tuple[Task, str]] = []
+    skipped: list[tuple[Task, str]] = []
     seen: dict[str, str] = {}
     for task in tasks:
         bound = bind_abstract(task.inv)
         kernel = bound.kernel
         if bound.key in seen:
-            settled.append((task, f"shares its configuration with {seen[bound.key]}"))
+            skipped.append((task, f"shares its configuration with {seen[bound.key]}"))
             continue
         seen[bound.key] = task.case
         try:
@@ -165,16 +165,16 @@ def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[
         except Exception as error:
             if not task.recorded:
                 raise
-            settled.append((task, _cannot(error)))
+            skipped.append((task, _cannot(error)))
             continue
         if count < 2:
-            settled.append((task, "one candidate here, nothing to choose" if count else
+            skipped.append((task, "one candidate here, nothing to choose" if count else
                             "nothing to tune"))  # fmt: skip
         elif not force and persistent is not None and bound.key in persistent:
-            settled.append((task, "tuned already; --force tunes it again"))
+            skipped.append((task, "tuned already; --force tunes it again"))
         else:
             pending.append(replace(task, inv=bound))
-    return pending, settled
+    return pending, skipped
 
 
 def _cannot(error: Exception) -> str:
@@ -302,7 +302,7 @@ class Session:
             return None
 
 
-def _show(rows: list[dict[str, Any]], settled: list[tuple[Task, str]], out: Output) -> None:
+def _show(rows: list[dict[str, Any]], skipped: list[tuple[Task, str]], out: Output) -> None:
     from ejkernel.modules.bench.record import config_text
 
     if rows:
@@ -322,10 +322,10 @@ def _show(rows: list[dict[str, Any]], settled: list[tuple[Task, str]], out: Outp
         )  # fmt: skip
         within = sum((r["heuristic_over_best"] or 1.0) <= 1.15 for r in rows)
         out.text(f"{within} of {len(rows)} heuristic configs are within 15% of the tuned ones")
-    if settled:
+    if skipped:
         out.title("left as they are")
         by_reason: dict[str, list[str]] = {}
-        for task, why in settled:
+        for task, why in skipped:
             by_reason.setdefault(why, []).append(f"{task.operation} {task.case}")
         for why, names in by_reason.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

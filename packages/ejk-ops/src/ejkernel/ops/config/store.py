@@ -271,7 +271,7 @@ class ConfigFile:
                 try:
                     header, self._entries = parse_file(_read(path))
                 except OtherSchema as other:
-                    self._foreign = _settled(stamp)
+                    self._foreign = _stable_stamp(stamp)
                     if other.newer:
                         self._tell_newer(path, other)
                     continue
@@ -282,7 +282,7 @@ class ConfigFile:
                     continue
                 header.pop("schema")
                 self._header = {**self._header, **header}
-                self._stamp = _settled(stamp)
+                self._stamp = _stable_stamp(stamp)
             return path
         return None
 
@@ -344,6 +344,6 @@ def _stamp(path: Path) -> Stamp | None:
     return Stamp(path, s.st_mtime_ns, s.st_size, s.st_ino)
 
 
-def _settled(stamp: Stamp) -> Stamp | None:
+def _stable_stamp(stamp: Stamp) -> Stamp | None:
     """``stamp``, unless the file is so new that a change within the same clock tick is possible."""
     return stamp if abs(time.time_ns() - stamp.mtime_ns) > 100_000_000 else None

@@ -59,7 +59,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         inv = bind_abstract(inv)
         target, registry = target_device(), self.registry
         registry.load_for(platform, target)
-        # asked several times while a call is settled; what the answer depends on is in the key
+        # asked several times while a call is bound; what the answer depends on is in the key
         asked = (Survey, self, platform, registry.version, target, interpreting())
         found = inv.facts.get(asked)
         if found is None:

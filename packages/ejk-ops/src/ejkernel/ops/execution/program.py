@@ -175,7 +175,7 @@ def _no_array(leaf: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``.
+    """A kernel with everything fixed but the arrays; what the executor hands to ``jax.jit``.
 
     Attributes:
         kernel, parts: the call.

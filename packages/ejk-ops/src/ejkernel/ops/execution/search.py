@@ -122,12 +122,12 @@ class Search:
                 with self._phase("compile" if self.gate is None else "check"):
                     ready = self._check_all(bench, compiling, left_out)
                 with self._phase("time"):
-                    return self._settle(bench, ready)
+                    return self._select(bench, ready)
         finally:  # a compiler that takes longer than the budget is not waited for
             self.over = True
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _settle(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
+    def _select(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
         if ready:
             self._time(bench, ready)
         if not self.sound:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, invalid
@@ -83,7 +83,7 @@ class BlockSparseAttention(SoftmaxCall):
     def canonicalize(cls, a: Arguments) -> None:
         """A block mask ``[1 or batch, 1 or heads, q_blocks, kv_blocks]``."""
         for name in ("q_block_size", "kv_block_size"):
-            settle.positive(a, name)
+            canonicalize.positive(a, name)
         super().canonicalize(a)
         mask = a["block_mask"]
         if mask is None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import is_eight_bit, result_dtype
-from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, Weights, invalid, out_of_range
 
@@ -67,7 +67,7 @@ class GroupedMatmul(Call):
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         """Shapes that fit each other, and the dtype of the output."""
-        settle.precision(a)
+        canonicalize.precision(a)
         lhs, rhs, out, scale = (a[n] for n in ("lhs", "rhs", "existing_out", "rhs_scale"))
         inner, columns = rhs.shape[1:][::-1] if a["transpose_rhs"] else rhs.shape[1:]
         if lhs.shape[1] != inner:
@@ -82,8 +82,8 @@ class GroupedMatmul(Call):
             raise invalid("existing_out", f"float[{lhs.shape[0]}, {columns}]", out)
         dtype = a["preferred_element_type"]
         if dtype is not None:
-            a["preferred_element_type"] = settle.float_dtype("preferred_element_type", dtype)
-        settle.scalar_index(a, "group_offset")
+            a["preferred_element_type"] = canonicalize.float_dtype("preferred_element_type", dtype)
+        canonicalize.scalar_index(a, "group_offset")
         if scale is None:
             return
         if scale.shape not in ((), (held,), (held, columns)):

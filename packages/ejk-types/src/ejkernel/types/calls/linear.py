@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types import softmax
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
 
@@ -139,7 +139,7 @@ class LightningAttention(LinearCall):
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
         super().canonicalize(a)
-        settle.positive(a, "num_layers")
+        canonicalize.positive(a, "num_layers")
         layers, index = a["num_layers"], a["layer_idx"]
         if not 0 <= index < layers:
             raise out_of_range("layer_idx", f"0 <= layer_idx < num_layers = {layers}", index)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import as_bool, at_most
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I, invalid
 
@@ -43,8 +43,8 @@ class MeanPooling(Call):
         if x.ndim < axis + 2:
             form = "float[tokens, *channels]" if packed else "float[batch, seq, *channels]"
             raise invalid("x", f"{form} with at least one channel axis", x)
-        settle.at_least_one(a, "cu_seqlens")
-        settle.positive(a, "chunk_size", "an integer >= 1, or None")
+        canonicalize.at_least_one(a, "cu_seqlens")
+        canonicalize.positive(a, "chunk_size", "an integer >= 1, or None")
         if a["chunk_size"] is not None:
             a["chunk_size"] = max(at_most(a["chunk_size"], x.shape[axis]), 1)
         if mask is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, invalid
@@ -58,7 +58,7 @@ class FlashMLA(SoftmaxCall):
         """Rotary forms, head groups and the default scale."""
         query, key_value, w_kc, b_q, b_k = (a[name] for name in (*LATENT[:3], *LATENT[4:]))
         heads, kv_heads, nope = query.shape[2], w_kc.shape[1], w_kc.shape[2]
-        settle.check_groups("w_kc", heads, kv_heads, w_kc)
+        canonicalize.check_groups("w_kc", heads, kv_heads, w_kc)
         if b_q is not None and b_k is None:
             raise ValueError("b_q: given without b_k, expected both, b_k alone or neither")
         rope = 0 if b_k is None else b_k.shape[-1]

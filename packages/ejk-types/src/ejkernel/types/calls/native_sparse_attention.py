@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.arrays import at_most
-from ejkernel.types.calls import settle, values
+from ejkernel.types.calls import canonicalize, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, out_of_range
 
@@ -50,12 +50,12 @@ class NativeSparseAttention(Call):
     def canonicalize(cls, a: Arguments) -> None:
         """Counts and sizes."""
         super().canonicalize(a)
-        settle.positive(a, "block_size")
+        canonicalize.positive(a, "block_size")
         # blocks that no sequence fills are all alike: the tokens of one are not padded to its size
         a["block_size"] = at_most(a["block_size"], a["key"].shape[1] + 1)
-        settle.positive(a, "max_block_count", "an integer >= 1, or None")
+        canonicalize.positive(a, "max_block_count", "an integer >= 1, or None")
         if isinstance(a["block_counts"], int):
-            settle.positive(a, "block_counts")
+            canonicalize.positive(a, "block_counts")
             a["block_counts"] = min(a["block_counts"], a["max_block_count"] or a["block_counts"])
         if a["g_swa"] is not None and a["sliding_window"] is None:
             raise ValueError("g_swa: given without sliding_window, which switches that branch on")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls import settle, values
+from ejkernel.types.calls import canonicalize, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
@@ -53,9 +53,9 @@ class RaggedPageAttention(Call):
         if odd:
             legal = "an even axis 2: keys and values of each kv head in turn"
             raise invalid("kv_pages", legal, a["kv_pages"])
-        settle.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
+        canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalize(a)
-        settle.scalar_index(a, "num_seqs")
+        canonicalize.scalar_index(a, "num_seqs")
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax
 from ejkernel.types import attention as arg
 from ejkernel.types import softmax
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Call
 from ejkernel.types.combine import mask_of
 from ejkernel.types.mask_info import MaskInfo
@@ -48,7 +48,7 @@ class SoftmaxCall(AttentionCall):
     ``[1, 3]``; it gives o ``[b, q, h, dv]`` and the natural lse float32 ``[b, h, q]``.
     """
 
-    merged: ClassVar[Mapping[str, str]] = {**settle.MERGED_MASKS, "init_bias": "bias"}
+    merged: ClassVar[Mapping[str, str]] = {**canonicalize.MERGED_MASKS, "init_bias": "bias"}
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Problem:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import check_int32, is_symbolic
-from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid
@@ -28,7 +28,7 @@ class Call:
 
     A subclass has ``signature``, a function whose parameters are those of the operation, annotated
     with the words of ``words``, and overrides the other methods where it needs to. What arguments
-    of one name ask for in every operation, ``values.BY_NAME`` and ``settle.BY_NAME`` say.
+    of one name ask for in every operation, ``values.BY_NAME`` and ``canonicalize.BY_NAME`` say.
 
     Attributes:
         name: of the operation, as users call it.
@@ -82,7 +82,7 @@ class Call:
         cls.StaticArguments = namedtuple(f"{cls.__name__}Arguments", names)
         cls._before, cls._inside = (
             tuple(dict.fromkeys(step for name, step in table.items() if name in names))
-            for table in (values.BY_NAME, settle.BY_NAME)
+            for table in (values.BY_NAME, canonicalize.BY_NAME)
         )
 
     # ---- what a subclass says ---------------------------------------------------------------
@@ -95,7 +95,7 @@ class Call:
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
-        """Check how arguments agree, then settle what is optional, in place."""
+        """Check how arguments agree, then canonicalize what is optional, in place."""
         for step in cls._inside:
             step(a)
 
@@ -111,12 +111,12 @@ class Call:
 
     @classmethod
     def to_shard(cls, a: Arguments, shard: Any) -> None:
-        """Adapt settled arguments of one shard to what the operation means for all of them.
+        """Adapt canonical arguments of one shard to what the operation means for all of them.
 
         ``shard`` has ``parts(word)``, over how many devices an axis is spread, and of this one
         ``offset(word)``, its first index, and ``local(word)``, its size.
         """
-        settle.local_seeds(a, shard, *cls.seeds)
+        canonicalize.local_seeds(a, shard, *cls.seeds)
 
     # ---- the two steps of a call ------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Call:
 
     @classmethod
     def bind(cls, a: Arguments, *, typecheck: bool = True) -> Arguments:
-        """Canonical arguments, inside the trace: dtypes, ranks and axes checked, options settled.
+        """Canonical arguments, inside the trace: dtypes, ranks and axes checked.
 
         Canonical arguments stay as they are.
 

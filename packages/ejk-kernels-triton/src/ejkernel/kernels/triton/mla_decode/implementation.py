@@ -93,7 +93,7 @@ class MLADecode(CacheKernel):
         return jnp.zeros((*query.shape[:-1], p.value_dim), query.dtype), lse
 
     def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return tiles.settled(super().apply_config(chosen, cfg, problem, target), problem, target)
+        return tiles.canonical(super().apply_config(chosen, cfg, problem, target), problem, target)
 
     def options(self, problem: Problem) -> dict[str, Any]:
         return {"latent_dim": problem.value_dim, "return_lse": problem.lse}

@@ -173,7 +173,7 @@ def forward(
     Returns:
         o ``[b, q, h, dv]``, 0 for a row that sees no key, and the normaliser ``[b, q, h]`` in
         ``spec.unit(bias)``. ``softmax.merge`` joins such pairs over disjoint keys;
-        ``softmax.settle`` counts the sinks.
+        ``softmax.finalize_rows`` counts the sinks.
     """
     tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
     layout, dv = tiles.layout, v.shape[-1]

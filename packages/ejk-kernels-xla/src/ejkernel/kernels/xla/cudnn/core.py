@@ -17,7 +17,7 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
-from ejkernel.kernels.xla._common.softmax import settle
+from ejkernel.kernels.xla._common.softmax import finalize_rows
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
@@ -77,7 +77,7 @@ def _backward(pattern: Pattern, scale: float, residuals, do):
         block_kv=layout.block_kv,
     )
     none, rows = blockwise.forward(spec, q, k, v[..., :0], mask=mask)
-    _, _, shares = settle(none, rows, None, spec.unit(None))
+    _, _, shares = finalize_rows(none, rows, None, spec.unit(None))
     delta = blockwise.row_delta(o, do, None, rows.m.dtype)
     grads = blockwise.backward(spec, q, k, v, mask=mask, shares=shares, delta=delta, do=do)
     return tuple(g.astype(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))

@@ -1,4 +1,4 @@
-"""Inside the trace: how arguments agree, and what is optional settled.
+"""Checks and canonicalization of arguments inside the trace.
 
 ``BY_NAME`` says what is done with an argument of a name; what one operation alone asks of its
 arguments stands with the operation. All take the arguments by name in a dict, change it in place
@@ -22,14 +22,14 @@ from ejkernel.types.fields import checked_rule
 
 Arguments = dict[str, Any]
 
-_SETTLED = {
+_NO_MASK = {
     "attention_mask": None,
     "causal": False,
     "causal_offset": 0,
     "sliding_window": None,
     "chunk_size": None,
 }
-MERGED_MASKS = dict.fromkeys(_SETTLED, "mask_info")
+MERGED_MASKS = dict.fromkeys(_NO_MASK, "mask_info")
 """The arguments that ``_masks`` moves into ``mask_info``, as ``Call.merged`` has them.
 
 In a packed call they keep their values: a kernel that reads the cumulative lengths gets them
@@ -227,7 +227,7 @@ def seed_array(seed: Any) -> jax.Array:
 
 
 def local_seeds(a: Arguments, shard: Any, *names: str) -> None:
-    """Settled seeds of one shard: the seed, its first batch row, its first head, all global."""
+    """Replaces each seed by (seed, first batch row, first head of the shard), all global."""
     for name in names:
         seed = a[name]
         if seed is None:
@@ -250,15 +250,15 @@ def _masks(a: Arguments) -> None:
     if a.get("chunk_size") is not None:
         positive(a, "chunk_size")
     packed = a.get("cum_seqlens_q", a.get("cu_seqlens")) is not None
-    constraints = {name: a[name] for name in _SETTLED if name in a and not packed}
+    constraints = {name: a[name] for name in _NO_MASK if name in a and not packed}
     if a["mask_info"] is None and constraints.get("attention_mask") is None:
-        numbers = {**_SETTLED, **constraints}
+        numbers = {**_NO_MASK, **constraints}
         del numbers["attention_mask"]
         a["mask_info"] = mask_of_rule(checked_rule(**numbers))
     else:
         own = {name: a[name] for name in ("query", "key", "key_value", "mask_info") if name in a}
         a["mask_info"] = mask_of({**own, **constraints})
-    a.update({name: _SETTLED[name] for name in constraints})
+    a.update({name: _NO_MASK[name] for name in constraints})
 
 
 BY_NAME = {
