@@ -219,7 +219,7 @@ FAULTS = (
     ),
     Fault(
         "what was tuned is lost with the process", f"{OPS}/config/selection.py",
-        "self.persistent.put(key, cfg, facts=facts, measured=measured)", "pass",
+        "self.persistent.put(key, cfg, metadata=metadata, measured=measured)", "pass",
         f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(

@@ -57,7 +57,7 @@ def tuning_time() -> None:
     for state in ("cold", "warm", "warm"):
         tune_tables.main([*words, "--again", "--trials"])
         (line,) = report.of_table(*read_table(table)).lines
-        (entry,) = (e for e in read_table(table)[1].values() if e.facts["platform"] == "auto")
+        (entry,) = (e for e in read_table(table)[1].values() if e.metadata["platform"] == "auto")
         seconds = entry.measured["seconds"]
         check(f"tuning, {state}", state == "cold" or seconds < SECONDS, f"{seconds:.1f} s")
         winners.add(line.winner)

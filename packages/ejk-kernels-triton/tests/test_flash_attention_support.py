@@ -1,4 +1,4 @@
-"""Which calls flash attention accepts, its errors, and its tiles, from static facts."""
+"""Which calls flash attention accepts, its errors, and its tiles, from static properties."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TARGETS = {
     "sm_90": cuda_target(90),
     "gfx942": rocm_target("gfx942"),
 }
-# heads, page, cache, then other facts
+# heads, page, cache, then other properties
 CASES = {
     "128 heads": (128, 64, "bfloat16", {}),
     "16 heads": (16, 64, "bfloat16", {}),

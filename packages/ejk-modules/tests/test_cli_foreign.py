@@ -74,8 +74,8 @@ def sound_files(folder: Path) -> dict[str, object]:
     save_invocations(folder / "calls.json", [recorded()])
     cache = PersistentCache(folder / "c.json")
     measured = {"ms": 1.0, "heuristic_ms": 2.0, "spread": 0.01, "date": "2026-01-01"}
-    facts = dict(recorded().payload)
-    cache.put(KEY, MeanPoolingConfig(token_tile=16), facts=facts, measured=measured)
+    metadata = dict(recorded().payload)
+    cache.put(KEY, MeanPoolingConfig(token_tile=16), metadata=metadata, measured=measured)
     flash = KEY.replace("mean_pooling", "flash_attention")
     cache.put(flash, FlashAttentionConfig(fwd_params={"q_blocksize": 64}), measured=measured)
     limits = {"flops": {"float32": 1e11}, "bytes_per_s": 1e10}

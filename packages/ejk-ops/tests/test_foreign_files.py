@@ -106,9 +106,9 @@ def fields(tmp_path):
     return {"args": command}
 
 
-def config_file(path: Path, name: object, key: str, config: object, facts: object = None):
+def config_file(path: Path, name: object, key: str, config: object, metadata: object = None):
     path.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"class": name, "config": config, "facts": facts}
+    entry = {"class": name, "config": config, "facts": metadata}
     path.write_text(json.dumps({"schema": 1, "entries": {key: entry}}))
 
 

@@ -94,7 +94,7 @@ class CallKernel:
     # ---- what a kernel says -----------------------------------------------------------------
 
     def problem(self, a: Mapping[str, Any]) -> Any:
-        """Static facts of a call whose arguments are canonical (and may be abstract)."""
+        """Static properties of a call whose arguments are canonical (and may be abstract)."""
         return self.call.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
@@ -135,11 +135,11 @@ class CallKernel:
         return self.call.Unsupported(reason)
 
     def notes_on(self, problem: Any, target: Any) -> tuple[str, ...]:
-        """Sentences about how a call is done, from its facts."""
+        """Sentences about how a call is done, from its problem."""
         return ()
 
     def choose(self, problem: Any, target: Any, /) -> Any:
-        """The tiles of a call, from its facts alone."""
+        """The tiles of a call, from its problem alone."""
         return None
 
     def neighbours(self, problem: Any, target: Any, chosen: Any, /) -> Iterable[Any]:

@@ -26,7 +26,7 @@ class Work:
 
     Attributes:
         kernel: the kernel that does it.
-        problem: static facts of the call.
+        problem: static properties of the call.
         tiles: how each pass is launched.
         target: the device it is made for.
         operation: what the user called, for errors.

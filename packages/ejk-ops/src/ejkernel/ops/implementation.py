@@ -76,7 +76,7 @@ class Implementation:
         version: raised when old tuning results no longer hold.
         differentiable: whether reverse mode works through it.
         priority_for: ``(inv) -> int``, its priority for a call that it supports, from static
-            facts, where that depends on the shapes; None = ``priority``.
+            properties, where that depends on the shapes; None = ``priority``.
         notes: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
         config_fields: the config fields that it reads, those of nested configs with a dot
             (``"fwd_params.num_warps"``); None = not said.
@@ -132,7 +132,7 @@ class Implementation:
         return fn.resolve() if isinstance(fn, LazyFunction) else fn
 
     def why_not(self, inv: Any) -> str | None:
-        """None when it can do the call, else the reason. Static facts only."""
+        """None when it can do the call, else the reason. Static properties only."""
         if self.platform is not Platform.XLA and getattr(inv, "symbolic", False):
             return "an array has a symbolic size, which only platform 'xla' takes"
         reason = None if self.supports is None or inv is None else self.supports(inv)
@@ -280,8 +280,8 @@ def table(implementations: Sequence[Implementation]) -> str:
     for i in implementations:
         gradients = "yes" if i.differentiable else "no"
         priority = i.priority if i.priority_for is None else f"{i.priority}, by call"
-        facts = (i.platform, i.backend, priority, gradients, i.version)
-        rows.append((i.algorithm, *map(str, facts)))
+        cells = (i.platform, i.backend, priority, gradients, i.version)
+        rows.append((i.algorithm, *map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,4 +1,4 @@
-"""What one attention call computes, as static facts: hashable, so that it can key programs."""
+"""What one attention call computes, as static properties: hashable, so that it can key programs."""
 
 from __future__ import annotations
 

@@ -143,27 +143,27 @@ class ConfigSelectorChain:
         slow = self._heuristics if search.inv.symbolic else self._slow_tiers
         return self._fast_tiers(search, cfg) or slow(search)
 
-    def store(self, key: str, cfg: Any, facts: Any = None, measured: Any = None) -> None:
+    def store(self, key: str, cfg: Any, metadata: Any = None, measured: Any = None) -> None:
         """Put a tuned config into the memory and persistent tiers.
 
         Args:
             key, cfg: what to store.
-            facts: payload of the key, so that the entry can serve a shipped table.
+            metadata: payload of the key, so that the entry can serve a shipped table.
             measured: what was measured, JSON values.
         """
         self.cache.put(key, cfg)
         if self.persistent is None:
             return
         if isinstance(self.persistent, PersistentCache):
-            self.persistent.put(key, cfg, facts=facts, measured=measured)
+            self.persistent.put(key, cfg, metadata=metadata, measured=measured)
         else:
             self.persistent.put(key, cfg)
 
-    def store_result(self, result: AutotuneResult, facts: Any = None) -> None:
+    def store_result(self, result: AutotuneResult, metadata: Any = None) -> None:
         """Keep the winner of tuning: for this process, and on disk if it was compared."""
         if result.compared:
             measured = result.measured() if result.trials else None
-            self.store(result.key, result.best, facts, measured)
+            self.store(result.key, result.best, metadata, measured)
         else:
             self.cache.put(result.key, result.best)
 

@@ -108,7 +108,7 @@ class Entry:
     """One config as stored, and as an object once it was asked for."""
 
     plain: Mapping[str, Any]
-    facts: Any = None
+    metadata: Any = None
     measured: Any = None
     _built: dict[type | None, Any] = field(default_factory=dict, repr=False)
 
@@ -127,8 +127,8 @@ class Entry:
     def line(self) -> str:
         """JSON text of the entry."""
         stored = {"class": self.plain.get("class"), "config": self.plain["config"]}
-        if self.facts is not None:
-            stored["facts"] = self.facts
+        if self.metadata is not None:
+            stored["facts"] = self.metadata
         if self.measured is not None:
             stored["measured"] = self.measured
         return json.dumps(stored)

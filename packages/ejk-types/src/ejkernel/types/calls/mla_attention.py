@@ -20,7 +20,7 @@ LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
 class FlashMLA(SoftmaxCall):
     """Multi-head latent attention for training and prefill.
 
-    Its facts are those of flash attention on what it expands to; a kernel gets query, key_value,
+    Its problem is that of flash attention on what it expands to; a kernel gets query, key_value,
     w_kc, w_vc, b_q and b_k as they are, those given, and the rest as flash attention does
     (``ejkernel.types.latent`` is the way from one to the other).
     """

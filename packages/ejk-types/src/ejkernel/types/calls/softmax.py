@@ -1,4 +1,4 @@
-"""What the calls of flash-type attention leave to a kernel: facts, arrays, results."""
+"""What the calls of flash-type attention leave to a kernel: problem, arrays, results."""
 
 from __future__ import annotations
 

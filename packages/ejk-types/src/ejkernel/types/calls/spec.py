@@ -228,10 +228,10 @@ class Call:
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
-        """The static facts a kernel asks for, hashable; arrays may be abstract.
+        """The static properties a kernel asks for, hashable; arrays may be abstract.
 
         Raises:
-            Unsupported: facts that no kernel of this kind takes.
+            Unsupported: a call that no kernel of this kind takes.
         """
         return cls.static_arguments(a)
 

@@ -21,7 +21,7 @@ MAX_LANES = 4096  # a program holds two numbers a lane in registers, 16 of 256 t
 
 @dataclass(frozen=True)
 class Problem:
-    """Static facts of a product, ``batch`` calls at once.
+    """Static properties of a product, ``batch`` calls at once.
 
     Attributes:
         rows, inner, columns: of lhs ``[batch * rows, inner]`` and the result.
@@ -326,7 +326,7 @@ def choose_all(p: Problem, target: Target) -> Passes:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
+    """The static properties of a call whose arguments are canonical."""
     lhs, rhs = a["lhs"], a["rhs"]
     transposed = bool(a.get("transpose_rhs"))
     dtype = result_dtype(lhs.dtype, rhs.dtype)

@@ -20,7 +20,7 @@ FIELDS = {"rows": "token_tile", "channels": "channel_tile", "num_warps": "num_wa
 
 @dataclass(frozen=True)
 class Problem:
-    """Static facts of ``batch`` calls.
+    """Static properties of ``batch`` calls.
 
     Attributes:
         rows, channels: of x ``[batch, rows, channels]``.
@@ -59,7 +59,7 @@ class Problem:
         return replace(self, batch=size * self.batch)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def kernel_params(self) -> dict[str, Any]:
         """Numbers and constants that kernels ask for by these names."""
         more = {"per_sequence": self.per_sequence, "groups": self.groups}
         return {**vars(self), **more, "STREAMED": self.streamed}
@@ -133,7 +133,7 @@ def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
+    """The static properties of a call whose arguments are canonical."""
     x, cu = a["x"], a["cu_seqlens"]
     batch, rows = (1, x.shape[0]) if cu is not None else x.shape[:2]
     return Problem(

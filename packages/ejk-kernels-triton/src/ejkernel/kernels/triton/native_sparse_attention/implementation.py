@@ -131,7 +131,7 @@ def longest(p: Any) -> int:
 
 
 def selected_problem(p: Any) -> Problem:
-    """The selected branch's problem, of the facts of a call."""
+    """The selected branch's problem, of the problem of a call."""
     (b, s, h, d), hk, dv = p.query.shape, p.key.shape[2], p.value.shape[3]
     sequences = 0 if p.cu_seqlens is None else p.cu_seqlens.shape[0] - 1
     if p.block_indices is not None:

@@ -1,4 +1,4 @@
-"""Static facts of the kernels of the selected branch."""
+"""Static properties of the kernels of the selected branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one decoding step computes, as static facts: hashable, so that it can key programs."""
+"""What one decoding step computes, as static properties: hashable, so that it can key programs."""
 
 from __future__ import annotations
 
@@ -146,9 +146,11 @@ def _split(dim: int, least: int) -> tuple[int, int]:
     return max(main, least), rest and max(rest, least)
 
 
-def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **facts: Any) -> Problem:
-    """The static facts of a call whose arguments ``a`` are canonical, of its query and its caches;
-    ``facts``: those that the operation has in other places."""
+def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **sizes: Any) -> Problem:
+    """The static properties of a call with canonical arguments ``a``, of its query and its caches.
+
+    ``sizes``: fields that the operation has in other places.
+    """
     window = a["sliding_window"]
     known = {
         "batch": query.shape[0],
@@ -166,4 +168,4 @@ def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **facts: 
         "left": None if window is None else min(window[0], 2**30),
         "splits": a.get("num_splits"),
     }
-    return Problem(**known | facts)
+    return Problem(**known | sizes)

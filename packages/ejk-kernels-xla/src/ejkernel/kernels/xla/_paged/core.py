@@ -33,7 +33,7 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class Spec:
-    """Static facts. ``tokens`` a step, ``group`` tiles walked together, ``left``: window."""
+    """Static properties. ``tokens`` a step, ``group`` tiles walked together, ``left``: window."""
 
     tokens: int
     group: int

@@ -1,4 +1,4 @@
-"""The TPU a kernel is made for: facts tiles are computed from, and whether it is interpreted."""
+"""The TPU a kernel is made for: properties that decide tiles, and whether it is interpreted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Chip:
 
 @functools.cache
 def facts_of(kind: str, cores: int | None = 1) -> Chip:
-    """Facts of a chip by JAX's ``device_kind``.
+    """Properties of a chip by JAX's ``device_kind``.
 
     Raises:
         Unsupported: JAX does not know the chip.
@@ -52,7 +52,7 @@ def facts_of(kind: str, cores: int | None = 1) -> Chip:
         with on_chip(kind, cores):
             info = pltpu.get_tpu_info()
     except (ValueError, RuntimeError) as error:
-        raise Unsupported(f"query: no facts about the device: {error}") from error
+        raise Unsupported(f"query: no properties of the device: {error}") from error
     return Chip(info.vmem_capacity_bytes, info.mxu_column_size, info.generation)
 
 

@@ -101,7 +101,7 @@ class Visits:
     some_partial: bool = True
 
     @property
-    def facts(self) -> tuple[int, int, bool, bool]:
+    def static_flags(self) -> tuple[int, int, bool, bool]:
         """All but the table."""
         return self.rows, self.steps, self.some_full, self.some_partial
 

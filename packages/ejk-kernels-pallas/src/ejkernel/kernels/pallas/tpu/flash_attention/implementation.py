@@ -108,7 +108,7 @@ def _prepare(
     p = work.problem
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
     found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
-    layout = Layout(p, tiles, rules, work.target, *found.facts)
+    layout = Layout(p, tiles, rules, work.target, *found.static_flags)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()

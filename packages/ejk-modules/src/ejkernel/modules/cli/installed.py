@@ -1,4 +1,4 @@
-"""Facts about this machine and this installation, without starting a device."""
+"""Properties of this machine and this installation, without starting a device."""
 
 from __future__ import annotations
 
