@@ -18,7 +18,7 @@ from ejkernel.ops import ConfigError, FwdParams, WarpgroupParams
 from ejkernel.ops.config.store import read_table
 from ejkernel.ops.implementation import LazyFunction
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
@@ -28,8 +28,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention import tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, flash_attention
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.structure import Band, Rules
 from ejktest.bound import bound, on, struct
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")

@@ -21,7 +21,7 @@ if compat.mosaic_gpu_problem() is not None:
 
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import OPENING, SHORT, numbers, shares
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import on, struct
 
 STEP = 64

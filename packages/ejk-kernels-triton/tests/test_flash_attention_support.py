@@ -14,7 +14,7 @@ from ejkernel.kernels.triton import compat, flash_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo
-from ejkernel.types.structure import HULL, LISTED, Unsupported
+from ejkernel.types.masks.structure import HULL, LISTED, Unsupported
 from ejktest.bound import bound
 
 struct = jax.ShapeDtypeStruct

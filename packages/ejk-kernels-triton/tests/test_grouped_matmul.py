@@ -16,7 +16,7 @@ from ejkernel.kernels.triton.grouped_matmul import implementation, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest import grouped_cases as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle

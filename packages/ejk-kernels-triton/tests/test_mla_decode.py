@@ -13,7 +13,7 @@ import pytest
 from ejkernel.kernels.triton import mla_decode
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close

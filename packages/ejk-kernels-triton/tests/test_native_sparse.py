@@ -17,8 +17,8 @@ from ejkernel.kernels.triton.native_sparse_attention.implementation import nativ
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types.structure import Unsupported
-from ejkernel.types.token_blocks import block_means, find_blocks, means_mask
+from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.masks.token_blocks import block_means, find_blocks, means_mask
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.programs import equations_of, sizes_of

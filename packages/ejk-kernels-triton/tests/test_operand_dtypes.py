@@ -33,7 +33,7 @@ from ejkernel.kernels.triton.page_attention.decoding import CacheKernel
 from ejkernel.kernels.triton.resources import plan_source
 from ejkernel.kernels.triton.targets import compile_for
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.operand_dtypes import DtypeCase, dtype_cases
 from ejktest.triton_calls import TARGETS, launches_of
 

@@ -138,6 +138,21 @@ def test_pytree_accepts_any_leaf_and_keeps_static_data():
     assert "causal=True" in repr(mask) and "int32[1, 6]" in repr(mask)
 
 
+PICKLED = (
+    b"cejkernel.types.fields\nunflatten\np0\n(cejkernel.types.mask_info\nMaskInfo\np1\n(I01\nI0\n"
+    b"(I3\nI0\ntp2\nN(Vdp\np3\nVfsdp\np4\ntp5\nVtp\np6\ng6\nVsp\np7\nI00\ntp8\n(NNNNN(g0\n(g1\n(I00\n"
+    b"I1\nNI2\ng5\ng6\ng6\ng7\nI00\ntp9\n(NNNNN(ttp10\ntp11\nRp12\ntp13\ntp14\ntp15\nRp16\n."
+)
+"""A mask that an earlier version pickled, when its modules lay elsewhere."""
+
+
+def test_stored_names_of_a_mask_stay():
+    mask = MaskInfo(causal=True, sliding_window=(3, 0)) & MaskInfo(chunk_size=2, causal_offset=1)
+    assert pickle.loads(PICKLED) == mask
+    # keys of stored configs and recorded calls name the class so
+    assert f"{MaskInfo.__module__}.{MaskInfo.__qualname__}" == "ejkernel.types.mask_info.MaskInfo"
+
+
 def test_jit_cache_is_shared_and_vmap_maps_arrays():
     traces = []
 

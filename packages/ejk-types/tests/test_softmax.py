@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types.softmax import empty_outputs, row_delta, sink_gradient
+from ejkernel.types.attention.softmax import empty_outputs, row_delta, sink_gradient
 
 B, Q, K, H, D, DV = 2, 5, 4, 3, 8, 6
 RNG = np.random.default_rng(0)

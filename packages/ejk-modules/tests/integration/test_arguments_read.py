@@ -15,7 +15,7 @@ from ejkernel.modules._table import OPERATIONS, operation_class
 from ejkernel.ops import KernelNotSupported, kernel_registry
 from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.types import calls
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.argument_values import IN_FLOAT64, REQUIRED, calls_with
 from ejktest.bound import bound
 from ejktest.dependence import is_array, shown_launches, trace

@@ -225,11 +225,13 @@ class WarpgroupParams(FwdParams):
 
 def warpgroups_of(cfg: Any) -> int | None:
     """``warpgroups`` of a config's ``fwd_params``, or None."""
-    return _member(_member(cfg, "fwd_params"), "warpgroups")
+    return config_field(config_field(cfg, "fwd_params"), "warpgroups")
 
 
-def _member(source: Any, name: str) -> Any:
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+def config_field(cfg: Any, name: str, default: Any = None) -> Any:
+    """A field of a config or of a mapping of its fields; ``default`` where absent or None."""
+    value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
+    return default if value is None else value
 
 
 @dataclass(frozen=True)

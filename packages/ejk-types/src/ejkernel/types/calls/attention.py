@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, AttentionMask, F, invalid
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class Attention(Call):

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, invalid
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.problem import Problem
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class BlockSparseAttention(SoftmaxCall):

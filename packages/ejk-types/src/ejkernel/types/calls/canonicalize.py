@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.calls.words import MAX_LENGTH, invalid, out_of_range
-from ejkernel.types.combine import mask_of, mask_of_rule
-from ejkernel.types.fields import checked_rule
+from ejkernel.types.masks.combine import mask_of, mask_of_rule
+from ejkernel.types.masks.fields import checked_rule
 
 Arguments = dict[str, Any]
 

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class FlashAttention(SoftmaxCall):

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types import softmax
+from ejkernel.types.attention import softmax
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range

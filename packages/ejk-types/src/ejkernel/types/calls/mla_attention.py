@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, invalid
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.problem import Problem
+from ejkernel.types.masks.mask_info import MaskInfo
 
 Struct = jax.ShapeDtypeStruct
 LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
@@ -22,7 +22,7 @@ class FlashMLA(SoftmaxCall):
 
     Its problem is that of flash attention on what it expands to; a kernel gets query, key_value,
     w_kc, w_vc, b_q and b_k as they are, those given, and the rest as flash attention does
-    (``ejkernel.types.latent`` is the way from one to the other).
+    (``ejkernel.types.attention.latent`` is the way from one to the other).
     """
 
     name = "mla_attention"

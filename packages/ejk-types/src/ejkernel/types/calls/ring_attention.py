@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, F, I, invalid
-from ejkernel.types.combine import mask_of
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.mask_info import MaskInfo
 
 LAYOUTS = ("contiguous", "zigzag")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class ScaledDotProductAttention(SoftmaxCall):

@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 
 import jax
 
-from ejkernel.types import attention as arg
-from ejkernel.types import softmax
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.attention import operands as arg
+from ejkernel.types.attention import softmax
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Call
-from ejkernel.types.combine import mask_of
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Rules, split_mask
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.structure import Rules, split_mask
 
 QKV = {"q": "query", "k": "key", "v": "value"}
 _MASKS = ("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k")

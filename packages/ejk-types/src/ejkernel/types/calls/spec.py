@@ -15,8 +15,8 @@ from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import Boundary, axes_of
 from ejkernel.types.calls.words import invalid
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.structure import Unsupported
 
 Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]

@@ -13,7 +13,7 @@ from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles, pass_neighbours
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 
 REGISTERS = 255  # a thread can name
 

@@ -26,10 +26,10 @@ from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.mixins import SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
-from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
+from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
 
 
 class FlashAttention(SoftmaxKernel, TritonKernel):

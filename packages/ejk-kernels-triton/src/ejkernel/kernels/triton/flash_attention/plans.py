@@ -29,8 +29,8 @@ from ejkernel.kernels.triton.launch import (
     struct,
 )
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.problem import LOG2E, Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.masks.structure import Band, Rules
 
 Block = tuple[int, int, int]
 FLOAT = jnp.float32

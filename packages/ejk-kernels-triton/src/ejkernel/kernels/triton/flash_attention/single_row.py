@@ -21,7 +21,7 @@ from ejkernel.kernels.triton.page_attention.decoding import NAMES, decoder
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 
 LEAST_KEYS = 1024  # below, a second launch costs more than the keys
 

@@ -12,8 +12,8 @@ from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.page_attention.tiles import Tiles as DecodeTiles
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
-from ejkernel.types.problem import Problem
+from ejkernel.ops.params import config_field
+from ejkernel.types.attention.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class FlashTiles:
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
         """These tiles with what a config says instead: blocks of queries are the usual kernel's."""
-        fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
+        fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
         decode = self.decode
-        if decode is None or field(fwd, "q_blocksize") is not None:
+        if decode is None or config_field(fwd, "q_blocksize") is not None:
             return FlashTiles(override(self.fwd, fwd), dq, dkv)
         return FlashTiles(self.fwd, dq, dkv, decode.honouring_block(fwd))
 

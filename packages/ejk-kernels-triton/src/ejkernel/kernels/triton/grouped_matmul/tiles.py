@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.launch import In, Launch, TensorMap, filled, power_of_two
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.params import config_field
 from ejkernel.types.arrays import is_eight_bit, result_dtype
-from ejkernel.types.attention import field
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
@@ -161,7 +161,7 @@ class Passes:
 
     def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Passes:
         """These launches with what the config says of the product and of the gradient of lhs."""
-        given = {n: int(field(cfg, n)) for n in FIELDS if field(cfg, n) is not None}
+        given = {n: int(config_field(cfg, n)) for n in FIELDS if config_field(cfg, n) is not None}
         if {"block_m", "block_n"} & given.keys():
             given["per_core"] = 1
         return replace(self, fwd=replace(self.fwd, **given), dlhs=replace(self.dlhs, **given))

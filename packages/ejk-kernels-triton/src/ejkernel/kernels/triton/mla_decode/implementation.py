@@ -28,8 +28,8 @@ from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_residuals
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import name_residuals
 
 MAX_LATENT, MAX_ROPE = 512, 128
 

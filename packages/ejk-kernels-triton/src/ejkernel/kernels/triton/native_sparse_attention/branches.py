@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
 from ejkernel.ops.differentiate import Arrays
-from ejkernel.types.combine import mask_of
-from ejkernel.types.token_blocks import Blocks, block_means, means_mask
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.token_blocks import Blocks, block_means, means_mask
 
 
 class Branch(FlashAttention):

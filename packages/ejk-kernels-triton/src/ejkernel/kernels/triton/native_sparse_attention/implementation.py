@@ -25,10 +25,10 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
-from ejkernel.types.hidden import cleared
-from ejkernel.types.softmax import name_lse
-from ejkernel.types.token_blocks import (
+from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.token_blocks import (
     Blocks,
     clean_indices,
     find_blocks,

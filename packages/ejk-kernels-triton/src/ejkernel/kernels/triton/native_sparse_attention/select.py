@@ -22,7 +22,7 @@ from ejkernel.kernels.triton.launch import (
 )
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.token_blocks import Blocks, block_means
+from ejkernel.types.masks.token_blocks import Blocks, block_means
 
 MOST = 129
 """Slots that a kernel ranks: the own block, and as many others as registers hold of a tile."""

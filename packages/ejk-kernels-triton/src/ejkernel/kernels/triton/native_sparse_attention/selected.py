@@ -16,8 +16,8 @@ from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, t
 from ejkernel.kernels.triton.native_sparse_attention.plans import OTHERS, SelectedPlan
 from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
-from ejkernel.types.softmax import name_output, name_residuals
-from ejkernel.types.token_blocks import Blocks
+from ejkernel.types.attention.softmax import name_output, name_residuals
+from ejkernel.types.masks.token_blocks import Blocks
 
 
 class _Residuals:

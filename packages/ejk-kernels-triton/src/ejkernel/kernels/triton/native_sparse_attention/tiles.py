@@ -8,7 +8,7 @@ from typing import Any
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
+from ejkernel.ops.params import config_field
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class SparseTiles:
         Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
         ``q_tile``: rows of a step of the key gradients, tokens times query heads.
         """
-        given = {mine: field(cfg, theirs) for mine, theirs in FIELDS.items()}
+        given = {mine: config_field(cfg, theirs) for mine, theirs in FIELDS.items()}
         new = {n: int(x) for n, x in given.items() if x not in (None, getattr(self.fwd, n))}
-        dkv, rows = self.dkv, field(cfg, "q_tile")
+        dkv, rows = self.dkv, config_field(cfg, "q_tile")
         if "keys" in new:
             new["keys"] = min(power_of_two(max(16, new["keys"])), padded(problem.size))
             dkv = replace(dkv, keys=new["keys"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 

@@ -16,10 +16,10 @@ from ejkernel.kernels.triton.page_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.params import config_field
 from ejkernel.types import calls
-from ejkernel.types.attention import field
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import name_output
 
 
 class RaggedDecodeAttention(CacheKernel):
@@ -59,7 +59,7 @@ class RaggedDecodeAttention(CacheKernel):
         )
 
     def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return chosen.honouring_block(field(cfg, "fwd_params"))
+        return chosen.honouring_block(config_field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}

@@ -16,8 +16,8 @@ from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, proble
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import name_output
 
 
 class RaggedKernel(CacheKernel):

@@ -28,8 +28,8 @@ from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import name_output
 
 BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at together: one compare for each row and each of them

@@ -31,7 +31,7 @@ from ejkernel.kernels.xla._common.layout import Layout
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.varying import vary, varying_axes
-from ejkernel.types.hidden import cleared
+from ejkernel.types.masks.hidden import cleared
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.ops.second_order import operation, reverse_once
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.softmax import name_residuals
+from ejkernel.types.attention.softmax import name_residuals
 
 NEG_INF = float("-inf")
 

@@ -12,8 +12,8 @@ from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_va
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import name_output
 
 
 class Attention(XlaKernel):

@@ -21,7 +21,7 @@ from ejkernel.kernels.xla._common.softmax import finalize_rows
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
-from ejkernel.types.softmax import name_output
+from ejkernel.types.attention.softmax import name_output
 
 _FLAG = re.compile(
     r"--xla_gpu_(exclude_nondeterministic|deterministic)_ops(=(true|1|t|yes|y))?(\s|$)", re.I

@@ -13,7 +13,7 @@ from ejkernel.ops import KernelNotSupported
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
+from ejkernel.types.masks.combine import mask_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types import MaskInfo
-from ejkernel.types.combine import mask_of
+from ejkernel.types.masks.combine import mask_of
 
 
 @dataclass(frozen=True)

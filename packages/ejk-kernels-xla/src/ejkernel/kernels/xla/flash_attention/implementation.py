@@ -12,7 +12,7 @@ from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
+from ejkernel.types.masks.combine import mask_of
 
 
 class FlashAttention(BlockwiseKernel):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla.linear_attention.chunk import Rows, additions, decays, outputs
 from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.softmax import name_lse
+from ejkernel.types.attention.softmax import name_lse
 
 # numbers of a row array treated together: 1 MiB of float32
 GROUP_SIZE = 2**18

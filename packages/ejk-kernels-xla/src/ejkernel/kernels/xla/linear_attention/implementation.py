@@ -20,8 +20,8 @@ from ejkernel.kernels.xla.linear_attention.tiles import Chunk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_symbolic
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import name_output
 
 GATES = ("g", "g_gamma", "gk", "gv")
 

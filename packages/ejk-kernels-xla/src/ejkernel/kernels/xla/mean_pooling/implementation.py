@@ -21,7 +21,7 @@ from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
-from ejkernel.types.blocks import cdiv, pad_to
+from ejkernel.types.masks.blocks import cdiv, pad_to
 
 # rows of the first level: few additions per level up to 64k rows, and one pass over them
 BLOCK = 128

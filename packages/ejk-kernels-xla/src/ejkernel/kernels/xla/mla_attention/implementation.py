@@ -15,9 +15,9 @@ from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.latent import drop_masked_rows, expanded
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
-from ejkernel.types.latent import drop_masked_rows, expanded
+from ejkernel.types.masks.combine import mask_of
 
 
 class FlashMLA(XlaKernel):

@@ -18,11 +18,17 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most, is_symbolic
+from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
-from ejkernel.types.hidden import cleared
-from ejkernel.types.softmax import name_lse
-from ejkernel.types.token_blocks import Blocks, block_means, clean_indices, find_blocks, means_mask
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.token_blocks import (
+    Blocks,
+    block_means,
+    clean_indices,
+    find_blocks,
+    means_mask,
+)
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18

@@ -22,8 +22,8 @@ from jax import lax
 
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.blocks import cdiv
-from ejkernel.types.softmax import name_residuals
+from ejkernel.types.attention.softmax import name_residuals
+from ejkernel.types.masks.blocks import cdiv
 
 NEG_INF = float("-inf")
 

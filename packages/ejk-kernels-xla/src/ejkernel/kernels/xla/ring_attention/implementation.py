@@ -34,8 +34,8 @@ from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.blocks import cdiv
 from ejkernel.types.calls import arguments
+from ejkernel.types.masks.blocks import cdiv
 
 
 class RingAttention(BlockwiseKernel):

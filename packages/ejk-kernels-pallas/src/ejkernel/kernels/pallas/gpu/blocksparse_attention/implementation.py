@@ -8,8 +8,8 @@ from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists, preference
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import FlashAttention
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
 
 
 class BlockSparseAttention(FlashAttention):

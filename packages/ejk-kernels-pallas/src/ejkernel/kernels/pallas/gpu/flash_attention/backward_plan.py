@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS
-from ejkernel.types.blocks import matrix_range
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.blocks import matrix_range
+from ejkernel.types.masks.structure import Band
 
 
 @dataclass(frozen=True)

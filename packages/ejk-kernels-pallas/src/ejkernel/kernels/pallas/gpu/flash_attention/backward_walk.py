@@ -23,7 +23,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
 from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
-from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.attention.problem import LOG2E, Problem
 
 ROWS = 64  # of a warpgroup's product
 CONSUMERS = 2

@@ -23,8 +23,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
-from ejkernel.types.problem import LOG2E, Problem
-from ejkernel.types.structure import Rules
+from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.masks.structure import Rules
 
 MEMBER = "member"  # the axis of programs in a cluster
 SORTED = 256  # tiles ordered together by length: two a program, their keys and values fit L2

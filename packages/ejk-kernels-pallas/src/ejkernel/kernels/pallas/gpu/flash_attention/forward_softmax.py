@@ -22,7 +22,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import ROW
 from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.types.structure import Band
+from ejkernel.types.masks.structure import Band
 
 ROWS = 64  # query rows of one warpgroup
 F32 = jnp.float32

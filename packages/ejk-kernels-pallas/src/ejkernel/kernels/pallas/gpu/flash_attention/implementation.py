@@ -24,10 +24,9 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.latent import FromLatent
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
 
 DTYPES = ("float16", "bfloat16")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -162,6 +161,7 @@ class FlashMLA(FromLatent, FlashAttention):
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
+    call = calls.FlashMLA
     reads = arguments.FLASH_MLA
 
 

@@ -22,8 +22,8 @@ from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, Steps
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import LOG2E
 
 DTYPES = ("float16", "bfloat16")
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")  # of caches beside those

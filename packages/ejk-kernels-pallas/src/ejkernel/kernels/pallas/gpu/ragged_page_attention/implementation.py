@@ -17,9 +17,9 @@ from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.masks.structure import Band, Rules
 
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import target_device
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 
 # What interpretation runs with, and the chip it stands for: the one with the least memory.
 _interpreter: ContextVar[tuple[Any, str]] = ContextVar(

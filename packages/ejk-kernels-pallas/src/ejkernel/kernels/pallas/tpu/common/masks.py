@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.structure import Band, Unsupported, known_ranges, operands, split_mask
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.structure import Band, Unsupported, known_ranges, operands, split_mask
 
 LANES = 128
 # Padding of the two sides of an equality: never equal to an id, nor to each other.

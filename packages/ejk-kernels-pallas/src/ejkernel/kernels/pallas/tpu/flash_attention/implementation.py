@@ -25,10 +25,10 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.mixins import SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.hidden import cleared, seen_keys
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
+from ejkernel.types.masks.hidden import cleared, seen_keys
 
 DTYPES = ("bfloat16", "float32")
 MAX_DIM = 256

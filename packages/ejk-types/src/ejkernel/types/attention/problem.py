@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ejkernel.types.structure import Rules
+from ejkernel.types.masks.structure import Rules
 
 LOG2E = 1.4426950408889634
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.apply import NO_POSITIONS, intersect
 from ejkernel.types.arrays import mask_array, namespace
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import (
+from ejkernel.types.masks.apply import NO_POSITIONS, intersect
+from ejkernel.types.masks.fields import (
     AXES,
     check_sizes,
     checked_rule,
@@ -19,9 +19,9 @@ from ejkernel.types.fields import (
     rule_fields,
     with_private,
 )
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.rules import Rule
-from ejkernel.types.segments import cu_seqlens_mask_fields
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.rules import Rule
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields
 
 EVERYTHING = MaskInfo()
 """The mask that hides nothing."""

@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.hidden import cleared, seen_keys
+from ejkernel.types.masks.hidden import cleared, seen_keys
 
 Arrays = dict[str, Any]
 LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
@@ -90,25 +89,3 @@ def gradients(
 
 def _sum_heads(x: jax.Array) -> jax.Array:
     return jnp.sum(x, 2, dtype=result_dtype(x.dtype, jnp.float32))
-
-
-class FromLatent:
-    """Latent attention by a kernel of flash attention, the next of its base classes."""
-
-    call = calls.FlashMLA
-
-    def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
-
-    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        own, flash = self._flash(work, arrays)
-        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
-        return gradients(own, *(found.pop(name) for name in "qkv")) | found
-
-    def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
-        """What of the arrays is latent attention's own, and the arrays of flash attention."""
-        own = {name: x for name, x in arrays.items() if name in LATENT}
-        rest = {name: x for name, x in arrays.items() if name not in LATENT}
-        own = drop_masked_rows(own, arrays["mask"])
-        dtype = work.problem.dtype
-        return own, rest | dict(zip("qkv", (x.astype(dtype) for x in expanded(own)), strict=True))

@@ -10,8 +10,8 @@ import numpy as np
 
 from ejkernel.types.arrays import int_array, is_array, mask_array, namespace, static_int
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import AXES, AxisName, MaskFields
-from ejkernel.types.segments import cu_seqlens_mask_fields
+from ejkernel.types.masks.fields import AXES, AxisName, MaskFields
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields
 
 
 class AxisNames(TypedDict, total=False):

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from ejkernel.types.arrays import concrete_values, int_array, is_numpy, namespace, static_int
-from ejkernel.types.blocks import INT_MAX
 from ejkernel.types.errors import describe, invalid
+from ejkernel.types.masks.blocks import INT_MAX
 
 CU_AXES = "[n+1] or [batch, n+1]"
 

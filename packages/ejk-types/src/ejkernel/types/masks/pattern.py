@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import is_symbolic, namespace
-from ejkernel.types.blocks import block_bounds
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.rules import smallest
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
-    from ejkernel.types.problem import Problem
+from ejkernel.types.masks.blocks import block_bounds
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.fields import MaskFields
+from ejkernel.types.masks.rules import smallest
 
 Blocks = tuple[int, int]
 FEW = 8  # blocks of a tile that are joined one by one: XLA turns arrays to reduce axes so short
@@ -58,7 +55,7 @@ def in_tiles(
 
 
 def visited_tiles(
-    mask: MaskInfo,
+    mask: MaskFields,
     pattern: Any,
     blocks: Blocks | None,
     q_len: int,
@@ -76,21 +73,6 @@ def visited_tiles(
         return some, every
     met, full = in_tiles(pattern, blocks, q_len, kv_len, tile_q, tile_kv)
     return met & some, full & every
-
-
-def rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
-    """Whether every row of a tile sees a key of every tile that is visited beside it.
-
-    Then no row that sees nothing is ever read.
-    """
-    p, band = problem, problem.rules.band
-    if p.pattern_blocks is None or p.rules.arrays or band.lo is not None:
-        return False
-    if not inside_blocks(p.pattern_blocks, p.q_len, p.kv_len, tile_q, tile_kv):
-        return False
-    # the first key of a block is then at or before the last that the tile's first row sees
-    block = p.pattern_blocks[1]
-    return band.hi is None or (band.hi % tile_q == 0 and (block % tile_q == 0 or block >= p.kv_len))
 
 
 def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import as_bool
-from ejkernel.types.blocks import matrix_range
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.blocks import matrix_range
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.mask_info import MaskInfo
 
 LISTED = (
     "tiles that nobody sees are skipped, wherever they are: the mask is made into lists of tiles, "
