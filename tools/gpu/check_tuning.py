@@ -32,7 +32,6 @@ from ejkernel.ops import (  # noqa: E402
     target_device,
 )
 from ejkernel.ops.config.store import read_table  # noqa: E402
-from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.execution import timing  # noqa: E402
 from ejkernel.ops.execution.candidates import Workbench  # noqa: E402
 from tuned import report  # noqa: E402
@@ -83,7 +82,7 @@ def known_card(call) -> None:
 def clocks() -> None:
     """A decoding step: what the host sees, what is queued, what the kernels take."""
     call = the_call("page_attention", "decode-b1-8k")
-    inv = bind_abstract(call.invocation())
+    inv = call.invocation().bound
     kernel = inv.kernel
     cfg = kernel.heuristic_cfg(inv)
     bound = kernel.bind(*kernel.prepare((), call.concrete()))

@@ -41,7 +41,6 @@ from ejkernel.modules.bench.timing import Program  # noqa: E402
 from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
-from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.execution.timing import race  # noqa: E402
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
 from ejkernel.ops.platforms import Platform, parse_platform  # noqa: E402
@@ -158,12 +157,12 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     found = call.explanation(platform)
     if found.error is not None:
         raise LookupError(f"{call.name}: {found.error}")
-    inv = bind_abstract(call.invocation())
-    impl = inv.kernel.implementation(inv, parse_platform(found.platform)).impl
-    if not isinstance(impl.fn, CallKernel):
-        raise LookupError(f"{impl.name} has no tiles: it is a function, no CallKernel")
+    bound = call.invocation().bound
+    impl = bound.kernel.implementation(bound, parse_platform(found.platform)).impl
+    if impl is None or not isinstance(impl.fn, CallKernel):
+        raise LookupError(f"{found.implementation} has no tiles: it is a function, no CallKernel")
     kernel: Any = impl.fn
-    problem, target = kernel.facts(inv)[0], kernel.target()
+    problem, target = kernel.problem_of(bound), kernel.target()
     chosen = kernel.choose(problem, target)
     near = (chosen, *kernel.neighbours(problem, target, chosen))
 

@@ -267,7 +267,9 @@ def test_patterns_that_cannot_be_walked_over_are_refused_by_name():
         reason = blocksparse_attention.supports(sparse_call((128, 100)))
         wide = {"fwd_params": {"kv_blocksize": 256}}
         with pytest.raises(ConfigError, match="kv_blocksize=256: a pattern of blocks"):
-            blocksparse_attention.tiles(blocksparse_attention.facts(sparse_call())[0], Chip(), wide)
+            blocksparse_attention.tiles(
+                blocksparse_attention.problem_of(sparse_call()), Chip(), wide
+            )
     assert reason == "kv_block_size: blocks of 100 are not supported, only multiples of 16"
 
 

@@ -24,7 +24,6 @@ from ejkernel.modules.cli import main
 from ejkernel.modules.cli.output import printable
 from ejkernel.modules.operations.mean_pooling import MeanPooling
 from ejkernel.ops import PersistentCache, save_invocations
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation, call_invocation
 
 ESCAPE = "\x1b[2J\x1b]0;mine\x07\u202e\x9b31m\r"
@@ -45,7 +44,7 @@ def nothing_happens(tmp_path, monkeypatch):
 
 def recorded() -> Invocation:
     x = jax.ShapeDtypeStruct((2, 64, 16), jnp.float32)
-    inv = bind_abstract(call_invocation(MeanPooling.shared(), (), {"x": x}))
+    inv = call_invocation(MeanPooling.shared(), (), {"x": x}).bound
     return inv
 
 

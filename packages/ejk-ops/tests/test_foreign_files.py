@@ -35,7 +35,6 @@ from ejkernel.ops import env as environment
 from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.selection import Choice
 from ejkernel.ops.config.tables import nearest_configs
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.errors import AutotuneError
 from ejkernel.ops.execution.multihost import PeerGroup
 from ejkernel.ops.utils import files, known
@@ -120,7 +119,7 @@ def test_the_persistent_cache(tmp_path, name):
     with pytest.warns(EjkernelWarning, match=refused):
         assert PersistentCache(path).get("k") is None
     chain = ConfigSelectorChain(ConfigCache(), PersistentCache(tmp_path), autotune=False)
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     config_file(tmp_path / "misc.json", name, inv.key, fields(tmp_path))
     assert chain.choose(inv, inv.kernel) == {"tile": 1}
 
@@ -128,7 +127,7 @@ def test_the_persistent_cache(tmp_path, name):
 @every_name
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.EjkernelWarning")
 def test_shipped_tables(tmp_path, name):
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     config_file(tmp_path / "t.json", name, "k", fields(tmp_path), dict(inv.payload))
     assert list(nearest_configs([tmp_path / "t.json"], inv.payload, None)) == []
     sound = dict(inv.payload)
@@ -171,7 +170,7 @@ def test_recorded_calls(tmp_path, name, form):
     path.write_text(json.dumps(content))
     with pytest.warns(EjkernelWarning, match="left out") as caught:
         (sound,) = load_invocations(path)
-    assert sound.key == bind_abstract(Invocation(Op(), (X,))).key
+    assert sound.key == Invocation(Op(), (X,)).bound.key
     assert repr(name)[1:-1] in str(caught[0].message)
 
 
@@ -201,7 +200,7 @@ def test_messages_of_other_processes(tmp_path, name):
             cfg = {"class": name, "config": fields(tmp_path)}
             return json.dumps({"tier": "persistent", "cfg": cfg})
 
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     group = PeerGroup(Client(), process_id=1)
     with pytest.raises(AutotuneError, match="cannot be read"):
         group.agree(inv, None, lambda: Choice(None, "heuristics", inv.key))
@@ -325,7 +324,7 @@ def test_a_file_too_large_to_read_is_set_aside(tmp_path, size):
     cache.put("k", 3)
     assert PersistentCache(tmp_path).get("k") == 3
     assert [p.stat().st_size for p in tmp_path.glob("*.corrupt-*")] == [size]
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     with pytest.warns(EjkernelWarning, match="shipped config table.*larger than 64 MiB"):
         assert list(nearest_configs([sparse(path, size)], inv.payload, None)) == []
     with pytest.raises(OSError, match="larger than 64 MiB"):

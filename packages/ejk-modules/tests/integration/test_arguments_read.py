@@ -110,7 +110,7 @@ def test_an_argument_that_is_not_read_is_refused_by_name(kernel):
     for name in names:
         with jax.enable_x64(name in IN_FLOAT64):
             arguments, _ = next(calls_with(call.name, name))
-            reason = kernel.facts(bound(call, **arguments))[1]
+            reason = kernel.examine(bound(call, **arguments))[1]
             with pytest.raises(REFUSALS) as error:
                 called(kernel, arguments)
         # some arguments are legal only with another one that is not read either
@@ -149,7 +149,7 @@ def test_an_option_that_is_added_later_is_refused_by_every_kernel(kernel):
     arguments = {**usual, "attention_temperature": 7.0}
     with pytest.raises(REFUSALS, match="attention_temperature: not supported"):
         called(extended, arguments)
-    reasons = [extended.facts(bound(extended.call, **a))[1] for a in (arguments, usual)]
+    reasons = [extended.examine(bound(extended.call, **a))[1] for a in (arguments, usual)]
     assert reasons == ["attention_temperature: not supported", None]
 
 

@@ -16,10 +16,10 @@ from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.config.nearness import Likeness
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Resolved
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.utils.buckets import bucket
 from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo

@@ -9,7 +9,7 @@ from ejkernel.ops.config.choice import AutotunePolicy, Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation, default_key_builder_with_sharding
-from ejkernel.ops.core.kernel import Kernel, Resolved, Support
+from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.keys import sharding_fingerprint
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg, Out
@@ -37,7 +37,7 @@ from ejkernel.ops.execution.tuning import (
     autotune_recorded,
     benchmark,
 )
-from ejkernel.ops.implementation import Implementation, KernelSpec
+from ejkernel.ops.implementation import Implementation, KernelSpec, Resolved
 from ejkernel.ops.interpret import interpret_mode
 from ejkernel.ops.kernel_registry import KernelRegistry, kernel_registry
 from ejkernel.ops.params import BwdParams, FwdParams, OpConfig, WarpgroupParams

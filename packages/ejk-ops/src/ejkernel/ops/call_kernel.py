@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.config.choice import is_config_from_file
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.params import warpgroups_of
@@ -217,36 +218,37 @@ class CallKernel:
 
     # ---- what the registry asks -------------------------------------------------------------
 
-    def facts(self, inv: Any) -> tuple[Any, str | None]:
-        """The problem of an invocation, and why it cannot be done; remembered with it."""
-        answer = inv.facts.get(self)
-        if answer is None:
-            unread = self.unread_argument(inv.arguments)
-            try:
-                if unread is not None:
-                    raise self.call.Unsupported(_not_supported(unread))
-                problem = self.problem(inv.arguments)
-                answer = problem, self.unsupported_reason(problem, self.target())
-            except self.call.Unsupported as error:
-                answer = None, str(error)
-            inv.facts[self] = answer
-        return answer
+    def examine(self, call: BoundCall) -> tuple[Any, str | None]:
+        """Returns the problem of a call, and the reason why it is not supported."""
+        unread = self.unread_argument(call.arguments)
+        if unread is not None:
+            return None, _not_supported(unread)
+        try:
+            problem = self.problem(call.arguments)
+            return problem, self.unsupported_reason(problem, self.target())
+        except self.call.Unsupported as error:
+            return None, str(error)
 
-    def supports(self, inv: Any) -> str | None:
-        """None, or why this kernel cannot do the call."""
-        return self.unavailable_reason() or self.facts(inv)[1]
+    def problem_of(self, call: BoundCall) -> Any:
+        """Returns the problem of a call that is supported."""
+        return call.remember(self, lambda: self.examine(call))[0]
 
-    def heuristic(self, inv: Any) -> dict[str, Any]:
-        """Config fields of the chosen tiles."""
+    def supports(self, call: BoundCall) -> str | None:
+        """Returns None, or the reason why the call is not supported."""
+        reason = self.unavailable_reason()
+        return reason or call.remember(self, lambda: self.examine(call))[1]
+
+    def heuristic(self, call: BoundCall) -> dict[str, Any]:
+        """Returns the config fields of the chosen tiles."""
         if self.fixed_tiles:
             return {}
-        return self.fields(self.choose(self.facts(inv)[0], self.target()))
+        return self.fields(self.choose(self.problem_of(call), self.target()))
 
-    def candidates(self, inv: Any) -> list[dict[str, Any]]:
-        """Config fields worth timing, the chosen tiles' first, each once."""
+    def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
+        """Returns config fields worth timing, those of the chosen tiles first, each once."""
         if self.fixed_tiles:
             return [{}]
-        problem, target = self.facts(inv)[0], self.target()
+        problem, target = self.problem_of(call), self.target()
         chosen = self.choose(problem, target)
         found: list[dict[str, Any]] = []
         for tiles in (chosen, *self.neighbours(problem, target, chosen)):
@@ -254,13 +256,15 @@ class CallKernel:
             found += [fields] if fields not in found else []
         return found
 
-    def notes(self, inv: Any) -> tuple[str, ...]:
-        """What ``explain`` adds about a call that this kernel does."""
-        return self.notes_on(self.facts(inv)[0], self.target())
+    def notes(self, call: BoundCall) -> tuple[str, ...]:
+        """Returns what ``explain`` adds about a call that this kernel does."""
+        return self.notes_on(self.problem_of(call), self.target())
 
-    def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
-        """Valid arguments where random floats and zeros are not."""
-        return (), self.call.samples(inv.arguments, rng)
+    def sample_inputs(
+        self, call: BoundCall, rng: np.random.Generator
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Returns valid arguments where random floats and zeros are not."""
+        return (), self.call.samples(call.arguments, rng)
 
 
 def _not_supported(argument: str) -> str:

@@ -159,6 +159,27 @@ class Implementation:
 KernelSpec = Implementation
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """What runs a call: a function of ``(*args, cfg=..., **kwargs)`` and its origin.
+
+    Attributes:
+        fn: the function.
+        platform: its platform, None for a kernel's generic ``run``.
+        impl: the registered Implementation, None for a kernel's own method.
+        name: how reports call it.
+        differentiable: whether it has gradients worth validating.
+        skipped: ``(name, reason)`` of every other implementation.
+    """
+
+    fn: Callable[..., Any]
+    platform: Platform | None
+    impl: Implementation | None = None
+    name: str = "run"
+    differentiable: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
 def identify(algorithm: str, platform: Any, backend: Any) -> tuple[str, Platform, Backend]:
     """What a registration is filed under, checked; ValueError names what is wrong."""
     if not isinstance(algorithm, str) or not algorithm.strip():

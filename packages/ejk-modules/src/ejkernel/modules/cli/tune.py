@@ -147,21 +147,19 @@ def _recorded(path: Path, out: Output) -> tuple[list[Task], int]:
 def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[Task, str]]]:
     """The calls to tune, and the others with the reason why not."""
     from ejkernel.modules._executor import get_default_executor
-    from ejkernel.ops.core.abstract import bind_abstract
 
     persistent = getattr(get_default_executor().selector, "persistent", None)
     pending: list[Task] = []
     skipped: list[tuple[Task, str]] = []
     seen: dict[str, str] = {}
     for task in tasks:
-        bound = bind_abstract(task.inv)
-        kernel = bound.kernel
-        if bound.key in seen:
-            skipped.append((task, f"shares its configuration with {seen[bound.key]}"))
+        call, kernel = task.inv.bound, task.inv.kernel
+        if call.key in seen:
+            skipped.append((task, f"shares its configuration with {seen[call.key]}"))
             continue
-        seen[bound.key] = task.case
+        seen[call.key] = task.case
         try:
-            count = len(kernel.config_space(bound)) if kernel.has_tunables else 0
+            count = len(kernel.config_space(call)) if kernel.has_tunables else 0
         except Exception as error:
             if not task.recorded:
                 raise
@@ -170,10 +168,10 @@ def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[
         if count < 2:
             skipped.append((task, "one candidate here, nothing to choose" if count else
                             "nothing to tune"))  # fmt: skip
-        elif not force and persistent is not None and bound.key in persistent:
+        elif not force and persistent is not None and call.key in persistent:
             skipped.append((task, "tuned already; --force tunes it again"))
         else:
-            pending.append(replace(task, inv=bound))
+            pending.append(replace(task, inv=call))
     return pending, skipped
 
 
@@ -248,7 +246,7 @@ class Session:
         store = getattr(chain, "store", None)
         if result is None or store is None or not result.compared:
             return
-        store(result.key, result.best, task.inv.info.get("payload"), result.measured())
+        store(result.key, result.best, task.inv.payload, result.measured())
         self._keep(task, result)
 
     def _keep(self, task: Task, result: Any) -> None:

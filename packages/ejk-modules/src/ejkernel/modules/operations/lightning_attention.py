@@ -11,9 +11,9 @@ from ejkernel.modules._configs import LightningAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Resolved
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.implementation import Resolved
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I
@@ -129,9 +129,9 @@ class LightningAttention(Operation[LightningAttentionConfig]):
         wide = result_dtype(query, jnp.float32)
         rest["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
         gla = GLAttention.shared()
-        inv = Invocation(gla, (), abstractify(rest), info={"prepared": True, "bound": True})
+        call = BoundCall(gla, (), abstractify(rest))
         try:
-            implementation = self.registry.resolve(gla.name, resolved.platform, inv=inv)
+            implementation = self.registry.resolve(gla.name, resolved.platform, inv=call)
         except (KernelNotSupported, KernelNotFound):
-            implementation = self.registry.resolve(gla.name, inv=inv)
+            implementation = self.registry.resolve(gla.name, inv=call)
         return implementation.fn(**rest, cfg=cfg)

@@ -7,21 +7,18 @@ import os
 from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ejkernel.ops import env
 from ejkernel.ops.config.cache import autotune_override
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.invocation import AnyKernel, Invocation
 
 
 @runtime_checkable
 class ConfigChooser(Protocol):
     """Anything that can give a config for a call. Ready-made: ConfigSelectorChain."""
 
-    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+    def choose(self, inv: Invocation, kernel: AnyKernel) -> Any:
         """The config for ``inv``."""
         ...
 

@@ -19,32 +19,12 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.vjp import call_with_custom_vjp
 from ejkernel.ops.errors import ConfigError, KernelNotSupported
 from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.second_order import running
 from ejkernel.ops.utils.device import target_device
 from ejkernel.ops.utils.known import allow_in_files
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What will run: a function of ``(*args, cfg=..., **kwargs)`` and where it comes from.
-
-    Attributes:
-        fn: the function.
-        platform: its platform, None for a kernel's generic ``run``.
-        impl: the registered Implementation, None for a kernel's own method.
-        name: how reports call it.
-        differentiable: whether it has gradients worth validating.
-        skipped: ``(name, reason)`` of every other implementation.
-    """
-
-    fn: Callable[..., Any]
-    platform: Platform | None
-    impl: Any = None
-    name: str = "run"
-    differentiable: bool = False
-    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.compat import settings
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
+from ejkernel.ops.execution.program import resolve
 from ejkernel.ops.execution.timing import Timed
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, Trial, disagreement, unusable
-from ejkernel.ops.platforms import parse_platform
 
 # A first run shorter than this says nothing: it loads code.
 LEAST_SLOW_S = 1.0
@@ -147,7 +147,7 @@ class Workbench:
     """Sample inputs of one call, the reference values, and the making of candidates.
 
     Args:
-        inv: the bound call.
+        call: the call.
         configs: the candidates; the first one's implementation says whether there are gradients.
         validate_backward: True, False, or None = when there are gradients and the kernel is one
             that is trained.
@@ -156,15 +156,15 @@ class Workbench:
 
     def __init__(
         self,
-        inv: Invocation,
+        call: BoundCall,
         configs: Sequence[Any],
         validate_backward: bool | None,
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ):
-        self.inv = inv
-        self.kernel = inv.kernel
+        self.call = call
+        self.kernel = call.kernel
         rng = sample_generator()
-        args, kwargs = self.kernel.sample_inputs(inv, rng) if inputs is None else inputs
+        args, kwargs = self.kernel.sample_inputs(call, rng) if inputs is None else inputs
         self.parts = Parts.of((tuple(args), dict(kwargs)))
         self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
         self.differentiated = self._differentiated(args)
@@ -180,7 +180,7 @@ class Workbench:
         self._forwards = Once()
         self._checked: dict[int, str | None] = {}
         self._reference_s: float | None = None
-        precision = str(inv.arguments.get("precision")).lower()
+        precision = str(call.arguments.get("precision")).lower()
         everywhere = str(settings.jax_default_matmul_precision).lower()
         self.highest = "highest" in precision or everywhere in ("highest", "float32")
 
@@ -204,8 +204,7 @@ class Workbench:
         return False
 
     def _resolve(self, cfg: Any) -> Any:
-        wanted = parse_platform(self.inv.info.get("requested_platform"))
-        return self.kernel.implementation(self.inv, wanted or self.kernel.config_platform(cfg))
+        return resolve(self.kernel, self.call, cfg)
 
     def _function(self, cfg: Any) -> Callable[..., Any]:
         runner = self.kernel.runner(self._resolve(cfg), cfg)

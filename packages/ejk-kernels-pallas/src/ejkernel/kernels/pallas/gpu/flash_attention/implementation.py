@@ -20,6 +20,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order, with_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
@@ -71,9 +72,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Behind the kernels for every GPU where those are faster."""
-        return preference.priority(self.facts(inv)[0])
+        return preference.priority(self.problem_of(call))
 
     def neighbours(
         self, problem: Problem, target: Chip, chosen: FlashTiles

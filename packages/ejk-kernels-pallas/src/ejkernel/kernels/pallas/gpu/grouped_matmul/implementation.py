@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import ACROSS, DOWN, PIECE, ROWS, Weights
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -103,9 +104,9 @@ class GroupedMatmul(BesideTriton):
             )
         return None
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where it was faster than theirs."""
-        p, whole = self.facts(inv)[0], WholeGradient(self.target().cores)
+        p, whole = self.problem_of(call), WholeGradient(self.target().cores)
         kernel = whole.kernel(p)
         large = not whole.short(p) or kernel.piece > PIECE
         return 110 if large and kernel.tiles >= whole.cores else 90

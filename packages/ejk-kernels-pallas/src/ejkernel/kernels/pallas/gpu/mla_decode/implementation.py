@@ -21,6 +21,7 @@ from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, Steps
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import calls
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.calls import arguments
@@ -117,9 +118,9 @@ class MLADecode(BesideTriton):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where there is enough to read."""
-        p = self.facts(inv)[0]
+        p = self.problem_of(call)
         return 110 if p.batch * p.capacity >= ENOUGH else 90
 
     def choose(self, problem: Any, target: Any) -> Any:
