@@ -201,7 +201,8 @@ class CallKernel:
             tiles = self.tiles(problem, target, cfg)
             # an explicit config has none: where it fails, the call fails
             fallback = self.tiles(problem, target) if is_config_from_file() else None
-            work = Work(self, problem, tiles, target, operation(self.call.name), fallback)
+            options, name = self.call.options(a), operation(self.call.name)
+            work = Work(self, problem, options, tiles, target, name, fallback)
             given = self.operands(a, problem)
             arrays = self.precompute(work, {name: x for name, x in given.items() if x is not None})
             outputs = self.outputs(work, same_axes(arrays))

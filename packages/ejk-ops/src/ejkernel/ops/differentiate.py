@@ -27,6 +27,7 @@ class Work:
     Attributes:
         kernel: the kernel that does it.
         problem: static properties of the call.
+        options: its arguments that take no array, in a NamedTuple.
         tiles: how each pass is launched.
         target: the device it is made for.
         operation: what the user called, for errors.
@@ -36,6 +37,7 @@ class Work:
 
     kernel: Any
     problem: Any
+    options: Any
     tiles: Any
     target: Any
     operation: str = ""

@@ -101,7 +101,7 @@ class FlashMLA(SoftmaxCall):
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         given = {name: a[name] for name in LATENT if a[name] is not None}
-        return given | cls.beside(cls._expanded(a), problem)
+        return given | cls.other_operands(cls._expanded(a), problem)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:

@@ -44,29 +44,8 @@ class PageAttention(AttentionCall):
         values.check_tables(a, "context_lens", "key_cache")
 
     @classmethod
-    def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
-        """q ``[b, h, d]``, k and v pages, lens, tables, sink ``[h, n]``, k_scale, v_scale."""
-        query = a["query"]
-        return {
-            "q": query if query.ndim == 3 else query[:, 0],
-            "k": a["key_cache"],
-            "v": a["value_cache"],
-            "lens": a["context_lens"],
-            "tables": a["block_tables"],
-            "sink": a["softmax_aux"],
-            "k_scale": a["k_scale"],
-            "v_scale": a["v_scale"],
-        }
-
-    @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         query, values, table = a["query"], a["value_cache"], a["block_tables"]
-        rows = (query.shape[0], query.shape[-2], values.shape[3])
-        return (
-            (jnp.zeros(rows, query.dtype),) if 0 in (*rows, *values.shape, *table.shape) else None
-        )
-
-    @classmethod
-    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        (o,) = outputs
-        return o if a["query"].ndim == 3 else o[:, None]
+        shape = (*query.shape[:-1], values.shape[3])
+        empty = 0 in (*shape, *values.shape, *table.shape)
+        return (jnp.zeros(shape, query.dtype),) if empty else None

@@ -89,11 +89,11 @@ class SoftmaxCall(AttentionCall):
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         given = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
-        return given | cls.beside(a, problem)
+        return given | cls.other_operands(a, problem)
 
     @staticmethod
-    def beside(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-        """What a kernel gets beside q, k and v."""
+    def other_operands(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        """Returns the operands of a kernel other than q, k and v."""
         return {
             "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),
             "sink": arg.sink_logit(a.get("softmax_aux")),

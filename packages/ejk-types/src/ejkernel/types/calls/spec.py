@@ -45,6 +45,7 @@ class Call:
             name of that one. A kernel that reads the latter has no need to read the former.
         boundary: the parameters, read from ``signature``.
         StaticArguments: tuple with a field for every parameter but ``mask_info``.
+        Options: tuple with a field for every parameter whose annotation is no array.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
 
@@ -65,6 +66,7 @@ class Call:
     signature: ClassVar[Any]
     boundary: ClassVar[Boundary]
     StaticArguments: ClassVar[Any]
+    Options: ClassVar[Any]
     Unsupported: ClassVar[type[Exception]] = Unsupported
     _before: ClassVar[tuple[Step, ...]] = ()
     _inside: ClassVar[tuple[Step, ...]] = ()
@@ -80,6 +82,8 @@ class Call:
         cls.extra_outputs_flag = next(flags, "")
         names = [name for name in cls.boundary.names if name != "mask_info"]
         cls.StaticArguments = namedtuple(f"{cls.__name__}Arguments", names)
+        static = [name for name in names if name in cls.boundary.static_names]
+        cls.Options = namedtuple(f"{cls.__name__}Options", static)
         cls._before, cls._inside = (
             tuple(dict.fromkeys(step for name, step in table.items() if name in names))
             for table in (values.BY_NAME, canonicalize.BY_NAME)
@@ -215,6 +219,22 @@ class Call:
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
             found.append(x)
         return cls.StaticArguments(*found)
+
+    @classmethod
+    def options(cls, a: Mapping[str, Any]) -> Any:
+        """Returns the arguments that are no arrays, hashable; dtypes are names, as above.
+
+        None stands for a PRNG key, which is an array in canonical form.
+        """
+        found = []
+        for name in cls.Options._fields:
+            x = a[name]
+            if isinstance(x, np.dtype):
+                x = x.name
+            elif hasattr(x, "shape") and hasattr(x, "dtype"):
+                x = None
+            found.append(x)
+        return cls.Options(*found)
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:

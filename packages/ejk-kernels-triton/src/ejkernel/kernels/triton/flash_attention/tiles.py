@@ -65,7 +65,7 @@ class FlashTiles:
         decode = self.decode
         if decode is None or config_field(fwd, "q_blocksize") is not None:
             return FlashTiles(override(self.fwd, fwd), dq, dkv)
-        return FlashTiles(self.fwd, dq, dkv, decode.honouring_block(fwd))
+        return FlashTiles(self.fwd, dq, dkv, decode.apply_block_config(fwd))
 
 
 def choose(problem: Problem, target: Target) -> FlashTiles:

@@ -95,9 +95,6 @@ class MLADecode(CacheKernel):
     def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
         return tiles.canonical(super().apply_config(chosen, cfg, problem, target), problem, target)
 
-    def options(self, problem: Problem) -> dict[str, Any]:
-        return {"latent_dim": problem.value_dim, "return_lse": problem.lse}
-
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, query = work.problem, arrays["query"]
         given = {

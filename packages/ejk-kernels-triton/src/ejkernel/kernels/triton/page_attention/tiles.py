@@ -71,7 +71,7 @@ class Tiles:
             return tiles
         return replace(tiles, splits=max(1, min(int(splits), -(-problem.capacity // least))))
 
-    def honouring_block(self, params: Any) -> Tiles:
+    def apply_block_config(self, params: Any) -> Tiles:
         """The same with forward params of a config, for caches without pages."""
         tiles, block = overridden(self, params, LAUNCHED), config_field(params, "kv_blocksize")
         if block is not None:

@@ -59,7 +59,7 @@ class RaggedDecodeAttention(CacheKernel):
         )
 
     def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return chosen.honouring_block(config_field(cfg, "fwd_params"))
+        return chosen.apply_block_config(config_field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}
