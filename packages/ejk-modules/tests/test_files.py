@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ejkernel.modules._table import operation_class
 from ejkernel.ops import load_invocations, save_invocations
 from ejkernel.ops.core.invocation import call_invocation
-from ejkernel.ops.utils import known
+from ejkernel.ops.utils import allowed
 from ejkernel.types import MaskInfo
 
 
@@ -26,7 +26,7 @@ def test_recorded_calls_come_back_where_only_ops_was_imported(tmp_path, monkeypa
     path = tmp_path / "calls.json"
     assert save_invocations(path, [inv]) == 1
     # in place: what the import below declares stays declared for the tests that follow
-    for declared in (known._classes, known._offers):
+    for declared in (allowed._classes, allowed._offers):
         for name in [n for n in declared if n.startswith(("ejkernel.modules", "ejkernel.types"))]:
             monkeypatch.delitem(declared, name)
     monkeypatch.delitem(sys.modules, "ejkernel.modules._declared", raising=False)

@@ -37,7 +37,7 @@ from ejkernel.ops.config.selection import Choice
 from ejkernel.ops.config.tables import nearest_configs
 from ejkernel.ops.errors import AutotuneError
 from ejkernel.ops.execution.multihost import PeerGroup
-from ejkernel.ops.utils import files, known
+from ejkernel.ops.utils import allowed, files
 from ejkernel.ops.utils.files import MAX_BYTES
 
 MADE: list[object] = []
@@ -143,7 +143,7 @@ def test_remembered_failures(tmp_path, name):
     key = "Op.v1@cpu:x#" + "0" * 32
     failures.remember(key, Config(), "it broke")
     (path,) = tmp_path.rglob("failures/*/*.json")
-    text = path.read_text().replace(json.dumps(known.class_name(Config)), json.dumps(name))
+    text = path.read_text().replace(json.dumps(allowed.class_name(Config)), json.dumps(name))
     path.write_text(text.replace('"tile": 1', '"args": "touch"'))
     FailureCache(cache).reason(key, Config())
 
@@ -208,12 +208,12 @@ def test_messages_of_other_processes(tmp_path, name):
 
 def test_no_reader_imports_by_a_name_it_has_read():
     """Imports by name in ejkernel.ops: of our own constant, and of what a package registers."""
-    root = Path(known.__file__).parents[1]
+    root = Path(allowed.__file__).parents[1]
     text = {path.name: path.read_text() for path in root.rglob("*.py")}
     found = [(n, line.strip()) for n, t in text.items() for line in t.splitlines()]
     assert sorted((n, line) for n, line in found if "import_module(" in line) == [
+        ("allowed.py", "importlib.import_module(_DECLARES)  # this one, whatever the file says"),
         ("implementation.py", "found: Any = importlib.import_module(module)"),
-        ("known.py", "importlib.import_module(_DECLARES)  # this one, whatever the file says"),
         ("packages.py", "return getattr(import_module(module), name)"),
     ]
     words = ("pickle", "marshal", "__import__", "sys.modules.get")
@@ -228,14 +228,14 @@ def test_no_reader_imports_by_a_name_it_has_read():
 
 def test_the_config_of_a_kernel_comes_back_in_a_process_that_put_none(tmp_path):
     path = tmp_path / "c.json"
-    config_file(path, known.class_name(Config), "k", {"tile": 4})
+    config_file(path, allowed.class_name(Config), "k", {"tile": 4})
     assert PersistentCache(path).get("k") == Config(4)
 
     @dataclass(frozen=True)
     class Given:
         tile: int = 0
 
-    config_file(path, known.class_name(Given), "k", {"tile": 5})
+    config_file(path, allowed.class_name(Given), "k", {"tile": 5})
     with pytest.warns(EjkernelWarning, match="allow_in_files"):
         assert PersistentCache(path).get("k") is None
     assert PersistentCache(path).get("k", cls=Given) == Given(5)

@@ -181,7 +181,7 @@ def spread_key_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: 
 
 
 def _divides(word: str, sizes: Mapping[str, int], parts: int) -> bool:
-    """Whether every part holds whole key heads."""
+    """Returns whether every part holds whole key heads."""
     width = meaning(word).entries_per_head
     if width is None:
         exact = sizes[word] * sizes["packing"] == 2 * sizes["kv_heads"]

@@ -44,13 +44,13 @@ from ejkernel.ops.params import BwdParams, FwdParams, OpConfig, WarpgroupParams
 from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.recording import invocations_in_lowered, load_invocations, save_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation
+from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.device import (
     device_fingerprint,
     device_kind,
     get_device_platform,
     target_device,
 )
-from ejkernel.ops.utils.known import allow_in_files
 from ejkernel.ops.utils.labels import extract_labels_from_hlo_text, find_labels_in_lowered, label
 from ejkernel.ops.utils.serialization import (
     abstractify,

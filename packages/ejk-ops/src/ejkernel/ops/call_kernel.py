@@ -82,7 +82,7 @@ class CallKernel:
     # ---- what a backend says ----------------------------------------------------------------
 
     def unavailable_reason(self) -> str | None:
-        """What keeps every kernel of the backend from running here; None when nothing does."""
+        """Returns the reason why no kernel of the backend can run here, or None."""
         return None
 
     def target(self) -> Any:
@@ -107,7 +107,7 @@ class CallKernel:
         return self.call.empty_outputs(a, problem)
 
     def results(self, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        """What the call returns, from what ``forward`` computed."""
+        """Returns the result of the call from the outputs of ``forward``."""
         return self.call.results(a, outputs)
 
     def unread_argument(self, a: Mapping[str, Any]) -> str | None:
@@ -132,7 +132,7 @@ class CallKernel:
         return None
 
     def unsupported_error(self, reason: str) -> Exception:
-        """What a call that is refused raises."""
+        """Returns the error of an unsupported call."""
         return self.call.Unsupported(reason)
 
     def notes_on(self, problem: Any, target: Any) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class Implementation:
 
     @property
     def loaded(self) -> bool:
-        """Whether ``fn`` is at hand without an import."""
+        """Returns whether ``fn`` is at hand without an import."""
         return not isinstance(self.function, LazyFunction) or self.function._resolved is not None
 
     @property
@@ -147,7 +147,7 @@ class Implementation:
         return checked_priority(self.priority_for(inv), self.name, "what priority_for gives")
 
     def notes_on(self, inv: Any) -> tuple[str, ...]:
-        """What it has to say about a call that it supports."""
+        """Returns its notes on a call that it supports."""
         return () if self.notes is None else tuple(self.notes(inv))
 
     @property
@@ -161,7 +161,7 @@ KernelSpec = Implementation
 
 @dataclass(frozen=True)
 class Resolved:
-    """What runs a call: a function of ``(*args, cfg=..., **kwargs)`` and its origin.
+    """The runner of a call: a function of ``(*args, cfg=..., **kwargs)`` and its origin.
 
     Attributes:
         fn: the function.
@@ -181,7 +181,7 @@ class Resolved:
 
 
 def identify(algorithm: str, platform: Any, backend: Any) -> tuple[str, Platform, Backend]:
-    """What a registration is filed under, checked; ValueError names what is wrong."""
+    """Returns the checked identity of a registration; ValueError names what is wrong."""
     if not isinstance(algorithm, str) or not algorithm.strip():
         raise ValueError(f"algorithm={algorithm!r}: expected a name")
     p, b = parse_platform(platform), parse_backend(backend)
@@ -311,7 +311,7 @@ def table(implementations: Sequence[Implementation]) -> str:
 
 
 def signature_differences(implementations: Sequence[Implementation]) -> list[str]:
-    """How the others differ from the first, one line per difference. Loads all of them."""
+    """Returns how the others differ from the first, one line per difference. Loads all of them."""
     lines: list[str] = []
     first: tuple[Implementation, inspect.Signature] | None = None
     for i in implementations:

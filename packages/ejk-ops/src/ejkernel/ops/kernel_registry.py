@@ -81,7 +81,7 @@ class KernelRegistry(Registrations):
         inv: Any = None,
         device: Any = None,
     ) -> Survey:
-        """Who can do the call, best first, and why the others cannot.
+        """Returns the implementations that can do the call, best first, and why others cannot.
 
         Arguments as for ``get``. Only packages that may be needed are loaded, and no kernel.
         """
@@ -139,7 +139,7 @@ class KernelRegistry(Registrations):
         inv: Any = None,
         device: Any = None,
     ) -> Implementation:
-        """As ``get``, but the whole record. Its function is loaded."""
+        """Returns the record of the implementation that ``get`` returns; its function is loaded."""
         call = _bound(inv)
         return self.pick(self.survey(algorithm, platform, backend, inv=call, device=device), call)
 

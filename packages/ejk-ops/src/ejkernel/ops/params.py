@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.platforms import parse_backend, parse_platform
-from ejkernel.ops.utils.known import allow_in_files
+from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.serialization import to_plain
 
 ParamsT = TypeVar("ParamsT", bound="Params")

@@ -2,7 +2,7 @@
 
 Both give invocations that ``autotune_recorded`` tunes without running the program again. The file
 is JSON: shapes, dtypes, shardings and static arguments of every call, no values of arrays. Classes
-in it are looked up among those declared to ``utils.known``; a call that names another is left out.
+in it are looked up among those that ``utils.allowed`` has; a call that names another is left out.
 Keys are computed from the calls: a file cannot have one call tuned in the name of another.
 """
 
@@ -27,8 +27,8 @@ from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.route import Route, specs_key
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.utils.allowed import UnknownClass, allow_in_files, allowed_class, class_name
 from ejkernel.ops.utils.files import parse_json, read_text, write_output
-from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.labels import find_labels_in_lowered, key_digits, stamped_calls
 
 SCHEMA = 2
@@ -170,7 +170,7 @@ def _decode_call(call: Any) -> Invocation:
 
 
 def _kernel(described: Mapping[str, Any]) -> Any:
-    cls = known_class(described["class"], Kernel)
+    cls = allowed_class(described["class"], Kernel)
     shared: Callable[[], Any] | None = getattr(cls, "shared", None)
     kernel = cls() if shared is None else shared()
     if (kernel.name, kernel.version) != (described["name"], described["version"]):
@@ -325,7 +325,7 @@ def _decode_key(shape: Any) -> jax.ShapeDtypeStruct:
 
 def _decode_enum(value: Any) -> enum.Enum:
     name, member = _pair(value)
-    members = known_class(name, enum.Enum).__members__
+    members = allowed_class(name, enum.Enum).__members__
     _expect(isinstance(member, str) and member in members, f"a member of {name}", member)
     return members[member]
 
@@ -333,7 +333,7 @@ def _decode_enum(value: Any) -> enum.Enum:
 def _decode_node(value: Any) -> Any:
     _expect(isinstance(value, list) and len(value) == 3, "a pytree node", value)
     name, static, children = value
-    cls = known_class(name, object)
+    cls = allowed_class(name, object)
     inner = [_decode(child) for child in _entries(children)]
     leaves: list[Any] = []
     structures = []
@@ -349,7 +349,7 @@ def _decode_node(value: Any) -> Any:
 
 def _decode_data(value: Any) -> Any:
     name, fields = _pair(value)
-    cls = known_class(name, object)
+    cls = allowed_class(name, object)
     _expect(dataclasses.is_dataclass(cls) and isinstance(fields, dict), "a record", value)
     return cls(**{k: _decode(v) for k, v in fields.items()})
 

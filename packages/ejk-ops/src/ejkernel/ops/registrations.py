@@ -18,7 +18,7 @@ from ejkernel.ops.implementation import (
     signature_of,
 )
 from ejkernel.ops.platforms import Backend, Platform
-from ejkernel.ops.utils.known import allow_in_files
+from ejkernel.ops.utils.allowed import allow_in_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 

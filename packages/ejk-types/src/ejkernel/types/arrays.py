@@ -83,7 +83,7 @@ def size_of(n: Any) -> int:
 
 
 def is_eight_bit(x: Any) -> bool:
-    """Whether an array or a dtype is of 8-bit numbers."""
+    """Returns whether an array or a dtype is of 8-bit numbers."""
     return str(getattr(x, "dtype", x)) in EIGHT_BIT
 
 
@@ -160,7 +160,7 @@ def mask_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
 
 
 def is_symbolic(n: Any) -> bool:
-    """Whether ``n`` is the symbolic size of an axis, as ``jax.export`` has them, and no number."""
+    """Returns whether ``n`` is a symbolic size of ``jax.export`` instead of an integer."""
     return isinstance(n, _SYMBOLIC)
 
 

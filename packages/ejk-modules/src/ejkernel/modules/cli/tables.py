@@ -92,10 +92,10 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
 
 
 def _declared(name: Any) -> bool:
-    """Whether configs of this class can be read; None stands for plain JSON values."""
-    from ejkernel.ops.utils.known import UnknownClass, known_class
+    """Returns whether configs of this class can be read; None stands for plain JSON values."""
+    from ejkernel.ops.utils.allowed import UnknownClass, allowed_class
 
     try:
-        return name is None or bool(known_class(name, object))
+        return name is None or bool(allowed_class(name, object))
     except UnknownClass:
         return False

@@ -25,7 +25,7 @@ class ConfigChooser(Protocol):
 
 @dataclass(frozen=True)
 class AutotunePolicy:
-    """Whether and how to tune.
+    """The policy of tuning: whether and how.
 
     Attributes:
         autotune: True or False; None = ``EJKERNEL_AUTOTUNE_POLICY``.
@@ -52,7 +52,7 @@ class AutotunePolicy:
         return env.autotune_policy() == "autotune"
 
     def asked_for(self) -> bool:
-        """Whether tuning is on because someone said so, not by default."""
+        """Returns whether tuning is on because someone said so, not by default."""
         said = autotune_override() is not None or self.autotune is not None
         return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
 

@@ -109,7 +109,7 @@ class ConfigSelectorChain:
         return self.decide(inv, kernel).cfg
 
     def decide(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
-        """As ``choose``, with the tier; an explicit ``cfg`` wins and is never stored."""
+        """Returns the choice with its tier; an explicit ``cfg`` wins and is never stored."""
         search = _Search(inv.bound, kernel, dry=False)
         found = self._fast_tiers(search, cfg)
         if found is None and search.call.symbolic:
@@ -133,7 +133,7 @@ class ConfigSelectorChain:
         return found
 
     def preview(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
-        """What ``decide`` would do, without tuning, storing or events."""
+        """Returns what ``decide`` would choose, without tuning, storing or events."""
         search = _Search(inv.bound, kernel, dry=True)
         slow = self._heuristics if search.call.symbolic else self._slow_tiers
         return self._fast_tiers(search, cfg) or slow(search)
@@ -272,7 +272,7 @@ class ConfigSelectorChain:
         return nearest_configs(tables, payload, kernel.config_cls, kernel.likeness)
 
     def _known_card(self, search: _Search) -> bool:
-        """Whether a shipped table covers the kernel on this device: then arithmetic is good too."""
+        """Returns whether a shipped table covers the kernel on this device."""
         payload = search.call.payload
         return bool(payload) and covers(search.kernel.config_tables(search.call), payload)
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import filelock
 
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.allowed import UnknownClass, allow_in_files, allowed_class, class_name
 from ejkernel.ops.utils.files import (
     NotAFile,
     TooLarge,
@@ -38,7 +39,6 @@ from ejkernel.ops.utils.files import (
     read_text,
     replace_text,
 )
-from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.serialization import from_plain, to_plain
 
 SCHEMA = 1
@@ -97,7 +97,7 @@ def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
     if cls is None or not dataclasses.is_dataclass(cls):
         if name is None:
             return plain["config"]
-        cls = known_class(name, object)
+        cls = allowed_class(name, object)
         if not dataclasses.is_dataclass(cls):
             raise UnknownClass(f"class {name!r} is no config")
     return from_plain(plain["config"], cls)

@@ -90,6 +90,6 @@ def _distance(entry: Entry, payload: Mapping[str, Any], like: Likeness) -> float
 
 
 def covers(paths: Iterable[Path], payload: Mapping[str, Any]) -> bool:
-    """Whether some table holds entries of this kernel for this device: a known card."""
+    """Returns whether some table holds entries of this kernel for this device: a known card."""
     wanted = subject(payload)
     return any(wanted in _table(path).subjects for path in paths)

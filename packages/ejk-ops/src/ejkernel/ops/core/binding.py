@@ -28,7 +28,7 @@ class BindingSteps(Protocol):
 
 
 class Binding(NamedTuple):
-    """What ``kernel.bind`` did with the arrays of a call, to be done again without asking it.
+    """The work of ``kernel.bind`` on the arrays of a call, to be done again without asking it.
 
     Attributes:
         positions: where the arrays lie among the leaves of the call.

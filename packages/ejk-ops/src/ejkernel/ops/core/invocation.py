@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AnyKernel(BindingSteps, Protocol):
-    """What the framework asks of a kernel; ``Kernel`` documents each member."""
+    """The members of a kernel that the framework uses; ``Kernel`` documents each."""
 
     name: str
     version: int
@@ -86,7 +86,7 @@ class Invocation:
 
     @functools.cached_property
     def info(self) -> Mapping[str, Any]:
-        """What the executor knows, by names: ``requested_platform``, ``mesh_axes``, ..."""
+        """The executor's knowledge by names: ``requested_platform``, ``mesh_axes``, ..."""
         return MappingProxyType(self.route.info())
 
     @functools.cached_property
@@ -110,7 +110,7 @@ class Invocation:
 
     @functools.cached_property
     def symbolic(self) -> bool:
-        """Whether some array has a symbolic size."""
+        """Returns whether some array has a symbolic size."""
         return has_symbols((self.args, dict(self.kwargs or {})))
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class Invocation:
 
     @functools.cached_property
     def payload(self) -> Mapping[str, Any]:
-        """What the key hashes, as JSON values."""
+        """The content that the key hashes, as JSON values."""
         if self.made is not self:
             return self.made.payload
         kernel = self.kernel
@@ -200,7 +200,7 @@ class BoundCall(Invocation):
 
     @functools.cached_property
     def info(self) -> Mapping[str, Any]:
-        """What the executor knows, by names: also the key, and what runs once that is chosen."""
+        """The executor's knowledge by names: also the key, and what runs once that is chosen."""
         shown = {**self.route.info(), "key": self.key}
         if self.resolved is not None:
             platform = self.resolved.platform
@@ -217,7 +217,7 @@ class BoundCall(Invocation):
         return {}
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returned when it was first called for ``key``."""
+        """Returns ``make()`` of the first time this was asked for ``key``."""
         if key not in self._memory:
             self._memory[key] = make()
         return self._memory[key]

@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def is_array(x: object) -> bool:
-    """Whether ``x`` enters as shape and dtype."""
+    """Returns whether ``x`` enters as shape and dtype."""
     return isinstance(x, ARRAYS)
 
 

@@ -65,7 +65,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
     ) -> Support:
-        """Whether the call can be done on the target device; never raises for a bad call.
+        """Returns whether the call can be done on the target device; never raises for a bad call.
 
         Without arguments: whether ``platform`` implements the algorithm at all, on any device.
         """

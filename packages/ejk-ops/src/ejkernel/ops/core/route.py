@@ -17,7 +17,7 @@ EXECUTOR_KEYWORDS = ("cfg", "platform", "mesh", "in_specs", "out_specs")
 
 @dataclass(frozen=True)
 class Route:
-    """Where a call is asked to run; None leaves the choice open.
+    """The place where a call is asked to run; None leaves the choice open.
 
     Attributes:
         platform: the platform that runs it.
@@ -44,7 +44,7 @@ class Route:
 
     @property
     def distributed(self) -> bool:
-        """Whether a mesh or specs were given."""
+        """Returns whether a mesh or specs were given."""
         return self.placement != (None, None, None)
 
     @property

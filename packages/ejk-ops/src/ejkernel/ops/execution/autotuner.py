@@ -169,7 +169,7 @@ class Autotuner:
         return {i: reason for i, reason in reasons.items() if reason is not None}
 
     def candidates(self, call: BoundCall, configs: Sequence[Any] | None = None) -> list[Any]:
-        """What ``tune`` tries: the heuristic config first, then the others without repeats."""
+        """Returns what ``tune`` tries: the heuristic config, then the others without repeats."""
         kernel = call.kernel
         found: list[Any] = []
         try:
@@ -225,7 +225,7 @@ def _plain(cfg: Any) -> Any:
 
 
 def _steps(a: Any, b: Any) -> float:
-    """How many doublings two configs lie apart; a field that only one of them sets is half one."""
+    """Returns the doublings between two configs; a field that only one sets is half a doubling."""
     if isinstance(a, dict) and isinstance(b, dict):
         return sum(_steps(a.get(k), b.get(k)) for k in {**a, **b})
     if a == b:

@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def bwd_ms(self) -> float | None:
-        """What the backward pass adds, None without one."""
+        """Milliseconds that the backward pass adds, None without one."""
         return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
 
     def measured(self, fwd_ms: float, total: Timed) -> None:
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def trial(self) -> Trial:
-        """What is told of it once it is measured."""
+        """The record of the trial, once it is measured."""
         return Trial(self.cfg, self.total_ms, None, self.fwd_ms, self.bwd_ms, round(self.spread, 4))
 
 
@@ -119,7 +119,7 @@ class Unsound(RuntimeError):
 
 
 def _float_array(x: Any) -> bool:
-    """Whether ``x`` has gradients: quantised eight-bit floats have none."""
+    """Returns whether ``x`` has gradients: quantised eight-bit floats have none."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and np.dtype(x.dtype).itemsize > 1
 
 
@@ -297,7 +297,7 @@ class Workbench:
             raise Unsound(wrong)
 
     def _check_forward(self, forward: Ready) -> str | None:
-        """What is wrong with the values of a forward pass; each is run once."""
+        """Returns the fault in the values of a forward pass, or None; each is run once."""
         if id(forward) not in self._checked:
             value = jax.block_until_ready(forward())
             if self.reference is None:

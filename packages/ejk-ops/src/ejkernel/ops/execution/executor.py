@@ -57,7 +57,7 @@ class _Decision:
 
     @functools.cached_property
     def resolved(self) -> Resolved:
-        """What runs."""
+        """The implementation that runs."""
         return resolve(self.call.kernel, self.call, self.choice.cfg)
 
 
@@ -165,7 +165,7 @@ class Executor:
         return found
 
     def explanation(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
-        """Which implementation and config a call would get and why; tunes and stores nothing.
+        """Explains which implementation and config a call would get; tunes and stores nothing.
 
         Arrays may be abstract. A call that no implementation can do is explained, not refused.
         """
@@ -208,7 +208,7 @@ class Executor:
     # ---- steps -----------------------------------------------------------------------------
 
     def _state(self) -> Hashable:
-        """What the selector's answer depends on besides the call; None when it does not tell."""
+        """Returns what the selector's answer depends on besides the call; None if it is unknown."""
         state = getattr(self.selector, "state", None)
         return None if state is None else (state, registry.generation())
 
@@ -223,7 +223,7 @@ class Executor:
         return _Decision(inv.bound, self._choice("decide", inv.bound, kernel, cfg))
 
     def _choice(self, ask: str, call: BoundCall, kernel: AnyKernel, cfg: Any) -> Choice:
-        """What the selector's method ``ask`` says; a selector may have ``choose`` alone."""
+        """Returns the selector's answer to ``ask``; a selector may have ``choose`` alone."""
         method = getattr(self.selector, ask, None)
         if method is not None:
             return method(call, kernel, cfg)

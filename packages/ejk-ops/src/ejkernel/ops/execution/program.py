@@ -39,7 +39,7 @@ _kinds: dict[type, int] = {
 
 
 def _kind_of(cls: type) -> int:
-    """How a leaf of this class enters a call; remembered per class."""
+    """Returns how a leaf of this class enters a call; remembered per class."""
     if issubclass(cls, Tracer):
         kind = _TRACER
     elif issubclass(cls, jax.Array):

@@ -382,7 +382,7 @@ class Search:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether a failure says more about the moment than about the config: memory was full."""
+    """Returns whether a failure may be gone the next time, as when memory was full."""
     text = str(error).lower()
     full = "out of memory" in text and "shared" not in text
     return isinstance(error, (MemoryError, TooSlow)) or full

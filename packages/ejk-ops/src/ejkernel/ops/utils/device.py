@@ -84,7 +84,7 @@ class TargetDevice:
 
     @property
     def present(self) -> bool:
-        """Whether calls can be executed and timed on it."""
+        """Returns whether calls can be executed and timed on it."""
         return self.device is not None
 
     @property

@@ -70,7 +70,7 @@ def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Arra
 def gradients(
     arrays: Mapping[str, Any], dq: jax.Array, dk: jax.Array, dv: jax.Array
 ) -> dict[str, jax.Array]:
-    """Of the arrays that ``expanded`` read; sums in float32 at least."""
+    """Returns the gradients of the arrays that ``expanded`` read, in float32 at least."""
     latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
     nope = w_kc.shape[2]
     dk_nope = dk[..., :nope]

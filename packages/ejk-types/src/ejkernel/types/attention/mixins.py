@@ -39,7 +39,7 @@ class SoftmaxKernel:
         return ()
 
     def finds_delta(self, work: Any) -> bool:
-        """Whether ``gradients`` finds delta itself."""
+        """Returns whether ``gradients`` finds delta itself."""
         return False
 
     def gradients(self, work: Any, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class SoftmaxKernel:
 
 
 def _rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
-    """Whether every row of a tile sees a key in every tile of keys that its tile visits.
+    """Returns whether every row of a tile sees a key in every tile of keys that its tile visits.
 
     Then no row that sees nothing is ever read.
     """
@@ -92,7 +92,7 @@ class FromLatent:
         return gradients(own, *(found.pop(name) for name in "qkv")) | found
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
-        """What of the arrays is latent attention's own, and the arrays of flash attention."""
+        """Returns the arrays that only latent attention has, and those of flash attention."""
         own = {name: x for name, x in arrays.items() if name in LATENT}
         rest = {name: x for name, x in arrays.items() if name not in LATENT}
         own = drop_masked_rows(own, arrays["mask"])

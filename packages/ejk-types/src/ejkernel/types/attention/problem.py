@@ -61,5 +61,5 @@ class Problem:
         return 1.0 / (1.0 - self.dropout)
 
     def folded(self, size: int) -> Problem:
-        """The same problem ``size`` times along the batch axis."""
+        """Returns this problem ``size`` times along the batch axis."""
         return replace(self, batch=self.batch * size)

@@ -27,7 +27,7 @@ def name_lse(rows: Any) -> Any:
 
 
 def name_residuals(o: jax.Array, *rows: Any) -> tuple[Any, ...]:
-    """What a forward pass keeps for its gradient, under the names that callers may save it by.
+    """Names the residuals of a forward pass by the names that callers may save it by.
 
     A policy of ``jax.checkpoint`` that saves both names never runs the forward kernel twice, if
     the arrays named here are the residuals themselves.

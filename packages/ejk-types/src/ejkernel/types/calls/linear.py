@@ -59,7 +59,7 @@ class LinearCall(Call):
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call; gates that decay."""
+        """Returns samples whose gates decay."""
         found = super().samples(a, rng)
         for name in ("g", "g_gamma", "gk", "gv"):
             gate = a.get(name)

@@ -54,7 +54,7 @@ class MeanPooling(Call):
 
     @classmethod
     def _shapes(cls, a: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the means, and of x as ``[batch, rows, channels]``."""
+        """Returns the shapes of the means, and of x as ``[batch, rows, channels]``."""
         x, cu, chunk = a["x"], a["cu_seqlens"], a["chunk_size"]
         batch, rows, *channels = x.shape if cu is None else (1, *x.shape)
         groups = batch if cu is None else cu.shape[0] - 1

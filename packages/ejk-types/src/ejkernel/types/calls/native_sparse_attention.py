@@ -62,7 +62,7 @@ class NativeSparseAttention(Call):
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call; of each token the last blocks before it."""
+        """Returns samples that choose the last blocks before each token."""
         found = super().samples(a, rng)
         s, indices = a["query"].shape[1], a["block_indices"]
         if indices is not None:

@@ -59,5 +59,5 @@ class RaggedPageAttention(Call):
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call, all rows of the table in use."""
+        """Returns samples that use all rows of the table."""
         return super().samples(a, rng) | {"num_seqs": np.int32(a["block_tables"].shape[0])}

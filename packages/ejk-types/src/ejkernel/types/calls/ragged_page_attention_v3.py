@@ -78,6 +78,6 @@ class RaggedPageAttentionv3(Call):
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call, all rows of the table in use."""
+        """Returns samples that use all rows of the table."""
         ends = np.array([0, 0, a["kv_lens"].shape[0]], np.int32)
         return super().samples(a, rng) | {"distribution": ends}

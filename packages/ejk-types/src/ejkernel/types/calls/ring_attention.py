@@ -68,7 +68,7 @@ class RingAttention(AttentionCall):
 
 
 def axis_is_bound(name: Any) -> bool:
-    """Whether a mesh axis is bound here, as it is inside ``shard_map``."""
+    """Returns whether a mesh axis is bound here, as it is inside ``shard_map``."""
     try:
         jax.lax.axis_size(name)
     except NameError:

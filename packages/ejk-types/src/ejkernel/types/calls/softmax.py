@@ -22,7 +22,7 @@ _MASKS = ("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k")
 
 
 def _packed(a: Mapping[str, Any]) -> bool:
-    """Whether the mask has yet to be joined with cumulative lengths."""
+    """Returns whether the mask has yet to be joined with cumulative lengths."""
     return a.get("cum_seqlens_q") is not None
 
 
@@ -73,7 +73,7 @@ class SoftmaxCall(AttentionCall):
 
     @staticmethod
     def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
-        """What ``read`` finds in the mask of a call, from shapes alone. May raise Unsupported."""
+        """Returns what ``read`` finds in the mask, from shapes alone. May raise Unsupported."""
         packed = _packed(a)
         arrays = {name: a.get(name) for name in _MASKS} if packed else a["mask_info"]
         if not jax.tree.leaves(arrays):

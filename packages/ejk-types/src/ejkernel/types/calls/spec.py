@@ -272,13 +272,13 @@ class Call:
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        """What the operation returns, from what a kernel computes."""
+        """Returns the result of the operation from the outputs of a kernel."""
         outputs = cls.select_outputs(a, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     @classmethod
     def select_outputs(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of all outputs that the call wants."""
+        """Returns the outputs that the call requests."""
         return outputs if a.get(cls.extra_outputs_flag, True) else outputs[:1]
 
     @classmethod

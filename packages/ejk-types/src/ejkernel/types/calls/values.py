@@ -29,7 +29,7 @@ def concrete_value(value: Any) -> Any:
 
 
 def concrete_indices(value: Any) -> np.ndarray | None:
-    """As ``known``, for a vector of integers."""
+    """Returns ``concrete_value`` of a vector of integers."""
     found = concrete_value(value)
     return found if found is not None and found.ndim == 1 and found.dtype.kind in "iu" else None
 

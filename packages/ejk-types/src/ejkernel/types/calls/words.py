@@ -147,7 +147,7 @@ def shown(annotation: Any) -> Shown:
 
 
 def given(value: Any) -> str:
-    """What was passed, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
+    """Describes a value, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = type(value)
         ours = isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))

@@ -36,7 +36,7 @@ def _outer(q: Any, k: Any) -> tuple[Any, Any]:
 
 
 def _some(xp: Any, valid: Any, block: int) -> tuple[Any, Any]:
-    """Whether any and whether all existing tokens of each block are valid, ``[#b, #h, n]``."""
+    """Returns whether any and all existing tokens of each block are valid, ``[#b, #h, n]``."""
     return in_blocks(valid, block, False).any(-1), in_blocks(valid, block, True).all(-1)
 
 

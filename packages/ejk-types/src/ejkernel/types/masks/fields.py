@@ -313,7 +313,7 @@ def per_head(tokens: Any) -> Any:
 
 
 def is_placed(part: Any) -> bool:
-    """Whether positions are given, for queries or for keys."""
+    """Returns whether positions are given, for queries or for keys."""
     return part.q_positions is not None or part.kv_positions is not None
 
 

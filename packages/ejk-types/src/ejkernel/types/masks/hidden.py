@@ -48,7 +48,7 @@ def _by_index(part: MaskFields, q_len: Any, kv_len: Any) -> np.ndarray | None:
 
 
 def may_see_nothing(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> bool:
-    """Whether some query may see no key: never by a causal mask alone, always by arrays."""
+    """Returns whether some query may see no key: never by a causal mask alone, always by arrays."""
     if not (isinstance(q_len, int) and isinstance(kv_len, int)):
         return True
     low, high = np.zeros(q_len, np.int32), np.full(q_len, kv_len - 1, np.int32)
@@ -76,7 +76,7 @@ def without_dead_rows(
 def cleared_rows(
     lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``without_dead_rows``, whatever the mask."""
+    """Clears rows as ``without_dead_rows`` does, whatever the mask."""
     alive = lse > -jnp.inf
     rows = jnp.swapaxes(alive, 1, 2)[..., None]
     q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))

@@ -105,7 +105,7 @@ class MaskInfo(Constructors):
     def materialize_attention_mask(
         self, dtype: Any = bool, *, q_len: int | None = None, kv_len: int | None = None
     ) -> MaskInfo:
-        """The same mask as one dense ``attention_mask``; causal, window and chunk are cleared.
+        """Returns this mask as one dense ``attention_mask``; causal, window and chunk are cleared.
 
         Segment ids and positions stay (the dense mask already holds what they say).
         """

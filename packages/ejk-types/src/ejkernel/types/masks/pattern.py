@@ -24,7 +24,7 @@ FEW = 8  # blocks of a tile that are joined one by one: XLA turns arrays to redu
 
 
 def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
-    """Whether no tile holds pairs of two blocks."""
+    """Returns whether no tile holds pairs of two blocks."""
     axes = zip(blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
     return all(
         block % tile == 0 or (not is_symbolic(length) and block >= length)
@@ -35,7 +35,7 @@ def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv:
 def in_tiles(
     pattern: Any, blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int
 ) -> tuple[Any, Any]:
-    """Whether any and whether every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
+    """Returns whether any and every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
     xp = namespace(pattern)
     some = every = pattern
     axes = zip((2, 3), blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
@@ -63,7 +63,7 @@ def visited_tiles(
     tile_q: int,
     tile_kv: int,
 ) -> tuple[Any, Any]:
-    """Whether any and whether every pair of a tile is visible, under the mask and the pattern.
+    """Returns whether any and every pair of a tile is visible under the mask and the pattern.
 
     bool ``[#b, #h, nq, nk]``; both conservative. ``blocks``: of the pattern, None if there is none.
     numpy if every array is.

@@ -111,7 +111,7 @@ def cu_seqlens_to_positions(cu: Any, total: int) -> Any:
 
 
 def run_starts(ids: Any) -> Any:
-    """Whether a token is the first of a maximal run of equal ids, bool, shape of ``ids``."""
+    """Returns where a maximal run of equal ids starts, bool, in the shape of ``ids``."""
     xp = namespace(ids)
     first = xp.ones((*ids.shape[:-1], min(1, ids.shape[-1])), bool)
     return xp.concatenate([first, ids[..., 1:] != ids[..., :-1]], axis=-1)

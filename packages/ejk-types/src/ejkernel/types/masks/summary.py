@@ -18,7 +18,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class BlockSummary(NamedTuple):
-    """What is known of each block of queries and keys.
+    """The visibility of each block of queries and keys.
 
     kind: int8 ``[#b, #h, nq, nk]``, 0 empty (no visible pair), 1 partial, 2 full (every pair
         visible). Empty and full are exact claims; partial means mixed or not known.

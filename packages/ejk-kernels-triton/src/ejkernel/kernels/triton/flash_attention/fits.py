@@ -50,7 +50,7 @@ def needs(kernel: str, tiles: Tiles, problem: Problem, target: Target) -> Needs:
 
 
 def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Target) -> bool:
-    """Whether ``tiles`` may be faster than ``chosen``, the heuristic's."""
+    """Returns whether ``tiles`` may be faster than ``chosen``, the heuristic's."""
     need, usual = (needs(kernel, t, problem, target) for t in (tiles, chosen))
     # less than a wave leaves multiprocessors idle
     idle = need.programs < min(target.cores, usual.programs)

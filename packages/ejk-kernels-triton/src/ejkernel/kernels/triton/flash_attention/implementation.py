@@ -111,7 +111,7 @@ def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
 
 
 def walks_lists(problem: Problem, target: Target) -> bool:
-    """Whether tiles are visited by lists."""
+    """Returns whether tiles are visited by lists."""
     # beside the pointers of a dense mask a list spills but on Hopper
     return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
 

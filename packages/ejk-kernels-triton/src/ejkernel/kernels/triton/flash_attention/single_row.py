@@ -27,7 +27,7 @@ LEAST_KEYS = 1024  # below, a second launch costs more than the keys
 
 
 def possible(problem: Problem) -> bool:
-    """Whether decoding can do the call, and there is something to gain."""
+    """Returns whether decoding can do the call, and there is something to gain."""
     p = problem
     plain = not (p.biased or p.dropout or p.rules.arrays or p.rules.chunk or p.pattern_blocks)
     exact = p.dtype != "float32" or p.precision == "tf32"

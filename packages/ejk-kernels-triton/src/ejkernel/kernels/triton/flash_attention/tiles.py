@@ -80,7 +80,7 @@ def _padded(dim: int) -> int:
 
 
 def can_use_tensor_maps(problem: Problem, target: Target) -> bool:
-    """Whether tiles of keys and values can be read by TMA.
+    """Returns whether tiles of keys and values can be read by TMA.
 
     Needs Hopper or newer, two-byte elements, head dims that are one or two powers of two (a box
     of columns must not reach into the next head) and rows of whole 16 bytes.

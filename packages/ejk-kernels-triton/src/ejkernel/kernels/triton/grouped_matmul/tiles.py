@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def wide(self) -> bool:
-        """Whether sums of sizes, each at most the rows, need 64 bits."""
+        """Returns whether sums of sizes, each at most the rows, need 64 bits."""
         return (self.given + 1) * self.batch * self.rows >= 2**31
 
     @property

@@ -161,7 +161,7 @@ def exact_terms(means: jax.Array, more: int) -> tuple[jax.Array, jax.Array]:
 
 
 def must_rank(p: Problem, sorts: bool) -> bool:
-    """Whether blocks have to be ranked to know the best; ``sorts``: to know their order."""
+    """Returns whether blocks have to be ranked to know the best; ``sorts``: to know their order."""
     return sorts or p.slots < -(-p.length // p.size)
 
 

@@ -132,7 +132,7 @@ class PagedPlan(Named, Unmapped):
 
     @property
     def direct(self) -> bool:
-        """Whether the first kernel makes the output itself."""
+        """Returns whether the first kernel makes the output itself."""
         return self.tiles.splits == 1 and not self.problem.lse
 
     @property

@@ -95,12 +95,12 @@ class Problem:
 
     @property
     def wide(self) -> bool:
-        """Whether a product is in float32."""
+        """Returns whether a product is in float32."""
         return "float32" in (self.number(self.key), self.number(self.value))
 
     @property
     def eight_bit(self) -> bool:
-        """Whether both caches are of 8-bit numbers."""
+        """Returns whether both caches are of 8-bit numbers."""
         return BYTES[self.key] == BYTES[self.value] == 1
 
     def number(self, cache: str) -> str:
@@ -127,7 +127,7 @@ class Problem:
 
     @property
     def narrow(self) -> bool:
-        """Whether a second part is no wider than a product must be."""
+        """Returns whether a second part is no wider than a product must be."""
         (_, k), (_, v) = self.parts
         return k == _least(self.key) or v == _least(self.value)
 

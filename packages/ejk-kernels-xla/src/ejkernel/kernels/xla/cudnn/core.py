@@ -42,7 +42,7 @@ def _cudnn(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
 
 
 def own_backward_repeats(q_len: int, kv_len: int) -> bool:
-    """Whether cuDNN's backward pass takes these lengths and is told to be deterministic."""
+    """Returns whether cuDNN's backward pass takes these lengths and is told to be deterministic."""
     even = q_len % 2 == 0 and kv_len % 2 == 0
     return even and _FLAG.search(os.environ.get("XLA_FLAGS", "")) is not None
 

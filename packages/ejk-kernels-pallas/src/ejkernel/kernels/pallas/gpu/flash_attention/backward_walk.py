@@ -55,7 +55,7 @@ def next_place(counter: Any, count: int, place_of: Callable[[Any], Any]) -> Any:
 
 
 def needs_masks(plan: Plan, r: Any) -> bool:
-    """Whether any tile may have hidden pairs."""
+    """Returns whether any tile may have hidden pairs."""
     return plan.kv_tail or not plan.band.empty or hasattr(r, "bits") or hasattr(r, "q_ids")
 
 

@@ -36,7 +36,7 @@ def only_ids(ids: jax.Array, block: int, other: int) -> jax.Array:
 
 
 def has_one_id(form: Form) -> bool:
-    """Whether steps compare what is known of whole blocks of ids; lists know it already."""
+    """Returns whether steps compare what is known of whole blocks of ids; lists know it already."""
     return "q_ids" in form.operands and not form.listed
 
 

@@ -40,7 +40,7 @@ class WholeGradient:
 
     @staticmethod
     def short(p: Any) -> bool:
-        """Whether most tiles have one step."""
+        """Returns whether most tiles have one step."""
         return p.run <= ROWS
 
     def kernel(self, p: Any) -> Weights:
