@@ -20,6 +20,7 @@ class RingAttention(AttentionCall):
 
     name = "ring_attention"
     seeds = ("dropout_seed",)
+    symbolic = ("batch",)  # lengths decide how many hops the ring takes
 
     @staticmethod
     def takes(
