@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo, calls
+from ejkernel.types.calls.axes import bare
+from ejkernel.types.calls.signature import axes_of
 from ejktest.calls import DV, HK, B, Call, D, H, S, call
 from ejktest.drawn import array, normal
 
@@ -20,6 +22,20 @@ def ids(*rows: Any) -> Any:
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+SPECS = {spec.name: spec for spec in (getattr(calls, name) for name in vars(calls)["__all__"])}
+
+
+def axis_words(c: Call) -> dict[str, list[str]]:
+    """The words of the axes of every array of a call: ``{"query": ["batch", "q_len", ...]}``."""
+    spec = SPECS[c.operation]
+    override = spec.argument_axes({**spec.boundary.defaults, **c.arguments})
+    return {
+        p.name: [bare(word) for word in axes_of(p, c.arrays[p.name], override)]
+        for p in spec.boundary.parameters
+        if p.name in c.arrays
+    }
 
 
 def packed(c: Call) -> Call:

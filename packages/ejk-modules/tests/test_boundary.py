@@ -174,7 +174,11 @@ BAD = [
     ("attention", dict(deterministic=False, dropout_prob=0.5), "dropout_rng: given None"),
     ("page_attention", dict(num_splits=0), "num_splits: given 0, expected an integer >= 1"),
     ("page_attention", dict(context_lens=-LENS), r"context_lens\[0\]: given -5"),
-    ("page_attention", dict(context_lens=LENS - 2, block_tables=TABLE), r"block_tables\[1, 1\]: given 7"),
+    ("page_attention", dict(context_lens=LENS - 2, block_tables=TABLE), r"block_tables\[1, 1\]: given 7, expected a page from 0 to 6 \(key_cache float32\[7, 4, 2, 8\] is read as \[pages, page_size, kv_heads, head_dim\]\)"),
+    ("page_attention", dict(context_lens=LENS), r"context_lens\[1\]: given 13, expected 0 to 12, 3 pages of 4 tokens \(key_cache "),
+    ("mla_decode", dict(context_lens=LENS), r"context_lens\[1\]: given 13, expected 0 to 12, 3 pages of 4 tokens \(latent_cache "),
+    ("ragged_page_attention", dict(num_seqs=2, context_lens=np.asarray([5, 13, 99])), r"context_lens\[1\]: given 13, expected 0 to 12"),
+    ("ragged_page_attention_v3", dict(distribution=np.asarray([0, 0, 2]), kv_lens=LENS), r"kv_lens\[1\]: given 13, expected 0 to 12"),
     ("page_attention", dict(context_lens=LENS.astype(np.int64) + 2**33), "context_lens: given 8589934597, expected values that fit int32"),
     ("page_attention", dict(k_scale=float("nan")), "k_scale: given nan, expected finite numbers"),
     ("page_attention", dict(v_scale=np.asarray([1, np.inf], np.float32)), r"v_scale: given \[1.0, inf\]"),
@@ -230,6 +234,7 @@ PACKED = [
 def test_cumulative_lengths(operation, name, _):
     c = call(operation)
     one = {n: x if n in ("g_gamma", "bias", "softmax_aux", "w_kc", "w_vc") else x[:1] for n, x in c.arrays.items()}  # fmt: skip
+    one.pop("initial_state", None)  # one a sequence
     if operation == "mean_pooling":
         one = {"x": c.arrays["x"][0]}
     for cu, message in (
@@ -245,6 +250,32 @@ PAGED = (
     "page_attention", "ragged_page_attention", "ragged_page_attention_v3", "ragged_decode_attention",
     "mla_decode",
 )  # fmt: skip
+
+
+SMALL = np.asarray([[3, 1, 0], [0, 4, 2]], np.int32)
+LAYOUTS = [
+    # heads before the tokens of a page: a legal shape, as 4 key heads and pages of 2 tokens
+    ("page_attention", dict(key_cache=ones(7, 2, 4, 8), value_cache=ones(7, 2, 4, 6)), r"^key_cache: float32\[7, 2, 4, 8\] is read as \[pages, page_size, kv_heads, head_dim\], so that context_lens\[1\]: given 11, .* would fit \[pages, kv_heads, page_size, head_dim\]"),
+    ("page_attention", dict(key_cache=ones(2, 7, 4, 8), value_cache=ones(2, 7, 4, 6)), r"^key_cache: .*so that block_tables\[0, 0\]: given 3, .* would fit \[kv_heads, pages, page_size, head_dim\]"),
+    ("ragged_page_attention", dict(kv_pages=ones(7, 2, 8, 8)), r"^kv_pages: .*so that context_lens\[1\]: given 9, .* \[pages, combined_kv_heads, page_size, head_dim\]"),
+    # shapes that no call may have
+    ("page_attention", dict(key_cache=ones(7, 2, 3, 8), value_cache=ones(7, 2, 3, 6)), "^key_cache: expected kv_heads that divide"),
+    ("page_attention", dict(key_cache=ones(2, 7, 8, 4)), "^key_cache: expected .*pages, page_size, kv_heads, head_dim.*head_dim=8"),
+    ("page_attention", dict(key_cache=ones(7, 2, 4, 2, 4)), r"^key_cache: expected .*pages, page_size, kv_heads, head_dim\]"),
+    ("ragged_page_attention", dict(kv_pages=ones(7, 2, 3, 8)), "^kv_pages: expected an even axis 2"),
+    ("ragged_page_attention", dict(kv_pages=ones(7, 2, 2, 2, 8)), r"^kv_pages: expected .*pages, page_size, combined_kv_heads, head_dim\]"),
+    ("ragged_page_attention_v3", dict(kv_cache=ones(7, 2, 2, 8)), r"^kv_cache: expected \[pages, page_size, 4, 8\] for 2 kv heads"),
+    ("ragged_page_attention_v3", dict(kv_cache=ones(2, 7, 4, 4, 8)), r"^kv_cache: expected \[pages, page_size, 4, 1, 128\]"),
+    ("mla_decode", dict(latent_cache=ones(7, 1, 2, 12)), r"^latent_cache: expected .*pages, page_size, cache_dim\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "caches", "message"), LAYOUTS)
+def test_a_wrong_cache_layout_is_named_before_the_table(operation, caches, message):
+    c = call(operation)
+    indices = {n: np.asarray(x) for n, x in c.arrays.items() if x.dtype == jnp.int32}
+    indices["block_tables"] = SMALL[np.arange(indices["block_tables"].shape[0]) % 2]
+    raises(ValueError, message, operation, **indices, **caches)
 
 
 @pytest.mark.parametrize("operation", PAGED)

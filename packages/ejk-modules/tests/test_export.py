@@ -11,11 +11,9 @@ from jax.sharding import Mesh
 
 import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument, KernelNotSupported
-from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.axes import bare
-from ejkernel.types.calls.signature import axes_of
+from ejkernel.types import MaskInfo
 from ejktest.calls import CALLS, B, S, call
-from ejktest.variants import ids
+from ejktest.variants import SPECS, axis_words, ids
 
 # packed calls have no batch: their sequences share one axis of rows
 PACKED = ("ragged_page_attention", "ragged_page_attention_v3", "grouped_matmul")
@@ -26,26 +24,19 @@ def fast(f):
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
-SPECS = {spec.name: spec for spec in (getattr(calls, name) for name in calls.__all__)}
 LENGTHS = ("kv_len", "q_len", "rows", "seq", "tokens")
 TILES = {"q_blocksize": 16, "kv_blocksize": 16}
 CFG = {"fwd_params": TILES, "bwd_params": TILES}
 CFGS = {name: CFG for name in ("flash_attention", "mla_attention", "blocksparse_attention")}
 
 
-def words(c, name):
-    """The word of every axis of an array of the call."""
-    spec = SPECS[c.operation]
-    (p,) = (p for p in spec.boundary.parameters if p.name == name)
-    override = spec.argument_axes({**spec.boundary.defaults, **c.arguments})
-    return [bare(word) for word in axes_of(p, c.arrays[name], override)]
-
-
 def of_length(c, n):
     """The arrays of the call with lengths of ``n``, their values repeated; 1 row stays 1."""
 
+    words = axis_words(c)
+
     def resized(name, x):
-        for axis, word in enumerate(words(c, name)):
+        for axis, word in enumerate(words[name]):
             blocks = word in ("q_blocks", "kv_blocks")
             if x.shape[axis] > 1 and (blocks or word in LENGTHS):
                 size = -(-n // 4) if blocks else n
@@ -57,15 +48,15 @@ def of_length(c, n):
 
 def open_shapes(c, *axes):
     """The arrays of the call as shapes; ``axes`` are symbolic, block counts follow lengths."""
-    used = {word for name in c.arrays for word in words(c, name)}
-    names = sorted(used & set(axes) - {"q_blocks", "kv_blocks"})
+    words = axis_words(c)
+    names = sorted(set().union(*words.values()) & set(axes) - {"q_blocks", "kv_blocks"})
     sizes = dict(zip(names, export.symbolic_shape(",".join(names)), strict=True))
     for axis in ("q", "kv"):
         if f"{axis}_len" in sizes:
             sizes[f"{axis}_blocks"] = -(-sizes[f"{axis}_len"] // 4)
 
     def shape(name, x):
-        named = zip(words(c, name), x.shape, strict=True)
+        named = zip(words[name], x.shape, strict=True)
         return [n if n == 1 else sizes.get(word, n) for word, n in named]
 
     return {n: jax.ShapeDtypeStruct(shape(n, x), x.dtype) for n, x in c.arrays.items()}

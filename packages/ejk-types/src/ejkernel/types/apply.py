@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, int_array, namespace, static_int
+from ejkernel.types.arrays import as_bool, int_array, namespace, static_int, static_length
 from ejkernel.types.convert import dense_mask, dense_part, id_pair, resolve_lengths
 from ejkernel.types.errors import invalid
 from ejkernel.types.fields import (
@@ -91,7 +91,7 @@ def apply_kv_lengths(
     rows = inside = None
     total = known.q
     if q_len is not None:
-        q_len = static_int(q_len, "q_len", low=0)
+        q_len = static_length(q_len, "q_len")
         end = lengths if end_index is None else _int_vector(end_index, "end_index")
         rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
         xp = namespace(rows, *(x for part in mask.conjuncts for x in (part.attention_mask,)))
@@ -151,8 +151,8 @@ def chunked_attention_mask(
     chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: Any
 ) -> np.ndarray:
     """Dense ``[q, k]``: same chunk around ``i + offset`` and causal."""
-    q_len = static_int(q_len, "q_len", low=0)
-    kv_len = q_len if kv_len is None else static_int(kv_len, "kv_len", low=0)
+    q_len = static_length(q_len, "q_len")
+    kv_len = q_len if kv_len is None else static_length(kv_len, "kv_len")
     rule = Rule(
         True, static_int(offset, "offset"), None, static_int(chunk_size, "chunk_size", low=1)
     )

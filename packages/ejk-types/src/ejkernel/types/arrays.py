@@ -25,6 +25,9 @@ LEVELS = ("default", "high", "highest")
 """Of precision, the least exact first."""
 NO_LEVEL = "precision: an algorithm; only default, high and highest are supported"
 
+MAX_LENGTH = 2**30
+"""No axis is longer; sums of two lengths of at most this still fit int32 positions."""
+
 _SYMBOLIC = type(export.symbolic_shape("n")[0])
 
 
@@ -176,7 +179,12 @@ def at_most(limit: Any, n: Any) -> Any:
 
 def length(x: Any, argument: str, *, low: int = 0) -> Any:
     """``x`` as the length of an axis: a Python int, or a symbolic size as it is."""
-    return x if is_symbolic(x) else static_int(x, argument, low=low)
+    return x if is_symbolic(x) else static_length(x, argument, low=low)
+
+
+def static_length(x: Any, argument: str, *, low: int = 0) -> int:
+    """``x`` as the length of an axis, a Python int from ``low`` to ``MAX_LENGTH``."""
+    return static_int(x, argument, low=low, high=MAX_LENGTH)
 
 
 def static_int(x: Any, argument: str, *, low: int | None = None, high: int | None = None) -> int:

@@ -61,8 +61,8 @@ def mla_decode(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; a negative length or a table entry in use outside the
-            cache where these are numpy arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also a length that is negative or past the
+            table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in query, softmax_aux, k_scale and a floating-point cache.
 

@@ -64,8 +64,8 @@ def page_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; a negative length or a table entry in use outside the
-            cache where these are numpy arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also a length that is negative or past the
+            table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in query, softmax_aux, the scales and floating-point caches; int8 and 8-bit
     float caches get no gradient.

@@ -70,8 +70,8 @@ def ragged_page_attention_v3(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
+            the table and entries in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in queries, keys, values, softmax_aux, the scales and floating-point caches.
 

@@ -154,7 +154,7 @@ class RingAttention(Operation[RingAttentionConfig]):
                 return call((), a)
             typed = explicit_mesh(a) if mesh is in_specs is out_specs is None else None
             if typed is not None and axis in explicit_axes(typed):
-                check_ring_lengths(a, typed.shape[axis], whole_keys=1)
+                check_ring_lengths(a, typed.shape[axis], shards=1)
                 return distribute(self, a, placement, call, ring_axis=axis)
             mesh = ambient_mesh() if mesh is None else mesh
             if mesh is None or axis not in mesh.shape:
@@ -168,7 +168,7 @@ class RingAttention(Operation[RingAttentionConfig]):
                     "call it inside shard_map where the axis is bound, pass mesh=, or enter a mesh "
                     "(with mesh: or jax.set_mesh)"
                 )
-            check_ring_lengths(a, mesh.shape[axis], whole_keys=1)
+            check_ring_lengths(a, mesh.shape[axis], shards=1)
             if in_specs is None:
                 in_specs = (PartitionSpec(None, axis, None, None),) * 3
             return distribute(self, a, (mesh, in_specs, out_specs), call, ring_axis=axis)

@@ -72,6 +72,7 @@ class BlockSparseAttention(SoftmaxCall):
         shapes: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("query", "key")]
         if any(len(shape) != 4 for shape in shapes):
             return  # the type check has more to say
+        cls.check_axes(a)
         with jax.ensure_compile_time_eval():
             mask = builder(shapes[0][1], shapes[1][1], shapes[0][2])
         traced = isinstance(a["query"], Tracer)

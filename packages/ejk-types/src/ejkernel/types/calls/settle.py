@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.calls.words import MAX_LENGTH, invalid, out_of_range
+from ejkernel.types.arrays import MAX_LENGTH
+from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.combine import mask_of, mask_of_rule
 from ejkernel.types.fields import checked_rule
 

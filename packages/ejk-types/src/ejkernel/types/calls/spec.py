@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import check_int32, is_symbolic
+from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import drawn, settle, values
 from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import Boundary, axes_of
-from ejkernel.types.calls.words import invalid
+from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.mask_info import MaskInfo
 from ejkernel.types.structure import Unsupported
 
@@ -148,8 +148,8 @@ class Call:
             for name in boundary.scale_names:
                 values.scale_to_array(a, name, divide=name in cls.divisors)
             cls.check_values(a)
-        except (LookupError, TypeError, ValueError):
-            boundary.check(a)  # a wrong form is why values look wrong, where it is one
+        except (AttributeError, LookupError, TypeError, ValueError):
+            cls.bind(dict(a))  # a wrong form is why values look wrong, where it is one
             raise
         return a
 
@@ -163,7 +163,7 @@ class Call:
             InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
             ValueError: a value out of range, contradictory arguments.
         """
-        cls.check_symbols(a)
+        cls.check_axes(a)
         if typecheck:
             cls.boundary.check(a)
         for name in cls.boundary.index_names:
@@ -174,18 +174,27 @@ class Call:
         return a
 
     @classmethod
-    def check_symbols(cls, a: Arguments) -> None:
-        """InvalidArgument for a symbolic size on an axis that is not among ``symbolic``."""
+    def check_axes(cls, a: Arguments) -> None:
+        """Check the size of every axis of every array.
+
+        Raises:
+            ValueError: an axis longer than ``MAX_LENGTH``.
+            InvalidArgument: a symbolic size on an axis that is not among ``symbolic``.
+        """
         override: Mapping[str, str] | None = None
         for p in cls.boundary.array_parameters:
             shape = getattr(a[p.name], "shape", ())
-            if set(map(type, shape)) <= _NUMBER:
+            if set(map(type, shape)) <= _NUMBER and max(shape, default=0) <= MAX_LENGTH:
                 continue
             override = cls.argument_axes(a) if override is None else override
-            for word, size in zip(axes_of(p, a[p.name], override), shape, strict=True):
-                axis = bare(word)
-                if is_symbolic(size) and axis not in (*cls.symbolic, "_"):
-                    raise invalid(p.name, cls._needs_number(axis), a[p.name])
+            words = map(bare, axes_of(p, a[p.name], override))
+            for i, (axis, size) in enumerate(zip(words, shape, strict=True)):
+                if is_symbolic(size):
+                    if axis not in (*cls.symbolic, "_"):
+                        raise invalid(p.name, cls._needs_number(axis), a[p.name])
+                elif size > MAX_LENGTH:
+                    legal = f"at most {MAX_LENGTH} for axis {axis!r}"
+                    raise out_of_range(f"{p.name}.shape[{i}]", legal, size)
 
     @classmethod
     def _needs_number(cls, axis: str) -> str:

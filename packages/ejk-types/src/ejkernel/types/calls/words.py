@@ -157,10 +157,6 @@ def given(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-MAX_LENGTH = 2**30
-"""No axis is longer; sums of two lengths of at most this still fit int32 positions."""
-
-
 def invalid(name: str, legal: str, value: Any) -> InvalidArgument:
     """Wrong class, dtype, rank, size or inconsistent axes."""
     return InvalidArgument(f"{name}: expected {legal}, given {given(value)}")
