@@ -10,7 +10,7 @@ import ejkernel.modules as modules
 from ejkernel.types import MaskInfo
 from ejkernel.types.arrays import MAX_LENGTH
 from ejktest.calls import CALLS, call
-from ejktest.variants import axis_words
+from ejktest.variants import SPECS, axis_words
 
 
 def shapes(c, **sizes):
@@ -90,3 +90,17 @@ def test_a_builder_of_a_block_mask_is_not_called_for_such_lengths():
 def test_lengths_of_a_mask_past_the_limit_are_named(make):
     with pytest.raises(ValueError, match=f"q_len: must be at most {MAX_LENGTH}, got {2**33}"):
         make(2**33)
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_wide_indices_of_jax_are_refused_where_they_are_concrete(operation):
+    c = call(operation)
+    with jax.enable_x64(True):
+        for name in SPECS[operation].boundary.index_names:
+            if name not in c.arrays:
+                continue
+            wide = jnp.asarray(c.arrays[name], jnp.int64) + 2**32
+            message = rf"^{name}: given \d{{10}}, expected values that fit int32"
+            with pytest.raises(ValueError, match=message):
+                getattr(modules, operation)(**{**c.arguments, name: wide})
+            trace(c, {**shapes(c), name: wide})

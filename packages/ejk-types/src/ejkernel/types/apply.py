@@ -72,7 +72,7 @@ def _kept_rows(part: MaskInfo, rows: Any, inside: Any, total: int | None) -> Mas
 
 def _int_vector(x: Any, argument: str) -> Any:
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
-        x = np.asarray([x], np.int32)
+        x = np.asarray([x])
     x = int_array(x, argument, "[batch] or a scalar", (0, 1))
     return x[None] if x.ndim == 0 else x
 

@@ -68,7 +68,8 @@ def known_values(x: Any) -> np.ndarray | None:
         return np.asarray(x)
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return None
-    return np.asarray(x) if x.is_fully_addressable else None
+    # an explicit transfer, which jax.transfer_guard("disallow") permits
+    return jax.device_get(x) if x.is_fully_addressable else None
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -135,7 +136,7 @@ def int_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
 
     Raises:
         InvalidArgument: no integer array of one of the ``ranks``.
-        ValueError: a numpy array holds what int32 does not.
+        ValueError: values that int32 does not hold, where ``check_int32`` sees them.
     """
     if not is_integer_array(x) or x.ndim not in ranks:
         raise invalid(argument, f"integer{axes}", x)
@@ -144,10 +145,17 @@ def int_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
 
 
 def check_int32(x: Any, argument: str) -> None:
-    """ValueError if a numpy array of a wider integer dtype holds what int32 does not."""
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
+    """ValueError if an array of a wider integer dtype is known to hold what int32 does not.
+
+    A jax array is read for this if it is concrete and of 64-bit integers, which few programs have
+    (JAX makes none unless ``jax_enable_x64`` is set). Traced ones lose their high 32 bits.
+    """
+    dtype = getattr(x, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iu" or np.can_cast(dtype, np.int32):
         return
-    if np.can_cast(x.dtype, np.int32):
+    if not isinstance(x, np.ndarray):
+        x = known_values(x) if dtype.itemsize == 8 else None
+    if x is None:
         return
     wrong = x[(x < -(2**31)) | (x > 2**31 - 1)]
     if wrong.size:

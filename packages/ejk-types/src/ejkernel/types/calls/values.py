@@ -1,7 +1,8 @@
 """Before the trace: checks of numbers that are known, Python scalars and numpy arrays.
 
-A jax array is never read here, so a wrong index inside one gets the documented safe behaviour of
-the operation (nothing is read out of bounds, rows without keys give 0) instead of an error.
+A jax array is not read, so a wrong index inside one gets the documented safe behaviour of the
+operation (nothing is read out of bounds, rows without keys give 0) instead of an error. One of
+64-bit integers is the exception, and only for whether int32 holds them (``arrays.check_int32``).
 ``BY_NAME`` says what is done with an argument of a name; all take the arguments by name in a dict
 and change it in place.
 """
