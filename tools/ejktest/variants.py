@@ -38,6 +38,17 @@ def axis_words(c: Call) -> dict[str, list[str]]:
     }
 
 
+def shapes_of(c: Call, **sizes: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a call as shapes; axes whose word is in ``sizes`` have that size."""
+    words = axis_words(c)
+
+    def resized(name: str, x: Any) -> jax.ShapeDtypeStruct:
+        named = zip(words[name], x.shape, strict=True)
+        return jax.ShapeDtypeStruct([sizes.get(word, n) for word, n in named], x.dtype)
+
+    return {name: resized(name, x) for name, x in c.arrays.items()}
+
+
 def packed(c: Call) -> Call:
     """The call on its first batch row alone: cumulative lengths need batch 1."""
     rows = {n: x[:1] if x.ndim and x.shape[0] == B else x for n, x in c.arrays.items()}

@@ -12,6 +12,7 @@ from ejkernel.ops import InvalidArgument
 from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
 from ejktest.calls import call
+from ejktest.variants import shapes_of
 
 
 def ones(*shape, dtype=jnp.float32):
@@ -216,6 +217,39 @@ BAD = [
 def test_bad_values(operation, changes, message):
     error = raises(ValueError, message, operation, **changes)
     assert not isinstance(error, TypeError)
+
+
+MASKED = ("flash_attention", "attention", "scaled_dot_product_attention", "blocksparse_attention", "mla_attention")  # fmt: skip
+SQUARE = dict(batch=4, q_len=4, kv_len=4, q_blocks=1, kv_blocks=1)
+AMBIGUOUS = [
+    (SQUARE, (4, 4), r"mask\[:, None, None, :\] if its axes are \[batch, kv_len\], attention_mask\[None, None\] if its axes are \[q_len, kv_len\]\), got bool\[4, 4\]"),
+    (SQUARE, (4, 4, 4), r"mask\[:, None\] if its axes are \[batch, q_len, kv_len\], attention_mask\[None\] if its axes are \[heads, q_len, kv_len\]\), got bool\[4, 4, 4\]"),
+    ({"batch": 4}, (4, 12, 12), r"attention_mask\[None\] if its axes are \[heads, q_len, kv_len\]"),
+]  # fmt: skip
+CLEAR = [
+    (SQUARE, (1, 4)),
+    (SQUARE, (4, 1, 1, 4)),
+    (SQUARE, (1, 1, 4, 4)),
+    (SQUARE, (4, 1, 4, 4)),
+    ({**SQUARE, "batch": 1, "q_len": 1}, (1, 4)),
+    ({"batch": 4}, (4, 12)),
+    ({"batch": 12}, (12, 12, 12)),
+]
+
+
+def masked(operation, sizes, mask):
+    c = call(operation)
+    arrays = {**shapes_of(c, **sizes), "attention_mask": jax.ShapeDtypeStruct(mask, bool)}
+    return jax.eval_shape(lambda a: getattr(modules, operation)(**a, **c.static), arrays)
+
+
+@pytest.mark.parametrize("operation", MASKED)
+def test_a_mask_that_means_two_things_is_refused(operation):
+    for sizes, mask, message in AMBIGUOUS:
+        with pytest.raises(InvalidArgument, match="attention_mask: expected a mask that has one reading .*" + message):
+            masked(operation, sizes, mask)
+    for sizes, mask in CLEAR:
+        masked(operation, sizes, mask)
 
 
 PACKED = [

@@ -10,17 +10,7 @@ import ejkernel.modules as modules
 from ejkernel.types import MaskInfo
 from ejkernel.types.arrays import MAX_LENGTH
 from ejktest.calls import CALLS, call
-from ejktest.variants import SPECS, axis_words
-
-
-def shapes(c, **sizes):
-    """The arrays of the call as shapes, axes of a word in ``sizes`` of that size."""
-
-    def resized(name, x):
-        named = zip(axis_words(c)[name], x.shape, strict=True)
-        return jax.ShapeDtypeStruct([sizes.get(word, n) for word, n in named], x.dtype)
-
-    return {name: resized(name, x) for name, x in c.arrays.items()}
+from ejktest.variants import SPECS, axis_words, shapes_of
 
 
 def trace(c, arrays, platform=None):
@@ -34,12 +24,12 @@ def test_an_axis_past_the_limit_is_named(operation):
     message = rf"^\w+\.shape\[\d\]: given {2**31}, expected at most {MAX_LENGTH} for axis "
     for word in {word for words in axis_words(c).values() for word in words} - {"_", "1", "3"}:
         with pytest.raises(ValueError, match=f"{message}'{word}'"):
-            trace(c, shapes(c, **{word: 2**31}))
+            trace(c, shapes_of(c, **{word: 2**31}))
 
 
 @pytest.mark.parametrize("operation", ["ragged_decode_attention", "mean_pooling", "gla_attention"])
 def test_an_axis_at_the_limit_is_legal(operation):
-    trace(call(operation), shapes(call(operation), kv_len=MAX_LENGTH, seq=MAX_LENGTH), "xla")
+    trace(call(operation), shapes_of(call(operation), kv_len=MAX_LENGTH, seq=MAX_LENGTH), "xla")
 
 
 PAGED = ["page_attention", "ragged_page_attention", "ragged_page_attention_v3", "mla_decode"]
@@ -50,8 +40,8 @@ def test_a_table_past_the_limit_is_named(operation):
     c = call(operation)
     message = rf"block_tables: given {2**28 + 1} pages of 4 tokens .* at most {MAX_LENGTH} tokens"
     with pytest.raises(ValueError, match=message):
-        trace(c, shapes(c, max_blocks=2**28 + 1))
-    trace(c, shapes(c, max_blocks=2**28), "xla")
+        trace(c, shapes_of(c, max_blocks=2**28 + 1))
+    trace(c, shapes_of(c, max_blocks=2**28), "xla")
 
 
 def test_a_ring_past_the_limit_is_named():
@@ -103,4 +93,4 @@ def test_wide_indices_of_jax_are_refused_where_they_are_concrete(operation):
             message = rf"^{name}: given \d{{10}}, expected values that fit int32"
             with pytest.raises(ValueError, match=message):
                 getattr(modules, operation)(**{**c.arguments, name: wide})
-            trace(c, {**shapes(c), name: wide})
+            trace(c, {**shapes_of(c), name: wide})

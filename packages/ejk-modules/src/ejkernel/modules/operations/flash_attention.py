@@ -69,7 +69,9 @@ def flash_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]`` shared by all heads; they
             take part in the softmax's denominator only.
         mask_info: a mask as structure; array members fit ``batch``, ``q_len`` and ``kv_len``.
-        attention_mask: bool or integer, nonzero = visible; ``[batch, kv_len]`` hides keys.
+        attention_mask: bool or integer, nonzero = visible; ``[1 or batch, 1 or heads, 1 or q_len, 1
+            or kv_len]``, ``[batch, q_len, kv_len]``, or ``[batch, kv_len]`` to hide keys. Where the
+            sizes allow ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]`` too, give all four axes.
         softmax_scale: default ``head_dim ** -0.5``. A Python number.
         dropout_prob: in [0, 1). Kept probabilities are divided by ``1 - dropout_prob``; which
             ones depends only on the seed and the indices, not on tiles, platform or sharding.
