@@ -20,6 +20,7 @@ from ejkernel.ops.core.kernel import Resolved
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.errors import warn_caution
 from ejkernel.ops.utils.buckets import bucket
 from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
@@ -118,7 +119,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.spec.boundary.by_name(args, kwargs)
         with own_errors:
-            self.spec.bind(arguments, typecheck=environment.typecheck())
+            self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:

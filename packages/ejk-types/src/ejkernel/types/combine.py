@@ -35,10 +35,10 @@ def mask_of_rule(rule: Rule) -> MaskInfo:
 
 def _check_one_reading(mask: Any, sizes: Mapping[str, int | None]) -> None:
     """InvalidArgument for a mask of rank 2 or 3 whose first axis need not be the batch."""
-    first, *rest = mask.shape
+    first = mask.shape[0]
     if first in (0, 1) or first != sizes["batch"]:  # one row is the same mask in both readings
         return
-    if mask.ndim == 2 and (first, *rest) == (sizes["q_len"], sizes["kv_len"]):
+    if mask.ndim == 2 and mask.shape == (sizes["q_len"], sizes["kv_len"]):
         readings = {"[batch, kv_len]": "[:, None, None, :]", "[q_len, kv_len]": "[None, None]"}
     elif mask.ndim == 3 and first == sizes["heads"]:
         readings = {"[batch, q_len, kv_len]": "[:, None]", "[heads, q_len, kv_len]": "[None]"}

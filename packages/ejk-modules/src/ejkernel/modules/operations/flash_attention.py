@@ -13,7 +13,7 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
 
 def flash_attention(
@@ -29,7 +29,7 @@ def flash_attention(
     attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -75,7 +75,8 @@ def flash_attention(
         softmax_scale: default ``head_dim ** -0.5``. A Python number.
         dropout_prob: in [0, 1). Kept probabilities are divided by ``1 - dropout_prob``; which
             ones depends only on the seed and the indices, not on tiles, platform or sharding.
-        dropout_seed: integer, may be traced; None = 0.
+        dropout_seed: integer or typed PRNG key, may be traced. A key stands for the seed
+            ``jax.random.bits(key, (), "uint32")``. None = 0, in every call, with a warning.
         causal: ``j <= i + causal_offset``, top-left aligned.
         causal_offset: ``kv_len - q_len`` aligns the last query with the last key.
         sliding_window: ``w`` or ``(left, right)``, both inclusive, around ``i + causal_offset``.

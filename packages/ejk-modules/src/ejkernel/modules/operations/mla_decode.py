@@ -51,7 +51,7 @@ def mla_decode(
         latent_dim: ``1 <= latent_dim <= cache_dim``; the rest of a row is the rotary part.
         softmax_scale: default ``cache_dim ** -0.5``.
         logits_soft_cap, sliding_window, softmax_aux, num_splits: as in :func:`page_attention`.
-        k_scale: what a stored value is multiplied with; None = 1.
+        k_scale: what a stored value is multiplied with; None = 1, with a warning for an int8 cache.
         return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 

@@ -54,7 +54,7 @@ def page_attention(
         sliding_window: ``w`` or ``(left, right)`` around the token's position.
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         k_scale, v_scale: what a stored value is multiplied with, one number or one per kv head;
-            None = 1.
+            None = 1, with a warning for an int8 cache.
         num_splits: number of key splits (>= 1) worked on in parallel; changes rounding only and
             beats ``cfg``.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.

@@ -62,7 +62,8 @@ def ragged_page_attention_v3(
         sliding_window, logits_soft_cap: as in :func:`page_attention`.
         q_scale: queries are quantised as ``cast(clip(q / q_scale))`` to the cache's dtype and
             logits multiplied by it; None = not quantised.
-        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1.
+        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
+            a warning for an int8 cache.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:

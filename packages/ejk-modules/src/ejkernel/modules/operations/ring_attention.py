@@ -19,7 +19,7 @@ from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
-from ejkernel.types.calls.words import Array, F, I, given
+from ejkernel.types.calls.words import Array, F, I, Key, given
 
 _asking: ContextVar[bool] = ContextVar("ejkernel_ring_asking", default=False)
 """Whether a call is only asked about, so that arrays without a mesh stand for one device's."""
@@ -42,7 +42,7 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,

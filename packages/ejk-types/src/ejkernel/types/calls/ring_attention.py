@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from ejkernel.types.arrays import MAX_LENGTH
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
+from ejkernel.types.calls.words import Array, F, I, Key, invalid, out_of_range
 from ejkernel.types.combine import mask_of
 from ejkernel.types.mask_info import MaskInfo
 
@@ -41,7 +41,7 @@ class RingAttention(AttentionCall):
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         layout: Literal["contiguous", "zigzag"] = "contiguous",
         return_lse: bool = False,
         precision: jax.lax.PrecisionLike = None,

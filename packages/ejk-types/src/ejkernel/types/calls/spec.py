@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -100,6 +100,20 @@ class Call:
             step(a)
 
     @classmethod
+    def cautions(cls, a: Arguments) -> Iterator[str]:
+        """Yield sentences about a call that is legal, but probably not what its caller wants.
+
+        The arguments have the right form and are not canonical yet.
+        """
+        if a.get("dropout_prob") and any(a[name] is None for name in cls.seeds):
+            yield (
+                f"{cls.name}: dropout_prob without dropout_seed drops the same entries in every "
+                "call; give a key for each call, such as "
+                "dropout_seed=jax.random.fold_in(key, step), or a seed that is made of one, "
+                'jax.random.bits(key, (), "uint32")'
+            )
+
+    @classmethod
     def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
         """Axes of arguments whose annotation cannot say them."""
         return {}
@@ -154,10 +168,16 @@ class Call:
         return a
 
     @classmethod
-    def bind(cls, a: Arguments, *, typecheck: bool = True) -> Arguments:
+    def bind(
+        cls,
+        a: Arguments,
+        *,
+        typecheck: bool = True,
+        warn: Callable[[str], object] | None = None,
+    ) -> Arguments:
         """Canonical arguments, inside the trace: dtypes, ranks and axes checked, options settled.
 
-        Canonical arguments stay as they are.
+        Canonical arguments stay as they are. ``warn`` is called with each of the ``cautions``.
 
         Raises:
             InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
@@ -170,7 +190,11 @@ class Call:
             value = a[name]
             if hasattr(value, "dtype") and value.dtype != np.int32:
                 a[name] = jnp.asarray(value).astype(jnp.int32)
+        cautions = tuple(cls.cautions(a))
         cls.canonicalise(a)
+        if warn is not None:
+            for caution in cautions:
+                warn(caution)
         return a
 
     @classmethod
