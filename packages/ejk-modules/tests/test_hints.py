@@ -1,4 +1,4 @@
-"""Hints: a warning about caches without scales."""
+"""Hints: our names for arguments of other libraries, and a warning about caches without scales."""
 
 import warnings
 
@@ -10,7 +10,49 @@ import ejkernel.kernels.xla as xla
 import ejkernel.modules as modules
 from ejkernel.ops import EjkernelWarning
 from ejkernel.ops.errors import reset_warnings
-from ejktest.calls import call
+from ejkernel.types.calls.signature import NAMES_ELSEWHERE
+from ejktest.calls import CALLS, call
+from ejktest.variants import SPECS
+
+HERE = [
+    ("flash_attention", "is_causal", "causal"),
+    ("flash_attention", "scale", "softmax_scale"),
+    ("flash_attention", "sm_scale", "softmax_scale"),
+    ("flash_attention", "mask", "attention_mask"),
+    ("flash_attention", "segment_ids", "mask_info=MaskInfo.from_segments(segment_ids)"),
+    ("flash_attention", "local_window_size", "sliding_window"),
+    ("flash_attention", "window_size", "sliding_window"),
+    ("flash_attention", "softcap", "logits_soft_cap"),
+    ("flash_attention", "sinks", "softmax_aux"),
+    ("ring_attention", "segment_ids", "q_segment_ids"),
+    ("ring_attention", "mask", "mask_info=MaskInfo(attention_mask=mask)"),
+    ("mean_pooling", "mask", "attention_mask"),
+    ("ragged_page_attention_v3", "window_size", "sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("operation", "foreign", "ours"), HERE)
+def test_a_name_of_another_library_is_told_ours(operation, foreign, ours):
+    text = f"{operation}() got an unexpected keyword argument {foreign!r}; here it is {ours}"
+    arguments = {} if operation == "ring_attention" else call(operation).arguments
+    required = dict.fromkeys(SPECS[operation].boundary.required, jnp.ones(()))
+    for function in (getattr(modules, operation), getattr(xla, operation)):
+        with pytest.raises(TypeError) as caught:
+            function(**{**required, **arguments, foreign: 1})
+        assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_a_name_without_ours_is_only_unknown(operation):
+    names = SPECS[operation].boundary.names
+    for foreign, ours in {**NAMES_ELSEWHERE, "window": ()}.items():
+        told = any(name.partition("=")[0] in names for name in ours)
+        with pytest.raises(TypeError) as caught:
+            getattr(modules, operation)(**call(operation).arguments, **{foreign: 1})
+        message = f"{operation}() got an unexpected keyword argument {foreign!r}"
+        assert str(caught.value).startswith(message + ("; here it is " if told else ""))
+        assert told or str(caught.value) == message
+
 
 INT8 = [
     ("page_attention", ("key_cache",), "k_scale"),

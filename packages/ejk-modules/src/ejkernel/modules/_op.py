@@ -162,12 +162,17 @@ WIDTH = 100
 
 
 class ShownSignature(inspect.Signature):
-    """A signature for ``help``: short annotations, one parameter a line where it is long."""
+    """A signature for ``help``: short annotations, one parameter a line where it is long.
+
+    ``**unknown`` is left out: it only lets an unknown argument reach the error that names ours.
+    """
 
     @classmethod
     def of(cls, signature: inspect.Signature) -> ShownSignature:
         parameters = [
-            p.replace(annotation=shown(p.annotation)) for p in signature.parameters.values()
+            p.replace(annotation=shown(p.annotation))
+            for p in signature.parameters.values()
+            if p.kind is not p.VAR_KEYWORD
         ]
         return cls(parameters, return_annotation=shown(signature.return_annotation))
 

@@ -1,7 +1,7 @@
 """Exact attention in linear memory: the public function and its Kernel class."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ def flash_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention without a ``[q_len, kv_len]`` array, forward or backward.
 
@@ -134,6 +135,7 @@ def flash_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention for training and prefill."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -40,6 +40,7 @@ def mla_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`flash_attention` on keys and values projected from one latent vector per token.
 
@@ -102,6 +103,7 @@ def mla_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

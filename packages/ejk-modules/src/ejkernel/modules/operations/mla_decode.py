@@ -1,7 +1,7 @@
 """Multi-head latent attention for decoding, in latent space."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -33,6 +33,7 @@ def mla_decode(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of the last tokens over a paged cache of latent rows, all heads sharing it.
 
@@ -87,6 +88,7 @@ def mla_decode(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

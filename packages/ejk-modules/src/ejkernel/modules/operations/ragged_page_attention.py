@@ -1,7 +1,7 @@
 """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -33,6 +33,7 @@ def ragged_page_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Causal attention of packed query rows over each sequence's own pages.
 
@@ -85,6 +86,7 @@ def ragged_page_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

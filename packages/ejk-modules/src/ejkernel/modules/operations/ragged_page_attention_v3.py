@@ -1,7 +1,7 @@
 """Cache update and mixed prefill/decode attention in one call."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -37,6 +37,7 @@ def ragged_page_attention_v3(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values into the cache, then attend as ragged_page_attention.
 
@@ -100,6 +101,7 @@ def ragged_page_attention_v3(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

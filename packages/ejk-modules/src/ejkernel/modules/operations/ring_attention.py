@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ def ring_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence sharded along a mesh axis.
 
@@ -121,6 +122,7 @@ def ring_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 
