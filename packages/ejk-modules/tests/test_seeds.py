@@ -109,6 +109,6 @@ def test_dropout_without_a_seed_warns_once(function):
     reset_warnings()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for given in ({"dropout_seed": 0}, {"dropout_seed": jax.random.key(0)}):
-            function(**arguments, **given)
+        for seeded in ({"dropout_seed": 0}, {"dropout_seed": jax.random.key(0)}):
+            function(**arguments, **seeded)
         function(**arguments | {"dropout_prob": 0.0})

@@ -1,4 +1,4 @@
-"""What calls over page tables share: lengths, starts and page numbers that fit the cache."""
+"""What calls over page tables share: lengths, starts and tables that fit the cache."""
 
 from __future__ import annotations
 
@@ -72,11 +72,10 @@ class PagedCall(Call):
         if table is not None:
             shape = len(lens), cls._table_columns(a)
             table = table.reshape(-1)[: math.prod(shape)].reshape(shape)
-        valid = slice(count)
-        known_rows = lens[valid], None if table is None else table[valid]
+            table = table[:count]
         pool = cls.boundary.pools[0]
-        cache = a[pool]
-        complaint = cls._misfit(a, *known_rows, *cache.shape[:2])
+        cache, lens = a[pool], lens[:count]
+        complaint = cls._misfit(a, lens, table, *cache.shape[:2])
         if complaint is None:
             return
         (p,) = (p for p in cls.boundary.parameters if p.name == pool)
@@ -84,7 +83,7 @@ class PagedCall(Call):
         form = f"{given(cache)} is read as [{', '.join(layout)}]"
         for order in _FOREIGN_ORDERS if len(layout) == 4 else ():
             sizes = [cache.shape[axis] for axis in order]
-            if cls._misfit(a, *known_rows, *sizes[:2]) is None:
+            if cls._misfit(a, lens, table, *sizes[:2]) is None:
                 other = ", ".join(layout[order.index(axis)] for axis in range(4))
                 raise ValueError(
                     f"{pool}: {form}, so that {complaint}; all of them would fit [{other}]: "
