@@ -15,7 +15,7 @@ from ejktest.variants import SPECS, axis_words, shapes_of
 
 def trace(c, arrays, platform=None):
     run = getattr(modules, c.operation)
-    return jax.eval_shape(lambda given: run(**given, **c.static, platform=platform), arrays)
+    return jax.eval_shape(lambda x: run(**x, **c.static, platform=platform), arrays)
 
 
 @pytest.mark.parametrize("operation", sorted(CALLS))
