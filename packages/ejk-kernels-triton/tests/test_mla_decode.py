@@ -220,6 +220,6 @@ def test_what_is_refused(change, words):
 
 def test_calls_without_work():
     q, c, lens, tables = draw(lens=(5,))
-    o, lse = mla_decode(q, c, lens, tables[:, :0], latent_dim=32, return_lse=True)
+    o, lse = mla_decode(q, c, jnp.array(lens), tables[:, :0], latent_dim=32, return_lse=True)
     assert not np.asarray(o).any() and o.shape == (1, 2, 32)
     assert np.all(np.asarray(lse) == -np.inf)

@@ -149,7 +149,7 @@ def test_unseen_memory_and_wild_entries_have_no_effect():
 
 def test_lengths_beyond_the_table_and_ranks():
     q, k, v, lens, tables = draw(lens=(32, 16))
-    long = page_attention(q[:, None], k, v, lens + np.array([1000, 0]), tables)
+    long = page_attention(q[:, None], k, v, jnp.asarray(lens) + jnp.array([1000, 0]), tables)
     assert long.shape == (2, 1, 4, 16)
     assert np.array_equal(long[:, 0], page_attention(q, k, v, lens, tables))
     negative = page_attention(q, k, v, jnp.array([-5, 16]), tables)

@@ -347,6 +347,27 @@ def test_indices_that_int32_does_not_hold_are_refused(name, wrong):
     assert MaskInfo.from_segments(np.array([[2**31 - 1]], np.uint64)).q_len == 1
 
 
+def test_wide_indices_of_jax_are_refused_where_they_are_concrete():
+    with jax.enable_x64(True):
+        ids, narrow = jnp.array([[0, 2**32]]), jnp.array([[0, 1]])
+        assert ids.dtype == narrow.dtype == jnp.int64
+        for make in (
+            lambda ids: MaskInfo.from_segments(ids),
+            lambda ids: MaskInfo(q_segment_ids=narrow, kv_segment_ids=ids),
+            lambda ids: MaskInfo(kv_positions=ids),
+            lambda ids: MaskInfo.from_cu_seqlens(ids, max_q_len=2),
+            lambda ids: MaskInfo.from_lengths(ids[0], max_q_len=2),
+            lambda ids: MaskInfo.from_segments(narrow).apply_token_type_ids(ids),
+            lambda ids: MaskInfo.from_segments(narrow).apply_kv_lengths(ids[0, 1:]),
+        ):
+            with pytest.raises(ValueError, match=r"^\w+: given 4294967296, expected values"):
+                make(ids)
+            jax.jit(make)(ids)  # traced: only the low 32 bits are used
+            make(narrow)
+    with pytest.raises(ValueError, match="kv_lengths: given 4294967296"):
+        MaskInfo.from_segments(IDS).apply_kv_lengths(2**32)
+
+
 @pytest.mark.parametrize("base", [2**31 - 7, 2 - 2**31])
 @pytest.mark.parametrize(
     "rule",

@@ -19,6 +19,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.errors import warn_caution
 from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.utils.buckets import bucket
 from ejkernel.types import InvalidArgument as InvalidCall
@@ -118,7 +119,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.spec.boundary.by_name(args, kwargs)
         with own_errors:
-            self.spec.bind(arguments, typecheck=environment.typecheck())
+            self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -161,12 +162,17 @@ WIDTH = 100
 
 
 class ShownSignature(inspect.Signature):
-    """A signature for ``help``: short annotations, one parameter a line where it is long."""
+    """A signature for ``help``: short annotations, one parameter a line where it is long.
+
+    ``**unknown`` is left out: it only lets an unknown argument reach the error that names ours.
+    """
 
     @classmethod
     def of(cls, signature: inspect.Signature) -> ShownSignature:
         parameters = [
-            p.replace(annotation=shown(p.annotation)) for p in signature.parameters.values()
+            p.replace(annotation=shown(p.annotation))
+            for p in signature.parameters.values()
+            if p.kind is not p.VAR_KEYWORD
         ]
         return cls(parameters, return_annotation=shown(signature.return_annotation))
 

@@ -13,7 +13,7 @@ from ejkernel.ops import env
 from ejkernel.ops.config.choice import is_config_from_file
 from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.second_order import operation
 
@@ -184,7 +184,8 @@ class CallKernel:
         a = self.call.prepare(args, kwargs)
         # as under jit: 64 bits only where JAX has them
         a = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in a.items()}
-        return self.run_canonical(cfg=cfg, **self.call.bind(a, typecheck=env.typecheck()))
+        a = self.call.bind(a, typecheck=env.typecheck(), warn=warn_caution)
+        return self.run_canonical(cfg=cfg, **a)
 
     def run_canonical(self, *, cfg: Any = None, **given: Any) -> Any:
         """The call of canonical arguments by name; what is left out has its default."""

@@ -1,7 +1,7 @@
 """Linear attention whose decay depends on head and layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ def lightning_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`gla_attention` with a fixed decay: ``g_gamma[m] = -(8 / heads) * w * m`` for head m.
 
@@ -80,6 +81,7 @@ def lightning_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

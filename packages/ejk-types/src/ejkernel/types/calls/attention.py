@@ -63,7 +63,7 @@ class Attention(Call):
             )
         if key.dtype == jnp.int32 and key.shape == (3,):
             return  # canonical already
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        typed = canonicalize.is_key(key)
         if not typed and (key.dtype != jnp.uint32 or key.ndim != 1):
             raise invalid("dropout_rng", "a PRNG key: key[] or uint32[words]", key)
         if typed and key.ndim:

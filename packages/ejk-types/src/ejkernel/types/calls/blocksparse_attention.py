@@ -12,7 +12,7 @@ from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, invalid
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key, invalid
 from ejkernel.types.masks.mask_info import MaskInfo
 
 
@@ -49,7 +49,7 @@ class BlockSparseAttention(SoftmaxCall):
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         return_lse: bool = False,
     ) -> None: ...
 
@@ -72,6 +72,7 @@ class BlockSparseAttention(SoftmaxCall):
         shapes: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("query", "key")]
         if any(len(shape) != 4 for shape in shapes):
             return  # the type check has more to say
+        cls.check_axes(a)
         with jax.ensure_compile_time_eval():
             mask = builder(shapes[0][1], shapes[1][1], shapes[0][2])
         traced = isinstance(a["query"], Tracer)

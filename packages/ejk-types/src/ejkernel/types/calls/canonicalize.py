@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.calls.words import MAX_LENGTH, invalid, out_of_range
+from ejkernel.types.arrays import MAX_LENGTH
+from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.combine import mask_of, mask_of_rule
 from ejkernel.types.masks.fields import checked_rule
 
@@ -222,8 +223,18 @@ def probability(a: Arguments) -> float:
 
 
 def seed_array(seed: Any) -> jax.Array:
-    """int32 with the low 32 bits of the seed; three of them on one shard of a larger call."""
+    """int32 with the low 32 bits of the seed; three of them on one shard of a larger call.
+
+    Of a typed PRNG key: ``jax.random.bits(key, (), "uint32")``.
+    """
+    if seed is not None and is_key(seed):
+        seed = jax.random.bits(seed, (), "uint32")
     return jnp.asarray(0 if seed is None else seed).astype(jnp.uint32).astype(jnp.int32)
+
+
+def is_key(x: Any) -> bool:
+    """True for an array of typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def local_seeds(a: Arguments, shard: Any, *names: str) -> None:

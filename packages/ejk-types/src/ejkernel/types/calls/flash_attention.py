@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 from ejkernel.types.masks.mask_info import MaskInfo
 
 
@@ -29,7 +29,7 @@ class FlashAttention(SoftmaxCall):
         attention_mask: AttentionMask | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         causal: bool = False,
         causal_offset: int = 0,
         sliding_window: int | tuple[int, int] | None = None,

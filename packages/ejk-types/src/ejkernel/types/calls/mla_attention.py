@@ -10,7 +10,7 @@ from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, F, I, invalid
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, invalid
 from ejkernel.types.masks.mask_info import MaskInfo
 
 Struct = jax.ShapeDtypeStruct
@@ -49,7 +49,7 @@ class FlashMLA(SoftmaxCall):
         sliding_window: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         return_lse: bool = False,
     ) -> None: ...
 

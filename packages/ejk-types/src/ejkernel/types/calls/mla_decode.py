@@ -1,11 +1,11 @@
 """The call of mla_decode."""
 
-from ejkernel.types.calls import values
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, out_of_range
 
 
-class MLADecode(Call):
+class MLADecode(PagedCall):
     """Multi-head latent attention for decoding, in latent space."""
 
     name = "mla_decode"
@@ -36,7 +36,7 @@ class MLADecode(Call):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         super().check_values(a)
-        values.check_tables(a, "context_lens", "latent_cache")
+        cls.check_tables(a)
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

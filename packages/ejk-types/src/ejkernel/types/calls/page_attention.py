@@ -5,13 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.types.calls import values
+from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
-class PageAttention(AttentionCall):
+class PageAttention(PagedCall, AttentionCall):
     """One decode token per sequence over a paged cache."""
 
     name = "page_attention"
@@ -41,7 +41,7 @@ class PageAttention(AttentionCall):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         super().check_values(a)
-        values.check_tables(a, "context_lens", "key_cache")
+        cls.check_tables(a)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.calls import canonicalize, values
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
 
-class RaggedPageAttention(Call):
+class RaggedPageAttention(PagedCall):
     """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
     name = "ragged_page_attention"
@@ -36,14 +37,14 @@ class RaggedPageAttention(Call):
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        rows = values.concrete_value(a["num_seqs"])
-        if rows is not None:  # rows past the valid ones may hold anything
-            total = (*getattr(a["context_lens"], "shape", ()), 0)[0]
-            if rows.size == 1 and not 0 <= int(rows.reshape(())) <= total:
+        count = values.concrete_value(a["num_seqs"])
+        if count is not None:  # rows past the valid ones may hold anything
+            total, value = a["context_lens"].shape[0], int(count.reshape(()))
+            if not 0 <= value <= total:
                 legal = f"0 to {total}, the rows of context_lens"
-                raise out_of_range("num_seqs", legal, int(rows.reshape(())))
-            values.check_sequences(a, "context_lens", rows)
-            values.check_tables(a, "context_lens", "kv_pages", rows=rows)
+                raise out_of_range("num_seqs", legal, value)
+            cls.check_sequences(a, value)
+            cls.check_tables(a, value)
         values.integer_to_array(a, "num_seqs")
 
     @classmethod

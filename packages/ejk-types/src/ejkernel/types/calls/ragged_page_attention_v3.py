@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.calls import values
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
 
-class RaggedPageAttentionv3(Call):
+class RaggedPageAttentionv3(PagedCall):
     """Cache update and mixed prefill/decode attention in one call."""
 
     name = "ragged_page_attention_v3"
@@ -45,13 +46,13 @@ class RaggedPageAttentionv3(Call):
         ends = values.concrete_value(a["distribution"])
         if ends is None or ends.shape != (3,):
             return
-        limit = (*getattr(a["kv_lens"], "shape", ()), 0)[0]
+        limit = a["kv_lens"].shape[0]
         i, j, m = (int(x) for x in ends)
         if not 0 <= i <= j <= m <= limit:
             raise out_of_range("distribution", f"0 <= i <= j <= m <= {limit} sequences", (i, j, m))
         # rows past the valid ones may hold anything
-        values.check_sequences(a, "kv_lens", np.asarray(m))
-        values.check_tables(a, "kv_lens", "kv_cache", rows=np.asarray(m))
+        cls.check_sequences(a, m)
+        cls.check_tables(a, m)
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import check_int32, is_symbolic
+from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
 from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import Boundary, axes_of
-from ejkernel.types.calls.words import invalid
+from ejkernel.types.calls.words import invalid, out_of_range
 from ejkernel.types.masks.mask_info import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
 
@@ -104,6 +104,20 @@ class Call:
             step(a)
 
     @classmethod
+    def cautions(cls, a: Arguments) -> Iterator[str]:
+        """Yield sentences about a call that is legal, but probably not what its caller wants.
+
+        The arguments have the right form and are not canonical yet.
+        """
+        if a.get("dropout_prob") and any(a[name] is None for name in cls.seeds):
+            yield (
+                f"{cls.name}: dropout_prob without dropout_seed drops the same entries in every "
+                "call; give a key for each call, such as "
+                "dropout_seed=jax.random.fold_in(key, step), or a seed that is made of one, "
+                'jax.random.bits(key, (), "uint32")'
+            )
+
+    @classmethod
     def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
         """Axes of arguments whose annotation cannot say them."""
         return {}
@@ -152,44 +166,63 @@ class Call:
             for name in boundary.scale_names:
                 values.scale_to_array(a, name, divide=name in cls.divisors)
             cls.check_values(a)
-        except (LookupError, TypeError, ValueError):
-            boundary.check(a)  # a wrong form is why values look wrong, where it is one
+        except (AttributeError, LookupError, TypeError, ValueError):
+            cls.bind(dict(a))  # a wrong form is why values look wrong, where it is one
             raise
         return a
 
     @classmethod
-    def bind(cls, a: Arguments, *, typecheck: bool = True) -> Arguments:
+    def bind(
+        cls,
+        a: Arguments,
+        *,
+        typecheck: bool = True,
+        warn: Callable[[str], object] | None = None,
+    ) -> Arguments:
         """Canonical arguments, inside the trace: dtypes, ranks and axes checked.
 
-        Canonical arguments stay as they are.
+        Canonical arguments stay as they are. ``warn`` is called with each of the ``cautions``.
 
         Raises:
             InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
             ValueError: a value out of range, contradictory arguments.
         """
-        cls.check_symbols(a)
+        cls.check_axes(a)
         if typecheck:
             cls.boundary.check(a)
         for name in cls.boundary.index_names:
             value = a[name]
             if hasattr(value, "dtype") and value.dtype != np.int32:
                 a[name] = jnp.asarray(value).astype(jnp.int32)
+        cautions = tuple(cls.cautions(a))
         cls.canonicalize(a)
+        if warn is not None:
+            for caution in cautions:
+                warn(caution)
         return a
 
     @classmethod
-    def check_symbols(cls, a: Arguments) -> None:
-        """InvalidArgument for a symbolic size on an axis that is not among ``symbolic``."""
+    def check_axes(cls, a: Arguments) -> None:
+        """Check the size of every axis of every array.
+
+        Raises:
+            ValueError: an axis longer than ``MAX_LENGTH``.
+            InvalidArgument: a symbolic size on an axis that is not among ``symbolic``.
+        """
         override: Mapping[str, str] | None = None
         for p in cls.boundary.array_parameters:
             shape = getattr(a[p.name], "shape", ())
-            if set(map(type, shape)) <= _NUMBER:
+            if set(map(type, shape)) <= _NUMBER and max(shape, default=0) <= MAX_LENGTH:
                 continue
             override = cls.argument_axes(a) if override is None else override
-            for word, size in zip(axes_of(p, a[p.name], override), shape, strict=True):
-                axis = bare(word)
-                if is_symbolic(size) and axis not in (*cls.symbolic, "_"):
-                    raise invalid(p.name, cls._needs_number(axis), a[p.name])
+            words = map(bare, axes_of(p, a[p.name], override))
+            for i, (axis, size) in enumerate(zip(words, shape, strict=True)):
+                if is_symbolic(size):
+                    if axis not in (*cls.symbolic, "_"):
+                        raise invalid(p.name, cls._needs_number(axis), a[p.name])
+                elif size > MAX_LENGTH:
+                    legal = f"at most {MAX_LENGTH} for axis {axis!r}"
+                    raise out_of_range(f"{p.name}.shape[{i}]", legal, size)
 
     @classmethod
     def _needs_number(cls, axis: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, int_array, namespace, static_int
+from ejkernel.types.arrays import as_bool, int_array, namespace, static_int, static_length
 from ejkernel.types.errors import invalid
 from ejkernel.types.masks.convert import dense_mask, dense_part, id_pair, resolve_lengths
 from ejkernel.types.masks.fields import (
@@ -70,7 +70,7 @@ def _kept_rows(part: M, rows: Any, inside: Any, total: int | None) -> M:
 
 def _int_vector(x: Any, argument: str) -> Any:
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
-        x = np.asarray([x], np.int32)
+        x = np.asarray([x])
     x = int_array(x, argument, "[batch] or a scalar", (0, 1))
     return x[None] if x.ndim == 0 else x
 
@@ -87,7 +87,7 @@ def apply_kv_lengths(mask: M, kv_lengths: Any, q_len: int | None, end_index: Any
     rows = inside = None
     total = known.q
     if q_len is not None:
-        q_len = static_int(q_len, "q_len", low=0)
+        q_len = static_length(q_len, "q_len")
         end = lengths if end_index is None else _int_vector(end_index, "end_index")
         rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
         xp = namespace(rows, *(x for part in mask.conjuncts for x in (part.attention_mask,)))
@@ -145,8 +145,8 @@ def chunked_attention_mask(
     chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: Any
 ) -> np.ndarray:
     """Dense ``[q, k]``: same chunk around ``i + offset`` and causal."""
-    q_len = static_int(q_len, "q_len", low=0)
-    kv_len = q_len if kv_len is None else static_int(kv_len, "kv_len", low=0)
+    q_len = static_length(q_len, "q_len")
+    kv_len = q_len if kv_len is None else static_length(kv_len, "kv_len")
     rule = Rule(
         True, static_int(offset, "offset"), None, static_int(chunk_size, "chunk_size", low=1)
     )

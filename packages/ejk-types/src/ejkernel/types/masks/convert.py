@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, int_array, is_array, mask_array, namespace, static_int
+from ejkernel.types.arrays import as_bool, int_array, is_array, mask_array, namespace, static_length
 from ejkernel.types.errors import invalid
 from ejkernel.types.masks.blocks import INT_MAX
 from ejkernel.types.masks.fields import MaskFields, lengths_of, per_head
@@ -93,8 +93,8 @@ def cu_seqlens_to_mask(
 
     ``[n+1]`` cumulative lengths give b = 1. ``cu_kv`` and ``max_kv_len`` default to those of q.
     """
-    q_len = static_int(max_q_len, "max_q_len", low=0)
-    kv_len = q_len if max_kv_len is None else static_int(max_kv_len, "max_kv_len", low=0)
+    q_len = static_length(max_q_len, "max_q_len")
+    kv_len = q_len if max_kv_len is None else static_length(max_kv_len, "max_kv_len")
     fields = cu_seqlens_mask_fields(cu_q, cu_kv, q_len, kv_len, names=("cu_q", "cu_kv"))
     return segment_ids_to_mask((fields["q_segment_ids"], fields["kv_segment_ids"]))
 
@@ -103,12 +103,12 @@ def resolve_lengths(mask: MaskFields, q_len: int | None, kv_len: int | None) -> 
     """Both lengths, from the arrays or the arguments; ValueError if one is in neither."""
     known = lengths_of(mask)
     result: list[int] = []
-    for name, given, own in (("q_len", q_len, known.q), ("kv_len", kv_len, known.kv)):
-        if given is not None:
-            given = static_int(given, name, low=0)
-        if given is not None and own is not None and given != own:
-            raise invalid(name, f"{own}, the length of the mask's arrays", given)
-        length = own if given is None else given
+    for name, size, array_size in (("q_len", q_len, known.q), ("kv_len", kv_len, known.kv)):
+        if size is not None:
+            size = static_length(size, name)
+        if size is not None and array_size is not None and size != array_size:
+            raise invalid(name, f"{array_size}, the length of the mask's arrays", size)
+        length = array_size if size is None else size
         if length is None:
             raise ValueError(f"{name}: no array of this mask has this length; give {name}=")
         result.append(length)

@@ -39,14 +39,15 @@ class MaskInfo(Constructors):
 
     attention_mask: bool or integer ``[#batch, #heads, q_len, kv_len]``, nonzero = visible
     q_segment_ids, kv_segment_ids: int ``[#batch, len]``, negative = padding; both or neither
-    q_positions, kv_positions: int ``[#batch, len]``
+    q_positions, kv_positions: int ``[#batch, len]``; as ids, stored as int32: wider values are
+        refused in numpy and concrete jax arrays, traced ones lose their high 32 bits
     causal, causal_offset, sliding_window (int w = (w, w)), chunk_size: static
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: mesh axes that
         ``get_shardings`` uses; None, a name or a tuple of names
 
     Immutable, and a pytree: arrays are leaves, the rest is static. Raises InvalidArgument for a
-    wrong dtype, rank or size, ValueError for a negative window, a chunk below 1, or segment ids
-    on one side only.
+    wrong dtype, rank or size, ValueError for a negative window, a chunk below 1, segment ids on
+    one side only, or ids and positions that int32 does not hold.
     """
 
     __slots__ = ()

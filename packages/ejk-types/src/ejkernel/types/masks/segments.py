@@ -11,7 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.types.arrays import concrete_values, int_array, is_numpy, namespace, static_int
+from ejkernel.types.arrays import (
+    concrete_values,
+    int_array,
+    is_numpy,
+    namespace,
+    static_int,
+    static_length,
+)
 from ejkernel.types.errors import describe, invalid
 from ejkernel.types.masks.blocks import INT_MAX
 
@@ -22,7 +29,27 @@ def _cu(cu: Any, argument: str, ranks: tuple[int, ...] = (1, 2)) -> Any:
     cu = int_array(cu, argument, CU_AXES if 2 in ranks else "[n+1]", ranks)
     if cu.shape[-1] < 1:
         raise invalid(argument, "at least one entry", cu)
+    if is_numpy(cu):
+        check_starts(cu, argument)
     return cu
+
+
+def check_starts(cu: np.ndarray, argument: str) -> None:
+    """ValueError unless cumulative lengths ``[n+1]`` or ``[b, n+1]`` start at 0 and never fall."""
+    rows = cu.reshape(-1, cu.shape[-1]).astype(np.int64)
+    nonzero = np.flatnonzero(rows[:, 0])
+    falls = np.argwhere(np.diff(rows) < 0)
+    if nonzero.size:
+        r = int(nonzero[0])
+        where, value, legal = "0", int(rows[r, 0]), "start at 0"
+    elif falls.size:
+        r, at = map(int, falls[0])
+        pair = tuple(rows[r, at : at + 2].tolist())
+        where, value, legal = f"{at}:{at + 2}", pair, "never decrease"
+    else:
+        return
+    place = f"{argument}[{where}]" if cu.ndim == 1 else f"{argument}[{r}, {where}]"
+    raise ValueError(f"{place}: given {value}, expected cumulative lengths that {legal}")
 
 
 def _rows(function: Any, x: Any) -> Any:
@@ -102,12 +129,12 @@ def lengths_to_cu_seqlens(lengths: Any) -> Any:
 
 def cu_seqlens_to_segment_ids(cu: Any, total: int) -> Any:
     """Sequence of each of ``total`` tokens: int32 ``[total]`` or ``[b, total]``, padding -1."""
-    return segment_ids_of_cu(_cu(cu, "cu"), static_int(total, "total", low=0))
+    return segment_ids_of_cu(_cu(cu, "cu"), static_length(total, "total"))
 
 
 def cu_seqlens_to_positions(cu: Any, total: int) -> Any:
     """Place of each token in its sequence: int32 ``[total]`` or ``[b, total]``, padding -1."""
-    return positions_of_cu(_cu(cu, "cu"), static_int(total, "total", low=0))
+    return positions_of_cu(_cu(cu, "cu"), static_length(total, "total"))
 
 
 def run_starts(ids: Any) -> Any:
