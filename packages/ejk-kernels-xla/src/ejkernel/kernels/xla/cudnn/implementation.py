@@ -44,7 +44,7 @@ class CudnnKernel(XlaKernel):
     def unsupported_reason(self, problem: Problem, target: Any) -> str | None:
         return problem.reason
 
-    def refused(self, reason: str) -> Exception:
+    def unsupported_error(self, reason: str) -> Exception:
         return KernelNotSupported(
             algorithm=self.call.name,
             platform="cuda",
