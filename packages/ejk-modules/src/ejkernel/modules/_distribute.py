@@ -34,7 +34,7 @@ Arguments = dict[str, Any]
 
 
 class DistributedOperation(Protocol):
-    """What distribution asks of an ``Operation``."""
+    """The members of an ``Operation`` that distribution uses."""
 
     spec: ClassVar[type[Call]]
     whole_groups: ClassVar[bool]

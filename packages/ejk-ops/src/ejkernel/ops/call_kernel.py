@@ -187,9 +187,9 @@ class CallKernel:
         a = self.call.bind(a, typecheck=env.typecheck(), warn=warn_caution)
         return self.run_canonical(cfg=cfg, **a)
 
-    def run_canonical(self, *, cfg: Any = None, **given: Any) -> Any:
-        """The call of canonical arguments by name; what is left out has its default."""
-        a = {**self.call.boundary.defaults, **given}
+    def run_canonical(self, *, cfg: Any = None, **arguments: Any) -> Any:
+        """Runs a call of canonical arguments by name; those left out have their defaults."""
+        a = {**self.call.boundary.defaults, **arguments}
         unread = self.unread_argument(a)
         if unread is not None:
             raise self.unsupported_error(_not_supported(unread))
@@ -204,9 +204,9 @@ class CallKernel:
             fallback = self.tiles(problem, target) if is_config_from_file() else None
             options, name = self.call.options(a), operation(self.call.name)
             work = Work(self, problem, options, tiles, target, name, fallback)
-            given = self.operands(a, problem)
-            arrays = self.precompute(work, {name: x for name, x in given.items() if x is not None})
-            outputs = self.outputs(work, same_axes(arrays))
+            operands = self.operands(a, problem)
+            arrays = {name: x for name, x in operands.items() if x is not None}
+            outputs = self.outputs(work, same_axes(self.precompute(work, arrays)))
         return self.results(a, outputs)
 
     def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:
@@ -247,7 +247,7 @@ class CallKernel:
         return self.fields(self.choose(self.problem_of(call), self.target()))
 
     def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
-        """Returns config fields worth timing, those of the chosen tiles first, each once."""
+        """Returns config fields worth timing, each once; the chosen tiles come first."""
         if self.fixed_tiles:
             return [{}]
         problem, target = self.problem_of(call), self.target()

@@ -74,8 +74,8 @@ def bind_shapes(
     """Binds an abstract, prepared call and distributes it, without running it.
 
     Returns:
-        The canonical arguments, abstract; over a mesh those of one shard, where the trace is
-        abandoned and there is no Binding. None also for a kernel without steps of its own.
+        The canonical arguments, abstract. Over a mesh they are the arguments of one shard: the
+        trace is abandoned there, and no Binding is made. A kernel without such steps has none.
 
     Raises:
         Whatever ``kernel.bind`` or ``kernel.distribute`` raise.

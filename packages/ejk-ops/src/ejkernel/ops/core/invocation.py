@@ -176,7 +176,7 @@ class Invocation:
 
 @dataclass(frozen=True, eq=False)
 class BoundCall(Invocation):
-    """A call with canonical, abstract arguments, over a mesh those of one shard.
+    """A call with canonical, abstract arguments; over a mesh, the call of one shard.
 
     ``Invocation.bound`` makes it, once; the hooks of kernels and implementations receive it. Its
     key is that of the call as it was made.

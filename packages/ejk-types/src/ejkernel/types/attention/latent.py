@@ -3,8 +3,8 @@
     k_nope = c w_kc,  v = c w_vc,  k = [k_nope, b_k],  q = [query, b_q]          (those given)
     dc = dk_nope w_kc^T + dv w_vc^T,  dw_kc = c^T dk_nope,  dw_vc = c^T dv
 
-``FromLatent`` makes a kernel of flash attention one of latent attention. What it keeps for the
-gradient is the latent rows: the backward pass expands them again, which costs a product of
+``mixins.FromLatent`` makes a kernel of flash attention one of latent attention. It keeps the latent
+rows for the gradient: the backward pass expands them again, which costs a product of
 ``2 * k * r * hk * (dn + dv)`` operations, and no expanded array lives from one pass to the other.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.

@@ -25,8 +25,8 @@ from ejkernel.types.masks.structure import HULL, LISTED
 class SoftmaxKernel:
     """A kernel whose own part of the backward pass are the gradients of q, k and v.
 
-    Rows that see no key are cleared where a walk would read them: their weights are 0, but what
-    they hold may be anything.
+    Rows that see no key are cleared where a kernel would read them: their weights are 0, but
+    0 * NaN is NaN.
     """
 
     def notes_on(self, problem: Problem, target: Any) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ class SoftmaxKernel:
         return (HULL,) if problem.rules.arrays else ()
 
     def backward_tiles(self, work: Any) -> Iterable[tuple[int, int]]:
-        """Rows and keys of each tile that the backward pass walks over a pattern with."""
+        """Returns the rows and keys of each tile of the backward pass over a pattern."""
         return ()
 
     def finds_delta(self, work: Any) -> bool:
@@ -43,8 +43,11 @@ class SoftmaxKernel:
         return False
 
     def gradients(self, work: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Gradients by name. Beside the arrays of the call there are do, ``base``, what forward
-        saved, and delta; in place of delta o and dlse where ``finds_delta`` says so."""
+        """Returns gradients by name.
+
+        ``arrays`` are those of the call and do, ``base`` (what forward saved) and delta; where
+        ``finds_delta`` is True, o and dlse in place of delta.
+        """
         raise NotImplementedError
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
@@ -55,11 +58,11 @@ class SoftmaxKernel:
         elif p.biased or not all(_rows_see_tiles(p, *tile) for tile in self.backward_tiles(work)):
             # the gradient of a bias reads every row
             q, do, dlse = cleared_rows(lse, q, do, dlse)
-        given = {"q": q, "do": do, "base": saved}
+        arrays = arrays | {"q": q, "do": do, "base": saved}
         if "sink" not in arrays and self.finds_delta(work):
-            return self.gradients(work, arrays | given | {"o": o, "dlse": dlse})
+            return self.gradients(work, arrays | {"o": o, "dlse": dlse})
         delta = row_delta(o, do, dlse)
-        found = self.gradients(work, arrays | given | {"delta": delta})
+        found = self.gradients(work, arrays | {"delta": delta})
         if "sink" in arrays:
             found["sink"] = sink_gradient(arrays["sink"], lse, delta)
         return found
@@ -87,14 +90,14 @@ class FromLatent:
         return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        own, flash = self._flash(work, arrays)
+        latent, flash = self._flash(work, arrays)
         found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
-        return gradients(own, *(found.pop(name) for name in "qkv")) | found
+        return gradients(latent, *(found.pop(name) for name in "qkv")) | found
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns the arrays that only latent attention has, and those of flash attention."""
-        own = {name: x for name, x in arrays.items() if name in LATENT}
-        rest = {name: x for name, x in arrays.items() if name not in LATENT}
-        own = drop_masked_rows(own, arrays["mask"])
-        dtype = work.problem.dtype
-        return own, rest | dict(zip("qkv", (x.astype(dtype) for x in expanded(own)), strict=True))
+        """Returns the arrays that only latent attention has, and the arrays of flash attention."""
+        latent = {name: x for name, x in arrays.items() if name in LATENT}
+        flash = {name: x for name, x in arrays.items() if name not in LATENT}
+        latent = drop_masked_rows(latent, arrays["mask"])
+        q, k, v = (x.astype(work.problem.dtype) for x in expanded(latent))
+        return latent, flash | {"q": q, "k": k, "v": v}

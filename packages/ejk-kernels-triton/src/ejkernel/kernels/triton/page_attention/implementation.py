@@ -47,7 +47,7 @@ class PageAttention(CacheKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         query = arrays["query"]
-        given = {
+        operands = {
             "q": query if query.ndim == 3 else query[:, 0],
             "k": arrays["key_cache"],
             "v": arrays["value_cache"],
@@ -56,8 +56,8 @@ class PageAttention(CacheKernel):
             **as_rows(arrays, "k_scale", "v_scale"),
         }
         if "softmax_aux" in arrays:
-            given["sink"] = arrays["softmax_aux"][None]
-        (o,) = decoder(work)(*(given.get(name) for name in NAMES))
+            operands["sink"] = arrays["softmax_aux"][None]
+        (o,) = decoder(work)(*(operands.get(name) for name in NAMES))
         return (o if query.ndim == 3 else o[:, None],), ()
 
 
