@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 import checkout
 from ejkernel.types import MaskInfo, combine_masks
-from ejkernel.types.pattern import visited_tiles
+from ejkernel.types.masks.pattern import visited_tiles
 
 FOLDER = checkout.ROOT / "docs/operations/pictures"
 RECORD = checkout.ROOT / "tools/bench/results/nvidia-h200/blocksparse_attention-density.json"

@@ -49,9 +49,9 @@ def stub_of(module: Path) -> str | None:
 
 
 def _head(text: str, function: ast.FunctionDef) -> str:
-    """The function as far as its docstring."""
+    """Returns the function as far as its docstring, without its ``**unknown``."""
     head = text.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
-    return "\n".join(head).rstrip() + " ..."
+    return "\n".join(head).replace("    **unknown: Never,\n", "").rstrip() + " ..."
 
 
 def _overloads(head: str, flag: str) -> list[str]:

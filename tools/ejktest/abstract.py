@@ -79,12 +79,16 @@ def call_class(operation: str) -> type[Call]:
 
 
 def accepted_dtypes(parameter: Parameter) -> dict[str, tuple[str, ...]]:
-    """Returns the dtypes that an annotation names, by the axes of each form."""
+    """Returns the dtypes that an annotation names, by the axes of each form.
+
+    Random keys are left out: no kernel gets one, since the call takes an integer from it.
+    """
     forms: dict[str, dict[str, None]] = {}
     for arm in alternatives(parameter.annotation):
         if hasattr(arm, "dim_str"):
             axes = arm.dim_str.strip()
-            forms.setdefault(axes, {}).update(dict.fromkeys(arm.dtype.dtypes))
+            dtypes = (name for name in arm.dtype.dtypes if name != "prng_key")
+            forms.setdefault(axes, {}).update(dict.fromkeys(dtypes))
     return {axes: tuple(dtypes) for axes, dtypes in forms.items()}
 
 

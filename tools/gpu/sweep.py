@@ -5,14 +5,14 @@
     python tools/gpu/sweep.py flash_attention --cases option-4k-bias \\
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
 
-Cases are listed by ``ejk shapes OPERATION``. Candidates are the neighbours that the kernel proposes
-(``near``, else its fields halved and doubled), or all combinations of the values that ``--set``
+Cases are listed by ``ejk shapes OPERATION``. Candidates are the ``neighbours`` that the kernel
+proposes, else its fields halved and doubled, or all combinations of the values that ``--set``
 names: any field of its tiles, whether or not a config has it. Each must give the same values as
 what ships; candidates that do are timed alternately, the slower half leaving after each round, by
 the clock of the autotuner (the kernels' own time where they are short); then the fastest and what
-ships once more. ``--pass bwd`` times forward and backward together, and changes
-the tiles of the backward pass alone. The last table has the best of each case next to what ships.
-Exit status 1: a candidate gave other values, or what ships did not run; 2: nothing to sweep.
+ships once more. ``--pass bwd`` times forward and backward together, and changes the tiles of the
+backward pass alone. The last table has the best of each case next to what ships. Exit status 1: a
+candidate gave other values, or what ships did not run; 2: nothing to sweep.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from ejkernel.modules.bench.timing import Program  # noqa: E402
 from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
-from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.execution.timing import race  # noqa: E402
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
 from ejkernel.ops.platforms import Platform, parse_platform  # noqa: E402
@@ -156,14 +155,14 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     choice = call.explanation(platform)
     if choice.error is not None:
         raise LookupError(f"{call.name}: {choice.error}")
-    inv = bind_abstract(call.invocation())
-    impl = inv.kernel.implementation(inv, parse_platform(choice.platform)).impl
-    if not isinstance(impl.fn, CallKernel):
-        raise LookupError(f"{impl.name} has no tiles: it is a function, no CallKernel")
+    bound = call.invocation().bound
+    impl = bound.kernel.implementation(bound, parse_platform(choice.platform)).impl
+    if impl is None or not isinstance(impl.fn, CallKernel):
+        raise LookupError(f"{choice.implementation} has no tiles: it is a function, no CallKernel")
     kernel: Any = impl.fn
-    problem, target = kernel.facts(inv)[0], kernel.target()
+    problem, target = kernel.problem_of(bound), kernel.target()
     chosen = kernel.choose(problem, target)
-    near = (chosen, *kernel.near(problem, target, chosen))
+    near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
         fixed: Any = copy.copy(kernel)  # a second kernel, whose choice is fixed
@@ -171,7 +170,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
 
-    ships = kernel.honour(chosen, choice.cfg, problem, target)
+    ships = kernel.apply_config(chosen, choice.cfg, problem, target)
     return Subject(impl.name, ships, near, function, impl.platform is not Platform.PALLAS)
 
 

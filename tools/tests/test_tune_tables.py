@@ -14,7 +14,6 @@ import tune_tables
 from ejkernel.modules.cli.tuning import Task
 from ejkernel.ops import AutotunePolicy, Autotuner, AutotuneResult, Invocation, Trial, target_device
 from ejkernel.ops.config.store import Entry
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.core.keys import payload_key
 from ejkernel.ops.execution import timing
@@ -47,7 +46,7 @@ def calls(monkeypatch):
                 operation="op", name=f"n{n}", concrete=concrete, shape=None, source="", device="cpu"
             )
             inv = call_invocation(Doubled("op", 16, 32), (), {"x": x})
-            yield Task("op", call.name, bind_abstract(inv), call, may_fail=True)
+            yield Task("op", call.name, inv.bound, call, may_fail=True)
 
     monkeypatch.setattr(timing.QueueClock, "seconds", seconds)
     monkeypatch.setattr(table_calls, "named_tasks", tasks)
@@ -268,11 +267,11 @@ def test_platforms_that_lost_are_stored_for_calls_that_force_them(tmp_path):
     inv = Invocation(ROWS, (x(64),))
     builder = TableBuilder(tmp_path / "t.json", inv.device_fingerprint)
     builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[2], 1.0, trials), "case")
-    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
+    stored = [(e.metadata["platform"], e.config(Tile)) for e in builder.entries.values()]
     assert sorted(stored) == [("auto", configs[2]), ("triton", configs[1])]
     # tuned again, Triton wins: what it had lost with must not serve calls that force it
     builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[0], 0.5, trials), "case")
-    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
+    stored = [(e.metadata["platform"], e.config(Tile)) for e in builder.entries.values()]
     assert sorted(stored) == [("auto", configs[0]), ("xla", configs[2])]
 
 

@@ -30,11 +30,12 @@ def compile_candidates(tasks: Iterable[Task], end: float) -> tuple[int, list[str
         if time.monotonic() > end:
             break
         started, count = time.monotonic(), 0
-        for cfg in Autotuner().candidates(task.inv):
-            if task.inv.kernel.config_platform(cfg) is not Platform.TRITON:
+        call = task.inv.bound
+        for cfg in Autotuner().candidates(call):
+            if call.kernel.config_platform(cfg) is not Platform.TRITON:
                 continue
             try:
-                lower(task.inv, cfg)
+                lower(call, cfg)
                 count += 1
             except Exception as error:  # the tuner will see it again, and say so
                 failed.append(f"{task.name} {cfg!r}: {type(error).__name__}: {error}")

@@ -50,7 +50,7 @@ def _tuned_calls(entries: Mapping[str, Entry]) -> list[Call]:
     """Returns the calls in alphabetical order; those that only force a platform are left out."""
     calls: dict[tuple[str, str], dict[str, Entry]] = {}
     for entry in entries.values():
-        call, measured = entry.facts or {}, entry.measured or {}
+        call, measured = entry.metadata or {}, entry.measured or {}
         name = (str(call.get("kernel")), str(measured.get("case")))
         calls.setdefault(name, {})[str(call.get("platform"))] = entry
     return [(*name, calls[name]) for name in sorted(calls) if "auto" in calls[name]]

@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     mla_attention,
 )
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest import at_size, tile_lists
 from ejktest.attention import Call
 from ejktest.cases import grouped, large_logits, latent

@@ -15,7 +15,7 @@ from ejkernel.kernels.triton import mean_pooling
 from ejkernel.kernels.triton.mean_pooling import backward, forward, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.abstract import AbstractCall
 from ejktest.cases.pooling import check_pool
 from ejktest.drawn import normal

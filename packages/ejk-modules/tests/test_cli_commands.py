@@ -115,12 +115,12 @@ def test_doctor_names_the_fix(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_versions_that_do_not_go_together(monkeypatch, versions, what, status, fix):
-    from ejkernel.modules.cli import checks, facts
+    from ejkernel.modules.cli import checks, installed
 
     have = dict.fromkeys([*ejk_command.OURS, "triton", "jax-triton"], "3.9.0")
     have |= {"jax": "0.10.2", "jaxlib": "0.10.2"} | versions
-    monkeypatch.setattr(facts, "version", have.get)
-    monkeypatch.setattr(facts, "hardware", lambda: {"nvidia": "driver 580"})
+    monkeypatch.setattr(installed, "version", have.get)
+    monkeypatch.setattr(installed, "hardware", lambda: {"nvidia": "driver 580"})
     found = [c for check in checks.INSTALLATION for c in check() if c.what == what]
     assert any(c.status == status and fix in c.fix for c in found), found
 

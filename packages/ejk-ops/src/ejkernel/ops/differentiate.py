@@ -26,7 +26,8 @@ class Work:
 
     Attributes:
         kernel: the kernel that does it.
-        problem: static facts of the call.
+        problem: static properties of the call.
+        options: its arguments that take no array, in a NamedTuple.
         tiles: how each pass is launched.
         target: the device it is made for.
         operation: what the user called, for errors.
@@ -36,6 +37,7 @@ class Work:
 
     kernel: Any
     problem: Any
+    options: Any
     tiles: Any
     target: Any
     operation: str = ""
@@ -60,7 +62,7 @@ def _once(work: Work, tree: Any) -> Any:
 
 def _forward(work: Work, arrays: Arrays) -> Any:
     arrays, work = _once(work, arrays), _lowerable(work, arrays)
-    outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
+    outputs, saved = work.kernel.call.name_residuals(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 

@@ -18,7 +18,7 @@ from ejkernel.ops.implementation import (
     signature_of,
 )
 from ejkernel.ops.platforms import Backend, Platform
-from ejkernel.ops.utils.known import allow_in_files
+from ejkernel.ops.utils.allowed import allow_in_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,7 +47,7 @@ class Registrations:
         version: int = 1,
         differentiable: bool = True,
         priority_for: Callable[[Any], int] | None = None,
-        remarks: Callable[[Any], Sequence[str]] | None = None,
+        notes: Callable[[Any], Sequence[str]] | None = None,
         config_fields: Sequence[str] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
@@ -78,7 +78,7 @@ class Registrations:
                 version=version,
                 differentiable=differentiable,
                 priority_for=priority_for,
-                remarks=remarks,
+                notes=notes,
                 config_fields=config_fields,
             )
             self._add(implementation, replace)
@@ -101,7 +101,7 @@ class Registrations:
 
         The module is imported, and the signature compared with the others, when
         ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates``,
-        ``sample_inputs``, ``priority_for`` and ``remarks`` may be such strings too, each imported
+        ``sample_inputs``, ``priority_for`` and ``notes`` may be such strings too, each imported
         on its first call, so that a package's ``register`` imports nothing:
 
             registry.register_lazy(

@@ -13,7 +13,6 @@ from ejkernel.modules.bench.record import config_fields, config_text
 from ejkernel.modules.cli.output import Output
 from ejkernel.modules.workloads.call import Call
 from ejkernel.ops import AutotuneResult, Invocation
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.execution.autotuner import OnTrial
 from ejkernel.ops.execution.progress import first_line
 
@@ -66,7 +65,7 @@ def select_tasks(
     skipped: list[tuple[Task, str]] = []
     seen: dict[str, str] = {}
     for task in tasks:
-        task = replace(task, inv=bind_abstract(task.inv))
+        task = replace(task, inv=task.inv.bound)
         key = task.inv.key
         if key in seen:
             skipped.append((task, f"shares its configuration with {seen[key]}"))
@@ -221,7 +220,7 @@ class CacheSession(Session):
         store = getattr(get_default_executor().selector, "store", None)
         if store is None or not result.compared:
             return False
-        store(result.key, result.best, task.inv.info.get("payload"), result.measured())
+        store(result.key, result.best, task.inv.payload, result.measured())
         return True
 
 

@@ -1,7 +1,7 @@
 """Plain attention that also returns its weights: the public function and its Kernel class."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from ejkernel.modules._configs import AttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F
 
@@ -41,6 +40,7 @@ def attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention in O(q_len * kv_len) memory, returning the weights too.
 
@@ -72,7 +72,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return get_default_executor()(Attention.shared(), **locals())
+    return Attention.execute(locals())
 
 
 class Attention(Operation[AttentionConfig]):

@@ -1,7 +1,7 @@
 """Attention over the blocks a pattern allows."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,9 +9,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import BlockSparseAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key
 
 
 def blocksparse_attention(
@@ -36,13 +35,14 @@ def blocksparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: BlockSparseAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`flash_attention` with one more constraint: the key's block must be allowed.
 
@@ -74,7 +74,7 @@ def blocksparse_attention(
     Source: Child et al. 2019, "Sparse Transformers" (arXiv 1904.10509); Dao et al. 2022
     (arXiv 2205.14135), section 3.3.
     """
-    return get_default_executor()(BlockSparseAttention.shared(), **locals())
+    return BlockSparseAttention.execute(locals())
 
 
 class BlockSparseAttention(Operation[BlockSparseAttentionConfig]):

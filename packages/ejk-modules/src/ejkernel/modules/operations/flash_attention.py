@@ -1,7 +1,7 @@
 """Exact attention in linear memory: the public function and its Kernel class."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,8 @@ from jax.typing import DTypeLike
 from ejkernel.modules._configs import FlashAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
 
 def flash_attention(
@@ -29,7 +28,7 @@ def flash_attention(
     attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -42,6 +41,7 @@ def flash_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention without a ``[q_len, kv_len]`` array, forward or backward.
 
@@ -69,11 +69,14 @@ def flash_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]`` shared by all heads; they
             take part in the softmax's denominator only.
         mask_info: a mask as structure; array members fit ``batch``, ``q_len`` and ``kv_len``.
-        attention_mask: bool or integer, nonzero = visible; ``[batch, kv_len]`` hides keys.
+        attention_mask: bool or integer, nonzero = visible; ``[1 or batch, 1 or heads, 1 or q_len, 1
+            or kv_len]``, ``[batch, q_len, kv_len]``, or ``[batch, kv_len]`` to hide keys. Where the
+            sizes allow ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]`` too, give all four axes.
         softmax_scale: default ``head_dim ** -0.5``. A Python number.
         dropout_prob: in [0, 1). Kept probabilities are divided by ``1 - dropout_prob``; which
             ones depends only on the seed and the indices, not on tiles, platform or sharding.
-        dropout_seed: integer, may be traced; None = 0.
+        dropout_seed: integer or typed PRNG key, may be traced. A key stands for the seed
+            ``jax.random.bits(key, (), "uint32")``. None = 0, in every call, with a warning.
         causal: ``j <= i + causal_offset``, top-left aligned.
         causal_offset: ``kv_len - q_len`` aligns the last query with the last key.
         sliding_window: ``w`` or ``(left, right)``, both inclusive, around ``i + causal_offset``.
@@ -105,7 +108,7 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention" (arXiv 2205.14135), algorithms 1 and 4; Dao 2023
     (arXiv 2307.08691), section 3.1; sinks: Xiao et al. 2023 (arXiv 2309.17453).
     """
-    return get_default_executor()(FlashAttention.shared(), **locals())
+    return FlashAttention.execute(locals())
 
 
 class FlashAttention(Operation[FlashAttentionConfig]):

@@ -1,7 +1,7 @@
 """Gated linear attention."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import GLAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -31,6 +30,7 @@ def gla_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Linear attention whose state decays by a gate per key channel, worked on in chunks.
 
@@ -62,7 +62,7 @@ def gla_attention(
 
     Source: Yang et al. 2023, "Gated Linear Attention" (arXiv 2312.06635), section 4.
     """
-    return get_default_executor()(GLAttention.shared(), **locals())
+    return GLAttention.execute(locals())
 
 
 class GLAttention(Operation[GLAttentionConfig]):

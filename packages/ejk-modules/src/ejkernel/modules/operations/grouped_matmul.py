@@ -1,7 +1,7 @@
 """One matrix per run of rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from ejkernel.modules._configs import GroupedMatmulConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I, Weights
 
@@ -35,6 +34,7 @@ def grouped_matmul(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """``out[r] = lhs[r] @ rhs[group(r) - group_offset]`` for consecutive runs of rows.
 
@@ -73,7 +73,7 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
-    return get_default_executor()(GroupedMatmul.shared(), **locals())
+    return GroupedMatmul.execute(locals())
 
 
 class GroupedMatmul(Operation[GroupedMatmulConfig]):

@@ -1,7 +1,7 @@
 """Means over sequences, packed sequences or chunks of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import MeanPoolingConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
@@ -25,6 +24,7 @@ def mean_pooling(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Mean over tokens, per row, per packed sequence, or per chunk of either.
 
@@ -58,7 +58,7 @@ def mean_pooling(
 
     Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
     """
-    return get_default_executor()(MeanPooling.shared(), **locals())
+    return MeanPooling.execute(locals())
 
 
 class MeanPooling(Operation[MeanPoolingConfig]):

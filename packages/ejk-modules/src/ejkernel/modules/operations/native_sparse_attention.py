@@ -1,7 +1,7 @@
 """Compressed, selected and sliding branches over blocks of keys."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import NativeSparseAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -34,6 +33,7 @@ def native_sparse_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Causal sparse attention with three gated branches; no ``[seq, seq]`` array is made.
 
@@ -76,7 +76,7 @@ def native_sparse_attention(
 
     Source: Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089), section 3.
     """
-    return get_default_executor()(NativeSparseAttention.shared(), **locals())
+    return NativeSparseAttention.execute(locals())
 
 
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):

@@ -1,7 +1,7 @@
 """One decode token per sequence over a contiguous cache."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RaggedDecodeAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -30,6 +29,7 @@ def ragged_decode_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Attention of one token per row over keys ``sequence_start <= j < sequence_end``.
 
@@ -57,7 +57,7 @@ def ragged_decode_attention(
 
     Source: the decode case of Dao et al. 2022 (arXiv 2205.14135) with per-row bounds.
     """
-    return get_default_executor()(RaggedDecodeAttention.shared(), **locals())
+    return RaggedDecodeAttention.execute(locals())
 
 
 class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):

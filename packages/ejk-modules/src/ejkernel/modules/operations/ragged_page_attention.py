@@ -1,7 +1,7 @@
 """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RaggedPageAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -33,6 +32,7 @@ def ragged_page_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Causal attention of packed query rows over each sequence's own pages.
 
@@ -58,15 +58,15 @@ def ragged_page_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
+            the table and entries in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in queries, softmax_aux, the scales and floating-point pages.
 
     Source: Kwon et al. 2023 (arXiv 2309.06180); the packed layout of Ragged Paged Attention,
     arXiv 2604.15464.
     """
-    return get_default_executor()(RaggedPageAttention.shared(), **locals())
+    return RaggedPageAttention.execute(locals())
 
 
 class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):

@@ -1,7 +1,7 @@
 """Cache update and mixed prefill/decode attention in one call."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RaggedPageAttentionv3Config
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -37,6 +36,7 @@ def ragged_page_attention_v3(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values into the cache, then attend as ragged_page_attention.
 
@@ -62,7 +62,8 @@ def ragged_page_attention_v3(
         sliding_window, logits_soft_cap: as in :func:`page_attention`.
         q_scale: queries are quantised as ``cast(clip(q / q_scale))`` to the cache's dtype and
             logits multiplied by it; None = not quantised.
-        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1.
+        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
+            a warning for an int8 cache.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
@@ -70,14 +71,14 @@ def ragged_page_attention_v3(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
+            the table and entries in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in queries, keys, values, softmax_aux, the scales and floating-point caches.
 
     Source: Ragged Paged Attention, arXiv 2604.15464.
     """
-    return get_default_executor()(RaggedPageAttentionv3.shared(), **locals())
+    return RaggedPageAttentionv3.execute(locals())
 
 
 class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):

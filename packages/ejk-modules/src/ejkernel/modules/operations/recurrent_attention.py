@@ -1,7 +1,7 @@
 """Linear attention with gates, in its general form."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import RecurrentAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -33,6 +32,7 @@ def recurrent_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """A matrix state per head that decays, takes in ``k v^T``, and is read by the query.
 
@@ -72,7 +72,7 @@ def recurrent_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; Yang et al. 2023, "Gated
     Linear Attention" (arXiv 2312.06635), section 3.
     """
-    return get_default_executor()(RecurrentAttention.shared(), **locals())
+    return RecurrentAttention.execute(locals())
 
 
 class RecurrentAttention(Operation[RecurrentAttentionConfig]):

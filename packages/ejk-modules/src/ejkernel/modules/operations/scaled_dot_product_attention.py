@@ -1,7 +1,7 @@
 """Attention with few options, which vendor libraries can serve."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -9,7 +9,6 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
-from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
@@ -34,6 +33,7 @@ def scaled_dot_product_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """``softmax(softmax_scale * q k^T + bias) v`` over the visible keys.
 
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return get_default_executor()(ScaledDotProductAttention.shared(), **locals())
+    return ScaledDotProductAttention.execute(locals())
 
 
 class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):

@@ -7,13 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, Resolved, Support
+from ejkernel.ops.core.invocation import BoundCall, Invocation
+from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, warn_once
-from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.implementation import Implementation, Resolved
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
@@ -50,27 +49,23 @@ class RegisteredKernel(Kernel[Cfg, Out]):
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """The registered implementation that runs the call; see ``KernelRegistry.get``."""
-        inv = bind_abstract(inv)
-        impl = self.registry.pick(self.survey(inv, platform), inv)
+        call = inv.bound
+        impl = self.registry.pick(self.survey(call, platform), call)
         return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable)
 
-    def survey(self, inv: Invocation, platform: Platform | None) -> Survey:
+    def survey(self, call: BoundCall, platform: Platform | None) -> Survey:
         """Every implementation with the reason why it can or cannot do the call."""
-        inv = bind_abstract(inv)
         target, registry = target_device(), self.registry
         registry.load_for(platform, target)
-        # asked several times while a call is settled; what the answer depends on is in the key
-        asked = (Survey, self, platform, registry.version, target, interpreting())
-        found = inv.facts.get(asked)
-        if found is None:
-            backend = inv.info.get("requested_backend")
-            found = inv.facts[asked] = registry.survey(self.name, platform, backend, inv=inv)
-        return found
+        return call.remember(
+            (Survey, self, platform, registry.version, target, interpreting()),
+            lambda: registry.survey(self.name, platform, call.route.backend, inv=call),
+        )
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
     ) -> Support:
-        """Whether the call can be done on the target device; never raises for a bad call.
+        """Returns whether the call can be done on the target device; never raises for a bad call.
 
         Without arguments: whether ``platform`` implements the algorithm at all, on any device.
         """
@@ -101,19 +96,17 @@ class RegisteredKernel(Kernel[Cfg, Out]):
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
         """The heuristic config of the implementation that automatic choice would take."""
-        inv = bind_abstract(inv)
-        platform = parse_platform(inv.info.get("requested_platform"))
-        impl = self.implementation(inv, platform).impl
-        return self.make_config(impl.heuristic(inv) if impl.heuristic else None, impl)
+        call = inv.bound
+        impl = self.registry.pick(self.survey(call, call.route.platform), call)
+        return self.make_config(impl.heuristic(call) if impl.heuristic else None, impl)
 
     def config_space(self, inv: Invocation) -> Sequence[Cfg]:
         """Candidates of every implementation that supports the call, best platform first."""
-        inv = bind_abstract(inv)
-        survey = self.survey(inv, parse_platform(inv.info.get("requested_platform")))
+        call = inv.bound
         configs: list[Cfg] = []
-        for impl in survey.usable:
+        for impl in self.survey(call, call.route.platform).usable:
             try:
-                proposed = list(self._candidates(impl, inv))
+                proposed = list(self._candidates(impl, call))
             except Exception as error:  # of one implementation: the others compete without it
                 _warn(impl, "candidates", error)
                 continue
@@ -126,34 +119,32 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                     configs.append(cfg)
         return configs
 
-    def _candidates(self, impl: Implementation, inv: Invocation) -> Sequence[Mapping[str, Any]]:
+    def _candidates(self, impl: Implementation, call: BoundCall) -> Sequence[Mapping[str, Any]]:
         # an interpreted kernel's time says nothing about the hardware it is written for
         at_home = impl.backend in (Backend.ANY, target_device().kind)
         if impl.candidates is not None and at_home:
-            return impl.candidates(inv)
-        return [impl.heuristic(inv) if impl.heuristic else {}]
+            return impl.candidates(call)
+        return [impl.heuristic(call) if impl.heuristic else {}]
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
         """Valid inputs made by the implementation; what it leaves out is taken from the call."""
-        inv = bind_abstract(inv)
-        platform = parse_platform(inv.info.get("requested_platform"))
+        call = inv.bound
         given: dict[str, Any] = {}
-        for impl in self.survey(inv, platform).usable:
+        for impl in self.survey(call, call.route.platform).usable:
             if impl.sample_inputs is None:
                 continue
             try:
-                args, kwargs = impl.sample_inputs(inv, rng)
+                args, kwargs = impl.sample_inputs(call, rng)
                 given = dict(self.signature.bind_partial(*args, **kwargs).arguments)
                 break
             except Exception as error:
                 _warn(impl, "sample_inputs", error)
-        rest = {k: v for k, v in inv.abstract().arguments.items() if k not in given}
-        return (), {**random_like(rest, rng), **given}
+        others = {k: v for k, v in call.arguments.items() if k not in given}
+        return (), {**random_like(others, rng), **given}
 
     def config_tables(self, inv: Invocation) -> Sequence[Any]:
         """Tables shipped with the kernel packages that were loaded for this call."""
-        wanted = parse_platform(inv.info.get("requested_platform"))
-        self.registry.load_for(wanted, target_device())
+        self.registry.load_for(inv.route.platform, target_device())
         return self.registry.config_tables
 
     @property
@@ -164,20 +155,19 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         self, inv: Invocation, resolved: Resolved | None, cfg: Any
     ) -> tuple[tuple[str, str], ...]:
         """``(name, reason)`` of every implementation but ``resolved``."""
-        inv = bind_abstract(inv)
-        requested = parse_platform(inv.info.get("requested_platform"))
+        call, requested = inv.bound, inv.route.platform
         configured = self.config_platform(cfg)
         self.registry.load()  # also what this device would never need
-        survey = self.survey(inv, None)
+        survey = self.survey(call, None)
         chosen = None if resolved is None else resolved.impl
-        ours = 0 if chosen is None else chosen.priority_of(inv)
+        ours = 0 if chosen is None else chosen.priority_of(call)
         rows = []
         for impl in survey.usable:
             if impl is chosen:
                 continue
             if requested is not None and impl.platform is not requested:
                 reason = f"platform={requested.value!r} was asked for"
-            elif chosen is not None and ours > (this := impl.priority_of(inv)):
+            elif chosen is not None and ours > (this := impl.priority_of(call)):
                 reason = f"{chosen.name} has priority {ours}, this {this}"
                 reason += "" if impl.priority_for is None else " for this call"
             elif configured is not None and impl.platform is not configured:

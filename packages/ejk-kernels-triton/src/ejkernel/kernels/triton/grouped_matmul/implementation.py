@@ -44,8 +44,8 @@ class GroupedMatmul(TritonKernel):
             raise self.call.Unsupported(reason)
         return choice.problem_of(a)
 
-    def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
-        return (replace(chosen, fwd=t) for t in choice.near(problem, target))
+    def neighbours(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
+        return (replace(chosen, fwd=t) for t in choice.neighbours(problem, target))
 
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         given = super().operands(a, problem)

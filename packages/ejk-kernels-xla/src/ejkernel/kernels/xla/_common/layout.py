@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.blocks import cdiv, pad_to
+from ejkernel.types.masks.blocks import cdiv, pad_to
 
 
 def fit_block(block: int, length: int) -> int:

@@ -20,8 +20,8 @@ from ejkernel.kernels.xla.linear_attention.tiles import Chunk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_symbolic
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
 
 GATES = ("g", "g_gamma", "gk", "gv")
 
@@ -68,7 +68,7 @@ class LinearKernel(XlaKernel):
         else:
             chunk = work.tiles.time_tile
             o, states = _in_chunks(rows, states, cu, chunk=chunk, reverse=p.reverse)
-        return (named_out(o.astype(dtype)), states), ()
+        return (name_output(o.astype(dtype)), states), ()
 
 
 class RecurrentAttention(LinearKernel):

@@ -16,26 +16,26 @@ from jax.ad_checkpoint import checkpoint_name
 OUT, LSE = "ejkernel_out", "ejkernel_lse"
 
 
-def named_out(o: jax.Array) -> jax.Array:
+def name_output(o: jax.Array) -> jax.Array:
     """An output under its name, where a forward pass has nothing else to keep."""
     return checkpoint_name(o, OUT)
 
 
-def named_lse(rows: Any) -> Any:
+def name_lse(rows: Any) -> Any:
     """Arrays that a gradient needs beside the output, one number a row, under their name."""
     return jax.tree.map(lambda x: checkpoint_name(x, LSE), rows)
 
 
-def named(o: jax.Array, *rows: Any) -> tuple[Any, ...]:
-    """What a forward pass keeps for its gradient, under the names that callers may save it by.
+def name_residuals(o: jax.Array, *rows: Any) -> tuple[Any, ...]:
+    """Names the residuals of a forward pass by the names that callers may save it by.
 
     A policy of ``jax.checkpoint`` that saves both names never runs the forward kernel twice, if
     the arrays named here are the residuals themselves.
     """
-    return named_out(o), *map(named_lse, rows)
+    return name_output(o), *map(name_lse, rows)
 
 
-def without_work(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+def empty_outputs(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """The answer of a call that has no rows, no keys or no heads; None for every other call.
 
     Args:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import arange, is_numpy, is_symbolic, namespace
-from ejkernel.types.rules import largest, smallest
+from ejkernel.types.masks.rules import largest, smallest
 
 INT_MAX = 2**31 - 1
 

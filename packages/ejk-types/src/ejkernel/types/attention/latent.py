@@ -3,8 +3,8 @@
     k_nope = c w_kc,  v = c w_vc,  k = [k_nope, b_k],  q = [query, b_q]          (those given)
     dc = dk_nope w_kc^T + dv w_vc^T,  dw_kc = c^T dk_nope,  dw_vc = c^T dv
 
-``FromLatent`` makes a kernel of flash attention one of latent attention. What it keeps for the
-gradient is the latent rows: the backward pass expands them again, which costs a product of
+``mixins.FromLatent`` makes a kernel of flash attention one of latent attention. It keeps the latent
+rows for the gradient: the backward pass expands them again, which costs a product of
 ``2 * k * r * hk * (dn + dv)`` operations, and no expanded array lives from one pass to the other.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.hidden import cleared, seen_keys
+from ejkernel.types.masks.hidden import cleared, seen_keys
 
 Arrays = dict[str, Any]
 LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
@@ -47,7 +46,7 @@ def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(rotary[:, :, None], (b, s, heads, dr)).astype(like.dtype)
 
 
-def without_hidden_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
+def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
     """The arrays with rows of 0 where nobody sees them: they may hold NaN, which a product would
     carry to the gradients of the weights."""
     seen = seen_keys(mask.conjuncts, arrays["query"].shape[1], arrays["key_value"].shape[1])
@@ -71,7 +70,7 @@ def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Arra
 def gradients(
     arrays: Mapping[str, Any], dq: jax.Array, dk: jax.Array, dv: jax.Array
 ) -> dict[str, jax.Array]:
-    """Of the arrays that ``expanded`` read; sums in float32 at least."""
+    """Returns the gradients of the arrays that ``expanded`` read, in float32 at least."""
     latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
     nope = w_kc.shape[2]
     dk_nope = dk[..., :nope]
@@ -90,25 +89,3 @@ def gradients(
 
 def _sum_heads(x: jax.Array) -> jax.Array:
     return jnp.sum(x, 2, dtype=result_dtype(x.dtype, jnp.float32))
-
-
-class FromLatent:
-    """Latent attention by a kernel of flash attention, the next of its base classes."""
-
-    call = calls.FlashMLA
-
-    def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
-
-    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
-        own, flash = self._flash(work, arrays)
-        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
-        return gradients(own, *(found.pop(name) for name in "qkv")) | found
-
-    def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
-        """What of the arrays is latent attention's own, and the arrays of flash attention."""
-        own = {name: x for name, x in arrays.items() if name in LATENT}
-        rest = {name: x for name, x in arrays.items() if name not in LATENT}
-        own = without_hidden_rows(own, arrays["mask"])
-        dtype = work.problem.dtype
-        return own, rest | dict(zip("qkv", (x.astype(dtype) for x in expanded(own)), strict=True))

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import is_symbolic, namespace
-from ejkernel.types.blocks import block_bounds
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.rules import smallest
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
-    from ejkernel.types.problem import Problem
+from ejkernel.types.masks.blocks import block_bounds
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.fields import MaskFields
+from ejkernel.types.masks.rules import smallest
 
 Blocks = tuple[int, int]
 FEW = 8  # blocks of a tile that are joined one by one: XLA turns arrays to reduce axes so short
 
 
 def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
-    """Whether no tile holds pairs of two blocks."""
+    """Returns whether no tile holds pairs of two blocks."""
     axes = zip(blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
     return all(
         block % tile == 0 or (not is_symbolic(length) and block >= length)
@@ -38,7 +35,7 @@ def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv:
 def in_tiles(
     pattern: Any, blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int
 ) -> tuple[Any, Any]:
-    """Whether any and whether every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
+    """Returns whether any and every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
     xp = namespace(pattern)
     some = every = pattern
     axes = zip((2, 3), blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
@@ -58,7 +55,7 @@ def in_tiles(
 
 
 def visited_tiles(
-    mask: MaskInfo,
+    mask: MaskFields,
     pattern: Any,
     blocks: Blocks | None,
     q_len: int,
@@ -66,7 +63,7 @@ def visited_tiles(
     tile_q: int,
     tile_kv: int,
 ) -> tuple[Any, Any]:
-    """Whether any and whether every pair of a tile is visible, under the mask and the pattern.
+    """Returns whether any and every pair of a tile is visible under the mask and the pattern.
 
     bool ``[#b, #h, nq, nk]``; both conservative. ``blocks``: of the pattern, None if there is none.
     numpy if every array is.
@@ -76,21 +73,6 @@ def visited_tiles(
         return some, every
     met, full = in_tiles(pattern, blocks, q_len, kv_len, tile_q, tile_kv)
     return met & some, full & every
-
-
-def rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
-    """Whether every row of a tile sees a key of every tile that is visited beside it.
-
-    Then no row that sees nothing is ever read.
-    """
-    p, band = problem, problem.rules.band
-    if p.pattern_blocks is None or p.rules.arrays or band.lo is not None:
-        return False
-    if not inside_blocks(p.pattern_blocks, p.q_len, p.kv_len, tile_q, tile_kv):
-        return False
-    # the first key of a block is then at or before the last that the tile's first row sees
-    block = p.pattern_blocks[1]
-    return band.hi is None or (band.hi % tile_q == 0 and (block % tile_q == 0 or block >= p.kv_len))
 
 
 def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:

@@ -8,10 +8,17 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from ejkernel.types.arrays import int_array, is_array, mask_array, namespace, static_int
+from ejkernel.types.arrays import (
+    int_array,
+    is_array,
+    mask_array,
+    namespace,
+    static_int,
+    static_length,
+)
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import AXES, AxisName, MaskFields
-from ejkernel.types.segments import cu_seqlens_mask_fields
+from ejkernel.types.masks.fields import AXES, AxisName, MaskFields
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields
 
 
 class AxisNames(TypedDict, total=False):
@@ -116,7 +123,7 @@ class Constructors(MaskFields):
         if mask.ndim == 2:
             ids = padding_ids(mask, "attention_mask", mask_is_valid)
             q_ids = ids
-            if q_len is not None and static_int(q_len, "q_len", low=0) != mask.shape[1]:
+            if q_len is not None and static_length(q_len, "q_len") != mask.shape[1]:
                 q_ids = np.zeros((1, q_len), np.int32)
         else:
             dense = mask if mask_is_valid else ~mask
@@ -151,8 +158,8 @@ class Constructors(MaskFields):
         segment ids (-1 past the end) and positions inside each sequence, which causal, window
         and chunk rules then use. Works under jit.
         """
-        q_len = static_int(max_q_len, "max_q_len", low=0)
-        kv_len = q_len if max_kv_len is None else static_int(max_kv_len, "max_kv_len", low=0)
+        q_len = static_length(max_q_len, "max_q_len")
+        kv_len = q_len if max_kv_len is None else static_length(max_kv_len, "max_kv_len")
         fields = cu_seqlens_mask_fields(cu_seqlens_q, cu_seqlens_kv, q_len, kv_len)
         return cls(
             q_segment_ids=fields["q_segment_ids"],
@@ -177,8 +184,8 @@ class Constructors(MaskFields):
 
         q_lengths, kv_lengths: int ``[batch]``, kv defaults to q. Works under jit.
         """
-        q_len = static_int(max_q_len, "max_q_len", low=0)
-        kv_len = q_len if max_kv_len is None else static_int(max_kv_len, "max_kv_len", low=0)
+        q_len = static_length(max_q_len, "max_q_len")
+        kv_len = q_len if max_kv_len is None else static_length(max_kv_len, "max_kv_len")
         q_ids = kv_ids = length_ids(q_lengths, "q_lengths", q_len)
         if kv_lengths is not None or kv_len != q_len:
             given = q_lengths if kv_lengths is None else kv_lengths
@@ -232,8 +239,8 @@ class Constructors(MaskFields):
         shape = (
             static_int(batch_size, "batch_size", low=0),
             1,
-            static_int(q_len, "q_len", low=0),
-            static_int(q_len if kv_len is None else kv_len, "kv_len", low=0),
+            static_length(q_len, "q_len"),
+            static_length(q_len if kv_len is None else kv_len, "kv_len"),
         )
         keep = np.random.default_rng(static_int(seed, "seed")).random(shape) >= sparsity
         return cls(attention_mask=keep, q_positions=q_positions, kv_positions=kv_positions, **axes)

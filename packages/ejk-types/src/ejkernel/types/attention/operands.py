@@ -1,8 +1,7 @@
-"""Settled arguments of attention in the forms that kernels read, and fields of configs."""
+"""Canonical arguments of attention in the forms that kernels read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,11 +36,3 @@ def seed_words(seed: Any) -> jax.Array:
         raise invalid("dropout_seed", "an int or integer[]", words)
     words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
     return (words if words.ndim else jnp.stack([words, words * 0, words * 0]))[None]
-
-
-def field(source: Any, name: str, default: Any = None) -> Any:
-    """``source.name`` or ``source[name]``; ``default`` when absent or None."""
-    if source is None:
-        return default
-    value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-    return default if value is None else value

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.apply import NO_POSITIONS, intersect
 from ejkernel.types.arrays import mask_array, namespace
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import (
+from ejkernel.types.masks.apply import NO_POSITIONS, intersect
+from ejkernel.types.masks.fields import (
     AXES,
     check_sizes,
     checked_rule,
@@ -19,9 +19,9 @@ from ejkernel.types.fields import (
     rule_fields,
     with_private,
 )
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.rules import Rule
-from ejkernel.types.segments import cu_seqlens_mask_fields
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.rules import Rule
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields
 
 EVERYTHING = MaskInfo()
 """The mask that hides nothing."""
@@ -33,10 +33,27 @@ def mask_of_rule(rule: Rule) -> MaskInfo:
     return EVERYTHING if rule.trivial else with_private(EVERYTHING, **rule_fields(rule))
 
 
-def _from_mask_argument(mask: Any, q_len: int, kv_len: int) -> MaskInfo:
+def _check_one_reading(mask: Any, sizes: Mapping[str, int | None]) -> None:
+    """InvalidArgument for a mask of rank 2 or 3 whose first axis need not be the batch."""
+    first = mask.shape[0]
+    if first in (0, 1) or first != sizes["batch"]:  # one row is the same mask in both readings
+        return
+    if mask.ndim == 2 and mask.shape == (sizes["q_len"], sizes["kv_len"]):
+        readings = {"[batch, kv_len]": "[:, None, None, :]", "[q_len, kv_len]": "[None, None]"}
+    elif mask.ndim == 3 and first == sizes["heads"]:
+        readings = {"[batch, q_len, kv_len]": "[:, None]", "[heads, q_len, kv_len]": "[None]"}
+    else:
+        return
+    legal = ", ".join(f"attention_mask{i} if its axes are {axes}" for axes, i in readings.items())
+    raise invalid("attention_mask", f"a mask that has one reading ({legal})", mask)
+
+
+def _from_mask_argument(mask: Any, sizes: Mapping[str, Any]) -> MaskInfo:
     """A function's ``attention_mask`` as a mask: padding stays structural."""
+    q_len, kv_len = sizes["q_len"], sizes["kv_len"]
     axes = "[#batch, #heads, #q_len, #kv_len], [#batch, q_len, kv_len] or [#batch, kv_len]"
     mask = mask_array(mask, "attention_mask", axes, (2, 3, 4))
+    _check_one_reading(mask, sizes)
     if mask.ndim == 3:
         mask = mask[:, None]
     if mask.ndim == 2:
@@ -95,7 +112,8 @@ def combine_masks(
     given, else those of ``mask_info``, else the array index; each argument keeps its own offset.
 
     attention_mask: bool or integer ``[#b, #h, #q, #k]``, ``[#b, q, k]`` or, as a key padding
-        mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory.
+        mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory. Where the
+        sizes of a call also let it be ``[q, k]`` or ``[h, q, k]``, the missing axes must be given.
     cum_seqlens_q, cum_seqlens_k: ``[n+1]``; need batch 1; k defaults to q (then equal lengths).
 
     Raises InvalidArgument naming ``mask_info`` or ``attention_mask`` if an array does not fit
@@ -143,7 +161,8 @@ def combine_masks(
             positions = {"q_positions": ruler.q_positions, "kv_positions": ruler.kv_positions}
             result = intersect(result, with_private(own, **positions))
     if attention_mask is not None:
-        extra = _from_mask_argument(attention_mask, q_len, kv_len)
+        sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
+        extra = _from_mask_argument(attention_mask, sizes)
         check_sizes(extra, batch, q_len, kv_len, heads, None)
         if extra.q_segment_ids is not None and result.q_segment_ids is not None:
             result = _hide_padding(result, extra)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, int_array, namespace, static_int
-from ejkernel.types.convert import dense_mask, dense_part, id_pair, resolve_lengths
+from ejkernel.types.arrays import as_bool, int_array, namespace, static_int, static_length
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import (
+from ejkernel.types.masks.convert import dense_mask, dense_part, id_pair, resolve_lengths
+from ejkernel.types.masks.fields import (
     NO_RULE,
+    M,
     check_sizes,
     is_placed,
     lengths_of,
@@ -19,13 +20,10 @@ from ejkernel.types.fields import (
     rule_fields,
     with_private,
 )
-from ejkernel.types.rules import Rule, both
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.rules import Rule, both
 
 
-def apply_rule(mask: MaskInfo, rule: Rule) -> MaskInfo:
+def apply_rule(mask: M, rule: Rule) -> M:
     """AND ``rule`` over the mask's positions; dense if its offset is not the stored one."""
     parts = list(mask.conjuncts)
     at = next((i for i, part in enumerate(parts) if is_placed(part)), 0)
@@ -33,7 +31,7 @@ def apply_rule(mask: MaskInfo, rule: Rule) -> MaskInfo:
     return with_private(parts[0], _and=tuple(parts[1:]))
 
 
-def _with_rule(part: MaskInfo, rule: Rule, whole: MaskInfo) -> MaskInfo:
+def _with_rule(part: M, rule: Rule, whole: M) -> M:
     stored = part.rule
     same_offset = stored.trivial or stored.offset == rule.offset
     merged = stored.merge(rule) if same_offset else None
@@ -47,7 +45,7 @@ def _with_rule(part: MaskInfo, rule: Rule, whole: MaskInfo) -> MaskInfo:
     return with_private(part, attention_mask=new, _broadcast=False)
 
 
-def _kept_rows(part: MaskInfo, rows: Any, inside: Any, total: int | None) -> MaskInfo:
+def _kept_rows(part: M, rows: Any, inside: Any, total: int | None) -> M:
     """Rows ``rows`` ``[b, q]`` of one conjunct; rows not ``inside`` see nothing."""
     fields: dict[str, Any] = {"q_positions": rows}
     batch = rows.shape[0]
@@ -72,14 +70,12 @@ def _kept_rows(part: MaskInfo, rows: Any, inside: Any, total: int | None) -> Mas
 
 def _int_vector(x: Any, argument: str) -> Any:
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
-        x = np.asarray([x], np.int32)
+        x = np.asarray([x])
     x = int_array(x, argument, "[batch] or a scalar", (0, 1))
     return x[None] if x.ndim == 0 else x
 
 
-def apply_kv_lengths(
-    mask: MaskInfo, kv_lengths: Any, q_len: int | None, end_index: Any
-) -> MaskInfo:
+def apply_kv_lengths(mask: M, kv_lengths: Any, q_len: int | None, end_index: Any) -> M:
     """Hide keys ``j >= kv_lengths[b]``; with ``q_len`` keep the rows that end at ``end_index``."""
     lengths = _int_vector(kv_lengths, "kv_lengths")
     known = lengths_of(mask)
@@ -91,7 +87,7 @@ def apply_kv_lengths(
     rows = inside = None
     total = known.q
     if q_len is not None:
-        q_len = static_int(q_len, "q_len", low=0)
+        q_len = static_length(q_len, "q_len")
         end = lengths if end_index is None else _int_vector(end_index, "end_index")
         rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
         xp = namespace(rows, *(x for part in mask.conjuncts for x in (part.attention_mask,)))
@@ -108,7 +104,7 @@ def apply_kv_lengths(
     return _hide_keys(mask, lengths, inside, rows_left, known.kv)
 
 
-def _hide_keys(mask: MaskInfo, lengths: Any, inside: Any, q_len: int, kv_len: int) -> MaskInfo:
+def _hide_keys(mask: M, lengths: Any, inside: Any, q_len: int, kv_len: int) -> M:
     keep = np.arange(kv_len, dtype=np.int32)[None] < lengths[:, None]
     ids = mask.kv_segment_ids
     if ids is not None:
@@ -123,9 +119,7 @@ def _hide_keys(mask: MaskInfo, lengths: Any, inside: Any, q_len: int, kv_len: in
     return with_private(mask, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
 
 
-def apply_token_type_ids(
-    mask: MaskInfo, token_type_ids: Any, combine: str, zero_policy: str
-) -> MaskInfo:
+def apply_token_type_ids(mask: M, token_type_ids: Any, combine: str, zero_policy: str) -> M:
     """Join the mask with "same type" pairs; dense, other constraints are folded in."""
     if combine not in ("union", "intersect", "replace"):
         raise ValueError(f"combine: must be union, intersect or replace, got {combine!r}")
@@ -151,8 +145,8 @@ def chunked_attention_mask(
     chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: Any
 ) -> np.ndarray:
     """Dense ``[q, k]``: same chunk around ``i + offset`` and causal."""
-    q_len = static_int(q_len, "q_len", low=0)
-    kv_len = q_len if kv_len is None else static_int(kv_len, "kv_len", low=0)
+    q_len = static_length(q_len, "q_len")
+    kv_len = q_len if kv_len is None else static_length(kv_len, "kv_len")
     rule = Rule(
         True, static_int(offset, "offset"), None, static_int(chunk_size, "chunk_size", low=1)
     )
@@ -164,7 +158,7 @@ NO_POSITIONS = {"q_positions": None, "kv_positions": None}
 _NO_SEGMENTS = {"q_segment_ids": None, "kv_segment_ids": None}
 
 
-def _try_dense(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+def _try_dense(mask: M, new: M) -> M | None:
     if new.attention_mask is None:
         return mask
     if mask.attention_mask is None:
@@ -179,7 +173,7 @@ def _try_dense(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
     return with_private(mask, attention_mask=dense, _broadcast=mask._broadcast and new._broadcast)
 
 
-def _try_segments(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+def _try_segments(mask: M, new: M) -> M | None:
     if new.q_segment_ids is None:
         return mask
     if mask.q_segment_ids is None:
@@ -190,7 +184,7 @@ def _try_segments(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
     return mask if same else None
 
 
-def _try_rule(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
+def _try_rule(mask: M, new: M) -> M | None:
     # positions without a rule are kept: a function's own rules count by them
     positions = {"q_positions": new.q_positions, "kv_positions": new.kv_positions}
     if new.rule.trivial and not is_placed(new):
@@ -203,7 +197,7 @@ def _try_rule(mask: MaskInfo, new: MaskInfo) -> MaskInfo | None:
     return None if merged is None else with_private(mask, **rule_fields(merged))
 
 
-def _join(parts: list[MaskInfo], new: MaskInfo) -> list[MaskInfo]:
+def _join(parts: list[M], new: M) -> list[M]:
     """Each of the three constraints of ``new`` goes where it fits exactly, else stands alone."""
     for attempt, empty in (
         (_try_dense, {"attention_mask": None, "_broadcast": False}),
@@ -223,7 +217,7 @@ def _join(parts: list[MaskInfo], new: MaskInfo) -> list[MaskInfo]:
     return parts
 
 
-def intersect(a: MaskInfo, b: MaskInfo) -> MaskInfo:
+def intersect(a: M, b: M) -> M:
     """The mask that is visible where both are; stays structural.
 
     Constraints are merged into one set of fields where that is exact (same positions, same

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ejkernel.types.arrays import known_values, namespace, static_int
-from ejkernel.types.blocks import matrix_range
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.convert import resolve_lengths
-from ejkernel.types.prepare import prepare_mask
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.arrays import concrete_values, namespace, static_int
+from ejkernel.types.masks.blocks import matrix_range
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.convert import resolve_lengths
+from ejkernel.types.masks.fields import M, MaskFields, lengths_of
+from ejkernel.types.masks.prepare import prepare_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class BlockSummary(NamedTuple):
-    """What is known of each block of queries and keys.
+    """The visibility of each block of queries and keys.
 
     kind: int8 ``[#b, #h, nq, nk]``, 0 empty (no visible pair), 1 partial, 2 full (every pair
         visible). Empty and full are exact claims; partial means mixed or not known.
@@ -36,14 +34,14 @@ class BlockSummary(NamedTuple):
     q_stop: Any
 
 
-def _host(mask: MaskInfo) -> MaskInfo:
+def _host(mask: M) -> M:
     """``mask`` over numpy arrays if all its arrays are known, else ``mask``."""
     leaves, tree = jax.tree.flatten(mask)
-    values = [known_values(x) for x in leaves]
+    values = [concrete_values(x) for x in leaves]
     return mask if any(v is None for v in values) else jax.tree.unflatten(tree, values)
 
 
-def _one_exact_constraint(mask: MaskInfo) -> bool:
+def _one_exact_constraint(mask: MaskFields) -> bool:
     """True if the block matrices are exact without looking at elements."""
     if mask._and:
         return False
@@ -53,7 +51,7 @@ def _one_exact_constraint(mask: MaskInfo) -> bool:
     return count == 0 or (count == 1 and mask.q_segment_ids is None and not (rule and positions))
 
 
-def _refine(mask: MaskInfo, any_: np.ndarray, all_: np.ndarray, sizes: dict) -> None:
+def _refine(mask: MaskFields, any_: np.ndarray, all_: np.ndarray, sizes: dict) -> None:
     """Decide, in place, the blocks that interval arithmetic leaves open, by their elements."""
     prepared = prepare_mask(mask, **sizes)
     t = prepared.tiling
@@ -67,7 +65,7 @@ def _refine(mask: MaskInfo, any_: np.ndarray, all_: np.ndarray, sizes: dict) -> 
 
 
 def block_summary(
-    mask: MaskInfo, q_block: int, kv_block: int, q_len: int | None, kv_len: int | None
+    mask: MaskFields, q_block: int, kv_block: int, q_len: int | None, kv_len: int | None
 ) -> BlockSummary:
     """BlockSummary of ``mask``; numpy and exact if all arrays are known, else traced."""
     q_block = static_int(q_block, "q_block", low=1)
@@ -77,8 +75,8 @@ def block_summary(
     any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, q_block, kv_block)
     xp = namespace(any_)
     if xp is np and not _one_exact_constraint(mask):
-        batch, heads = mask.batch_size or 1, mask.shape[1] or 1
-        shape = (batch, heads, *any_.shape[2:])
+        implied = lengths_of(mask)
+        shape = (implied.batch or 1, implied.heads or 1, *any_.shape[2:])
         any_, all_ = (np.array(np.broadcast_to(x, shape)) for x in (any_, all_))
         sizes = {"q_len": q_len, "kv_len": kv_len, "block_q": q_block, "block_kv": kv_block}
         _refine(mask, any_, all_, sizes)
@@ -93,7 +91,7 @@ CHARSETS = {"unicode": "·▒█", "ascii": ".+#"}
 
 
 def block_map(
-    mask: MaskInfo,
+    mask: MaskFields,
     block_size: int,
     batch: int,
     head: int,

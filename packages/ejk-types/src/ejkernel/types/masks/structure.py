@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import as_bool
-from ejkernel.types.blocks import matrix_range
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.blocks import matrix_range
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.mask_info import MaskInfo
 
 LISTED = (
     "tiles that nobody sees are skipped, wherever they are: the mask is made into lists of tiles, "
@@ -175,7 +175,7 @@ def block_ranges(
 def known_ranges(
     mask: MaskInfo, q_len: int, kv_len: int, block_q: int, block_kv: int, *, transposed: bool
 ) -> Any:
-    """As ``block_ranges``, in numpy where the mask has no traced arrays."""
+    """Returns ``block_ranges`` in numpy where the mask has no traced arrays."""
     any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, block_q, block_kv)
     traced = isinstance(any_, jax.Array) or isinstance(all_, jax.Array)
     xp = jnp if traced else np

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from ejkernel.types.arrays import arange, as_bool, length, namespace
-from ejkernel.types.blocks import (
+from ejkernel.types.masks.blocks import (
     BlockRange,
     cdiv,
     dynamic_block,
@@ -17,13 +17,10 @@ from ejkernel.types.blocks import (
     pad_to,
     structural_ranges,
 )
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.fields import check_sizes, per_head, with_private
-from ejkernel.types.hidden import seen_keys
-from ejkernel.types.rules import both
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.fields import M, MaskFields, check_sizes, per_head, with_private
+from ejkernel.types.masks.hidden import seen_keys
+from ejkernel.types.masks.rules import both
 
 
 class _Static:
@@ -78,7 +75,11 @@ class PreparedMask:
     __slots__ = ("by_key", "by_query", "parts", "tiling")
 
     def __init__(
-        self, tiling: Tiling, parts: tuple[MaskInfo, ...], by_query: BlockRange, by_key: BlockRange
+        self,
+        tiling: Tiling,
+        parts: tuple[MaskFields, ...],
+        by_query: BlockRange,
+        by_key: BlockRange,
     ) -> None:
         self.tiling, self.parts, self.by_query, self.by_key = tiling, parts, by_query, by_key
 
@@ -155,7 +156,7 @@ class PreparedMask:
         return xp.broadcast_to(result, (*result.shape[:2], t.block_q, t.block_kv))
 
 
-def _tile_of(part: MaskInfo, t: Tiling, qi: Any, ki: Any) -> Any:
+def _tile_of(part: MaskFields, t: Tiling, qi: Any, ki: Any) -> Any:
     result, xp = None, namespace(qi, ki, t.block_q, t.block_kv)
 
     def rows(x: Any) -> Any:
@@ -207,7 +208,7 @@ def _flatten_with_keys(mask: PreparedMask):
 jtu.register_pytree_with_keys(PreparedMask, _flatten_with_keys, _unflatten, _flatten)
 
 
-def _padded(part: MaskInfo, t: Tiling) -> MaskInfo:
+def _padded(part: M, t: Tiling) -> M:
     q, kv = t.num_q * t.block_q, t.num_kv * t.block_kv
     dense = part.attention_mask
     if dense is not None:
@@ -231,17 +232,17 @@ def _padded(part: MaskInfo, t: Tiling) -> MaskInfo:
     )
 
 
-def _constrains(part: MaskInfo) -> bool:
+def _constrains(part: MaskFields) -> bool:
     return not (part.rule.trivial and part.attention_mask is None and part.q_segment_ids is None)
 
 
-def _index_only(part: MaskInfo) -> bool:
+def _index_only(part: MaskFields) -> bool:
     arrays = (part.attention_mask, part.q_segment_ids, part.q_positions, part.kv_positions)
     return all(x is None for x in arrays)
 
 
 def prepare_mask(
-    mask: MaskInfo, *, q_len: int, kv_len: int, block_q: int, block_kv: int
+    mask: MaskFields, *, q_len: int, kv_len: int, block_q: int, block_kv: int
 ) -> PreparedMask:
     """``mask`` for a kernel that works on tiles of ``block_q`` queries and ``block_kv`` keys.
 

@@ -7,21 +7,18 @@ whoever multiplies them by a probability of 0 must replace them first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import as_bool
-from ejkernel.types.fields import is_placed, per_head
-from ejkernel.types.rules import both, largest, smallest
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.fields import MaskFields, is_placed, per_head
+from ejkernel.types.masks.rules import both, largest, smallest
 
 
-def seen_keys(parts: Sequence[MaskInfo], q_len: Any, kv_len: Any) -> Any | None:
+def seen_keys(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> Any | None:
     """Keys that some query may see under every one of ``parts``, bool ``[#b, #kv_len]``.
 
     Conservative: padding ids, dense masks and rules by index count, each alone. None: all keys.
@@ -37,7 +34,7 @@ def seen_keys(parts: Sequence[MaskInfo], q_len: Any, kv_len: Any) -> Any | None:
     return seen
 
 
-def _by_index(part: MaskInfo, q_len: Any, kv_len: Any) -> np.ndarray | None:
+def _by_index(part: MaskFields, q_len: Any, kv_len: Any) -> np.ndarray | None:
     known = isinstance(q_len, int) and isinstance(kv_len, int)
     if part.rule.trivial or is_placed(part) or not known:
         return None
@@ -50,8 +47,8 @@ def _by_index(part: MaskInfo, q_len: Any, kv_len: Any) -> np.ndarray | None:
     return None if seen.all() else seen[None]
 
 
-def may_see_nothing(parts: Sequence[MaskInfo], q_len: Any, kv_len: Any) -> bool:
-    """Whether some query may see no key: never by a causal mask alone, always by arrays."""
+def may_see_nothing(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> bool:
+    """Returns whether some query may see no key: never by a causal mask alone, always by arrays."""
     if not (isinstance(q_len, int) and isinstance(kv_len, int)):
         return True
     low, high = np.zeros(q_len, np.int32), np.full(q_len, kv_len - 1, np.int32)
@@ -64,7 +61,7 @@ def may_see_nothing(parts: Sequence[MaskInfo], q_len: Any, kv_len: Any) -> bool:
 
 
 def without_dead_rows(
-    mask: MaskInfo, kv_len: Any, lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
+    mask: MaskFields, kv_len: Any, lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]`` with zeros in rows that see no key.
 
@@ -79,7 +76,7 @@ def without_dead_rows(
 def cleared_rows(
     lse: jax.Array, q: jax.Array, do: jax.Array, dlse: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``without_dead_rows``, whatever the mask."""
+    """Clears rows as ``without_dead_rows`` does, whatever the mask."""
     alive = lse > -jnp.inf
     rows = jnp.swapaxes(alive, 1, 2)[..., None]
     q, do = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, do))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ejkernel.types.arrays import as_bool, namespace
-from ejkernel.types.blocks import block_bounds, block_min_max, in_blocks
-from ejkernel.types.fields import per_head
-from ejkernel.types.rules import both
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.blocks import block_bounds, block_min_max, in_blocks
+from ejkernel.types.masks.fields import MaskFields, per_head
+from ejkernel.types.masks.rules import both
 
 
-def _valid_tokens(parts: Sequence[MaskInfo], name: str) -> Any:
+def _valid_tokens(parts: Sequence[MaskFields], name: str) -> Any:
     """Tokens that no segment rule makes padding, bool ``[#b, #h, len]``; None = all."""
     valid = None
     for part in parts:
@@ -39,7 +36,7 @@ def _outer(q: Any, k: Any) -> tuple[Any, Any]:
 
 
 def _some(xp: Any, valid: Any, block: int) -> tuple[Any, Any]:
-    """Whether any and whether all existing tokens of each block are valid, ``[#b, #h, n]``."""
+    """Returns whether any and all existing tokens of each block are valid, ``[#b, #h, n]``."""
     return in_blocks(valid, block, False).any(-1), in_blocks(valid, block, True).all(-1)
 
 
@@ -57,7 +54,7 @@ def _dense(mask: Any, t: tuple[int, int, int, int]) -> tuple[Any, Any]:
 
 
 def classify_blocks(
-    parts: Sequence[MaskInfo], q_len: int, kv_len: int, block_q: int, block_kv: int
+    parts: Sequence[MaskFields], q_len: int, kv_len: int, block_q: int, block_kv: int
 ) -> tuple[Any, Any]:
     """``(any, all)`` bool ``[#b, #h, nq, nk]`` for the AND of ``parts``.
 

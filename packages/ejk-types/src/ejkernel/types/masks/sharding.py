@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from ejkernel.types.fields import ARRAYS, AxisName
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.fields import ARRAYS, AxisName, MaskFields
 
 
 class MaskSharding(NamedTuple):
@@ -29,7 +26,7 @@ def _present(name: AxisName, mesh: Any) -> AxisName:
     return found if len(found) > 1 else (found[0] if found else None)
 
 
-def mask_shardings(mask: MaskInfo, sequence_parallel: bool, mesh: Any) -> MaskSharding:
+def mask_shardings(mask: MaskFields, sequence_parallel: bool, mesh: Any) -> MaskSharding:
     """Batch, heads and (``sequence_parallel``) sequence axes; axes of size 1 are replicated."""
     batch = _present(mask.batch_axis_name, mesh)
     heads = _present(mask.qheads_axis_name, mesh)
@@ -50,7 +47,7 @@ def mask_shardings(mask: MaskInfo, sequence_parallel: bool, mesh: Any) -> MaskSh
     )
 
 
-def empty_sharding(mask: MaskInfo) -> MaskSharding:
+def empty_sharding(mask: MaskFields) -> MaskSharding:
     """Every present array replicated."""
     return MaskSharding(
         *(None if getattr(mask, name) is None else PartitionSpec() for name in ARRAYS)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import as_bool, int_array, is_array, mask_array, namespace, static_int
-from ejkernel.types.blocks import INT_MAX
+from ejkernel.types.arrays import as_bool, int_array, is_array, mask_array, namespace, static_length
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import lengths_of, per_head
-from ejkernel.types.rules import both
-from ejkernel.types.segments import cu_seqlens_mask_fields, positions_of_runs
-
-if TYPE_CHECKING:
-    from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.blocks import INT_MAX
+from ejkernel.types.masks.fields import MaskFields, lengths_of, per_head
+from ejkernel.types.masks.rules import both
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields, positions_of_runs
 
 
 def id_pair(ids: Any, kv_ids: Any = None) -> tuple[Any, Any]:
@@ -96,29 +93,29 @@ def cu_seqlens_to_mask(
 
     ``[n+1]`` cumulative lengths give b = 1. ``cu_kv`` and ``max_kv_len`` default to those of q.
     """
-    q_len = static_int(max_q_len, "max_q_len", low=0)
-    kv_len = q_len if max_kv_len is None else static_int(max_kv_len, "max_kv_len", low=0)
+    q_len = static_length(max_q_len, "max_q_len")
+    kv_len = q_len if max_kv_len is None else static_length(max_kv_len, "max_kv_len")
     fields = cu_seqlens_mask_fields(cu_q, cu_kv, q_len, kv_len, names=("cu_q", "cu_kv"))
     return segment_ids_to_mask((fields["q_segment_ids"], fields["kv_segment_ids"]))
 
 
-def resolve_lengths(mask: MaskInfo, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
+def resolve_lengths(mask: MaskFields, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
     """Both lengths, from the arrays or the arguments; ValueError if one is in neither."""
     known = lengths_of(mask)
     result: list[int] = []
-    for name, given, own in (("q_len", q_len, known.q), ("kv_len", kv_len, known.kv)):
-        if given is not None:
-            given = static_int(given, name, low=0)
-        if given is not None and own is not None and given != own:
-            raise invalid(name, f"{own}, the length of the mask's arrays", given)
-        length = own if given is None else given
+    for name, size, array_size in (("q_len", q_len, known.q), ("kv_len", kv_len, known.kv)):
+        if size is not None:
+            size = static_length(size, name)
+        if size is not None and array_size is not None and size != array_size:
+            raise invalid(name, f"{array_size}, the length of the mask's arrays", size)
+        length = array_size if size is None else size
         if length is None:
             raise ValueError(f"{name}: no array of this mask has this length; give {name}=")
         result.append(length)
     return result[0], result[1]
 
 
-def dense_part(part: MaskInfo, q_len: int, kv_len: int) -> Any:
+def dense_part(part: MaskFields, q_len: int, kv_len: int) -> Any:
     """Visibility of one conjunct, broadcastable to ``[b, h, q, k]``; None = all visible."""
     result = None if part.attention_mask is None else as_bool(part.attention_mask)
     if part.q_segment_ids is not None:
@@ -133,7 +130,7 @@ def dense_part(part: MaskInfo, q_len: int, kv_len: int) -> Any:
     return result
 
 
-def dense_mask(mask: MaskInfo, q_len: int | None = None, kv_len: int | None = None) -> Any:
+def dense_mask(mask: MaskFields, q_len: int | None = None, kv_len: int | None = None) -> Any:
     """bool ``[b, 1|h, q, k]`` of all constraints of ``mask``."""
     q_len, kv_len = resolve_lengths(mask, q_len, kv_len)
     known = lengths_of(mask)
@@ -156,7 +153,7 @@ def bias_of(mask: Any, dtype: Any) -> Any:
     return namespace(mask).where(mask, np.zeros((), dtype), low)
 
 
-def segment_ids_of(mask: MaskInfo, per_head: bool = False) -> tuple[Any, Any]:
+def segment_ids_of(mask: MaskFields, per_head: bool = False) -> tuple[Any, Any]:
     """Stored ids, else ids of the dense mask ``mask`` means; ``[b, len]`` or ``[b, h, len]``."""
     if mask.q_segment_ids is not None:
         q, kv = mask.q_segment_ids, mask.kv_segment_ids
@@ -168,7 +165,7 @@ def segment_ids_of(mask: MaskInfo, per_head: bool = False) -> tuple[Any, Any]:
     return mask_to_segment_ids(dense_mask(mask), per_head)
 
 
-def _tokens(mask: MaskInfo, side: str) -> tuple[int, int]:
+def _tokens(mask: MaskFields, side: str) -> tuple[int, int]:
     """Batch rows and tokens of one side."""
     known = lengths_of(mask)
     size = known.q if side == "q" else known.kv
@@ -177,7 +174,7 @@ def _tokens(mask: MaskInfo, side: str) -> tuple[int, int]:
     return known.batch or 0, size
 
 
-def padding_mask(mask: MaskInfo, side: str) -> Any:
+def padding_mask(mask: MaskFields, side: str) -> Any:
     """Tokens that are not padding, bool ``[b, len]``; ``side`` is "q" or "kv".
 
     By segment ids where there are any, else by the dense mask: tokens of a row or column that
@@ -199,7 +196,7 @@ def padding_mask(mask: MaskInfo, side: str) -> Any:
     return namespace(valid).broadcast_to(valid, _tokens(mask, side))
 
 
-def positions_of(mask: MaskInfo, side: str) -> Any:
+def positions_of(mask: MaskFields, side: str) -> Any:
     """Positions int32 ``[b, len]``: given ones, else counted per run of equal ids, else the index.
 
     Padding by the stored ids is -1 for queries and 2**31-1 for keys.

@@ -11,9 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.types.arrays import int_array, is_numpy, known_values, namespace, static_int
-from ejkernel.types.blocks import INT_MAX
+from ejkernel.types.arrays import (
+    concrete_values,
+    int_array,
+    is_numpy,
+    namespace,
+    static_int,
+    static_length,
+)
 from ejkernel.types.errors import describe, invalid
+from ejkernel.types.masks.blocks import INT_MAX
 
 CU_AXES = "[n+1] or [batch, n+1]"
 
@@ -22,7 +29,27 @@ def _cu(cu: Any, argument: str, ranks: tuple[int, ...] = (1, 2)) -> Any:
     cu = int_array(cu, argument, CU_AXES if 2 in ranks else "[n+1]", ranks)
     if cu.shape[-1] < 1:
         raise invalid(argument, "at least one entry", cu)
+    if is_numpy(cu):
+        check_starts(cu, argument)
     return cu
+
+
+def check_starts(cu: np.ndarray, argument: str) -> None:
+    """ValueError unless cumulative lengths ``[n+1]`` or ``[b, n+1]`` start at 0 and never fall."""
+    rows = cu.reshape(-1, cu.shape[-1]).astype(np.int64)
+    nonzero = np.flatnonzero(rows[:, 0])
+    falls = np.argwhere(np.diff(rows) < 0)
+    if nonzero.size:
+        r = int(nonzero[0])
+        where, value, legal = "0", int(rows[r, 0]), "start at 0"
+    elif falls.size:
+        r, at = map(int, falls[0])
+        pair = tuple(rows[r, at : at + 2].tolist())
+        where, value, legal = f"{at}:{at + 2}", pair, "never decrease"
+    else:
+        return
+    place = f"{argument}[{where}]" if cu.ndim == 1 else f"{argument}[{r}, {where}]"
+    raise ValueError(f"{place}: given {value}, expected cumulative lengths that {legal}")
 
 
 def _rows(function: Any, x: Any) -> Any:
@@ -102,16 +129,16 @@ def lengths_to_cu_seqlens(lengths: Any) -> Any:
 
 def cu_seqlens_to_segment_ids(cu: Any, total: int) -> Any:
     """Sequence of each of ``total`` tokens: int32 ``[total]`` or ``[b, total]``, padding -1."""
-    return segment_ids_of_cu(_cu(cu, "cu"), static_int(total, "total", low=0))
+    return segment_ids_of_cu(_cu(cu, "cu"), static_length(total, "total"))
 
 
 def cu_seqlens_to_positions(cu: Any, total: int) -> Any:
     """Place of each token in its sequence: int32 ``[total]`` or ``[b, total]``, padding -1."""
-    return positions_of_cu(_cu(cu, "cu"), static_int(total, "total", low=0))
+    return positions_of_cu(_cu(cu, "cu"), static_length(total, "total"))
 
 
 def run_starts(ids: Any) -> Any:
-    """Whether a token is the first of a maximal run of equal ids, bool, shape of ``ids``."""
+    """Returns where a maximal run of equal ids starts, bool, in the shape of ``ids``."""
     xp = namespace(ids)
     first = xp.ones((*ids.shape[:-1], min(1, ids.shape[-1])), bool)
     return xp.concatenate([first, ids[..., 1:] != ids[..., :-1]], axis=-1)
@@ -133,7 +160,7 @@ def positions_of_runs(ids: Any, padding: int = -1) -> Any:
 
 def _check_runs(ids: Any, max_segments: int) -> None:
     """ValueError if the known ``ids`` have no cumulative form of ``max_segments`` entries."""
-    values = known_values(ids)
+    values = concrete_values(ids)
     if values is None or values.size == 0:
         return
     valid = values >= 0

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 @partial(

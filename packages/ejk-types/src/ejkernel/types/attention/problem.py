@@ -1,10 +1,10 @@
-"""What one attention call computes, as static facts: hashable, so that it can key programs."""
+"""What one attention call computes, as static properties: hashable, so that it can key programs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ejkernel.types.structure import Rules
+from ejkernel.types.masks.structure import Rules
 
 LOG2E = 1.4426950408889634
 
@@ -61,5 +61,5 @@ class Problem:
         return 1.0 / (1.0 - self.dropout)
 
     def folded(self, size: int) -> Problem:
-        """The same problem ``size`` times along the batch axis."""
+        """Returns this problem ``size`` times along the batch axis."""
         return replace(self, batch=self.batch * size)

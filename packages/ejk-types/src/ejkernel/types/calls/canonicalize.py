@@ -1,4 +1,4 @@
-"""Inside the trace: how arguments agree, and what is optional settled.
+"""Checks and canonicalization of arguments inside the trace.
 
 ``BY_NAME`` says what is done with an argument of a name; what one operation alone asks of its
 arguments stands with the operation. All take the arguments by name in a dict, change it in place
@@ -16,20 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.calls.words import MAX_LENGTH, invalid, out_of_range
-from ejkernel.types.combine import mask_of, mask_of_rule
-from ejkernel.types.fields import checked_rule
+from ejkernel.types.arrays import MAX_LENGTH
+from ejkernel.types.calls.words import invalid, out_of_range
+from ejkernel.types.masks.combine import mask_of, mask_of_rule
+from ejkernel.types.masks.fields import checked_rule
 
 Arguments = dict[str, Any]
 
-_SETTLED = {
+_NO_MASK = {
     "attention_mask": None,
     "causal": False,
     "causal_offset": 0,
     "sliding_window": None,
     "chunk_size": None,
 }
-MERGED_MASKS = dict.fromkeys(_SETTLED, "mask_info")
+MERGED_MASKS = dict.fromkeys(_NO_MASK, "mask_info")
 """The arguments that ``_masks`` moves into ``mask_info``, as ``Call.merged`` has them.
 
 In a packed call they keep their values: a kernel that reads the cumulative lengths gets them
@@ -222,12 +223,22 @@ def probability(a: Arguments) -> float:
 
 
 def seed_array(seed: Any) -> jax.Array:
-    """int32 with the low 32 bits of the seed; three of them on one shard of a larger call."""
+    """int32 with the low 32 bits of the seed; three of them on one shard of a larger call.
+
+    Of a typed PRNG key: ``jax.random.bits(key, (), "uint32")``.
+    """
+    if seed is not None and is_key(seed):
+        seed = jax.random.bits(seed, (), "uint32")
     return jnp.asarray(0 if seed is None else seed).astype(jnp.uint32).astype(jnp.int32)
 
 
+def is_key(x: Any) -> bool:
+    """True for an array of typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def local_seeds(a: Arguments, shard: Any, *names: str) -> None:
-    """Settled seeds of one shard: the seed, its first batch row, its first head, all global."""
+    """Replaces each seed by (seed, first batch row, first head of the shard), all global."""
     for name in names:
         seed = a[name]
         if seed is None:
@@ -250,15 +261,15 @@ def _masks(a: Arguments) -> None:
     if a.get("chunk_size") is not None:
         positive(a, "chunk_size")
     packed = a.get("cum_seqlens_q", a.get("cu_seqlens")) is not None
-    constraints = {name: a[name] for name in _SETTLED if name in a and not packed}
+    constraints = {name: a[name] for name in _NO_MASK if name in a and not packed}
     if a["mask_info"] is None and constraints.get("attention_mask") is None:
-        numbers = {**_SETTLED, **constraints}
+        numbers = {**_NO_MASK, **constraints}
         del numbers["attention_mask"]
         a["mask_info"] = mask_of_rule(checked_rule(**numbers))
     else:
         own = {name: a[name] for name in ("query", "key", "key_value", "mask_info") if name in a}
         a["mask_info"] = mask_of({**own, **constraints})
-    a.update({name: _SETTLED[name] for name in constraints})
+    a.update({name: _NO_MASK[name] for name in constraints})
 
 
 BY_NAME = {

@@ -125,7 +125,7 @@ class Rule:
         return lo, hi
 
     def visible(self, p: Any, r: Any) -> Any:
-        """Whether query positions ``p`` see key positions ``r`` (broadcast); None = all do."""
+        """Returns where positions ``p`` of queries see positions ``r`` of keys; None = all do."""
         lo, hi = self.key_bounds(p)
         return both(None if lo is None else r >= lo, None if hi is None else r <= hi)
 

@@ -58,7 +58,7 @@ def offer(name: str, load: Callable[[], type]) -> None:
     _offers[name] = load
 
 
-def known_class(name: Any, kind: type[T]) -> type[T]:
+def allowed_class(name: Any, kind: type[T]) -> type[T]:
     """The declared class of this name.
 
     Args:
