@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ from ejkernel.ops.config.cache import ConfigCache, selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.abstract import array_types, bind_abstract
 from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS, Invocation, specs_key
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
 from ejkernel.ops.execution.program import OtherOutputs, Program, Route, flatten, resolve
+from ejkernel.ops.execution.program_cache import ProgramCache
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 
@@ -35,12 +36,6 @@ __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
 How = tuple[Any, ...]
 """``cfg``, ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` of a call."""
-
-PLANS_LIMIT = 4096
-"""Calls (shapes included) whose choice is remembered; the oldest are forgotten first."""
-
-FUNCTIONS_LIMIT = 1024
-"""Compiled functions kept; each serves all shapes of one call."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +67,7 @@ class Executor:
         if selector is not None and not hasattr(selector, "choose"):
             raise TypeError(f"selector must have a method choose(inv, kernel), got {selector!r}")
         self.selector: ConfigChooser = ConfigSelectorChain() if selector is None else selector
-        self._plans: dict[Hashable, Callable[..., Any]] = {}
-        self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._programs = ProgramCache()
 
     def __call__(
         self,
@@ -126,33 +119,41 @@ class Executor:
                 settings.jax_enable_x64,
             )
             state = self._state()
-            plan = None if state is None else self._plans.get((call_key, flat.signature, state))
+            call = (call_key, flat.signature, state)
+            function = None if state is None else self._programs.find(call)
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, how)
+        arrays = flat.parts.arrays
         bindings: dict[Hashable, Any] = {}
-        binding = None
-        if plan is None:
+        binding, types = None, ()
+        if function is None:
             settled = self._settle(kernel, args, kwargs, how)
             binding = settled.inv.info.get("binding")
+            types = array_types(arrays) if binding is None else binding.types
             try:
-                plan = self._function(call_key, settled, flat.parts.without_arrays())
+                program_key = _program_key(call_key, settled, flat.parts.positions, types)
             except Unhashable:  # the chosen config
-                return self._program(settled, flat.parts)(*flat.parts.arrays)
-            # Choosing may have stored a config or loaded a package: the state is that of now.
-            now = (call_key[0], kernel.state, *call_key[2:])
+                return self._program(settled, flat.parts)(*arrays)
+            parts = flat.parts.without_arrays()
+            # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
+            # layer of a model is one equation; XLA inlines calls before it optimises.
+            function = self._programs.get(
+                program_key, lambda: jax.jit(self._program(settled, parts, True))
+            )
             if state is not None:
-                self._remember((now, flat.signature, self._state()), plan)
+                # Choosing may have stored a config or loaded a package: the state is that of now.
+                now = (call_key[0], kernel.state, *call_key[2:])
+                self._programs.remember((now, flat.signature, self._state()), program_key)
         try:
             if binding is not None and binding.positions == flat.parts.positions:
-                program: Any = inspect.unwrap(plan)
+                program: Any = inspect.unwrap(function)
                 bindings = program.bindings
-                bindings[binding.types] = binding
-            return plan(*flat.parts.arrays)
+                bindings[types] = binding
+            return function(*arrays)
         except OtherOutputs:
             return self._run_unremembered(kernel, args, kwargs, how)
         finally:  # a later trace, of a function compiled already, may be under other settings
-            if binding is not None:
-                bindings.pop(binding.types, None)
+            bindings.pop(types, None)
 
     # ---- asking without running ------------------------------------------------------------
 
@@ -251,27 +252,6 @@ class Executor:
             compiled,
         )
 
-    def _function(self, call_key: tuple, settled: _Settled, parts: Parts) -> Callable[..., Any]:
-        """The compiled function of a call: one per config and implementation, for all shapes."""
-        # A stamp carries the key, which differs between buckets.
-        stamp = settled.choice.key if env.ops_stamp() != "none" else None
-        impl = settled.resolved.impl
-        key = (call_key, freeze(settled.choice.cfg), impl, parts.positions, stamp)
-        function = self._functions.get(key)
-        if function is None:
-            # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
-            # layer of a model is one equation; XLA inlines calls before it optimises.
-            function = jax.jit(self._program(settled, parts, True))
-            with self._lock:
-                function = self._functions.setdefault(key, function)
-                _trim(self._functions, FUNCTIONS_LIMIT)
-        return function
-
-    def _remember(self, key: Hashable, plan: Callable[..., Any]) -> None:
-        with self._lock:
-            self._plans[key] = plan
-            _trim(self._plans, PLANS_LIMIT)
-
     def _run_unremembered(
         self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> Any:
@@ -302,9 +282,14 @@ def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
     return cfg, Route(wanted or named, (mesh, in_specs, out_specs))
 
 
-def _trim(cache: dict[Hashable, Any], limit: int) -> None:
-    while len(cache) > limit:
-        del cache[next(iter(cache))]
+def _program_key(
+    call_key: Hashable, settled: _Settled, positions: tuple[int, ...], types: Hashable
+) -> Hashable:
+    """Everything that decides a compiled program; Unhashable where the config has no key."""
+    # A stamp carries the key, which also holds the shardings.
+    stamp = settled.choice.key if env.ops_stamp() != "none" else None
+    how = freeze(settled.choice.cfg), settled.resolved.impl, stamp
+    return call_key, how, positions, types
 
 
 def _record(kernel: Kernel[Any, Any], inv: Invocation) -> None:
