@@ -97,7 +97,7 @@ def test_numpy_and_jax_arrays_of_one_type_share_a_program():
     assert executor._programs.calls == 3 and len(executor._programs.programs) == 2
 
 
-def test_a_bounded_jit_traces_each_combination_once_and_forgets_the_oldest(limit):
+def test_a_bounded_jit_traces_a_combination_once_and_forgets_the_oldest(limit):
     traced = []
 
     @bounded_jit

@@ -109,9 +109,11 @@ class KernelRegistry(Registrations):
         for implementation in known:
             if forced is not None and implementation.platform is not forced:
                 continue
-            reason = filtered(implementation, wanted) or misplaced(
-                implementation, target, forced is not None
-            )
+            reason = filtered(implementation, wanted)
+            if reason is None:
+                reason = misplaced(implementation, target, forced is not None)
+                if reason is not None and forced is not None:
+                    reason = lookup.with_reason_of_call(implementation, inv, reason)
             if reason is None:
                 try:
                     reason = implementation.why_not(inv)
@@ -203,9 +205,9 @@ class KernelRegistry(Registrations):
             return lookup.unknown_algorithm(algorithm, names, self._packages)
         everything = self._survey(algorithm, None, None, inv, survey.target)
         if forced is None:
-            return lookup.nobody_supports(survey, everything)
+            return lookup.nobody_supports(survey, everything, inv)
         if survey.refused:
-            return lookup.forced_refuses(survey, everything)
+            return lookup.forced_refuses(survey, everything, inv)
         if failure is not None:
             return lookup.package_failed(survey, everything, failure)
         return lookup.nothing_registered(survey, everything, known, self._packages)

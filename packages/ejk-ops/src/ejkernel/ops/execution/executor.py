@@ -128,6 +128,7 @@ class Executor:
         binding, types = None, ()
         if function is None:
             settled = self._settle(kernel, args, kwargs, how)
+            _warn_unread(settled)
             binding = settled.inv.info.get("binding")
             types = array_types(arrays) if binding is None else binding.types
             try:
@@ -257,6 +258,7 @@ class Executor:
     ) -> Any:
         """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
         settled = self._settle(kernel, args, kwargs, how)
+        _warn_unread(settled)
         flat = flatten(args, kwargs, hashable=False)
         return self._program(settled, flat.parts)(*flat.parts.arrays)
 
@@ -306,6 +308,21 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
         return ()
     known = {"platform", "backend", *read}
     return tuple(name for name in given_fields(cfg) if name not in known)
+
+
+def _warn_unread(call: _Settled) -> None:
+    """Warn about fields of the caller's config that have no effect on this call."""
+    if call.choice.tier != "override":
+        return
+    names = _unused(call.resolved, call.choice.cfg)
+    if names:
+        name = call.resolved.name
+        warn_once(
+            ("unread", name, names),
+            f"{call.inv.kernel.name}: fields of cfg without effect: {', '.join(names)} ({name} "
+            "does not read them)",
+            stacklevel=5,
+        )
 
 
 _default: Executor | None = None

@@ -109,4 +109,5 @@ def bounded_jit(function: Callable[..., Any]) -> Callable[..., Any]:
         leaves, treedef = jax.tree_util.tree_flatten(args)
         types = tuple(map(jax.typeof, leaves))
         return program(treedef, types, tuple(static.items()))(*args)
+
     return call
