@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -51,6 +52,11 @@ class CallKernel:
 
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__name__}"
+
+    def __reduce__(self) -> Any:
+        module = sys.modules.get(type(self).__module__)
+        shared = getattr(module, self.__name__, None) is self
+        return self.__name__ if shared else (type(self), ())
 
     # ---- what a backend says ----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Platform
+from ejkernel.ops.utils.copying import Copyable
 
 GROUP = "ejkernel.kernels"
 
@@ -39,7 +40,7 @@ def install_line(platform: Platform | None = None) -> str:
     return "pip install ejk-modules" if platform is None else _INSTALL[platform]
 
 
-class Packages:
+class Packages(Copyable):
     """The kernel packages of one registry: each is loaded once, when it is first needed."""
 
     def __init__(self, discover: Callable[[], Sequence[EntryPoint]]):

@@ -51,6 +51,9 @@ class LazyFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolve()(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyFunction, (self.target,)
+
     def __repr__(self) -> str:
         return f"<lazy {self.target}>"
 

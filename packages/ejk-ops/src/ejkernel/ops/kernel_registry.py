@@ -37,6 +37,12 @@ class KernelRegistry(Registrations):
         super().__init__()
         self._packages = discovery.Packages(discover or tuple)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Kernels refer to the shared registry: their copies do too, and other processes have one.
+        if self is kernel_registry:
+            return "kernel_registry"
+        return super().__reduce_ex__(protocol)
+
     # Loading of installed packages
 
     def installed(self) -> tuple[str, ...]:

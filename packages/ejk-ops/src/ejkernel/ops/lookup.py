@@ -98,7 +98,7 @@ def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int 
 def argument_of(refusal: Refusal, inv: Any) -> str | None:
     """The parameter a reason is about: the one whose name it mentions first."""
     implementation, reason = refusal
-    names = set(getattr(inv, "arguments", ()))
+    names: set[str] = set(getattr(inv, "arguments", ()))
     if implementation.loaded:
         names |= set(inspect.signature(implementation.fn).parameters) - {"cfg"}
     return next((word for word in re.findall(r"\w+", reason) if word in names), None)

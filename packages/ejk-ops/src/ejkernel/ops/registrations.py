@@ -18,12 +18,13 @@ from ejkernel.ops.implementation import (
     signature_of,
 )
 from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.known import allow_in_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Registrations:
+class Registrations(Copyable):
     """The part of a registry that packages write to. Thread safe."""
 
     def __init__(self) -> None:

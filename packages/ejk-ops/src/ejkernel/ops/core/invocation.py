@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,15 @@ class Invocation:
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
         object.__setattr__(self, "info", MappingProxyType(dict(self.info)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was worked out from the fields may hold parts of a trace.
+        info = {name: value for name, value in self.info.items() if name != "binding"}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"info": info}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     @functools.cached_property
     def arguments(self) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
 from ejkernel.ops.execution.program import OtherOutputs, Program, Route, flatten, resolve
 from ejkernel.ops.execution.program_cache import ProgramCache
 from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class _Settled:
         return resolve(self.inv.kernel, self.inv, self.choice.cfg)
 
 
-class Executor:
+class Executor(Copyable, process_local={"_programs": ProgramCache}):
     """Runs kernels: chooses a config, dispatches to an implementation, remembers both.
 
     ``executor(kernel, *args, **kwargs)`` works eagerly and under every JAX transformation. The
@@ -285,12 +286,12 @@ def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
 
 
 def _program_key(
-    call_key: Hashable, settled: _Settled, positions: tuple[int, ...], types: Hashable
+    call_key: Hashable, call: _Settled, positions: tuple[int, ...], types: Hashable
 ) -> Hashable:
     """Everything that decides a compiled program; Unhashable where the config has no key."""
     # A stamp carries the key, which also holds the shardings.
-    stamp = settled.choice.key if env.ops_stamp() != "none" else None
-    how = freeze(settled.choice.cfg), settled.resolved.impl, stamp
+    stamp = call.choice.key if env.ops_stamp() != "none" else None
+    how = freeze(call.choice.cfg), call.resolved.impl, stamp
     return call_key, how, positions, types
 
 
