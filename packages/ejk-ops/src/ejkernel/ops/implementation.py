@@ -84,6 +84,8 @@ class Implementation:
         config_fields: the config fields that it reads, those of nested configs with a dot
             (``"fwd_params.num_warps"``); None = not said.
         order: position among all registrations, settles ties.
+        origin: who registered it: an installed package with its version, or a module.
+        replaces: the origin of the implementation that it was registered in place of, else empty.
     """
 
     algorithm: str
@@ -103,6 +105,15 @@ class Implementation:
     config_fields: Sequence[str] | None = None
     order: int = 0
     on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
+    origin: str = ""
+    replaces: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that its function is in."""
+        if isinstance(self.function, LazyFunction):
+            return self.function.target.partition(":")[0]
+        return getattr(self.function, "__module__", None) or type(self.function).__module__
 
     @property
     def loaded(self) -> bool:
@@ -151,7 +162,13 @@ class Implementation:
 
     def said_of(self, inv: Any) -> tuple[str, ...]:
         """What it has to say about a call that it supports."""
-        return () if self.remarks is None else tuple(self.remarks(inv))
+        replaced = (self.replacement,) if self.replaces else ()
+        return replaced if self.remarks is None else (*replaced, *self.remarks(inv))
+
+    @property
+    def replacement(self) -> str:
+        """Who registered it in whose place."""
+        return f"{self.name} of {self.origin} replaces that of {self.replaces}"
 
     @property
     def name(self) -> str:

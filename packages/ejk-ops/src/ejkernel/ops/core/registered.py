@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,12 +13,15 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, Resolved, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelNotFound, warn_once
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
 from ejkernel.ops.utils.device import target_device
+
+_PASSED_OVER = "passed over"
+"""Key in the facts of an invocation: names of implementations whose heuristic failed, and how."""
 
 
 class RegisteredKernel(Kernel[Cfg, Out]):
@@ -65,7 +69,23 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         if found is None:
             backend = inv.info.get("requested_backend")
             found = inv.facts[asked] = registry.survey(self.name, platform, backend, inv=inv)
+        passed = inv.facts.get(_PASSED_OVER)
+        if passed:
+            refused = [
+                (i, _why_passed_over(passed[i.name])) for i in found.usable if i.name in passed
+            ]
+            usable = tuple(i for i in found.usable if i.name not in passed)
+            found = replace(found, usable=usable, refused=(*found.refused, *refused))
         return found
+
+    def _pass_over(self, impl: Implementation, inv: Invocation, error: Exception) -> None:
+        """Take the next implementation for this call, as the heuristic of ``impl`` failed."""
+        inv.facts.setdefault(_PASSED_OVER, {})[impl.name] = error
+        warn_once(
+            ("heuristic", impl.name, impl.origin),
+            f"{impl.name} of {impl.origin} is passed over: {_why_passed_over(error)}",
+            stacklevel=6,
+        )
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
@@ -100,11 +120,23 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return cls.from_dict(named) if hasattr(cls, "from_dict") else cls(**named)
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
-        """The heuristic config of the implementation that automatic choice would take."""
+        """The heuristic config of the implementation that automatic choice would take.
+
+        An implementation whose heuristic fails is named in a warning, and this call does without
+        it.
+        """
         inv = bind_abstract(inv)
         platform = parse_platform(inv.info.get("requested_platform"))
-        impl = self.implementation(inv, platform).impl
-        return self.make_config(impl.heuristic(inv) if impl.heuristic else None, impl)
+        while True:
+            try:
+                impl = self.implementation(inv, platform).impl
+            except KernelNotSupported as error:
+                failed = [error.__cause__, *inv.facts.get(_PASSED_OVER, {}).values()]
+                raise error from failed[-1]
+            try:
+                return self.make_config(_heuristic_fields(impl, inv), impl)
+            except Exception as error:
+                self._pass_over(impl, inv, error)
 
     def config_space(self, inv: Invocation) -> Sequence[Cfg]:
         """Candidates of every implementation that supports the call, best platform first."""
@@ -112,10 +144,16 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         survey = self.survey(inv, parse_platform(inv.info.get("requested_platform")))
         configs: list[Cfg] = []
         for impl in survey.usable:
+            # an interpreted kernel's time says nothing about the hardware it is written for
+            at_home = impl.backend in (Backend.ANY, target_device().kind)
+            candidates = impl.candidates if at_home else None
             try:
-                proposed = list(self._candidates(impl, inv))
+                proposed = list(candidates(inv) if candidates else [_heuristic_fields(impl, inv)])
             except Exception as error:  # of one implementation: the others compete without it
-                _warn(impl, "candidates", error)
+                if candidates:
+                    _warn(impl, "candidates", error)
+                else:
+                    self._pass_over(impl, inv, error)
                 continue
             for fields in proposed:
                 try:
@@ -125,13 +163,6 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                 if cfg not in configs:
                     configs.append(cfg)
         return configs
-
-    def _candidates(self, impl: Implementation, inv: Invocation) -> Sequence[Mapping[str, Any]]:
-        # an interpreted kernel's time says nothing about the hardware it is written for
-        at_home = impl.backend in (Backend.ANY, target_device().kind)
-        if impl.candidates is not None and at_home:
-            return impl.candidates(inv)
-        return [impl.heuristic(inv) if impl.heuristic else {}]
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
         """Valid inputs made by the implementation; what it leaves out is taken from the call."""
@@ -184,9 +215,17 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                 reason = f"the config is for platform {configured.value!r}"
             else:
                 reason = "another one of the same priority goes first"
-            rows.append((impl.name, reason))
-        rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
-        return tuple(rows)
+            rows.append((impl, reason))
+        rows += [(i, why) for i, why in survey.refused if i is not chosen]
+        return tuple((i.name, f"{why} ({i.replacement})" if i.replaces else why) for i, why in rows)
+
+
+def _why_passed_over(error: Exception) -> str:
+    return f"its heuristic failed: {type(error).__name__}: {error}"
+
+
+def _heuristic_fields(impl: Implementation, inv: Invocation) -> Mapping[str, Any]:
+    return impl.heuristic(inv) if impl.heuristic else {}
 
 
 def _warn(impl: Implementation, what: str, error: Exception) -> None:
