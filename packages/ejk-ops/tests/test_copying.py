@@ -42,6 +42,13 @@ from ejkernel.ops.core.abstract import bind_abstract
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
+class Registered(RegisteredKernel):
+    algorithm = "double"
+
+    def run(self, x, *, cfg):
+        raise NotImplementedError
+
+
 class Double(Kernel):
     def run(self, x, *, cfg):
         return 2 * x
@@ -79,7 +86,7 @@ EXAMPLES = {
     Kernel: Double,
     KernelRegistry: private_registry,
     PersistentCache: PersistentCache,
-    RegisteredKernel: lambda: RegisteredKernel("double", registry=private_registry()),
+    RegisteredKernel: lambda: Registered(registry=private_registry()),
     Resolved: lambda: Double().implementation(invocation(), None),
     Support: lambda: Double().supports(np.ones(3)),
     Trial: lambda: Trial(FwdParams(), 1.0, None),
@@ -167,7 +174,7 @@ def test_an_object_that_another_thread_changes_can_be_copied(copied):
 
 def test_copies_of_the_shared_registry_are_the_shared_registry(copied):
     assert copied(kernel_registry) is copy.copy(kernel_registry) is kernel_registry
-    kernel = copied(RegisteredKernel("double"))
+    kernel = copied(Registered())
     assert kernel.registry is kernel_registry
 
 
@@ -181,7 +188,7 @@ def test_a_registry_of_ones_own_is_copied_with_what_is_registered(copied):
     assert not lazy.loaded and "no.such.module" in repr(lazy.function)
     assert lazy.on_load.__self__ is other and plain.fn is double
     x = np.ones(3, np.float32)
-    np.testing.assert_array_equal(Executor()(RegisteredKernel("double", registry=other), x), 2 * x)
+    np.testing.assert_array_equal(Executor()(Registered(registry=other), x), 2 * x)
 
 
 def test_an_invocation_keeps_its_fields_and_its_key(copied):

@@ -228,6 +228,15 @@ def signature_of(fn: Callable[..., Any], name: str) -> inspect.Signature:
     return signature
 
 
+def run_signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
+    """Signature of the ``run`` method of a kernel that has this implementation; no annotations."""
+    kinds = inspect.Parameter
+    own, cfg = kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("cfg", kinds.KEYWORD_ONLY)
+    taken = [p.replace(annotation=kinds.empty) for p in _others(signature_of(fn, name))]
+    last = len(taken) - any(p.kind is kinds.VAR_KEYWORD for p in taken)
+    return inspect.Signature([own, *taken[:last], cfg, *taken[last:]])
+
+
 def _others(signature: inspect.Signature) -> list[inspect.Parameter]:
     return [p for p in signature.parameters.values() if p.name != "cfg"]
 

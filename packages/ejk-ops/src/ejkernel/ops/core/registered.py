@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ejkernel.ops.core.kernel import Kernel, Resolved, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
-from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.implementation import Implementation, LazyLoadError, run_signature
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
@@ -28,7 +28,8 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     """Looks up its implementations by name; knowledge of tiles stays with each of them.
 
     Heuristics, candidates and sample inputs are those of the implementations that support the
-    call. Every config made here names the platform it was made for.
+    call. Every config made here names the platform it was made for. A subclass defines ``run`` for
+    its signature, which names the arguments; it is never called.
 
     Args:
         name: name of the algorithm in the registry; None = the class attribute ``algorithm``.
@@ -49,6 +50,22 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     ):
         super().__init__(name or self.algorithm, version=version, config_cls=config_cls)
         self.registry = kernel_registry if registry is None else registry
+
+    def _undefined_run(self) -> NoReturn:
+        """TypeError with the signature that ``run`` is to have."""
+        text = (
+            f"{type(self).__name__} defines no run method, whose signature names the arguments of "
+            f"{self.name!r}"
+        )
+        for impl in self.registry.list_implementations(self.name):
+            try:
+                taken = run_signature(impl.load(), impl.name)
+            except (LazyLoadError, ValueError):
+                continue
+            raise TypeError(
+                f"{text}: add def run{taken}, as {impl.name} takes them; it is never called"
+            )
+        raise TypeError(f"{text}: add def run(self, ..., *, cfg); it is never called")
 
     # ---- which implementation --------------------------------------------------------------
 
