@@ -119,14 +119,14 @@ def copied(request):
     return COPIES[request.param]
 
 
-def test_an_executor_runs_on_with_its_configs_and_programs_of_its_own(copied):
+def test_an_executor_runs_on_with_its_configs(copied):
     chain = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), autotune=False)
     executor, x = Executor(chain), np.ones(3, np.float32)
     executor(Double(), x)
     chain.cache.put("key", FwdParams(num_warps=4))
     chain.persistent.put("key", FwdParams(num_warps=8))
     other = copied(executor)
-    assert not other._programs.calls
+    assert not other._programs._programs
     np.testing.assert_array_equal(other(Double(), x), 2 * x)
     assert other.selector.cache.get("key") == FwdParams(num_warps=4)
     assert other.selector.persistent.get("key") == FwdParams(num_warps=8)
@@ -134,7 +134,7 @@ def test_an_executor_runs_on_with_its_configs_and_programs_of_its_own(copied):
     assert other.selector.state != chain.state
 
 
-def test_a_copied_cache_is_a_cache_of_its_own(copied):
+def test_a_copied_cache_is_independent(copied):
     cache = ConfigCache()
     cache.put("key", FwdParams())
     with cache.tuning("key"):
@@ -147,7 +147,7 @@ def test_a_copied_cache_is_a_cache_of_its_own(copied):
     assert cache.keys() == ["key"]
 
 
-def test_failures_are_kept(copied):
+def test_failures_are_copied(copied):
     failures = FailureCache()
     failures.remember("key", FwdParams(), "too large")
     assert copied(failures).reason("key", FwdParams()) == "too large"
@@ -178,7 +178,7 @@ def test_copies_of_the_shared_registry_are_the_shared_registry(copied):
     assert kernel.registry is kernel_registry
 
 
-def test_a_registry_of_ones_own_is_copied_with_what_is_registered(copied):
+def test_a_private_registry_is_copied_with_what_is_registered(copied):
     registry = private_registry()
     other = copied(registry)
     other.register("triple", "xla", "any")(lambda x, *, cfg=None: 3 * x)
@@ -202,7 +202,7 @@ def test_an_invocation_keeps_its_fields_and_its_key(copied):
         other.info["key"] = ""
 
 
-def test_a_lock_given_to_a_tuner_is_replaced(copied):
+def test_the_gate_of_a_tuner_is_replaced(copied):
     gate = threading.Lock()
     with gate:
         other = copied(Autotuner(gate=gate))

@@ -201,14 +201,15 @@ def double(x, *, cfg=None):
     return 2 * x
 
 
-def of(distribution, value, version="2.0"):
+def entry_point(distribution, value, version="2.0"):
     point = Package("xla", value, "ejkernel.kernels")
     vars(point)["dist"] = SimpleNamespace(name=distribution, version=version)
     return point
 
 
 def test_one_that_replaces_ours_is_named_with_its_distribution():
-    points = (of("ejk-kernels-xla", "ours:it", "0.1"), of("fancy", "fancy:replace"))
+    ours = entry_point("ejk-kernels-xla", "ours:it", "0.1")
+    points = (ours, entry_point("fancy", "fancy:replace"))
     registry = KernelRegistry(discover=lambda: points)
     kernel, x = Op("op", registry=registry), jnp.ones(3)
     text = "op/xla/any of fancy 2.0 replaces that of ejk-kernels-xla 0.1"
@@ -223,7 +224,7 @@ def test_one_that_replaces_ours_is_named_with_its_distribution():
 
 
 def test_one_that_replaces_ours_is_named_where_it_is_not_chosen():
-    points = (of("ejk-kernels-xla", "ours:it", "0.1"), of("fancy", "fancy:again"))
+    points = (entry_point("ejk-kernels-xla", "ours:it", "0.1"), entry_point("fancy", "fancy:again"))
     registry = KernelRegistry(discover=lambda: points)
     with pytest.warns(EjkernelWarning, match="of fancy 2.0 replaces"):
         told = Executor().explanation(Op("op", registry=registry), jnp.ones(3))

@@ -26,6 +26,11 @@ def ones(n):
     return jax.device_put(np.ones(n, np.float32))
 
 
+def sizes(executor):
+    """The numbers of calls and of programs that an executor remembers."""
+    return len(executor._programs._plans), len(executor._programs._programs)
+
+
 def executables():
     gc.collect()
     return len(jax.local_devices()[0].client.live_executables())
@@ -42,18 +47,20 @@ def test_the_memory_of_calls_is_bounded(limit, monkeypatch):
     executor = Executor()
     for power in range(6):
         executor(Scale(), ones(4), power=power)
-    assert len(executor._programs.programs) == limit
+    assert sizes(executor)[1] == limit
     for length in (4, 5):  # each state of the selector leads to a program by another key
         for _ in range(3):
             executor.selector.cache.put("another", None)
             executor(Scale(), ones(length))
-    assert executor._programs.calls == 3 and len(executor._programs.programs) == limit
+    assert sizes(executor) == (3, limit)
 
 
 def test_a_dropped_program_frees_its_executable_and_comes_back_right(limit):
     executor, kernel = Executor(), Scale()
     executor(kernel, ones(11))
-    dropped = weakref.ref(executor._programs.programs[0])
+    (entry,) = executor._programs._programs.values()
+    dropped = weakref.ref(entry.function)
+    del entry
     before = executables()
     for length in range(12, 20):
         np.testing.assert_array_equal(executor(kernel, ones(length)), 2 * np.ones(length))
@@ -94,7 +101,7 @@ def test_numpy_and_jax_arrays_of_one_type_share_a_program():
     executor = Executor()
     for x in (ones(4), np.ones(4, np.float32), ones(5)):
         executor(Scale(), x)
-    assert executor._programs.calls == 3 and len(executor._programs.programs) == 2
+    assert sizes(executor) == (3, 2)
 
 
 def test_a_bounded_jit_traces_a_combination_once_and_forgets_the_oldest(limit):

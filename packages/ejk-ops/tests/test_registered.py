@@ -250,8 +250,8 @@ def test_a_kernel_without_run_says_which_signature_is_missing():
     def double(x, factor: float = 2.0, *, axis=None, cfg=None, **more):
         return x * factor
 
-    wanted = "run(self, x, factor=2.0, *, axis=None, cfg, **more), as double/xla/any takes them"
+    signature = "run(self, x, factor=2.0, *, axis=None, cfg, **more), as double/xla/any takes them"
     for call in (lambda k: k(jnp.ones(3)), lambda k: Executor().explanation(k, jnp.ones(3))):
-        with pytest.raises(TypeError, match=re.escape(wanted)):
+        with pytest.raises(TypeError, match=re.escape(signature)):
             call(Bare(registry=registry))
-    assert wanted in Bare(registry=registry).supports(jnp.ones(3)).reason
+    assert signature in Bare(registry=registry).supports(jnp.ones(3)).reason

@@ -103,7 +103,8 @@ def test_a_binding_leaves_with_its_call():
     executor = create_default_executor(autotune=False)
     for x in (jnp.asarray(q), q, q.astype(np.float64)):  # one program, compiled once or twice
         executor(FlashAttention(), x, x, x, platform="xla")
-    programs = [inspect.unwrap(function) for function in executor._programs.programs]
+    entries = executor._programs._programs.values()
+    programs = [inspect.unwrap(entry.function) for entry in entries]
     assert programs and not any(program.bindings for program in programs)
 
 

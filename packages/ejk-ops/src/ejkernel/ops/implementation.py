@@ -167,7 +167,7 @@ class Implementation:
 
     @property
     def replacement(self) -> str:
-        """Who registered it in whose place."""
+        """A sentence that says who registered it in whose place."""
         return f"{self.name} of {self.origin} replaces that of {self.replaces}"
 
     @property
@@ -230,11 +230,12 @@ def signature_of(fn: Callable[..., Any], name: str) -> inspect.Signature:
 
 def run_signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
     """Signature of the ``run`` method of a kernel that has this implementation; no annotations."""
-    kinds = inspect.Parameter
-    own, cfg = kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("cfg", kinds.KEYWORD_ONLY)
-    taken = [p.replace(annotation=kinds.empty) for p in _others(signature_of(fn, name))]
-    last = len(taken) - any(p.kind is kinds.VAR_KEYWORD for p in taken)
-    return inspect.Signature([own, *taken[:last], cfg, *taken[last:]])
+    kind = inspect.Parameter
+    self = kind("self", kind.POSITIONAL_OR_KEYWORD)
+    cfg = kind("cfg", kind.KEYWORD_ONLY)
+    parameters = [p.replace(annotation=kind.empty) for p in _others(signature_of(fn, name))]
+    last = len(parameters) - any(p.kind is kind.VAR_KEYWORD for p in parameters)
+    return inspect.Signature([self, *parameters[:last], cfg, *parameters[last:]])
 
 
 def _others(signature: inspect.Signature) -> list[inspect.Parameter]:

@@ -44,17 +44,6 @@ class ProgramCache:
         self._programs: dict[Hashable, _Entry] = {}
         self._plans: dict[Hashable, _Entry] = {}
 
-    @property
-    def programs(self) -> list[Callable[..., Any]]:
-        """The functions that are kept."""
-        with self._lock:
-            return [entry.function for entry in self._programs.values()]
-
-    @property
-    def calls(self) -> int:
-        """The number of calls whose function is found at once."""
-        return len(self._plans)
-
     def find(self, call: Hashable) -> Callable[..., Any] | None:
         """The function of a call, None for a new one."""
         entry = self._plans.get(call)
@@ -66,10 +55,9 @@ class ProgramCache:
 
     def get(self, program: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The function under ``program``, made if need be."""
+        entry = self._programs.get(program) or _Entry(make(), 0)
         with self._lock:
-            entry = self._programs.get(program)
-            if entry is None:
-                entry = self._programs[program] = _Entry(make(), 0)
+            entry = self._programs.setdefault(program, entry)
             entry.last_use = next(self._uses)
             while len(self._programs) > PROGRAMS_LIMIT:
                 self._drop_oldest()
