@@ -269,6 +269,14 @@ def test_one_whose_heuristic_fails_is_passed_over(platform, backend, failing):
     assert dict(told.skipped)[name].startswith("its heuristic failed: ")
 
 
+def test_arguments_that_do_not_fit_are_no_fault_of_a_heuristic():
+    registry = with_plugin("xla", "cpu", heuristic=lambda inv: {"tile": inv.arguments["x"].size})
+    with warnings.catch_warnings(), pytest.raises(TypeError, match="missing a required argument"):
+        warnings.simplefilter("error")
+        kernel = Op("op", registry=registry)
+        kernel.heuristic_cfg(Invocation(kernel, (), info={"bound": True}))
+
+
 def test_a_heuristic_that_fails_with_nobody_else_is_the_cause_of_the_error():
     registry = with_plugin("xla", "cpu", heuristic=fault)
     registry.register("op", "xla", "any", replace=True, supports=lambda inv: "x: no")(double)

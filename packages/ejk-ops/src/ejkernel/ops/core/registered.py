@@ -96,7 +96,12 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return found
 
     def _pass_over(self, impl: Implementation, inv: Invocation, error: Exception) -> None:
-        """Take the next implementation for this call, as the heuristic of ``impl`` failed."""
+        """Take the next implementation for this call, as the heuristic of ``impl`` failed.
+
+        Raises:
+            TypeError: the arguments do not fit the kernel, which is no fault of the heuristic.
+        """
+        inv.arguments  # noqa: B018 (binds them)
         inv.facts.setdefault(_PASSED_OVER, {})[impl.name] = error
         warn_once(
             ("heuristic", impl.name, impl.origin),

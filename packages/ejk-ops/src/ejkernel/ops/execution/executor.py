@@ -129,7 +129,8 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         binding, types = None, ()
         if function is None:
             settled = self._settle(kernel, args, kwargs, how)
-            _warn_unread(settled)
+            if cfg is not None:
+                _warn_unread(settled)
             binding = settled.inv.info.get("binding")
             types = array_types(arrays) if binding is None else binding.types
             try:
@@ -259,7 +260,8 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
     ) -> Any:
         """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
         settled = self._settle(kernel, args, kwargs, how)
-        _warn_unread(settled)
+        if how[0] is not None:
+            _warn_unread(settled)
         flat = flatten(args, kwargs, hashable=False)
         return self._program(settled, flat.parts)(*flat.parts.arrays)
 
@@ -313,8 +315,6 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
 
 def _warn_unread(call: _Settled) -> None:
     """Warn about fields of the caller's config that have no effect on this call."""
-    if call.choice.tier != "override":
-        return
     names = _unused(call.resolved, call.choice.cfg)
     if names:
         name = call.resolved.name
