@@ -80,7 +80,7 @@ EXAMPLES = {
     ConfigCache: ConfigCache,
     ConfigSelectorChain: ConfigSelectorChain,
     Executor: Executor,
-    Explanation: lambda: Executor().explanation(Double(), np.ones(3)),
+    Explanation: lambda: Executor().explanation(Double(), np.ones(3, np.float32)),
     Implementation: lambda: private_registry().list_implementations("double")[0],
     Invocation: lambda: bind_abstract(invocation()),
     Kernel: Double,

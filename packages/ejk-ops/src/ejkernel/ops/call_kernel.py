@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -54,8 +53,8 @@ class CallKernel:
         return f"{type(self).__module__}.{type(self).__name__}"
 
     def __reduce__(self) -> Any:
-        module = sys.modules.get(type(self).__module__)
-        shared = getattr(module, self.__name__, None) is self
+        # as for a function: the kernel of this name in its module is not copied
+        shared = getattr(inspect.getmodule(type(self)), self.__name__, None) is self
         return self.__name__ if shared else (type(self), ())
 
     # ---- what a backend says ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Copies and pickles of objects that hold locks and other things of one process."""
+"""Copies, here or in another process, of objects that hold locks and files of this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _NewLock:
 
 
 class Copyable:
-    """Base class of objects whose copies, deep copies and pickles have locks of their own.
+    """Base class of objects whose copies, serialised ones too, have locks of their own.
 
     A subclass names other attributes that a copy must not share, and how they are made:
     ``class Cache(Copyable, process_local={"_files": dict})``. Its containers are copied under
