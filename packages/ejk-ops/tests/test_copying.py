@@ -119,7 +119,7 @@ def copied(request):
     return COPIES[request.param]
 
 
-def test_an_executor_runs_on_with_its_configs(copied):
+def test_a_copied_executor_has_the_configs(copied):
     chain = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), autotune=False)
     executor, x = Executor(chain), np.ones(3, np.float32)
     executor(Double(), x)

@@ -27,7 +27,7 @@ def ones(n):
 
 
 def sizes(executor):
-    """The numbers of calls and of programs that an executor remembers."""
+    """How many calls and programs an executor remembers."""
     return len(executor._programs._plans), len(executor._programs._programs)
 
 

@@ -1,8 +1,9 @@
 """Resident memory after eager calls of ever new shapes, MiB, each operation in a new process.
 
 A model that is called outside ``jax.jit`` with a sequence one token longer each time compiles a
-program for each length. JAX keeps up to 4,096 of them, the library ``PROGRAMS_LIMIT``. What still
-grows after that are JAX's own traces of the functions of jax.numpy, for which it has no limit.
+program for each length. JAX keeps up to 4,096 of them, and on a CPU the process may end before
+that, as each takes memory maps; the library keeps ``PROGRAMS_LIMIT``. What still grows after that
+are JAX's own traces of the functions of jax.numpy, for which it has no limit.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def main(args: argparse.Namespace) -> int:
         return 2
     table = {}
     for name, call in CALLS.items():
-        out = subprocess.run(
-            [sys.executable, "-c", PROGRAM, call, str(args.shapes)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-c", PROGRAM, call, str(args.shapes)]
+        out = subprocess.run(command, capture_output=True, text=True)
+        if out.returncode > 0:
+            raise SystemExit(f"{name}:\n{out.stderr[-2000:]}")
         table[name] = dict(map(int, line.split()) for line in out.stdout.splitlines())
-        print(f"{name}: " + ", ".join(f"{i} shapes {mb} MiB" for i, mb in table[name].items()))
+        text = ", ".join(f"{i} shapes {mb} MiB" for i, mb in table[name].items())
+        # a process without memory maps left is ended by a signal
+        print(f"{name}: {text}" + (f", ended by signal {-out.returncode}" * (out.returncode < 0)))
     report.keep(args.out, "shapes", table)
     return 0

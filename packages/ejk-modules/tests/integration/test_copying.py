@@ -41,7 +41,7 @@ def test_implementations_are_found_by_name_afterwards(name, how):
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_model_with_kernels_runs_on(how):
+def test_a_copied_model_gives_the_same_results(how):
     q = jnp.ones((1, 16, 2, 16), jnp.float32)
     layer = Layer()
     layer.attention, layer.executor = FlashAttention(), create_default_executor(autotune=False)
