@@ -37,7 +37,7 @@ COMMANDS = {
     "cov": "run the test suite with coverage",
     "readme": "run the examples in the READMEs",
     "isolate": "run one package's tests with only its declared dependencies: isolate types",
-    "release": "check one package and build its tagged version: release ejk-ops",
+    "release": "check, build and import one package, then print its tag: release ejk-ops",
     "wheels": "build all wheels, install them in clean environments, import and try them",
     "run": "any hatch script or program in the environment: run python",
     "clean": "remove .venv/",
@@ -130,7 +130,7 @@ def test_environment(home):
 
     Most of the suite's time is XLA's compiler at work on thousands of small programs.
     """
-    programs = home / "programs"
+    programs = home / "compiled"
     if programs.is_dir() and sum(1 for _ in programs.iterdir()) > MOST_PROGRAMS:
         shutil.rmtree(str(programs), ignore_errors=True)
     env = environment(home)

@@ -2,12 +2,13 @@
 
 Checks that the version and the top heading of the changelog agree, that every dependent in the
 workspace admits the new version and the package admits its siblings' versions. What is built is
-the commit that the version's tag names and nothing else: a dirty tree is refused, a version without
-a tag gets the line that tags it, and files that git does not know never reach a build. The wheel
-holds only its own part of the namespace and is imported once. Packages are released one at a time;
-a breaking change in one is refused until the ranges of its dependents say that they were adapted.
+HEAD and nothing else: a dirty tree is refused, as is a tag of this version on another commit, and
+files that git does not know never reach a build. The wheel must hold only its own part of the
+namespace, and is imported once. After that, a version without a tag gets the lines that tag the
+commit and push the tag; this program runs neither. Packages are released one at a time; a breaking
+change in one is refused until the ranges of its dependents say that they were adapted.
 
-    release.py PACKAGE [--out DIR]     check and build the tagged version, or print the tag to make
+    release.py PACKAGE [--out DIR]     check, build and import HEAD, then print the tag to make
     release.py --all --check           the checks of versions for all six, without git or building
     release.py --all --ranges          of those, whether the packages admit each other
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import email
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -228,41 +230,42 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def tagged_commit(package: Package) -> str:
-    """The commit to build: HEAD, which the version's tag names.
+def commit_to_build(package: Package) -> tuple[str, bool]:
+    """HEAD, and whether the version's tag names it already.
 
     Raises:
-        ReleaseError: something is not committed, or the tag is missing or elsewhere.
+        ReleaseError: something is not committed, or the tag names another commit.
     """
     changed = git("status", "--porcelain", "--untracked-files=all")
     if changed:
         raise ReleaseError(f"the tree has changes that are in no commit:\n{changed}")
     head = git("rev-parse", "HEAD")
     if not git("tag", "--list", package.tag):
-        raise ReleaseError(
-            f"{package.name} {package.version} has no tag. Tag the commit and run this again:\n"
-            f"git tag {package.tag} {head} && git push origin {package.tag}"
-        )
+        return head, False
     tagged = git("rev-parse", f"{package.tag}^{{commit}}")
     if tagged != head:
         raise ReleaseError(
             f"{package.tag} names {tagged[:12]}, HEAD is {head[:12]}: check the tag out, or raise "
             "the version"
         )
-    return head
+    return head, True
 
 
 def build_commit(package: Package, commit: str, out: Path) -> list[Path]:
-    """Build from the files of a commit, so that nothing else of the folder gets in."""
+    """Builds from the files of a commit, so that nothing else of the folder gets in.
+
+    Files are put into ``out`` once they have passed every check.
+    """
     with tempfile.TemporaryDirectory(prefix="ejkernel-release-") as scratch:
         archive = Path(scratch) / "commit.tar"
         git("archive", "--output", str(archive), commit)
         with tarfile.open(archive) as files:
             files.extractall(Path(scratch) / "tree", filter="data")
         inside = Path(scratch) / "tree" / package.folder.relative_to(ROOT)
-        built = build_checked(read_package(inside), out)
+        built = build_checked(read_package(inside), Path(scratch) / "dist")
         refuse(import_problems(package, built[1]))
-        return built
+        out.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy(path, out)) for path in built]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -285,8 +288,13 @@ def main(argv: list[str] | None = None) -> int:
             if options.check:
                 print(f"{package.name} {package.version}: version, changelog and ranges agree")
                 continue
-            for path in build_commit(package, tagged_commit(package), options.out):
+            commit, is_tagged = commit_to_build(package)
+            for path in build_commit(package, commit, options.out):
                 print(path)
+            if not is_tagged:
+                print(f"{package.name} {package.version} has no tag. To release what was built:")
+                print(f"git tag {package.tag} {commit}")
+                print(f"git push origin {package.tag}")
     except ReleaseError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1

@@ -3,11 +3,15 @@
 Run inside the hatch environment, whose uv it uses: ``python3 tools/dev.py wheels``. For each set:
 install the wheels, ``pip check``, import every portion from outside the repository, and where the
 set holds ejk-modules make one call, so that discovery through entry points is tried as installed.
+The example of a kernel package (docs/examples/short_decode) is then installed next to them, and
+tested there.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,24 +44,57 @@ if "ejkernel.modules" in sys.argv:
 """
 
 
+PLUG_IN = release.ROOT / "docs" / "examples" / "short_decode"
+
+
 def run(*command: str | Path, cwd: Path) -> None:
     """Run or raise."""
     subprocess.run(list(map(str, command)), cwd=cwd, env=clean_environment(), check=True)
+
+
+def install(python: Path, *packages: str | Path) -> None:
+    uv = os.environ.get("HATCH_UV", "uv")
+    run(uv, "pip", "install", "--quiet", "--python", python, *packages, cwd=python.parent)
+
+
+def build_wheel(source: Path) -> Path:
+    """The wheel of a package outside the workspace, by the hatchling of this environment."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=source)
+    (wheel,) = (source / "dist").glob("*.whl")
+    return wheel
 
 
 def new_environment(folder: Path, wheels: list[Path]) -> Path:
     """The interpreter of a clean environment with these wheels."""
     uv, python = os.environ.get("HATCH_UV", "uv"), folder / "bin" / "python"
     run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder, cwd=folder.parent)
-    run(uv, "pip", "install", "--quiet", "--python", python, *wheels, cwd=folder.parent)
+    install(python, *wheels)
     return python
 
 
-def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> None:
+def try_set(members: list[release.Package], wheels: dict[str, Path], folder: Path) -> Path:
+    """The interpreter of the environment that the set was tried in."""
     python = new_environment(folder, [wheels[package.name] for package in members])
     run(python, "-m", "pip", "check", cwd=folder.parent)
     portions = [package.portion.replace("/", ".") for package in members]
     run(python, "-I", "-c", SMOKE, *portions, cwd=folder.parent)
+    return python
+
+
+def try_plug_in(python: Path, scratch: Path) -> None:
+    """Installs the example of a kernel package: its tests pass, and a call chooses its kernel."""
+    source = scratch / PLUG_IN.name
+    ignored = shutil.ignore_patterns("dist", "__pycache__")
+    shutil.copytree(PLUG_IN, source, ignore=ignored)
+    install(python, f"{build_wheel(source)}[test]")
+    run(python, "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=source)
+    words = ("ragged_decode_attention", "--shape", "cpu-b4-2k", "c=512", "--json")
+    command = [str(python.parent / "ejk"), "explain", *words]
+    env = clean_environment() | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=True)
+    chosen = json.loads(done.stdout)["implementation"]
+    assert chosen == "ragged_decode_attention/xla/cpu", chosen
+    print(f"  {PLUG_IN.name}: {chosen}", flush=True)
 
 
 STRANGER = """
@@ -79,8 +116,7 @@ def try_beside_a_stranger(wheels: dict[str, Path], folder: Path) -> None:
         (source / "ejkernel" / name).mkdir(parents=True, exist_ok=True)
         (source / "ejkernel" / name / "__init__.py").write_text("")
     (source / "pyproject.toml").write_text(STRANGER)
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=source)
-    (other,) = (source / "dist").glob("*.whl")
+    other = build_wheel(source)
     chosen = [wheels[name] for name in SETS["ejk-modules"]]
     python = new_environment(folder, chosen)
     pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
@@ -111,7 +147,10 @@ def main() -> int:
         for index, (title, names) in enumerate(SETS.items()):
             print(f"{title}:", flush=True)
             try:
-                try_set([workspace[name] for name in names], wheels, root / f"clean{index}")
+                python = try_set([workspace[n] for n in names], wheels, root / f"clean{index}")
+                if title == "ejk-modules":
+                    print("an example of a kernel package:", flush=True)
+                    try_plug_in(python, root)
             except subprocess.CalledProcessError as error:
                 print(f"failed: {title}: {' '.join(error.cmd[:4])} ...", file=sys.stderr)
                 return 1

@@ -17,7 +17,7 @@ from ejkernel.kernels import triton
 from ejkernel.kernels.triton.flash_attention.plans import AttentionPlan
 from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
 from ejkernel.kernels.triton.resources import Resources, measure, plan_source
-from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
+from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target, rocm_target
 from ejktest.called import BF, F32, I32, Arrays, Called, flash
 
 TARGETS = {
@@ -217,13 +217,17 @@ def launches(call: str | Called, target_name: str) -> dict[str, tuple[Any, list[
     c, target = CALLS[call] if isinstance(call, str) else call, TARGETS[target_name]
     run = c.backward(triton) if c.gradients else c.forward(triton)
     with compile_for(target):
-        found = named(jax.make_jaxpr(run)(*c.shapes()))
+        return launches_of(jax.make_jaxpr(run)(*c.shapes()), target)
+
+
+def launches_of(program: Any, target: Target) -> dict[str, tuple[Any, list[Any]]]:
+    """Kernel name -> (plan, operand types) of a traced program, as a user's ``target`` runs it."""
     # whether this machine's jax-triton knows tensor maps is no matter here
     return {
         name: (replace(plan, tensor_maps=can_use_tensor_maps(plan.problem, target)), avals)
         if isinstance(plan, AttentionPlan)
         else (plan, avals)
-        for name, (plan, avals) in found.items()
+        for name, (plan, avals) in named(program).items()
     }
 
 

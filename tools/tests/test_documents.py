@@ -108,6 +108,19 @@ def test_the_files_of_an_operation_are_those_that_the_page_lists():
     assert naming <= listed.keys(), sorted(naming - listed.keys())
 
 
+def test_the_package_on_the_page_is_the_one_that_is_tested():
+    """docs/writing-a-kernel.md shows every file of docs/examples/short_decode as it is."""
+    text = (ROOT / "docs/writing-a-kernel.md").read_text()
+    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    folder = ROOT / "docs/examples/short_decode"
+    files = [f for e in ("py", "toml") for f in folder.rglob(f"*.{e}")]
+    assert len(files) == 5
+    for file in files:
+        title = f"**{file.name}.**".replace("__init__", r"\_\_init\_\_")
+        assert file.read_text() in blocks and title in text, file
+        assert f"  {file.name}" in text, f"{file} is not in the list of files"
+
+
 def test_pictures_are_what_their_script_draws():
     for path, svg in patterns.pictures().items():
         assert path.read_text() == svg, f"{path} is out of date: run tools/patterns.py --write"

@@ -1,6 +1,7 @@
 import re
 import shutil
 import subprocess
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -114,6 +115,33 @@ def test_build_holds_only_its_part_of_the_namespace(workspace, tmp_path):
     assert all(".dist-info/" in name for name in outside)
 
 
+def test_stray_files_are_not_shipped(workspace, tmp_path):
+    """Every package lists the same endings, so one build shows what all of them ship."""
+    settings = [tomllib.loads(p.read_text()) for p in workspace.glob("packages/*/pyproject.toml")]
+    targets = [s["tool"]["hatch"]["build"]["targets"] for s in settings]
+    assert len(targets) == 6 and all(target == targets[0] for target in targets)
+
+    package = release.read_package(workspace / "packages/ejk-ops")
+    shipped = {"tables/gpu.json", "inner/a.css", "inner/a.pyi"}
+    stray = {".env", "notes.txt", "key.pem", "a.py~", "inner/id_rsa", "inner/secrets.json"}
+    tests = {"test_a.py", "expected.json"}
+    portion = "src/ejkernel/ops"
+    made = {f"{portion}/{name}" for name in shipped | stray}
+    for name in made | {f"tests/{name}" for name in tests} | {"tests/.env", ".env"}:
+        (package.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (package.folder / name).write_text("")
+
+    sdist, wheel = release.build_checked(package, tmp_path / "dist")
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = {f"src/{name}" for name in archive.namelist()}
+    with tarfile.open(sdist) as source:
+        in_sdist = {name.partition("/")[2] for name in source.getnames()}
+    for names in (in_wheel, in_sdist):
+        assert names & made == {f"{portion}/{name}" for name in shipped}
+    assert {n for n in in_sdist if n.startswith("tests/")} == {f"tests/{name}" for name in tests}
+    assert ".env" not in in_sdist
+
+
 def test_a_namespace_init_in_a_wheel_is_refused(workspace, tmp_path):
     package = release.read_package(workspace / "packages/ejk-kernels-pallas")
     (package.folder / "src/ejkernel/__init__.py").write_text("")
@@ -182,20 +210,27 @@ def refused(capsys, *options):
     return capsys.readouterr().err
 
 
-def test_a_release_is_the_tagged_commit_and_nothing_else(repository, tmp_path, capsys):
+def test_a_release_is_the_commit_and_nothing_else(repository, tmp_path, capsys):
     out = tmp_path / "elsewhere"
-    error = refused(capsys, "ejk-ops", "--out", str(out))
-    head = release.git("rev-parse", "HEAD")
-    assert f"git tag ejk-ops-v0.1.0 {head} && git push origin ejk-ops-v0.1.0" in error
-    git("tag", "ejk-ops-v0.1.0", head)
-
-    stray = repository / "packages/ejk-ops/src/ejkernel/ops/notes.txt"
+    stray = repository / "packages/ejk-ops/src/ejkernel/ops/notes.py"
     stray.write_text("not for the world")
-    assert "ejkernel/ops/notes.txt" in refused(capsys, "ejk-ops", "--out", str(out))
-    (repository / ".gitignore").write_text("notes.txt\n.gitignore\n")  # now git is silent
+    assert "ejkernel/ops/notes.py" in refused(capsys, "ejk-ops", "--out", str(out))
+    ignored = ("notes.py", "elsewhere/", ".gitignore")
+    (repository / ".gitignore").write_text("\n".join(ignored))  # now git is silent
     assert release.main(["ejk-ops", "--out", str(out)]) == 0
-    with zipfile.ZipFile(out / "ejk_ops-0.1.0-py3-none-any.whl") as archive:
+    head = release.git("rev-parse", "HEAD")
+    wheel = out / "ejk_ops-0.1.0-py3-none-any.whl"
+    sdist = out / "ejk_ops-0.1.0.tar.gz"
+    assert capsys.readouterr().out.splitlines() == [
+        str(sdist), str(wheel), "ejk-ops 0.1.0 has no tag. To release what was built:",
+        f"git tag ejk-ops-v0.1.0 {head}", "git push origin ejk-ops-v0.1.0",
+    ]  # fmt: skip
+    assert release.git("tag") == ""
+    with zipfile.ZipFile(wheel) as archive:
         assert not any("notes" in name for name in archive.namelist())
+    git("tag", "ejk-ops-v0.1.0", head)
+    assert release.main(["ejk-ops", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(sdist), str(wheel)]
 
     stray.unlink()
     (repository / "new.txt").write_text("")
@@ -203,13 +238,15 @@ def test_a_release_is_the_tagged_commit_and_nothing_else(repository, tmp_path, c
     assert "names " + head[:12] in refused(capsys, "ejk-ops")
 
 
-def test_a_wheel_that_cannot_be_imported_is_refused(repository, tmp_path, capsys):
+def test_a_wheel_that_cannot_be_imported_gets_no_tag(repository, tmp_path, capsys):
     source = repository / "packages/ejk-ops/src/ejkernel/ops/__init__.py"
     source.write_text(source.read_text() + "import ejkernel.ops.forgotten\n")
     commit("broken")
-    git("tag", "ejk-ops-v0.1.0")
-    error = refused(capsys, "ejk-ops", "--out", str(tmp_path / "elsewhere"))
-    assert "import ejkernel.ops fails" in error and "ejkernel.ops.forgotten" in error
+    out = tmp_path / "elsewhere"
+    assert release.main(["ejk-ops", "--out", str(out)]) == 1
+    told = capsys.readouterr()
+    assert "import ejkernel.ops fails" in told.err and "ejkernel.ops.forgotten" in told.err
+    assert told.out == "" and "git tag" not in told.err and not out.exists()
 
 
 def test_the_root_says_what_to_install():

@@ -18,7 +18,7 @@ from ejkernel.kernels.triton.linear_attention import tiles, walk
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.drawn import check_linear, linear_cotangents
 from ejktest.drawn import linear_arguments as make
 from ejktest.oracles import linear as oracle
@@ -100,6 +100,13 @@ def test_packed_without_the_copy_engine():
 def test_a_few_tokens(kind, reverse):
     """One after the other, the state read and written once; gradients as of more tokens."""
     check(make(KINDS[kind], **{**DIMS, "b": 2, "s": 3}), reverse=reverse)
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_few_tokens_with_16_bit_decays(tokens, dtype):
+    args = make(KINDS["constant"], **{**DIMS, "s": tokens})
+    check(args | {"g_gamma": args["g_gamma"].astype(dtype)})
 
 
 def test_packed_tokens_of_many_sequences():

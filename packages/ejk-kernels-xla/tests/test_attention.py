@@ -90,6 +90,15 @@ def test_dtypes_and_lazy_bias() -> None:
     assert o.dtype == w.dtype == jnp.float32 and calls == [1]
 
 
+def test_a_call_that_names_no_dtype_is_not_taken_for_one_that_names_float64() -> None:
+    """NumPy says that ``np.dtype("float64") == None``, by which compiled programs were found."""
+    x = arrays(Call("float64", q=8, k=8, h=2, hk=2, d=8))
+    with jax.enable_x64(True):
+        for dtype in (None, jnp.float64, None):
+            o, w = attention(x["q"], x["k"], x["v"], dtype=dtype)
+            assert o.dtype == w.dtype == (dtype or jnp.float32)
+
+
 def test_forward_mode_and_second_order() -> None:
     """Also through rows that see nothing, where nothing may become NaN."""
     call = Call("modes", b=1, q=6, k=5, h=2, hk=1, d=8)

@@ -17,6 +17,10 @@ from ejkernel.kernels.xla import (
     ragged_page_attention,
     ragged_page_attention_v3,
 )
+from ejkernel.kernels.xla._paged.decode import step_tokens
+from ejkernel.kernels.xla._paged.kernel import split_count
+from ejkernel.kernels.xla._paged.layouts import Tables
+from ejkernel.kernels.xla._paged.ragged import choose_shape
 from ejktest.drawn import array
 from ejktest.oracles import paged as oracle
 from ejktest.tolerance import check_close
@@ -72,6 +76,14 @@ OPTIONS = {
     "splits": {"num_splits": 3, "sinks": 1},
     "one-page-steps": {"cfg": {"pages_per_block": 1}, "sliding_window": 6},
 }
+
+
+def test_counts_are_bounded_by_the_call():
+    table = Tables(16, 100, 5)
+    assert split_count(table, None, 10**30) == 5 and split_count(table, 10**30, 1) == 80
+    assert split_count(table, None, 3) == 3 and split_count(table, 7, 1) == 7
+    assert step_tokens(table, table.capacity, 64, 10**30) == 80
+    assert choose_shape(9, 2, 10**30).rows == 9
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -321,7 +333,7 @@ def test_transformations_and_empty_shapes():
     pairs["context_lens"] = jnp.stack([LENS, LENS])
     check_transformations(page_attention, pairs, ("key_cache", "value_cache", "block_tables"))
     assert page_attention(q[0], k[:0], v[:0], jnp.asarray(LENS), bt).shape == (B, H, D)
-    assert page_attention(q[0], k, v, LENS, bt[:, :0]).sum() == 0
+    assert page_attention(q[0], k, v, jnp.asarray(LENS), bt[:, :0]).sum() == 0
     assert page_attention(q[0, :0], k, v, LENS[:0], bt[:0]).shape == (0, H, D)
     empty = ragged_decode_attention(q[0], normal(B, 0, HK, D), normal(B, 0, HK, D), LENS, LENS)
     assert empty.shape == (B, H, D) and not np.asarray(empty).any()

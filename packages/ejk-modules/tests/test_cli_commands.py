@@ -136,12 +136,12 @@ def test_doctor_names_the_fix(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_versions_that_do_not_go_together(monkeypatch, versions, what, status, fix):
-    from ejkernel.modules.cli import checks, facts
+    from ejkernel.modules.cli import checks, installed
 
     have = dict.fromkeys([*ejk_command.OURS, "triton", "jax-triton"], "3.9.0")
     have |= {"jax": "0.10.2", "jaxlib": "0.10.2"} | versions
-    monkeypatch.setattr(facts, "version", have.get)
-    monkeypatch.setattr(facts, "hardware", lambda: {"nvidia": "driver 580"})
+    monkeypatch.setattr(installed, "version", have.get)
+    monkeypatch.setattr(installed, "hardware", lambda: {"nvidia": "driver 580"})
     found = [c for check in checks.INSTALLATION for c in check() if c.what == what]
     assert any(c.status == status and fix in c.fix for c in found), found
 
@@ -192,6 +192,8 @@ def test_explain_many(capsys):
         (["bench", "flash_attention", "--modes", "sideways"], "expected fwd"),
         (["tune"], "give an operation"),
         (["cache", "clear"], "--all"),
+        (["cache", "clear", "--kernel", "flash_atention"], "did you mean flash_attention"),
+        (["cache", "export", "x.json", "--kernel", "flash_atention"], "flash_attention"),
         (["cache", "import", "nowhere.json"], "No such file"),
         (["report", "nowhere.json"], "none of the files"),
     ],
@@ -242,6 +244,13 @@ def test_tune_then_cache_then_clear(capsys, candidates, tmp_path, own_cache):
     assert asked(capsys, "cache", "import", str(exported))[1]["counts"] == {"kept": 1}
     _, listed = asked(capsys, "cache", "show")
     assert listed[0]["config"] == row["config"]
+
+
+def test_winners_are_shown_where_the_table_cannot_be_written(capsys, candidates, tmp_path):
+    (tmp_path / "file").touch()
+    words = [*WORDS, "--iters", "1", "--table", str(tmp_path / "file" / "table.json")]
+    status, done = asked(capsys, "tune", "mean_pooling", *words)
+    assert status == 2 and len(done["tuned"]) == 1
 
 
 def test_recorded_calls_are_tuned(capsys, candidates, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     import jax.numpy as jnp
 
     from ejkernel.ops import Invocation, save_invocations
-    from ejkernel.ops.utils import known
+    from ejkernel.ops.utils import allowed
 
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MINE)
@@ -65,8 +66,8 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     content = calls.read_text()
 
     def forget_classes():
-        for known_name in [k for k in known._classes if name in k]:
-            monkeypatch.delitem(known._classes, known_name)
+        for known_name in [k for k in allowed._classes if name in k]:
+            monkeypatch.delitem(allowed._classes, known_name)
 
     def forget():
         forget_classes()
@@ -75,21 +76,48 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     forget()
 
     status, done = ejk(capsys, "tune", "--recorded", calls)
-    assert status == 0 and done["tuned"] == []  # not known: left out with a line
+    assert status == 1 and "1 of 1 recorded call left out; kernels of your own" in done["error"]
+    assert "--import MODULE" in done["error"]
     status, done = ejk(capsys, "tune", "--recorded", calls, "--import", name, "--iters", "1")
     assert status == 0 and [r["operation"] for r in done["tuned"]] == ["Mine"]
     assert ejk(capsys, "cache", "export", kept, "--kernel", "Mine")[1]["configs"] == 1
     (shown,) = ejk(capsys, "cache", "show", "Mine")[1]
     assert ejk(capsys, "cache", "clear", "--kernel", "Mine")[1]["forgotten"] == 1
     forget_classes()
-    assert ejk(capsys, "cache", "import", kept)[1]["counts"] == {"unknown": 1}
+    status, done = ejk(capsys, "cache", "import", kept)
+    assert status == 1 and done["counts"] == {"unknown": 1}
     del sys.modules[name]
-    status, done = ejk(capsys, "cache", "import", kept, "--import", name)
+    status, done = ejk(capsys, "--import", name, "cache", "import", kept)
     assert status == 0 and done["counts"] == {"added": 1}
     assert ejk(capsys, "cache", "show", "Mine")[1] == [shown] and content == calls.read_text()
     status, done = ejk(capsys, "cache", "ls", "--import", "no_such_module")
     assert status == 2 and "no_such_module" in done["error"]
     sys.modules.pop(name, None)
+
+
+def test_import_may_stand_at_every_place():
+    args = app.parse("--import a --plain cache --import=b ls --import c --json".split())
+    assert args.imports == ["a", "b", "c"] and args.action == "ls" and args.json and args.plain
+    args = app.parse(["shapes"])
+    assert args.imports == [] and not args.json and not args.plain
+
+
+def test_the_working_folder_is_searched_last(tmp_path, monkeypatch, capsys):
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    before = [entry for entry in sys.path if entry]
+    monkeypatch.setattr(sys, "path", list(before))
+    assert main(["--import", "json", "completion", "bash"]) == 0
+    assert sys.path == before  # found elsewhere
+    assert main(["--import", name, "completion", "bash"]) == 0
+    assert sys.path == [*before, str(tmp_path)] and name in sys.modules
+    del sys.modules[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "ejkernel.modules.cli", "--import", name, "completion", "bash"],
+        env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"No module named '{name}'" in done.stderr
 
 
 def test_completion(capsys, tmp_path):

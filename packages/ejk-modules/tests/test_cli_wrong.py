@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import signal
 import subprocess
@@ -13,10 +15,12 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from ejkernel.modules.cli import checks, main
+from ejkernel.modules import MeanPoolingConfig
+from ejkernel.modules.cli import checks, main, shapes
 from ejkernel.modules.cli.bench import keep_peers
 from ejkernel.modules.cli.interrupt import Interrupts
 from ejkernel.modules.cli.output import Output
+from ejkernel.ops import PersistentCache
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +81,76 @@ def test_a_folder_that_is_none(capsys, monkeypatch, tmp_path):
     out = tmp_path / "file" / "report.html"
     assert main(["report", "--no-doctor", "--out", str(out), "--json"]) == 2
     assert str(tmp_path / "file") in json.loads(capsys.readouterr().out)["error"]
+
+
+# ---- what cannot be written --------------------------------------------------------------------
+
+KEY = "mean_pooling.v1@cpu:cpu:2cores#" + "0123456789abcdef" * 2
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Every file ends after 64 bytes: the write that crosses this fails as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "words", [["report", "--no-doctor", "--out"], ["cache", "export"]], ids=lambda words: words[0]
+)
+def test_a_full_disk_is_one_line_and_leaves_no_file(capsys, tmp_path, words):
+    PersistentCache().put(KEY, MeanPoolingConfig(token_tile=16))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    file = folder / "file"
+    for old in (None, "old"):
+        if old is not None:
+            file.write_text(old)
+        with full_disk():
+            assert main([*words, str(file), "--json"]) == 2
+        told = capsys.readouterr()
+        assert json.loads(told.out) == {"error": f"{file}: File too large"}
+        assert told.err.splitlines()[-1] == f"ejk: {file}: File too large"
+        assert [p.read_text() for p in folder.iterdir()] == ([] if old is None else [old])
+    link = folder / "link"
+    link.symlink_to(file)
+    assert main([*words, str(link)]) == 0
+    assert link.is_symlink() and len(file.read_text()) > 64
+
+
+@pytest.mark.parametrize("words", [["shapes"], ["shapes", "--json"], ["completion", "bash"]])
+def test_full_standard_output_is_one_line(capsys, monkeypatch, words):
+    try:
+        full = open("/dev/full", "w")
+    except OSError:
+        pytest.skip("no /dev/full")
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(words) == 2
+    assert capsys.readouterr().err == "ejk: standard output: No space left on device\n"
+
+
+def test_names_that_the_terminal_cannot_encode(monkeypatch):
+    PersistentCache().put(KEY.replace("mean", "möan"), {"tile": 16})
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["cache", "show"]) == 0
+    assert rb"m\xf6an_pooling" in written.getvalue()
+
+
+def test_a_fault_of_ours_is_json_too(capsys, monkeypatch):
+    def fails(args, out):
+        raise KeyError("missing")
+
+    monkeypatch.setattr(shapes, "run", fails)
+    with pytest.raises(KeyError):
+        main(["shapes", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"error": "KeyError: 'missing'"}
 
 
 @pytest.mark.parametrize("said", ["", "Unable to initialize backend 'cuda'\nand more"])

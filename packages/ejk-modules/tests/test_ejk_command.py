@@ -93,12 +93,15 @@ def test_doctor_names_the_mixture_and_its_repair(site, order):
     assert report["usable"] is False and report["checks"][0]["status"] == "fail"
 
 
-def test_doctor_names_what_uninstalling_the_other_took_along(site):
+def test_every_command_names_what_uninstalling_the_other_took_along(site):
     install(site, OURS)
     install(site, STRANGER)
     uninstall(site, STRANGER)
     status, out, _ = ejk(site, "doctor")
     assert status == 1 and "ejk-types: ejkernel/types/__init__.py missing" in out
+    assert ejk(site, "explain", "flash_attention") == (1, "", out)  # a command that fails: stderr
+    error = json.loads(ejk(site, "--json", "explain", "flash_attention")[1])["error"]
+    assert "ejkernel/types/__init__.py missing" in error
 
 
 def test_a_sound_installation_is_handed_over_to(site):

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from ejkernel.modules import _namespace
+
 
 def run(code, *args):
     done = subprocess.run(
@@ -14,6 +18,15 @@ def run(code, *args):
 def test_a_missing_distribution_is_named():
     _, error = run("import sys; sys.modules['ejkernel.types'] = None; import ejkernel.modules")
     assert "ejk-types not found in" in error and "pip install ejk-types" in error
+
+
+def test_a_distribution_without_its_files_is_named(tmp_path, monkeypatch):
+    """Uninstalling the other project leaves folders of ours without ``__init__.py``."""
+    (tmp_path / "damaged_types").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_namespace, "PORTIONS", {"damaged_types": "ejk-types"})
+    with pytest.raises(ImportError, match=r"ejk-types not found .* `ejk doctor` prints the line"):
+        _namespace.check()
 
 
 def test_a_regular_package_of_the_same_name_is_explained():

@@ -37,7 +37,6 @@ from ejkernel.ops import (
     label,
 )
 from ejkernel.ops.config.failures import FailureCache
-from ejkernel.ops.core.abstract import bind_abstract
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
@@ -82,7 +81,7 @@ EXAMPLES = {
     Executor: Executor,
     Explanation: lambda: Executor().explanation(Double(), np.ones(3, np.float32)),
     Implementation: lambda: private_registry().list_implementations("double")[0],
-    Invocation: lambda: bind_abstract(invocation()),
+    Invocation: lambda: invocation().bound,
     Kernel: Double,
     KernelRegistry: private_registry,
     PersistentCache: PersistentCache,
@@ -192,12 +191,12 @@ def test_a_private_registry_is_copied_with_what_is_registered(copied):
 
 
 def test_an_invocation_keeps_its_fields_and_its_key(copied):
-    inv = bind_abstract(invocation())
-    assert inv.arguments and "binding" in inv.info  # worked out already
+    inv = invocation().bound
+    assert inv.arguments and inv.info["key"]  # derived already
     other = copied(inv)
     assert other.key == inv.key and other.metadata == {"by": "hand"}
-    assert dict(other.info) == {k: v for k, v in inv.info.items() if k != "binding"}
-    assert other.arguments == inv.arguments and not other.facts
+    assert dict(other.info) == dict(inv.info) and other.binding is None
+    assert other.arguments == inv.arguments and other.remember("asked", list) == []
     with pytest.raises(TypeError):
         other.info["key"] = ""
 

@@ -1,9 +1,11 @@
 import errno
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ import pytest
 
 from ejkernel.ops import ConfigError, EjkernelWarning, FwdParams, OpConfig, PersistentCache, env
 from ejkernel.ops.config import store
+from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.params import params_field, tile_field
+from ejkernel.ops.utils.files import replace_text, write_output
 
 SRC = Path(store.__file__).parents[3]
 
@@ -117,11 +121,11 @@ def test_home_is_expanded(monkeypatch, tmp_path):
 
 def test_clear_and_replace_and_facts(folder):
     cache = PersistentCache(folder)
-    cache.put(key(), Plain(1), facts={"shape": [1, 2]})
-    assert PersistentCache(folder).facts(key()) == {"shape": [1, 2]}
+    cache.put(key(), Plain(1), metadata={"shape": [1, 2]})
+    assert PersistentCache(folder).metadata(key()) == {"shape": [1, 2]}
     cache.put(key(), Plain(2))
     assert PersistentCache(folder).get(key()) == Plain(2)
-    assert cache.facts(key()) is None
+    assert cache.metadata(key()) is None
     versions = {cache.version}
     cache.clear()
     versions.add(cache.version)
@@ -259,11 +263,15 @@ def test_full_disk_at_rename(folder, monkeypatch):
 
 
 def test_full_disk_while_writing(folder, monkeypatch):
-    def full(self, *args, **kwargs):
-        Path.touch(self)
-        raise OSError(errno.ENOSPC, "No space left on device")
+    real = os.fdopen
 
-    monkeypatch.setattr(Path, "write_text", full)
+    def full(handle, mode="r", **kwargs):
+        if "w" in mode:
+            with open("/dev/full", "wb") as device:
+                os.dup2(device.fileno(), handle)
+        return real(handle, mode, **kwargs)
+
+    monkeypatch.setattr(os, "fdopen", full)
     memory_only(PersistentCache(folder), "No space left")
     assert not list(folder.rglob("*.tmp")) and not files(folder)
 
@@ -386,3 +394,71 @@ def test_a_writer_killed_between_writing_and_renaming(folder):
     assert PersistentCache(folder).get(key()) == Plain(1)
     PersistentCache(folder).put(key(2), Plain(2))
     assert len(PersistentCache(folder)) == 2 and not list(folder.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("write", [replace_text, write_output])
+def test_no_link_is_written_through(tmp_path, monkeypatch, write):
+    target, victim = tmp_path / "x.json", tmp_path / "victim"
+    victim.write_text("untouched")
+    names = [f"{os.getpid()}-{threading.get_ident()}", "0011", "2233"]
+    for name in names[:2]:
+        target.with_name(f".x.{name}.tmp").symlink_to(victim)
+    monkeypatch.setattr(secrets, "token_hex", lambda size, left=names[1:]: left.pop(0))
+    write(target, "new")
+    assert target.read_text() == "new" and not target.is_symlink()
+    assert victim.read_text() == "untouched" and len(list(tmp_path.glob(".x.*"))) == 2
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(folder):
+    victim = folder.parent / "victim"
+    victim.write_text("untouched")
+    flash_file(folder).parent.mkdir(parents=True)
+    flash_file(folder).with_suffix(".lock").symlink_to(victim)
+    memory_only(PersistentCache(folder, lock_timeout=0.2), "cannot be written")
+    assert victim.read_text() == "untouched"
+
+
+def test_named_output_keeps_links_and_reaches_pipes(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_output(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    source, sink = os.pipe()
+    write_output(f"/proc/self/fd/{sink}", "text")
+    assert os.read(source, 10) == b"text"
+    os.close(source)
+    os.close(sink)
+
+
+def test_a_kernel_name_too_long_for_a_file_stays_in_memory_alone(folder):
+    cache = PersistentCache(folder)
+    long, longest = key(kernel="k" * 250), key(kernel="k" * 300)
+    with pytest.warns(EjkernelWarning, match="memory only.*name too long") as caught:
+        for name in (long, longest, longest, key()):
+            cache.put(name, Plain(3))
+            assert cache.get(name) == Plain(3)
+    assert len(caught) == 1
+    again = PersistentCache(folder)
+    assert again.get(long) == again.get(key()) == Plain(3) and again.get(longest) is None
+    failures = FailureCache(cache)
+    failures.remember(longest, Plain(), "it broke")
+    failures.remember(key(), Plain(), "it broke")
+    assert FailureCache(cache).reason(key(), Plain()) == "it broke"
+
+
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_an_empty_or_relative_home_keeps_nothing(tmp_path, monkeypatch, home):
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv(env.CACHE_DIR)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(EjkernelWarning, match="memory only.*no home directory"):
+        cache = PersistentCache()
+        cache.put(key(), Plain(3))
+    assert cache.get(key()) == Plain(3) and not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="HOME or EJKERNEL_CACHE_DIR"):
+        env.cache_dir()
+    with pytest.raises(OSError, match="no home directory"):
+        PersistentCache("~/configs")
+    monkeypatch.setenv("HOME", "/")
+    assert env.cache_dir() == Path("/.cache/ejkernel")

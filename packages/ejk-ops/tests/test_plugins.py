@@ -26,6 +26,7 @@ from ejkernel.ops import (
     KernelRegistry,
     RegisteredKernel,
 )
+from ejkernel.ops.core.invocation import BoundCall
 from ejktest.device import H200, on
 
 PLUGIN = """
@@ -187,7 +188,7 @@ class Package(EntryPoint):
 
 
 def replaces(registry):
-    @registry.register("op", "xla", "any", 0, replace=True, remarks=lambda inv: ["doubled"])
+    @registry.register("op", "xla", "any", 0, replace=True, notes=lambda inv: ["doubled"])
     def op(x, *, cfg=None):
         return 2 * x
 
@@ -219,7 +220,7 @@ def test_one_that_replaces_ours_is_named_with_its_distribution():
             assert float(executor(kernel, x)[0]) == 2
         assert registry.get("op", "xla")(1) == 2
     assert [str(w.message) for w in caught] == [text]
-    assert executor.explanation(kernel, x).remarks == (text, "doubled")
+    assert executor.explanation(kernel, x).notes == (text, "doubled")
     assert [i.replacement for i in registry.replacements()] == [text]
 
 
@@ -274,7 +275,7 @@ def test_arguments_that_do_not_fit_are_no_fault_of_a_heuristic():
     with warnings.catch_warnings(), pytest.raises(TypeError, match="missing a required argument"):
         warnings.simplefilter("error")
         kernel = Op("op", registry=registry)
-        kernel.heuristic_cfg(Invocation(kernel, (), info={"bound": True}))
+        kernel.heuristic_cfg(BoundCall(kernel, ()))
 
 
 def test_a_heuristic_that_fails_with_nobody_else_is_the_cause_of_the_error():

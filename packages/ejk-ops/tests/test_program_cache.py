@@ -137,7 +137,7 @@ def test_compiled_kernels_called_directly_are_bounded(limit, monkeypatch):
     kernel = Double()
 
     def call(length):
-        work = differentiate.Work(kernel, None, None, None)
+        work = differentiate.Work(kernel, None, (), None, None)
         return differentiate.compiled(work, {"x": ones(length)})[0]
 
     for length in (31, 32):

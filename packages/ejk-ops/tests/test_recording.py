@@ -16,6 +16,7 @@ from ejkernel.ops import (
     ConfigSelectorChain,
     EjkernelWarning,
     Executor,
+    Invocation,
     Kernel,
     allow_in_files,
     autotune_recorded,
@@ -26,6 +27,8 @@ from ejkernel.ops import (
     save_invocations,
 )
 from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.route import Route
+from ejkernel.ops.errors import reset_warnings
 from ejkernel.ops.utils import labels
 
 
@@ -122,6 +125,9 @@ def test_another_device_gives_other_keys(executor, tmp_path, monkeypatch):
     content = path.read_text().replace(inv.device_fingerprint, "gpu:nvidia-h200:9.0")
     path.write_text(content)
     assert load_invocations(path)[0].key == inv.key  # as a call on the device at hand
+    elsewhere = Invocation(Op(), (X,), route=Route(device="gpu:nvidia-h200:9.0"))
+    assert elsewhere.key != inv.key and save_invocations(path, [elsewhere]) == 1
+    assert load_invocations(path)[0].key == inv.key
 
 
 def test_what_cannot_be_kept_is_left_out_with_a_warning(executor, tmp_path, monkeypatch):
@@ -140,7 +146,9 @@ def test_what_cannot_be_kept_is_left_out_with_a_warning(executor, tmp_path, monk
 
 def test_files_that_are_something_else(tmp_path):
     path = tmp_path / "calls.json"
-    for text in ("", "[]", "{}", json.dumps({"schema": 2, "kind": "x", "calls": []})):
+    foreign = {"schema": 2, "kind": "x", "calls": []}
+    older = {"schema": 1, "kind": "ejkernel invocations", "calls": []}
+    for text in ("", "[]", "{}", json.dumps(foreign), json.dumps(older)):
         path.write_text(text)
         with pytest.raises(ValueError, match=str(path)):
             load_invocations(path)
@@ -190,3 +198,54 @@ def test_values_are_not_kept(executor, tmp_path, monkeypatch):
     assert "123" not in text
     (inv,) = load_invocations(tmp_path / "calls.json")
     assert jnp.issubdtype(inv.args[1].ids.dtype, jax.dtypes.prng_key)
+
+
+def test_the_key_is_that_of_the_call_whatever_the_file_says(executor, tmp_path):
+    """A file that gave another call's key had its winner stored under that key."""
+    path = tmp_path / "calls.json"
+    calls = [Invocation(Op(), (X,)), Invocation(Sibling(), (X,))]
+    mine, other = (inv.bound for inv in calls)
+    save_invocations(path, [mine])
+    content = json.loads(path.read_text())
+    content["calls"][0] |= {"key": other.key, "payload": dict(other.payload)}
+    path.write_text(json.dumps(content))
+    (loaded,) = load_invocations(path)
+    assert loaded.key == mine.key and loaded.payload == mine.payload
+    results = autotune_recorded([loaded], executor=executor, num_warmup=0, num_iters=1)
+    assert [r.key for r in results] == [mine.key]
+    assert executor.explanation(Sibling(), X).tier != "memory"
+
+
+@pytest.mark.parametrize("dtype", ["object", "str", "void", "datetime64", "V8", "f4,i4", "float0"])
+def test_dtypes_that_no_array_has_are_refused(tmp_path, dtype):
+    path = tmp_path / "calls.json"
+    save_invocations(path, [Invocation(Op(), (X,), {"dtype": jnp.bfloat16})])
+    sound = path.read_text()
+    for old in ('"float32"', '"bfloat16"'):
+        path.write_text(sound.replace(old, f'"{dtype}"'))
+        reset_warnings()
+        with pytest.warns(EjkernelWarning, match="left out.*(dtype|data type)"):
+            assert load_invocations(path) == []
+
+
+def mesh_call(axis_type):
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec("dp")
+    placed = jax.device_put(X, jax.sharding.NamedSharding(mesh, spec))
+    return mesh, spec, placed
+
+
+@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
+def test_calls_over_a_mesh_keep_their_keys(executor, tmp_path, monkeypatch, axis_type):
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
+    mesh, spec, placed = mesh_call(axis_type)
+    executor(Op(), placed)
+    executor(Op(), placed, mesh=mesh, in_specs=(spec,))
+    executor(Op(), placed, mesh=mesh, in_specs=[spec], out_specs=spec)
+    path = tmp_path / "calls.json"
+    assert save_invocations(path) == 3
+    loaded = load_invocations(path)
+    assert [i.key for i in loaded] == [i.key for i in get_invocations()]
+    assert [i.args[0].shape for i in loaded] == [(4, 8), (2, 8), (2, 8)]  # of one shard
+    results = autotune_recorded(loaded, executor=executor, num_warmup=0, num_iters=1)
+    assert len(results) == 3

@@ -138,12 +138,12 @@ def test_priority_may_depend_on_the_call(kernel):
             assert why == f"double/{platform}/gpu has priority {ours}, this {theirs}{which}"
 
 
-def test_explain_says_what_the_chosen_implementation_remarks(kernel):
-    add(kernel, "triton", 60, remarks=lambda inv: [f"{inv.arguments['x'].shape[0]} at once"])
-    add(kernel, "cuda", 50, remarks=lambda inv: ["not chosen, not asked"])
+def test_explain_says_what_the_chosen_implementation_notes(kernel):
+    add(kernel, "triton", 60, notes=lambda inv: [f"{inv.arguments['x'].shape[0]} at once"])
+    add(kernel, "cuda", 50, notes=lambda inv: ["not chosen, not asked"])
     with on(H200):
         found = Executor().explanation(kernel, X)
-    assert found.remarks == ("40 at once",) and "remark          40 at once" in str(found)
+    assert found.notes == ("40 at once",) and "note            40 at once" in str(found)
 
 
 def test_dispatch_and_configs(kernel):

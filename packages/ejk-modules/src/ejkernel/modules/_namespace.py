@@ -32,7 +32,8 @@ def check() -> None:
         places = ", ".join(getattr(sys.modules.get("ejkernel"), "__path__", []))
         raise ImportError(
             f"the ejkernel namespace is incomplete: {', '.join(missing)} not found in {places}. "
-            f"Install with: python -m pip install {' '.join(missing)}"
+            f"Install with: python -m pip install {' '.join(missing)}. If it is installed "
+            "already, files of it were removed: `ejk doctor` prints the line that repairs it"
         )
 
 
@@ -40,6 +41,7 @@ def _exists(path: str) -> bool:
     if sys.modules.get(path) is not None:
         return True
     try:
-        return importlib.util.find_spec(path) is not None
+        spec = importlib.util.find_spec(path)
     except (ImportError, ValueError):
         return False
+    return spec is not None and spec.origin is not None  # a folder without __init__.py has none

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.compat import Tracer
+from ejkernel.ops.errors import warn_once
+from ejkernel.ops.execution.lowering import lowering_error
 from ejkernel.ops.execution.program_cache import bounded_jit
+from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.second_order import differentiable_once, running
 from ejkernel.ops.varying import vary_alike
 
@@ -24,17 +27,22 @@ class Work:
 
     Attributes:
         kernel: the kernel that does it.
-        problem: static facts of the call.
+        problem: static properties of the call.
+        options: its arguments that take no array, in a NamedTuple.
         tiles: how each pass is launched.
         target: the device it is made for.
         operation: what the user called, for errors.
+        fallback: tiles for calls whose gradients cannot be lowered with ``tiles``, which then come
+            from a file; None: that is an error.
     """
 
     kernel: Any
     problem: Any
+    options: Any
     tiles: Any
     target: Any
     operation: str = ""
+    fallback: Any = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -54,13 +62,13 @@ def _once(work: Work, tree: Any) -> Any:
 
 
 def _forward(work: Work, arrays: Arrays) -> Any:
-    arrays = _once(work, arrays)
-    outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
+    arrays, work = _once(work, arrays), _lowerable(work, arrays)
+    outputs, saved = work.kernel.call.name_residuals(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 
 def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Arrays]:
-    cotangents = _once(work, cotangents)
+    cotangents, work = _once(work, cotangents), _lowerable(work, residuals[0])
     with running(work.operation):
         gradients: Mapping[str, Any] = work.kernel.backward(work, *residuals, cotangents)
     arrays = residuals[0]
@@ -68,6 +76,38 @@ def _backward(work: Work, residuals: Any, cotangents: tuple[jax.Array, ...]) -> 
     if unknown:
         raise TypeError(f"{work.kernel!r} has gradients of {sorted(unknown)}, which it did not get")
     return ({name: _as(gradients.get(name), x) for name, x in arrays.items()},)
+
+
+def _lowerable(work: Work, arrays: Arrays) -> Work:
+    """``work``, with the fallback tiles where its gradients cannot be lowered with its own."""
+    if work.fallback in (None, work.tiles):
+        return work
+    leaves, structure = jax.tree_util.tree_flatten(arrays)
+    return _chosen_by_lowering(
+        work, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    )
+
+
+@lru_cache(maxsize=512)
+def _chosen_by_lowering(work: Work, structure: Any, types: tuple[Any, ...]) -> Work:
+    def passes(work: Work, *leaves: Any) -> Any:
+        arrays = jax.tree_util.tree_unflatten(structure, leaves)
+        with running(work.operation):
+            outputs, saved = work.kernel.forward(work, arrays)
+            ones = tuple(map(jnp.ones_like, outputs))
+            return work.kernel.backward(work, arrays, outputs, saved, ones)
+
+    other = replace(work, tiles=work.fallback, fallback=None)
+    error = lowering_error(partial(passes, work), types)
+    if error is None or lowering_error(partial(passes, other), types) is not None:
+        return work
+    reason = first_line(f"{type(error).__name__}: {error}")
+    warn_once(
+        ("stored tiles", work),
+        f"a stored config of {work.operation} is not used where it is differentiated: {reason}; "
+        f"tiles {work.tiles}",
+    )
+    return other
 
 
 def _as(gradient: Any, primal: Any) -> Any:

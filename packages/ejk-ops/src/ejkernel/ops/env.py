@@ -127,11 +127,27 @@ def cache_dir() -> Path:
         NoHome: the folder is below the home directory and there is none.
     """
     value = os.environ.get(CACHE_DIR)
-    path = value if value and value.strip() else "~/.cache/ejkernel"
+    return expand_home(value if value and value.strip() else "~/.cache/ejkernel")
+
+
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """Returns ``path`` with a leading ``~`` expanded.
+
+    Raises:
+        NoHome: there is no home directory, or HOME is empty or relative: that names the root of
+            the file system or the working directory, where nobody wants our files.
+    """
+    text = os.fspath(path)
+    if not text.startswith("~"):
+        return Path(text)
     try:
-        return Path(path).expanduser()
+        found = Path(text).expanduser()
     except RuntimeError:
-        raise NoHome(path) from None
+        raise NoHome(text) from None
+    # an empty HOME expands to "/", which HOME may also say outright
+    if not found.is_absolute() or os.environ.get("HOME") == "":
+        raise NoHome(text)
+    return found
 
 
 def check_values() -> None:

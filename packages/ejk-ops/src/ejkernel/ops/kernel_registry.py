@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from ejkernel.ops import discovery, lookup
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.implementation import (
     Implementation,
@@ -107,14 +108,14 @@ class KernelRegistry(Registrations):
         inv: Any = None,
         device: Any = None,
     ) -> Survey:
-        """Who can do the call, best first, and why the others cannot.
+        """Returns the implementations that can do the call, best first, and why others cannot.
 
         Arguments as for ``get``. Only packages that may be needed are loaded, and no kernel.
         """
         forced, wanted = parse_platform(platform), parse_backend(backend)
         target = target_device(device)
         self.load_for(forced, target)
-        return self._survey(normalized(algorithm), forced, wanted, inv, target)
+        return self._survey(normalized(algorithm), forced, wanted, _bound(inv), target)
 
     def load_for(self, forced: Platform | None, target: TargetDevice) -> None:
         """Load the packages that may serve calls on a device, or one platform's."""
@@ -169,8 +170,9 @@ class KernelRegistry(Registrations):
         inv: Any = None,
         device: Any = None,
     ) -> Implementation:
-        """As ``get``, but the whole record. Its function is loaded."""
-        return self.pick(self.survey(algorithm, platform, backend, inv=inv, device=device), inv)
+        """Returns the record of the implementation that ``get`` returns; its function is loaded."""
+        call = _bound(inv)
+        return self.pick(self.survey(algorithm, platform, backend, inv=call, device=device), call)
 
     def pick(self, survey: Survey, inv: Any = None) -> Implementation:
         """The best implementation of a survey whose function can be loaded; errors as ``get``."""
@@ -281,6 +283,11 @@ class KernelRegistry(Registrations):
             implementations = sorted(self.list_implementations(name), key=lambda i: i.order)
             lines += signature_differences(implementations)
         return lines
+
+
+def _bound(inv: Any) -> Any:
+    """The call as implementations see it; tests may ask about anything else."""
+    return inv.bound if isinstance(inv, Invocation) else inv
 
 
 kernel_registry = KernelRegistry(discover=discovery.installed)

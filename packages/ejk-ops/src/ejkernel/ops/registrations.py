@@ -19,8 +19,8 @@ from ejkernel.ops.implementation import (
     signature_of,
 )
 from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.copying import Copyable
-from ejkernel.ops.utils.known import allow_in_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ class Registrations(Copyable):
         version: int = 1,
         differentiable: bool = True,
         priority_for: Callable[[Any], int] | None = None,
-        remarks: Callable[[Any], Sequence[str]] | None = None,
+        notes: Callable[[Any], Sequence[str]] | None = None,
         config_fields: Sequence[str] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
@@ -85,7 +85,7 @@ class Registrations(Copyable):
                 version=version,
                 differentiable=differentiable,
                 priority_for=priority_for,
-                remarks=remarks,
+                notes=notes,
                 config_fields=config_fields,
             )
             self._add(implementation, replace)
@@ -108,7 +108,7 @@ class Registrations(Copyable):
 
         The module is imported, and the signature compared with the others, when
         ``Implementation.fn`` is first read. ``supports``, ``heuristic``, ``candidates``,
-        ``sample_inputs``, ``priority_for`` and ``remarks`` may be such strings too, each imported
+        ``sample_inputs``, ``priority_for`` and ``notes`` may be such strings too, each imported
         on its first call, so that a package's ``register`` imports nothing:
 
             registry.register_lazy(

@@ -129,7 +129,8 @@ def cache_key(source: Source, target: Target) -> str:
 def stages(source: Source, target: Target, last: str | None = None) -> tuple[dict, dict]:
     """Run the compiler; returns the text of every stage and the metadata.
 
-    ``last`` names the stage to stop after: ``"ptx"``, ``"cubin"``, ``"hsaco"``...
+    ``last`` names the stage to stop after: ``"source"`` (the front end, which checks types and
+    has no text), ``"ptx"``, ``"cubin"``, ``"hsaco"``...
     """
     import triton
     from triton._C.libtriton import ir
@@ -153,6 +154,8 @@ def stages(source: Source, target: Target, last: str | None = None) -> tuple[dic
             context,
         )
     outputs: dict[str, Any] = {}
+    if last == "source":
+        return outputs, metadata
     for name, step in plan.items():
         module = step(module, metadata)
         outputs[name] = module if isinstance(module, (str, bytes)) else str(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import itertools
+import importlib.util
 import math
 import os
 import sys
@@ -14,7 +14,14 @@ from collections.abc import Generator, Sequence
 from typing import Any, NoReturn, cast
 
 from ejkernel.modules.cli.interrupt import Interrupts
-from ejkernel.modules.cli.output import Output, make_output, no_device
+from ejkernel.modules.cli.output import (
+    Output,
+    OutputError,
+    first_line,
+    flush_output,
+    make_output,
+    no_device,
+)
 
 COMMANDS = {
     "doctor": "what is installed, what works, and the line that fixes what does not",
@@ -55,13 +62,14 @@ def parser() -> argparse.ArgumentParser:
 
     top = Parser(prog="ejk", description="Look into ejkernel: what runs here, why, and how fast.")
     top.add_argument("--version", action="version", version=f"ejk {__version__}")
+    common(top, argparse.SUPPRESS)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"{__package__}.{name}")
         sub = commands.add_parser(name, help=summary, description=module.__doc__)
         sub.formatter_class = argparse.RawDescriptionHelpFormatter
         module.arguments(sub)
-        common(sub)
+        common(sub, argparse.SUPPRESS)
         sub.set_defaults(module=module)
     return top
 
@@ -69,24 +77,30 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed words; ``key=value`` words may stand anywhere after the subcommand."""
     top = parser()
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
         top.print_help()
         raise SystemExit(OK)
-    Parser.as_json = "--json" in given
-    first = list(itertools.takewhile(("--json", "--plain").__contains__, given))
-    given = [*given[len(first) :], *first]  # how to speak may be said before the command too
-    args, rest = top.parse_known_args(given)
-    words = getattr(args, "words", None)
-    stray = [w for w in rest if words is None or "=" not in w or w.startswith("-")]
+    Parser.as_json = "--json" in words
+    # Taken out first, because argparse would let a subcommand's --import replace that of `ejk`.
+    anywhere = Parser(prog="ejk", usage=_usage(top), add_help=False, allow_abbrev=False)
+    common(anywhere)
+    shared, words = anywhere.parse_known_args(words)
+    args, extra = top.parse_known_args(words, shared)
+    sizes = getattr(args, "words", None)
+    stray = [w for w in extra if sizes is None or "=" not in w or w.startswith("-")]
     if stray:
         top.error(f"unrecognized arguments: {' '.join(stray)}")
-    if words is not None:
-        args.words = [*words, *rest]
+    if sizes is not None:
+        args.words = [*sizes, *extra]
         if "=" in (getattr(args, "shape", None) or ""):  # --shapes was meant without a name
             args.words.insert(0, args.shape)
             args.shape = "*"
     return args
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    return parser.format_usage().removeprefix("usage: ").rstrip()
 
 
 def at_least_one(text: str) -> int:
@@ -108,7 +122,7 @@ def seconds(text: str) -> float:
 
 
 def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
-    """What every command takes; ``nothing`` stands for options that are not given."""
+    """Options of every command; ``nothing`` is the default of all of them."""
     group = sub.add_argument_group("output")
     flag: dict[str, Any] = {"action": "store_true", "default": nothing or False}
     group.add_argument("--json", help="print JSON and nothing else", **flag)
@@ -120,11 +134,15 @@ def common(sub: argparse.ArgumentParser, nothing: Any = None) -> None:
 
 
 def _import(names: Sequence[str]) -> None:
-    """The modules that were asked for on the command line, found as by ``python -m``."""
-    if names and "" not in sys.path:
-        sys.path.insert(0, "")
+    """Imports the modules that ``--import`` names.
+
+    The working folder may be anyone's: it is searched last, and only where Python would search it.
+    """
     for name in names:
         try:
+            found = importlib.util.find_spec(name.partition(".")[0])
+            if found is None and not sys.flags.safe_path:
+                sys.path.append(os.getcwd())
             importlib.import_module(name)
         except KeyboardInterrupt:
             raise
@@ -159,16 +177,29 @@ def run(argv: Sequence[str] | None = None) -> int:
     out = make_output(args.json, args.plain)
     try:
         with Interrupts() as interrupts, _warnings_in_a_line(out):
-            return _guarded(args, out, interrupts)
+            status = _guarded(args, out, interrupts)
+            flush_output()
+            return status
     except BrokenPipeError:  # the reader, e.g. head, has seen enough
-        sys.stdout = open(os.devnull, "w")
+        _discard_output()
         return OK
+    except OutputError as error:
+        _discard_output()
+        out.error(str(error))
+        return USAGE
+
+
+def _discard_output() -> None:
+    """Drops buffered output, or Python would try to write it again at exit."""
+    sys.stdout = open(os.devnull, "w")
 
 
 def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> int:
     try:
         _import(args.imports)
         return args.module.run(args, out)
+    except (BrokenPipeError, OutputError):
+        raise
     except CommandError as error:
         return _fail(out, str(error), error.status)
     except KeyboardInterrupt:
@@ -176,6 +207,7 @@ def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> i
     except Exception as error:
         known = "interrupted" if interrupts.seen else _expected(error)
         if known is None:
+            out.data({"error": f"{type(error).__name__}: {first_line(error)}"})
             raise
         return _fail(out, known, INTERRUPTED if interrupts.seen else USAGE)
 

@@ -98,7 +98,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
                 "kernel": c.kernel,
                 "device": c.device,
                 "config": config_fields(c.entry.plain["config"]),
-                "facts": c.entry.facts,
+                "facts": c.entry.metadata,
                 "measured": c.entry.measured,
                 "path": str(c.path),
             }
@@ -123,7 +123,7 @@ def _export(args: argparse.Namespace, out: Output) -> int:
 
     count = write_table(args.file, kernel=_kernel(args.kernel), device=args.device)
     out.data({"file": str(args.file), "configs": count})
-    out.text(f"{counted(count, 'config')} written to {args.file}")
+    out.text(f"{counted(count, 'config')} written to {args.file}" if count else "nothing to export")
     return 0 if count else FAILED
 
 
@@ -148,7 +148,7 @@ def _import(args: argparse.Namespace, out: Output) -> int:
         "illegal": "not taken: no config of this version",
     }
     out.fields([(str(n), words[name]) for name, n in counts.items()] or [("0", "configs there")])
-    return 0
+    return FAILED if {"unknown", "illegal"} & set(counts) else 0
 
 
 def _clear(args: argparse.Namespace, out: Output) -> int:
@@ -188,13 +188,22 @@ def _forget_failures() -> None:
 
 
 def _kernel(name: str | None) -> str | None:
-    """The registry's name of a kernel given by its function's name."""
+    """The registry's name of an operation, or the name of another kernel in the cache.
+
+    Raises:
+        UnknownName: neither.
+    """
     if name is None:
         return None
     from ejkernel.modules._table import operation_class
+    from ejkernel.modules.cli import stored
+    from ejkernel.modules.workloads.find import UnknownName, operation_names
     from ejkernel.ops import KernelNotFound
 
     try:
         return operation_class(name).shared().name
     except KernelNotFound:
-        return name  # a kernel of the user's own
+        stored_kernels = {c.kernel for c in stored.configs(stored.scan())}
+        if name in stored_kernels:
+            return name
+        raise UnknownName("kernel", name, [*sorted(stored_kernels), *operation_names()]) from None

@@ -15,6 +15,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan", "": ""}
@@ -28,6 +29,53 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+class OutputError(Exception):
+    """Standard output cannot be written, for example because the disk is full."""
+
+
+@contextlib.contextmanager
+def _writing_stdout() -> Generator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output: {error.strerror or error}") from error
+
+
+def print_line(text: str) -> None:
+    """Prints on standard output; characters outside its encoding become escapes.
+
+    Raises:
+        OutputError: not written.
+        BrokenPipeError: nobody reads any more.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with _writing_stdout():
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def flush_output() -> None:
+    """Writes what standard output has buffered; raises as ``print_line`` does."""
+    with _writing_stdout():
+        sys.stdout.flush()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file that the user named, whole or not at all.
+
+    Raises:
+        OSError: not written; its ``filename`` is the user's.
+    """
+    from ejkernel.ops.utils.files import write_output
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_output(path, text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def escape(text: str) -> str:
@@ -52,7 +100,7 @@ class Output:
     def data(self, content: Any) -> None:
         """The result; printed with ``--json``, else ignored."""
         if self.json:
-            print(json.dumps(_finite(content), indent=1, default=str))
+            print_line(json.dumps(_finite(content), indent=1, default=str))
 
     # ---- for people -------------------------------------------------------------------------
 
@@ -123,15 +171,15 @@ class Output:
         print(text, file=sys.stderr)
 
     def _title(self, text: str) -> None:
-        print(f"\n{text}\n{'-' * len(text)}")
+        print_line(f"\n{text}\n{'-' * len(text)}")
 
     def _text(self, text: str, style: str) -> None:
-        print(text)
+        print_line(text)
 
     def _fields(self, rows: list[tuple[str, str]]) -> None:
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            print(f"{name.ljust(width)}  {_hanging(value, width + 2)}")
+            print_line(f"{name.ljust(width)}  {_hanging(value, width + 2)}")
 
     def _table(self, columns: Sequence[str], rows: list[list[str]], right: Sequence[int]) -> None:
         lines = [list(columns), *rows]
@@ -141,14 +189,14 @@ class Output:
                 cell.rjust(width) if i in right else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
-            print("  ".join(cells).rstrip())
+            print_line("  ".join(cells).rstrip())
 
     def _checks(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
         width = max((len(what) for _, what, _, _ in rows), default=0)
         for status, what, found, fix in rows:
-            print(f"{MARKS[status]}  {what.ljust(width)}  {_hanging(found, width + 6)}")
+            print_line(f"{MARKS[status]}  {what.ljust(width)}  {_hanging(found, width + 6)}")
             if fix and status in ("warn", "fail"):
-                print(f"{' ' * (width + 6)}fix: {fix}")
+                print_line(f"{' ' * (width + 6)}fix: {fix}")
 
 
 class RichOutput(Output):
@@ -229,7 +277,8 @@ class RichOutput(Output):
 
 def make_output(json: bool = False, plain: bool = False) -> Output:
     """The best way to speak to whoever reads standard output."""
-    if json or plain or not sys.stdout.isatty():
+    draws = (sys.stdout.encoding or "").lower().startswith("utf")  # rich's marks are not in ASCII
+    if json or plain or not (draws and sys.stdout.isatty()):
         return Output(json)
     try:
         return RichOutput()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.cli.app import FAILED, CommandError
-from ejkernel.modules.cli.output import Output, counted
+from ejkernel.modules.cli.output import Output, counted, write_file
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     devices = sorted({r.get("device", "?") for r in records}) or ["no measurements"]
     subtitle = f"{', '.join(devices)} · {datetime.date.today().isoformat()}"
     text = page("ejkernel report", subtitle, sections.tiles(benches, tunings), shown)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text, encoding="utf-8")
+    write_file(args.out, text)
     out.data({"file": str(args.out), "records": [r["path"] for r in records], "bytes": len(text)})
     out.text(f"{args.out}: {counted(len(records), 'record')}, {len(text) / 1024:.0f} KiB")
     return 0

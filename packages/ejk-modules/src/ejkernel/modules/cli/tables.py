@@ -10,6 +10,7 @@ from typing import Any
 from ejkernel.modules.bench import record
 from ejkernel.modules.bench.checked import number
 from ejkernel.modules.cli import stored
+from ejkernel.modules.cli.output import write_file
 
 
 def provenance(chosen: list[stored.StoredConfig]) -> dict[str, Any]:
@@ -31,22 +32,27 @@ def write_table(
     kernel: str | None = None,
     device: str | None = None,
 ) -> int:
-    """Write the cached configurations that fit to one file of the cache's schema; how many."""
+    """Writes the cached configurations that fit to one file of the cache's schema.
+
+    Returns:
+        The number written. Without any the file is left as it is.
+    """
     from ejkernel.ops.config.store import format_file
 
     chosen = stored.configs(stored.scan(), kernel=kernel, device=device)
     if keys is not None:
         wanted = set(keys)
         chosen = [c for c in chosen if c.key in wanted]
-    chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.facts), c.key))
+    if not chosen:
+        return 0
+    chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.metadata), c.key))
     header: dict[str, Any] = {"provenance": provenance(chosen)}
     kernels, devices = {c.kernel for c in chosen}, {c.device for c in chosen}
     if len(kernels) == 1:
         header = {"kernel": kernels.pop(), **header}
     if len(devices) == 1:
         header = {"device": devices.pop(), **header}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(format_file(header, {c.key: c.entry for c in chosen}), encoding="utf-8")
+    write_file(path, format_file(header, {c.key: c.entry for c in chosen}))
     return len(chosen)
 
 
@@ -80,16 +86,16 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
             outcome.setdefault("kept", []).append(config.key)
             continue
         entry = config.entry
-        cache.put(config.key, value, facts=entry.facts, measured=entry.measured)
+        cache.put(config.key, value, metadata=entry.metadata, measured=entry.measured)
         outcome.setdefault("replaced" if present else "added", []).append(config.key)
     return outcome
 
 
 def _declared(name: Any) -> bool:
-    """Whether configs of this class can be read; None stands for plain JSON values."""
-    from ejkernel.ops.utils.known import UnknownClass, known_class
+    """Returns whether configs of this class can be read; None stands for plain JSON values."""
+    from ejkernel.ops.utils.allowed import UnknownClass, allowed_class
 
     try:
-        return name is None or bool(known_class(name, object))
+        return name is None or bool(allowed_class(name, object))
     except UnknownClass:
         return False

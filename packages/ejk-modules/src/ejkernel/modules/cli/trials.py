@@ -37,7 +37,7 @@ def operations() -> list[dict[str, Any]]:
 
 
 def packages() -> Iterator[Check]:
-    """Whether every installed kernel package loads, and agrees with the others."""
+    """Returns whether every installed kernel package loads, and agrees with the others."""
     from ejkernel.ops import kernel_registry as registry
 
     with warnings.catch_warnings(record=True):

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ejkernel.ops import env
 from ejkernel.ops.config.cache import autotune_override
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.invocation import AnyKernel, Invocation
 
 
 @runtime_checkable
 class ConfigChooser(Protocol):
     """Anything that can give a config for a call. Ready-made: ConfigSelectorChain."""
 
-    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+    def choose(self, inv: Invocation, kernel: AnyKernel) -> Any:
         """The config for ``inv``."""
         ...
 
 
 @dataclass(frozen=True)
 class AutotunePolicy:
-    """Whether and how to tune.
+    """The policy of tuning: whether and how.
 
     Attributes:
         autotune: True or False; None = ``EJKERNEL_AUTOTUNE_POLICY``.
@@ -52,7 +52,7 @@ class AutotunePolicy:
         return env.autotune_policy() == "autotune"
 
     def asked_for(self) -> bool:
-        """Whether tuning is on because someone said so, not by default."""
+        """Returns whether tuning is on because someone said so, not by default."""
         said = autotune_override() is not None or self.autotune is not None
         return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
 
@@ -74,3 +74,26 @@ class Choice:
     key: str
     answers: tuple[tuple[str, str], ...] = ()
     error: Exception | None = None
+
+    @property
+    def may_be_from_file(self) -> bool:
+        """True unless the program itself gave the config, or a heuristic made it."""
+        return self.tier in ("memory", "persistent", "autotune")
+
+
+_from_file: ContextVar[bool] = ContextVar("ejkernel_config_from_file", default=False)
+
+
+@contextlib.contextmanager
+def config_from_file(yes: bool) -> Generator[None]:
+    """Says whether calls that are traced inside may have their config from a file."""
+    token = _from_file.set(yes)
+    try:
+        yield
+    finally:
+        _from_file.reset(token)
+
+
+def is_config_from_file() -> bool:
+    """Returns whether the call that is being traced may have its config from a file."""
+    return _from_file.get()

@@ -10,7 +10,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.config.store import NOT_WRITTEN, ConfigFile, Entry, encode_config, key_file
+from ejkernel.ops.config.store import (
+    NOT_WRITTEN,
+    ConfigFile,
+    Entry,
+    encode_config,
+    is_about_one_file,
+    key_file,
+)
 from ejkernel.ops.config.versions import versions
 from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import short_hash
@@ -44,8 +51,8 @@ class FailureCache(Copyable, process_local={"_files": dict}):
                 return self._memory[name]
             file = self._file(key)
             entry = None if file is None else file.entries().get(name)
-        facts = None if entry is None else entry.facts
-        found = facts.get("reason") if isinstance(facts, dict) else None
+        metadata = None if entry is None else entry.metadata
+        found = metadata.get("reason") if isinstance(metadata, dict) else None
         return found if isinstance(found, str) else None
 
     def remember(self, key: str, cfg: Any, reason: str) -> None:
@@ -58,11 +65,12 @@ class FailureCache(Copyable, process_local={"_files": dict}):
             file = self._file(key)
             if file is None:
                 return
-            facts = {"reason": reason, "versions": versions()}
+            metadata = {"reason": reason, "versions": versions()}
             try:
-                file.update({name: Entry(encode_config(cfg), facts)}, 1.0)
-            except NOT_WRITTEN:
-                self._beside = None
+                file.update({name: Entry(encode_config(cfg), metadata)}, 1.0)
+            except NOT_WRITTEN as error:
+                if not is_about_one_file(error):
+                    self._beside = None
 
     def clear(self) -> None:
         """Forget everything, also on disk."""

@@ -19,12 +19,12 @@ from ejkernel.ops.config.store import (
     Entry,
     decode_config,
     encode_config,
+    is_about_one_file,
     key_file,
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.utils.copying import Copyable
-from ejkernel.ops.utils.files import NotAFile
 from ejkernel.ops.utils.serialization import stable_json
 
 _ABSENT = object()
@@ -36,19 +36,23 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
     Nothing is created before the first ``put``. A file that cannot be written (read-only folder,
     full disk, a lock that is not released in time, no home directory) makes the cache keep further
     configs in memory only, with one warning. A corrupt file is moved to ``*.corrupt-<time>`` with
-    one warning. A file of another schema is left alone: ours is written beside it. A folder, pipe
-    or device in place of a file is not opened.
+    one warning, as is one of more than 64 MiB. A file of another schema is left alone: ours is
+    written next to it. A folder, pipe or device in place of a file is not opened. Configs of a
+    kernel whose name is too long for a file name stay in memory, with one warning.
 
     Args:
         path: a directory, or one ``*.json`` file; ``~`` is expanded. None = ``configs`` in
             ``$EJKERNEL_CACHE_DIR`` (default ``~/.cache/ejkernel``), looked up at every use.
         lock_timeout: seconds to wait for another process that is writing the same file.
+
+    Raises:
+        OSError: ``path`` begins with ``~`` and there is no home directory.
     """
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, lock_timeout: float = 10.0
     ) -> None:
-        self._path = None if path is None else Path(path).expanduser()
+        self._path = None if path is None else env.expand_home(path)
         self._lock_timeout = lock_timeout
         self._lock = threading.RLock()
         self._files: dict[Path, ConfigFile] = {}
@@ -75,13 +79,13 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
         """Counts the changes made through this object."""
         return self._version
 
-    def put(self, key: Hashable, cfg: Any, *, facts: Any = None, measured: Any = None) -> None:
+    def put(self, key: Hashable, cfg: Any, *, metadata: Any = None, measured: Any = None) -> None:
         """Store ``cfg`` under ``key``, on disk if possible.
 
         Args:
             key: a string, or anything with a JSON form.
             cfg: a dataclass instance, or plain JSON values.
-            facts: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
+            metadata: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
                 entries be copied into a shipped table.
             measured: JSON values that say how good it was, when and with which versions.
         """
@@ -105,10 +109,11 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
                 self._memory[text] = cfg
                 return
             try:
-                file.update({text: Entry(plain, facts, measured)}, self._lock_timeout)
+                file.update({text: Entry(plain, metadata, measured)}, self._lock_timeout)
             except NOT_WRITTEN as error:
-                self._writable = isinstance(error, NotAFile)  # the others' files may be sound
-                self._keep(text, cfg, f"{self.path} cannot be written: {error}")
+                self._writable = is_about_one_file(error)
+                where = file.path if self._writable else self.path
+                self._keep(text, cfg, f"{where} cannot be written: {error}")
 
     def _keep(self, text: str, cfg: Any, reason: str) -> None:
         self._memory[text] = cfg
@@ -135,10 +140,10 @@ class PersistentCache(Copyable, process_local={"_files": dict}):
         found = entry.config(cls, _ABSENT)
         return default if found is _ABSENT else found
 
-    def facts(self, key: Hashable) -> Any:
-        """The ``facts`` that were put with ``key``, None when there are none."""
+    def metadata(self, key: Hashable) -> Any:
+        """The ``metadata`` put with ``key``, None when there are none."""
         entry = self._entry(key)
-        return None if entry is None else entry.facts
+        return None if entry is None else entry.metadata
 
     def measured(self, key: Hashable) -> Any:
         """What was ``measured`` when ``key`` was put, None when it is not known."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
+import errno
 import json
 import os
 import re
@@ -30,8 +30,15 @@ from typing import Any, NamedTuple
 import filelock
 
 from ejkernel.ops.errors import warn_once
-from ejkernel.ops.utils.files import parse_json, read_text, replace_text
-from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
+from ejkernel.ops.utils.allowed import UnknownClass, allow_in_files, allowed_class, class_name
+from ejkernel.ops.utils.files import (
+    NotAFile,
+    TooLarge,
+    leftover_temporaries,
+    parse_json,
+    read_text,
+    replace_text,
+)
 from ejkernel.ops.utils.serialization import from_plain, to_plain
 
 SCHEMA = 1
@@ -41,6 +48,12 @@ NOT_WRITTEN = (OSError, filelock.Timeout, NotImplementedError)
 
 KEY = re.compile(r"(?P<kernel>.+)\.v\d+@(?P<device>.+)#[0-9a-f]{32}")
 """A key of the key builder."""
+
+
+def is_about_one_file(error: Exception) -> bool:
+    """Returns whether one of NOT_WRITTEN says nothing about other files of the folder."""
+    name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    return name_too_long or isinstance(error, (NotAFile, TooLarge))
 
 
 def file_stem(name: str) -> str:
@@ -84,7 +97,7 @@ def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
     if cls is None or not dataclasses.is_dataclass(cls):
         if name is None:
             return plain["config"]
-        cls = known_class(name, object)
+        cls = allowed_class(name, object)
         if not dataclasses.is_dataclass(cls):
             raise UnknownClass(f"class {name!r} is no config")
     return from_plain(plain["config"], cls)
@@ -95,7 +108,7 @@ class Entry:
     """One config as stored, and as an object once it was asked for."""
 
     plain: Mapping[str, Any]
-    facts: Any = None
+    metadata: Any = None
     measured: Any = None
     _built: dict[type | None, Any] = field(default_factory=dict, repr=False)
 
@@ -114,8 +127,8 @@ class Entry:
     def line(self) -> str:
         """JSON text of the entry."""
         stored = {"class": self.plain.get("class"), "config": self.plain["config"]}
-        if self.facts is not None:
-            stored["facts"] = self.facts
+        if self.metadata is not None:
+            stored["facts"] = self.metadata
         if self.measured is not None:
             stored["measured"] = self.measured
         return json.dumps(stored)
@@ -258,7 +271,7 @@ class ConfigFile:
                 try:
                     header, self._entries = parse_file(_read(path))
                 except OtherSchema as other:
-                    self._foreign = _settled(stamp)
+                    self._foreign = _stable_stamp(stamp)
                     if other.newer:
                         self._tell_newer(path, other)
                     continue
@@ -269,7 +282,7 @@ class ConfigFile:
                     continue
                 header.pop("schema")
                 self._header = {**self._header, **header}
-                self._stamp = _settled(stamp)
+                self._stamp = _stable_stamp(stamp)
             return path
         return None
 
@@ -303,10 +316,9 @@ class ConfigFile:
         )
 
     def _replace(self, path: Path, text: str) -> None:
-        # Under the lock nobody else writes: leftovers are those of writers that were killed.
-        for stale in path.parent.glob(f".{glob.escape(self.path.stem)}.*.tmp"):
+        for leftover in leftover_temporaries(path):  # under the lock nobody else writes
             with contextlib.suppress(OSError):
-                stale.unlink()
+                leftover.unlink()
         replace_text(path, text)
 
 
@@ -315,6 +327,8 @@ def _read(path: Path) -> str:
         return read_text(path)
     except UnicodeDecodeError as error:
         raise CorruptFile(f"not UTF-8: {error}") from error
+    except TooLarge as error:
+        raise CorruptFile(str(error.strerror)) from error
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -323,9 +337,13 @@ def _stamp(path: Path) -> Stamp | None:
         s = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # so there can be none
+            return None
+        raise
     return Stamp(path, s.st_mtime_ns, s.st_size, s.st_ino)
 
 
-def _settled(stamp: Stamp) -> Stamp | None:
+def _stable_stamp(stamp: Stamp) -> Stamp | None:
     """``stamp``, unless the file is so new that a change within the same clock tick is possible."""
     return stamp if abs(time.time_ns() - stamp.mtime_ns) > 100_000_000 else None

@@ -8,20 +8,21 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, Resolved, Support
+from ejkernel.ops.core.invocation import BoundCall, Invocation
+from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
-from ejkernel.ops.implementation import Implementation, LazyLoadError, run_signature
+from ejkernel.ops.implementation import Implementation, LazyLoadError, Resolved, run_signature
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
 from ejkernel.ops.utils.device import target_device
 
-_PASSED_OVER = "passed over"
-"""Key in the facts of an invocation: names of implementations whose heuristic failed, and how."""
+
+def _passed_over(call: BoundCall) -> dict[str, Exception]:
+    """Names of implementations whose heuristic failed for this call, and the errors."""
+    return call.remember("passed over", dict)
 
 
 class RegisteredKernel(Kernel[Cfg, Out]):
@@ -71,22 +72,19 @@ class RegisteredKernel(Kernel[Cfg, Out]):
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """The registered implementation that runs the call; see ``KernelRegistry.get``."""
-        inv = bind_abstract(inv)
-        impl = self.registry.pick(self.survey(inv, platform), inv)
+        call = inv.bound
+        impl = self.registry.pick(self.survey(call, platform), call)
         return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable)
 
-    def survey(self, inv: Invocation, platform: Platform | None) -> Survey:
+    def survey(self, call: BoundCall, platform: Platform | None) -> Survey:
         """Every implementation with the reason why it can or cannot do the call."""
-        inv = bind_abstract(inv)
         target, registry = target_device(), self.registry
         registry.load_for(platform, target)
-        # asked several times while a call is settled; what the answer depends on is in the key
-        asked = (Survey, self, platform, registry.version, target, interpreting())
-        found = inv.facts.get(asked)
-        if found is None:
-            backend = inv.info.get("requested_backend")
-            found = inv.facts[asked] = registry.survey(self.name, platform, backend, inv=inv)
-        passed = inv.facts.get(_PASSED_OVER)
+        found = call.remember(
+            (Survey, self, platform, registry.version, target, interpreting()),
+            lambda: registry.survey(self.name, platform, call.route.backend, inv=call),
+        )
+        passed = _passed_over(call)
         if passed:
             refused = [
                 (i, _why_passed_over(passed[i.name])) for i in found.usable if i.name in passed
@@ -95,14 +93,14 @@ class RegisteredKernel(Kernel[Cfg, Out]):
             found = replace(found, usable=usable, refused=(*found.refused, *refused))
         return found
 
-    def _pass_over(self, impl: Implementation, inv: Invocation, error: Exception) -> None:
+    def _pass_over(self, impl: Implementation, call: BoundCall, error: Exception) -> None:
         """Take the next implementation for this call, as the heuristic of ``impl`` failed.
 
         Raises:
             TypeError: the arguments do not fit the kernel, which is no fault of the heuristic.
         """
-        inv.arguments  # noqa: B018 (binds them)
-        inv.facts.setdefault(_PASSED_OVER, {})[impl.name] = error
+        call.arguments  # noqa: B018 (binds them)
+        _passed_over(call)[impl.name] = error
         warn_once(
             ("heuristic", impl.name, impl.origin),
             f"{impl.name} of {impl.origin} is passed over: {_why_passed_over(error)}",
@@ -112,7 +110,7 @@ class RegisteredKernel(Kernel[Cfg, Out]):
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
     ) -> Support:
-        """Whether the call can be done on the target device; never raises for a bad call.
+        """Returns whether the call can be done on the target device; never raises for a bad call.
 
         Without arguments: whether ``platform`` implements the algorithm at all, on any device.
         """
@@ -147,35 +145,33 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         An implementation whose heuristic fails is named in a warning, and this call does without
         it.
         """
-        inv = bind_abstract(inv)
-        platform = parse_platform(inv.info.get("requested_platform"))
+        call = inv.bound
         while True:
             try:
-                impl = self.implementation(inv, platform).impl
+                impl = cast(Implementation, self.implementation(call, call.route.platform).impl)
             except KernelNotSupported as error:
-                failed = [error.__cause__, *inv.facts.get(_PASSED_OVER, {}).values()]
+                failed = [error.__cause__, *_passed_over(call).values()]
                 raise error from failed[-1]
             try:
-                return self.make_config(_heuristic_fields(impl, inv), impl)
+                return self.make_config(_heuristic_fields(impl, call), impl)
             except Exception as error:
-                self._pass_over(impl, inv, error)
+                self._pass_over(impl, call, error)
 
     def config_space(self, inv: Invocation) -> Sequence[Cfg]:
         """Candidates of every implementation that supports the call, best platform first."""
-        inv = bind_abstract(inv)
-        survey = self.survey(inv, parse_platform(inv.info.get("requested_platform")))
+        call = inv.bound
         configs: list[Cfg] = []
-        for impl in survey.usable:
+        for impl in self.survey(call, call.route.platform).usable:
             # an interpreted kernel's time says nothing about the hardware it is written for
             at_home = impl.backend in (Backend.ANY, target_device().kind)
             candidates = impl.candidates if at_home else None
             try:
-                proposed = list(candidates(inv) if candidates else [_heuristic_fields(impl, inv)])
+                proposed = list(candidates(call) if candidates else [_heuristic_fields(impl, call)])
             except Exception as error:  # of one implementation: the others compete without it
                 if candidates:
                     _warn(impl, "candidates", error)
                 else:
-                    self._pass_over(impl, inv, error)
+                    self._pass_over(impl, call, error)
                 continue
             for fields in proposed:
                 try:
@@ -188,25 +184,23 @@ class RegisteredKernel(Kernel[Cfg, Out]):
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
         """Valid inputs made by the implementation; what it leaves out is taken from the call."""
-        inv = bind_abstract(inv)
-        platform = parse_platform(inv.info.get("requested_platform"))
+        call = inv.bound
         given: dict[str, Any] = {}
-        for impl in self.survey(inv, platform).usable:
+        for impl in self.survey(call, call.route.platform).usable:
             if impl.sample_inputs is None:
                 continue
             try:
-                args, kwargs = impl.sample_inputs(inv, rng)
+                args, kwargs = impl.sample_inputs(call, rng)
                 given = dict(self.signature.bind_partial(*args, **kwargs).arguments)
                 break
             except Exception as error:
                 _warn(impl, "sample_inputs", error)
-        rest = {k: v for k, v in inv.abstract().arguments.items() if k not in given}
-        return (), {**random_like(rest, rng), **given}
+        others = {k: v for k, v in call.arguments.items() if k not in given}
+        return (), {**random_like(others, rng), **given}
 
     def config_tables(self, inv: Invocation) -> Sequence[Any]:
         """Tables shipped with the kernel packages that were loaded for this call."""
-        wanted = parse_platform(inv.info.get("requested_platform"))
-        self.registry.load_for(wanted, target_device())
+        self.registry.load_for(inv.route.platform, target_device())
         return self.registry.config_tables
 
     @property
@@ -217,20 +211,19 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         self, inv: Invocation, resolved: Resolved | None, cfg: Any
     ) -> tuple[tuple[str, str], ...]:
         """``(name, reason)`` of every implementation but ``resolved``."""
-        inv = bind_abstract(inv)
-        requested = parse_platform(inv.info.get("requested_platform"))
+        call, requested = inv.bound, inv.route.platform
         configured = self.config_platform(cfg)
         self.registry.load()  # also what this device would never need
-        survey = self.survey(inv, None)
+        survey = self.survey(call, None)
         chosen = None if resolved is None else resolved.impl
-        ours = 0 if chosen is None else chosen.priority_of(inv)
+        ours = 0 if chosen is None else chosen.priority_of(call)
         rows = []
         for impl in survey.usable:
             if impl is chosen:
                 continue
             if requested is not None and impl.platform is not requested:
                 reason = f"platform={requested.value!r} was asked for"
-            elif chosen is not None and ours > (this := impl.priority_of(inv)):
+            elif chosen is not None and ours > (this := impl.priority_of(call)):
                 reason = f"{chosen.name} has priority {ours}, this {this}"
                 reason += "" if impl.priority_for is None else " for this call"
             elif configured is not None and impl.platform is not configured:
@@ -246,8 +239,8 @@ def _why_passed_over(error: Exception) -> str:
     return f"its heuristic failed: {type(error).__name__}: {error}"
 
 
-def _heuristic_fields(impl: Implementation, inv: Invocation) -> Mapping[str, Any]:
-    return impl.heuristic(inv) if impl.heuristic else {}
+def _heuristic_fields(impl: Implementation, call: BoundCall) -> Mapping[str, Any]:
+    return impl.heuristic(call) if impl.heuristic else {}
 
 
 def _warn(impl: Implementation, what: str, error: Exception) -> None:

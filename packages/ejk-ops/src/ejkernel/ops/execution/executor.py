@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -18,20 +18,26 @@ from ejkernel.ops.config.cache import ConfigCache, selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.abstract import array_types, bind_abstract
-from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS, Invocation, specs_key
+from ejkernel.ops.core.binding import array_types
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
 from ejkernel.ops.core.parts import Parts
+from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
-from ejkernel.ops.execution.program import OtherOutputs, Program, Route, flatten, resolve
+from ejkernel.ops.execution.program import (
+    OtherOutputs,
+    Program,
+    flatten,
+    offer_binding,
+    resolve,
+)
 from ejkernel.ops.execution.program_cache import ProgramCache
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.utils.serialization import abstractify
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
@@ -40,17 +46,16 @@ How = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Settled:
-    """A call with its config chosen."""
+class _Decision:
+    """A call with the config it runs with."""
 
-    inv: Invocation
+    call: BoundCall
     choice: Choice
-    route: Route
 
     @functools.cached_property
     def resolved(self) -> Resolved:
-        """What runs."""
-        return resolve(self.inv.kernel, self.inv, self.choice.cfg)
+        """The implementation that runs."""
+        return resolve(self.call.kernel, self.call, self.choice.cfg)
 
 
 class Executor(Copyable, process_local={"_programs": ProgramCache}):
@@ -72,7 +77,7 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
 
     def __call__(
         self,
-        kernel: Kernel[Any, Any],
+        kernel: AnyKernel,
         *args: Any,
         cfg: Any = None,
         platform: str | Platform | None = None,
@@ -125,82 +130,78 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, how)
         arrays = flat.parts.arrays
-        bindings: dict[Hashable, Any] = {}
-        binding, types = None, ()
-        if function is None:
-            settled = self._settle(kernel, args, kwargs, how)
+        try:
+            if function is not None:
+                return function(*arrays)
+            decision = self._decide(kernel, args, kwargs, how)
             if cfg is not None:
-                _warn_unread(settled)
-            binding = settled.inv.info.get("binding")
+                _warn_unread(decision)
+            binding = decision.call.binding
             types = array_types(arrays) if binding is None else binding.types
             try:
-                program_key = _program_key(call_key, settled, flat.parts.positions, types)
+                program_key = _program_key(call_key, decision, flat.parts.positions, types)
             except Unhashable:  # the chosen config
-                return self._program(settled, flat.parts)(*arrays)
-            parts = flat.parts.without_arrays()
-            # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
-            # layer of a model is one equation; XLA inlines calls before it optimises.
-            function = self._programs.get(
-                program_key, lambda: jax.jit(self._program(settled, parts, True))
-            )
-            if state is not None:
-                # Choosing may have stored a config or loaded a package: the state is that of now.
-                now = (call_key[0], kernel.state, *call_key[2:])
-                self._programs.remember((now, flat.signature, self._state()), program_key)
-        try:
-            if binding is not None and binding.positions == flat.parts.positions:
-                program: Any = inspect.unwrap(function)
-                bindings = program.bindings
-                bindings[types] = binding
-            return function(*arrays)
+                function = self._program(decision, flat.parts)
+            else:
+                parts = flat.parts.without_arrays()
+                # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a
+                # second layer of a model is one equation; XLA inlines calls before it optimises.
+                function = self._programs.get(
+                    program_key, lambda: jax.jit(self._program(decision, parts, True))
+                )
+                if state is not None:
+                    # Choosing may have stored a config or loaded a package: the state is that of
+                    # now.
+                    now = (call_key[0], kernel.state, *call_key[2:])
+                    self._programs.remember((now, flat.signature, self._state()), program_key)
+            with offer_binding(inspect.unwrap(function), binding):
+                return function(*arrays)
         except OtherOutputs:
             return self._run_unremembered(kernel, args, kwargs, how)
-        finally:  # a later trace, of a function compiled already, may be under other settings
-            bindings.pop(types, None)
 
     # ---- asking without running ------------------------------------------------------------
 
-    def choose_config(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    def choose_config(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Any:
         """The config that a call would run with, tuning included; arrays may be abstract."""
         how, kwargs = _how(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        return self._settle(kernel, args, kwargs, how).choice.cfg
+        return self._decide(kernel, args, kwargs, how).choice.cfg
 
-    def explain(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
         """Print what ``explanation`` finds out about a call, and return it."""
         found = self.explanation(kernel, *args, **kwargs)
         print(found)
         return found
 
-    def explanation(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
-        """Which implementation and config a call would get and why; tunes and stores nothing.
+    def explanation(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
+        """Explains which implementation and config a call would get; tunes and stores nothing.
 
         Arrays may be abstract. A call that no implementation can do is explained, not refused.
         """
         how, kwargs = _how(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
         cfg, route = _route(kernel, how)
-        inv = bind_abstract(route.invocation(kernel, args, kwargs, cfg))
+        call = _invocation(kernel, args, kwargs, route).bound
         error: str | None = None
         try:
-            choice = self._choice("preview", inv, kernel, cfg)
+            choice = self._choice("preview", call, kernel, cfg)
             error = None if choice.error is None else str(choice.error)
         except (KernelNotSupported, KernelNotFound) as refusal:
-            choice, error = Choice(None, "error", inv.key), str(refusal)
+            choice, error = Choice(None, "error", call.key), str(refusal)
         resolved = None
         if error is None:
             try:
-                resolved = resolve(kernel, inv, choice.cfg)
+                resolved = resolve(kernel, call, choice.cfg)
             except (KernelNotSupported, KernelNotFound) as refusal:
-                choice, error = Choice(choice.cfg, "error", inv.key, choice.answers), str(refusal)
-        skipped = kernel.not_chosen(inv, resolved, choice.cfg)
+                choice, error = Choice(choice.cfg, "error", call.key, choice.answers), str(refusal)
+        skipped = kernel.not_chosen(call, resolved, choice.cfg)
         chosen = None
         impl = None if resolved is None else resolved.impl
         if resolved is not None:  # a generic run is what the device's own platform runs
             chosen = (resolved.platform or target_device().native_platform).value
         return Explanation(
             kernel=kernel.name,
-            key=inv.key,
+            key=call.key,
             tier=choice.tier,
             cfg=choice.cfg,
             platform=chosen,
@@ -210,60 +211,60 @@ class Executor(Copyable, process_local={"_programs": ProgramCache}):
             device=device_fingerprint(),
             unused=_unused(resolved, choice.cfg) if choice.tier in ("override", "overlay") else (),
             error=error,
-            remarks=() if impl is None else impl.said_of(inv),
+            notes=() if impl is None else impl.notes_on(call),
         )
 
     # ---- steps -----------------------------------------------------------------------------
 
     def _state(self) -> Hashable:
-        """What the selector's answer depends on besides the call; None when it does not tell."""
+        """Returns what the selector's answer depends on besides the call; None if it is unknown."""
         state = getattr(self.selector, "state", None)
         return None if state is None else (state, registry.generation())
 
-    def _settle(
-        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
-    ) -> _Settled:
-        """Choose the config of a prepared call."""
+    def _decide(
+        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
+    ) -> _Decision:
+        """Binds a prepared call and chooses its config."""
         cfg, route = _route(kernel, how)
-        raw = route.invocation(kernel, args, kwargs, cfg)
+        inv = _invocation(kernel, args, kwargs, route)
         if env.ops_record():
-            _record(kernel, raw)
-        inv = bind_abstract(raw)
-        return _Settled(inv, self._choice("decide", inv, kernel, cfg), route)
+            _record(kernel, inv)
+        return _Decision(inv.bound, self._choice("decide", inv.bound, kernel, cfg))
 
-    def _choice(self, ask: str, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any) -> Choice:
-        """What the selector's method ``ask`` says; a selector may have ``choose`` alone."""
+    def _choice(self, ask: str, call: BoundCall, kernel: AnyKernel, cfg: Any) -> Choice:
+        """Returns the selector's answer to ``ask``; a selector may have ``choose`` alone."""
         method = getattr(self.selector, ask, None)
         if method is not None:
-            return method(inv, kernel, cfg)
+            return method(call, kernel, cfg)
         if cfg is not None:
-            return Choice(cfg, "override", inv.key)
-        return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
+            return Choice(cfg, "override", call.key)
+        return Choice(self.selector.choose(call, kernel), "heuristics", call.key)
 
-    def _program(self, settled: _Settled, parts: Parts, compiled: bool = False) -> Program:
-        # the payload differs between buckets, as the key does, which a stamp carries
-        dropped = ("binding", "key", *(() if env.ops_stamp() != "none" else ("payload",)))
-        info = {k: v for k, v in settled.inv.info.items() if k not in dropped}
+    def _program(self, decision: _Decision, parts: Parts, compiled: bool = False) -> Program:
+        call, choice = decision.call, decision.choice
         return Program(
-            settled.inv.kernel,
+            call.kernel,
             parts,
-            settled.choice.cfg,
-            settled.resolved,
-            settled.route,
-            settled.choice.key,
-            info,
+            choice.cfg,
+            decision.resolved,
+            call.route,
+            choice.key,
+            call if env.ops_stamp() != "none" else None,
             compiled,
+            choice.may_be_from_file,
         )
 
     def _run_unremembered(
-        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
+        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> Any:
-        """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
-        settled = self._settle(kernel, args, kwargs, how)
+        """Traces again: a static value may change under our hands, or outputs are no arrays."""
+        decision = self._decide(kernel, args, kwargs, how)
         if how[0] is not None:
-            _warn_unread(settled)
+            _warn_unread(decision)
         flat = flatten(args, kwargs, hashable=False)
-        return self._program(settled, flat.parts)(*flat.parts.arrays)
+        program = self._program(decision, flat.parts)
+        with offer_binding(program, decision.call.binding):
+            return program(*flat.parts.arrays)
 
 
 def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
@@ -272,7 +273,14 @@ def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
     return (cfg, platform, mesh, *map(specs_key, specs)), kwargs
 
 
-def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
+def _invocation(
+    kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], route: Route
+) -> Invocation:
+    """The invocation of a prepared call, abstract."""
+    return Invocation(kernel, abstractify(args), abstractify(kwargs), route=route, prepared=True)
+
+
+def _route(kernel: AnyKernel, how: How) -> tuple[Any, Route]:
     """The config as the kernel's class, and where the call runs."""
     env.check_values()
     cfg, platform, mesh, in_specs, out_specs = how
@@ -284,20 +292,22 @@ def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
             f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
             "contradict each other: give one, or make them equal"
         )
-    return cfg, Route(wanted or named, (mesh, in_specs, out_specs))
+    backend = getattr(cfg, "backend", None)
+    backend = backend if isinstance(backend, str) and backend != "any" else None
+    return cfg, Route(wanted or named, backend, mesh, in_specs, out_specs)
 
 
 def _program_key(
-    call_key: Hashable, call: _Settled, positions: tuple[int, ...], types: Hashable
+    call_key: Hashable, decision: _Decision, positions: tuple[int, ...], types: Hashable
 ) -> Hashable:
     """Everything that decides a compiled program; Unhashable where the config has no key."""
     # A stamp carries the key, which also holds the shardings.
-    stamp = call.choice.key if env.ops_stamp() != "none" else None
-    how = freeze(call.choice.cfg), call.resolved.impl, stamp
+    stamp = decision.choice.key if env.ops_stamp() != "none" else None
+    how = freeze(decision.choice.cfg), decision.resolved.impl, stamp
     return call_key, how, positions, types
 
 
-def _record(kernel: Kernel[Any, Any], inv: Invocation) -> None:
+def _record(kernel: AnyKernel, inv: Invocation) -> None:
     try:
         registry.record_invocation(kernel, inv)
     except Exception as error:
@@ -313,15 +323,15 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
     return tuple(name for name in given_fields(cfg) if name not in known)
 
 
-def _warn_unread(call: _Settled) -> None:
+def _warn_unread(decision: _Decision) -> None:
     """Warn about fields of the caller's config that have no effect on this call."""
-    names = _unused(call.resolved, call.choice.cfg)
+    names = _unused(decision.resolved, decision.choice.cfg)
     if names:
-        name = call.resolved.name
+        name = decision.resolved.name
         warn_once(
             ("unread", name, names),
-            f"{call.inv.kernel.name}: fields of cfg without effect: {', '.join(names)} ({name} "
-            "does not read them)",
+            f"{decision.call.kernel.name}: fields of cfg without effect: {', '.join(names)} "
+            f"({name} does not read them)",
             stacklevel=5,
         )
 

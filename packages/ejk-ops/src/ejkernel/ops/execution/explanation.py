@@ -23,7 +23,7 @@ class Explanation:
         device: fingerprint of the target device.
         unused: fields of a given config that the chosen implementation does not read.
         error: what the call would raise, None when it would run.
-        remarks: what the implementation says about the call.
+        notes: what the implementation says about the call.
     """
 
     kernel: str
@@ -37,7 +37,7 @@ class Explanation:
     device: str = ""
     unused: tuple[str, ...] = ()
     error: str | None = None
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -50,7 +50,7 @@ class Explanation:
         ]
         if self.unused:
             rows.append(("no effect", f"{', '.join(self.unused)}: not read here"))
-        rows += [("remark", remark) for remark in self.remarks]
+        rows += [("note", note) for note in self.notes]
         if self.error:
             rows.append(("error", self.error))
         text = _table(rows)

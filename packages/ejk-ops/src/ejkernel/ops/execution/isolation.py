@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 
 from ejkernel.ops.compat import settings
+from ejkernel.ops.config.choice import config_from_file
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class Surroundings:
                 stack.enter_context(jax.default_matmul_precision(self.matmul_precision))
                 stack.enter_context(jax.numpy_dtype_promotion(self.dtype_promotion))
                 stack.enter_context(jax.default_device(self.device))
+                stack.enter_context(config_from_file(False))  # the call under way is another one
                 return fn(*args)
 
         # a Context object can be entered once at a time

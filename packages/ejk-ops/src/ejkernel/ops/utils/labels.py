@@ -114,7 +114,7 @@ def key_digits(key: str) -> str:
 
 
 def stamped_config(name: str) -> tuple[bool, Any]:
-    """Whether this process made the stamp ``name``, and the config it stands for."""
+    """Returns whether this process made the stamp ``name``, and the config it stands for."""
     made = _stamped.get(name)
     return made is not None, None if made is None else made.cfg
 

@@ -9,7 +9,8 @@ from ejkernel.kernels.triton.flash_attention.implementation import FlashAttentio
 from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types import calls
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import arguments
 
 # of a tile: fewer make products of matrix instructions too short, or leave warps without any
 LEAST_WALKED, LEAST_HELD = 32, 64
@@ -25,6 +26,7 @@ class BlockSparseAttention(FlashAttention):
     """
 
     call = calls.BlockSparseAttention
+    reads = arguments.FLASH | arguments.PATTERN | arguments.DROPOUT | {"bias"}
 
     @staticmethod
     def choose(problem: Problem, target: Target) -> FlashTiles:

@@ -4,23 +4,13 @@ A *piece* is what a sequence has of one tile of LENGTH rows. Piece ``i + m`` is 
 that belongs to sequence m: both only rise from row to row, so the number is its own and no table is
 needed. The number of the first piece of a sequence rises with every sequence, so its sequence is
 the last one that begins at or before it. Some numbers have no rows. Rows behind the last sequence
-are those of one more sequence. ``piece_count`` says how many numbers there are.
+belong to one more sequence. ``pieces.piece_count`` is the number of pieces.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-def piece_count(rows: int, sequences: int, length: int) -> int:
-    """How many numbers pieces have."""
-    return -(-rows // length) + sequences
-
-
-def lane_count(sequences: int) -> int:
-    """LANES of ``find_piece``."""
-    return max(16, min(1024, 1 << sequences.bit_length()))
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
 from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class GroupedMatmul(TritonKernel):
@@ -35,6 +36,7 @@ class GroupedMatmul(TritonKernel):
     """
 
     call = calls.GroupedMatmul
+    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
     choose = staticmethod(choice.choose_all)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
@@ -43,8 +45,8 @@ class GroupedMatmul(TritonKernel):
             raise self.call.Unsupported(reason)
         return choice.problem_of(a)
 
-    def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
-        return (replace(chosen, fwd=t) for t in choice.near(problem, target))
+    def neighbours(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
+        return (replace(chosen, fwd=t) for t in choice.neighbours(problem, target))
 
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         given = super().operands(a, problem)

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import WHOLE
+from ejkernel.kernels.triton.linear_attention.rows import FULL
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 
@@ -113,7 +113,7 @@ def constant_sums(
     if not EXCLUSIVE:
         before += 1
     every = CHUNK
-    if MAPS != WHOLE:
+    if MAPS != FULL:
         every = tl.maximum(tl.minimum(count, CHUNK), 0)
         before = tl.minimum(before, every)
     since = before.to(tl.float32)
@@ -133,7 +133,7 @@ def chunk_sums(
     low += at + each * heads
     high_all = tl.load(totals + chunk * 2 * heads + head)
     low_all = tl.load(totals + chunk * 2 * heads + heads + head)
-    if MAPS == WHOLE:
+    if MAPS == FULL:
         high = tl.load(high)
         low = tl.load(low)
     else:
@@ -159,7 +159,7 @@ def pair_decays(high, low, LATER: tl.constexpr, CHUNK: tl.constexpr):
 def launch(p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool) -> Launch:
     """Of the operands ``given`` of gate, constant and cu; ``shared``: one constant for all batch
     rows."""
-    known, block = facts(p, t, target), min(32, power_of_two(p.heads))
+    known, block = kernel_params(p, t, target), min(32, power_of_two(p.heads))
     arguments = {
         **inputs({name: name in given for name in ("gate", "constant", "cu")}),
         "high": Out(0),

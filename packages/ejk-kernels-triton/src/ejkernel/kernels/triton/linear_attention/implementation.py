@@ -29,6 +29,7 @@ from ejkernel.kernels.triton.linear_attention.roles import Roles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 GATES = ("g", "g_gamma", "gk", "gv")
 
@@ -38,9 +39,9 @@ class LinearAttention(TritonKernel):
 
     problem = staticmethod(problem_of)
     choose = staticmethod(choice.choose)
-    near = staticmethod(choice.near)
+    neighbours = staticmethod(choice.neighbours)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -293,18 +294,21 @@ class RecurrentAttention(LinearAttention):
     """
 
     call = calls.RecurrentAttention
+    reads = arguments.RECURRENCE | {"g", "g_gamma", "gk", "gv"}
 
 
 class GLAttention(LinearAttention):
     """Gated linear attention, on a GPU, as ``recurrent_attention``."""
 
     call = calls.GLAttention
+    reads = arguments.RECURRENCE | {"g", "g_gamma"}
 
 
 class LightningAttention(LinearAttention):
     """Linear attention with one decay a head and layer, on a GPU, as ``recurrent_attention``."""
 
     call = calls.LightningAttention
+    reads = arguments.RECURRENCE | {"layer_idx", "num_layers"}
 
 
 recurrent_attention = RecurrentAttention()

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
+from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.launch import In, filled
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import maps_of, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
+from ejkernel.kernels.triton.linear_attention.rows import row_operand
+from ejkernel.kernels.triton.linear_attention.tiles import Tiles, maps_of, width
 from ejkernel.kernels.triton.targets import Target
 
 Given = Any  # an operand of a launch; in a kernel a pointer or a descriptor
 
 
-def facts(p: Problem, t: Tiles, target: Target) -> dict[str, Any]:
+def kernel_params(p: Problem, t: Tiles, target: Target) -> dict[str, Any]:
     """Numbers and constants of a call, which kernels ask for by these names."""
     return {
         "rows": p.rows,
@@ -79,5 +79,5 @@ def opening(p: Problem, t: Tiles, target: Target, block: int) -> Opening:
         row_operand(i, p, t.chunk, count, *size, maps)
         for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
     )
-    known = facts(p, t, target) | {"COLUMNS": block, "MAPS": maps}
+    known = kernel_params(p, t, target) | {"COLUMNS": block, "MAPS": maps}
     return filled(Opening, known, *rows, *(In(4 + i) if p.scalar else None for i in range(3)))

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.common.sequences import piece_count
+from ejkernel.kernels.triton.common.pieces import piece_count
 from ejkernel.kernels.triton.launch import Batched, KernelPlan, merge_leading, struct
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.roles import Roles
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles
+from ejkernel.kernels.triton.linear_attention.roles import Roles, prepared_results
+from ejkernel.kernels.triton.linear_attention.tiles import ACROSS, DOWN, Tiles
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,7 @@ class ReadPlan(LinearPlan):
         found = tuple(struct(dtype, *rows, columns[name]) for name, dtype in self.results)
         if not self.gated:
             return found
-        from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN
-
-        sums = (struct("float32", *rows, n) for n in (ACROSS.value, 1, DOWN.value))
+        sums = (struct("float32", *rows, n) for n in (ACROSS, 1, DOWN))
         return (*found, struct("float32", self.segments, p.heads), *sums)
 
 
@@ -201,8 +199,6 @@ class PreparePlan(LinearPlan):
     reads: bool
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        from ejkernel.kernels.triton.linear_attention.prepare import results_of
-
         p, t = self.problem, self.tiles
         channels = p.value_dim if self.of_values else p.dim
         chunks = self.segments * (t.segment // t.chunk)
@@ -214,4 +210,4 @@ class PreparePlan(LinearPlan):
             "totals": struct("float32", chunks, p.heads, channels),
             "halves": struct("float32", chunks, p.heads, 2, channels),
         }
-        return tuple(found[name] for name in results_of(self.reads))
+        return tuple(found[name] for name in prepared_results(self.reads))

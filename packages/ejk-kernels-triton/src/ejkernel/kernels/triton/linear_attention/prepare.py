@@ -30,10 +30,17 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     sees,
     sums,
 )
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
-from ejkernel.kernels.triton.linear_attention.rows import load_rows, maps_of, row_operand
-from ejkernel.kernels.triton.linear_attention.tiles import CHANNELS, Tiles, channel_options, width
+from ejkernel.kernels.triton.linear_attention.roles import prepared_results
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand
+from ejkernel.kernels.triton.linear_attention.tiles import (
+    CHANNELS,
+    Tiles,
+    channel_options,
+    maps_of,
+    width,
+)
 from ejkernel.kernels.triton.targets import Target
 
 
@@ -135,19 +142,13 @@ def prepare(
         tl.store(pairs + (slot * heads + head) * (CHUNK * CHUNK) + square, found.to(OPERAND))
 
 
-def results_of(reads: bool) -> tuple[str, ...]:
-    """In order; ``reads``: whether there is an array that reads."""
-    read = ("pairs", "reading") if reads else ()
-    return (*read, "entering", "totals", "halves")
-
-
 def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -> Launch:
     """Of operands (q), k and the gates of keys, or (do), v and those of values; then cuts, (cu)."""
-    known, channels = facts(p, t, target), p.value_dim if of_values else p.dim
+    known, channels = kernel_params(p, t, target), p.value_dim if of_values else p.dim
     parts = p.value_parts if of_values else p.key_parts
     some = min(CHANNELS, width(channels))
     maps = maps_of(p, t.chunk, ((channels, some),), target)
-    made = results_of(reads)
+    made = prepared_results(reads)
     heads = {"reader": p.heads, "source": p.kv_heads, "gate": p.heads}
     given = [name for name in heads if reads or name != "reader"]
     rows = {
@@ -157,7 +158,7 @@ def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -
     arguments = {
         **{name: rows.get(name) for name in heads},
         **inputs({"cuts": True, "cu": p.sequences > 0}, first=len(given)),
-        **results({name: name in made for name in results_of(True)}),
+        **results({name: name in made for name in prepared_results(True)}),
         "reader_heads": p.heads,
         "source_heads": p.kv_heads,
         "channels": channels,

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_piece
 from ejkernel.kernels.triton.launch import Launch, inputs, results
+from ejkernel.kernels.triton.linear_attention import tiles
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, pair_decays
 from ejkernel.kernels.triton.linear_attention.opening import opening
 from ejkernel.kernels.triton.linear_attention.problem import Problem
@@ -39,8 +40,7 @@ from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
 
 OF_GATE = ("over", "leaving", "read", "reading")
-# parts of ``leaving``, one for each column of warps, and of ``reading``, one for each row of them
-ACROSS, DOWN = tl.constexpr(2), tl.constexpr(4)
+ACROSS, DOWN = tl.constexpr(tiles.ACROSS), tl.constexpr(tiles.DOWN)
 
 
 @triton.jit

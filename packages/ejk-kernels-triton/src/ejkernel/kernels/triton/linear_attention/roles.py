@@ -18,6 +18,12 @@ ARRAYS = {
 GATE_SUMS = ("high_sums", "low_sums", "gate_totals")
 
 
+def prepared_results(reads: bool) -> tuple[str, ...]:
+    """Names of the results of ``prepare``; ``reads``: whether there is an array that reads."""
+    read = ("pairs", "reading") if reads else ()
+    return (*read, "entering", "totals", "halves")
+
+
 @dataclass(frozen=True)
 class Roles:
     """One launch of the walk.
@@ -46,7 +52,7 @@ class Roles:
 
     @property
     def swapped(self) -> bool:
-        """Whether the state here is the transposed one of the operation."""
+        """Returns whether the state here is the transposed one of the operation."""
         return ARRAYS[self.key][0] == "value_dim"
 
     def sizes(self, p: Problem) -> tuple[int, int]:

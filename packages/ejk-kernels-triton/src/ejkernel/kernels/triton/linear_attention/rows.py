@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.launch import RUNS as _RUNS
 from ejkernel.kernels.triton.launch import In, TensorMap, runs_map
-from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
-from ejkernel.kernels.triton.targets import Target
+from ejkernel.kernels.triton.linear_attention import tiles
+from ejkernel.kernels.triton.linear_attention.problem import Problem
 
 RUNS = tl.constexpr(_RUNS)
-# how rows are read: by address; in whole chunks, or in runs, through the copy engine
-POINTERS, WHOLE, RUN = (tl.constexpr(i) for i in range(3))
+POINTERS, FULL, RUN = (tl.constexpr(i) for i in (tiles.POINTERS, tiles.FULL, tiles.RUN))
 
 
 @triton.jit
@@ -35,7 +34,7 @@ def load_rows(
 ):
     """Rows ``at`` and on of the run of ``length`` rows from row ``base``, from ``column`` on; 0
     behind the run and behind ``columns``."""
-    if MAPS == WHOLE:
+    if MAPS == FULL:
         tile = source.load([(base + at).to(tl.int32), head * columns + column])
     elif MAPS == RUN:
         end = (base + length).to(tl.int32)
@@ -71,24 +70,16 @@ def store_rows(
     target += (row * heads + head) * columns + column
     target += r * (heads * columns) + c
     x = x.to(target.dtype.element_ty)
-    if MAPS == WHOLE:
+    if MAPS == FULL:
         tl.store(target, x)
     else:
         tl.store(target, x, mask=(r < count) & (c < columns - column))
-
-
-def maps_of(p: Problem, chunk: int, sizes: tuple[tuple[int, int], ...], target: Target) -> int:
-    """How rows are read. ``sizes``: (columns, of a tile) of every array."""
-    whole = all(n % block == 0 and n * BYTES[p.narrowest] % 16 == 0 for n, block in sizes)
-    if not (target.hopper and target.tensor_maps and whole and p.batch * p.rows < _RUNS):
-        return POINTERS.value
-    return (RUN if p.sequences or p.rows % chunk else WHOLE).value
 
 
 def row_operand(
     index: int, p: Problem, chunk: int, heads: int, columns: int, block: int, maps: int
 ) -> In | TensorMap:
     """The operand as ``load_rows`` takes it."""
-    if maps == WHOLE.value:
+    if maps == tiles.FULL:
         return TensorMap(index, (p.batch * p.rows, heads * columns), (chunk, block))
     return runs_map(index, heads * columns, (chunk, block)) if maps else In(index)

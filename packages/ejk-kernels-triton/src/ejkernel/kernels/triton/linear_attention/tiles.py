@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.kernels.triton.kernel import overridden
-from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.launch import RUNS, power_of_two
 from ejkernel.kernels.triton.linear_attention.problem import BYTES, Problem
 from ejkernel.kernels.triton.targets import Target
 
@@ -34,7 +34,7 @@ class Tiles:
         """As fields of the config."""
         return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """These tiles with what the config says instead."""
         changed = overridden(self, cfg, FIELDS)
         if changed == self:
@@ -96,6 +96,22 @@ def choose(p: Problem, target: Target) -> Tiles:
     return replace(t, segment=segment_of(p, t, target))
 
 
+# how kernels read rows: by address, or through TMA in full chunks or in runs
+POINTERS, FULL, RUN = range(3)
+
+
+def maps_of(p: Problem, chunk: int, sizes: tuple[tuple[int, int], ...], target: Target) -> int:
+    """Returns how kernels read rows; ``sizes``: columns of every array, and of its tiles."""
+    aligned = all(n % block == 0 and n * BYTES[p.narrowest] % 16 == 0 for n, block in sizes)
+    if not (target.hopper and target.tensor_maps and aligned and p.batch * p.rows < RUNS):
+        return POINTERS
+    return RUN if p.sequences or p.rows % chunk else FULL
+
+
+# of ``read_gradients``: parts of ``leaving``, one per column of warps, and of ``reading``, one per
+# row of warps
+ACROSS, DOWN = 2, 4
+
 CHANNELS = 32  # that decay, of a program: twice as many spill
 
 
@@ -155,15 +171,13 @@ def split_tiles(t: Tiles, *, reads: bool, keeps: bool, wide: bool) -> Tiles:
 def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
     """Whether one program holds all of a state, so that what was read gets its gradients in one
     walk: in registers, and in shared memory beside four arrays of rows."""
-    from ejkernel.kernels.triton.linear_attention.rows import maps_of
-
     sizes = [width(n) for n in (p.dim, p.value_dim)]
     maps = maps_of(p, t.chunk, ((p.dim, sizes[0]), (p.value_dim, sizes[1])), target)
     small = max(sizes) <= 128 and sizes[0] * sizes[1] * BYTES[p.operand] <= 32768
     return bool(maps) and small and t.chunk <= 64 and not (p.key_parts or p.value_parts)
 
 
-def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Launches worth timing."""
     found = [replace(t, chunk=c) for c in (32, 64, 128)]
     found += [replace(t, columns=n) for n in (32, 64, 128) if n <= width(p.value_dim)]

@@ -57,18 +57,19 @@ from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import In, Launch, results
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, constant_sums, pair_decays
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.products import parts, product
 from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
-from ejkernel.kernels.triton.linear_attention.rows import (
-    WHOLE,
-    load_rows,
+from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand, store_rows
+from ejkernel.kernels.triton.linear_attention.tiles import (
+    FULL,
+    Tiles,
     maps_of,
-    row_operand,
-    store_rows,
+    split_tiles,
+    sums_options,
+    width,
 )
-from ejkernel.kernels.triton.linear_attention.tiles import Tiles, split_tiles, sums_options, width
 from ejkernel.kernels.triton.targets import Target
 
 PREPARED = ("pairs", "totals", "value_totals")
@@ -359,7 +360,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> 
             return row_operand(names.index(name), p, t.chunk, *row_arrays[name], maps)
         return In(names.index(name))
 
-    known = facts(p, t, target)
+    known = kernel_params(p, t, target)
     arguments: dict[str, Any] = {
         **{n: given(n) for n in (*row_arrays, *GATE_SUMS, "constant", *PREPARED, "cu", "starts")},
         **results({name: name in made for name in RESULTS}),
@@ -390,7 +391,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> 
     )  # fmt: skip
     asked = roles.query and p.scalar and not (roles.partner or roles.ends)
     asked = asked and {p.dtype, p.out, p.narrowest} == {"float32"}  # and not those of float16
-    fits = t.chunk == 64 and block == 64 and width(dim) in (64, 128) and maps == WHOLE.value
+    fits = t.chunk == 64 and block == 64 and width(dim) in (64, 128) and maps == FULL
     if split and usual and asked and fits and compat.has_gluon():
         from ejkernel.kernels.triton.linear_attention import split_walk
 

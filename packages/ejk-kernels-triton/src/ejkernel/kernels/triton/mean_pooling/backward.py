@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import find_piece, lane_count, piece_count
+from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
+from ejkernel.kernels.triton.common.sequences import find_piece
 from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
 from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
 
@@ -113,4 +114,4 @@ def launch(p: Problem, t: Tiles) -> Launch:
         "LANES": lane_count(p.sequences),
     }
     grid = (p.batch * units * -(-p.channels // channels),)
-    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.facts)
+    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.kernel_params)

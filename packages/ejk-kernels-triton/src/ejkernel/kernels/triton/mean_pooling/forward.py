@@ -19,13 +19,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from ejkernel.kernels.triton.common.sequences import (
-    find_piece,
-    lane_count,
-    piece_count,
-    pieces_of,
-    sequence_start,
-)
+from ejkernel.kernels.triton.common.pieces import lane_count
+from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of, sequence_start
 from ejkernel.kernels.triton.launch import Launch, inputs, results
 from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
 
@@ -229,19 +224,9 @@ def means_of_parts(
     tl.store(out + at, mean.to(out.dtype.element_ty), mask=column < channels)
 
 
-def split(p: Problem, t: Tiles) -> tuple[int, int]:
-    """(programs of a call for each block of channels, parts of a group)."""
-    if t.part and p.sequences:
-        return piece_count(p.rows, p.sequences, t.part), 1
-    if t.part:
-        parts = -(-p.chunk // t.part)
-        return p.groups * parts, parts
-    return max(p.sequences, 1) * -(-p.per_sequence // t.shape(p)[0]), 1
-
-
 def launch(p: Problem, t: Tiles) -> Launch:
     """Of operands x, then what is kept and cu as far as they are given."""
-    units, parts = split(p, t)
+    units, parts = t.split(p)
     groups, each = t.shape(p)
     arguments = {
         **inputs({"x": True, "kept": p.masked, "cu": p.sequences > 0}),
@@ -259,12 +244,12 @@ def launch(p: Problem, t: Tiles) -> Launch:
         and p.channels % t.channels == 0,
     }
     grid = (p.batch * units * -(-p.channels // t.channels),)
-    return Launch.of(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.facts)
+    return Launch.of(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.kernel_params)
 
 
 def merge_launch(p: Problem, t: Tiles) -> Launch:
     """Of operands sums, then counts and cu as far as they are given."""
-    slots, parts = split(p, t)
+    slots, parts = t.split(p)
     channels = min(64, t.channels)  # parts are few: more programs rather than whole lines
     arguments = {
         **inputs({"sums": True, "counts": p.masked, "cu": p.sequences > 0}),
@@ -276,4 +261,4 @@ def merge_launch(p: Problem, t: Tiles) -> Launch:
         "PART": t.part or 1,
     }
     grid = (p.batch * p.groups * -(-p.channels // channels),)
-    return Launch.of(means_of_parts, arguments, grid, 4, 1, known=p.facts)
+    return Launch.of(means_of_parts, arguments, grid, 4, 1, known=p.kernel_params)

@@ -26,11 +26,12 @@ class MeanPooling(TritonKernel):
     """
 
     call = calls.MeanPooling
+    reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     problem = staticmethod(choice.problem_of)
     choose = staticmethod(choice.choose)
-    near = staticmethod(choice.near)
+    neighbours = staticmethod(choice.neighbours)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return unsupported({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -59,14 +60,12 @@ class PoolPlan(Batched, KernelPlan):
     kind: str
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        from ejkernel.kernels.triton.mean_pooling import forward
-
         p, dtype = self.problem, self.problem.dtype
         if self.kind == "spread":
             return (struct(dtype, p.batch, p.rows, p.channels),)
         rows = p.batch * p.groups
         if self.kind == "sums" and self.tiles.part:
-            rows, dtype = p.batch * forward.split(p, self.tiles)[0], "float32"
+            rows, dtype = p.batch * self.tiles.split(p)[0], "float32"
         found = (struct(dtype, rows, p.channels),)
         return (*found, struct("float32", rows)) if p.masked else found
 

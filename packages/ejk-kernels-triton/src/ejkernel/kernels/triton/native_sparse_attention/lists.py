@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.types.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import Blocks
 
 INT32 = 2**31
 
@@ -45,7 +45,7 @@ def transposed(chosen: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]
     number = jnp.where(chosen >= 0, number, blocks.count)
     number = jnp.moveaxis(number, 2, 1).reshape(b, hk, s * slots)
     each = power_of_two(slots)
-    place = (jnp.arange(s)[:, None] * each + jnp.arange(slots)).astype(jnp.int32).reshape(-1)
+    place = (jnp.arange(s)[:, None] * each + jnp.arange(slots)[None]).astype(jnp.int32).reshape(-1)
     place = jnp.broadcast_to(place, number.shape)
     if (blocks.count + 1) * s * each < INT32:  # one number sorts faster than two
         number, place = jnp.divmod(*_sorted(number * (s * each) + place), s * each)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.common.sequences import lane_count, piece_count
+from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.launch import (
     Batched,
     In,

@@ -34,8 +34,8 @@ def scheduled(work: Work, arrays: dict[str, Any]) -> dict[str, Any]:
     return arrays | dict(zip(names, found, strict=True))
 
 
-def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
-    """``o [T, h, d]`` of ``scheduled`` arrays."""
+def attended(work: Work, arrays: dict[str, Any], *cache: str) -> tuple[jax.Array, ...]:
+    """``o [T, h, d]`` of ``scheduled`` arrays, and the ``cache`` of a call that wrote it."""
     decoded = {
         "q": arrays["q"],
         "k": arrays["k"],
@@ -61,8 +61,8 @@ def attended(work: Work, arrays: dict[str, Any]) -> jax.Array:
     return launch(
         plans.RaggedMergePlan, work, arrays,
         "d_acc", "d_m", "d_l", "d_starts", "d_counts", "d_rows", "work", "facts",
-        "p_acc", "p_m", "p_l", "v_scale", "sink", "o",
-    )[0]  # fmt: skip
+        "p_acc", "p_m", "p_l", "v_scale", "sink", "o", *cache,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=PROGRAMS_LIMIT)
@@ -88,7 +88,7 @@ def looped(run: Callable[..., Any], work: Work, names: tuple[str, ...]) -> Calla
 
 def attention(work: Work, arrays: dict[str, Any]) -> jax.Array:
     """``o [T, h, d]`` of the arrays in ``NAMES``."""
-    return attended(work, scheduled(work, arrays))
+    return attended(work, scheduled(work, arrays))[0]
 
 
 attend = partial(looped, attention)

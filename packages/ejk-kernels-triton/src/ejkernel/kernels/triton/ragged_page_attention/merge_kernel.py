@@ -2,13 +2,16 @@
 
 The sum of ``page_attention.merge_kernel``. Few programs take the pieces in turns: first each
 (sequence, query head), then each (slot, kv head, LINES rows of a tile), of which those of the first
-part of a tile are work. Writes into the output of the prefill kernel, which has all other rows.
+part of a tile are work. Writes into the output of the prefill kernel, which has all other rows;
+these, and the cache of a call that writes one, are copied where XLA put a result elsewhere
+(``in_place``).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton.common.in_place import copy_if_elsewhere, is_elsewhere
 from ejkernel.kernels.triton.page_attention.merge_kernel import (
     finish,
     merge_row,
@@ -17,6 +20,28 @@ from ejkernel.kernels.triton.page_attention.merge_kernel import (
 )
 from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import tile_rows
 from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import find
+
+
+@triton.jit
+def _copy_other_rows(
+    source, o, rows, d_counts, first_rows, work, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Copies the rows that are not merged."""
+    column = tl.arange(0, BLOCK)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        # the sequence is the one after those that end at or before the row
+        r, _ = find(row, work, n, LANES)
+        r = tl.minimum(r, n - 1)
+        slots = tl.load(work + 4 * n + r) - tl.load(work + 4 * n + r - 1, mask=r > 0, other=0)
+        is_merged = (tl.load(d_counts + r) > 0) | (slots > 0)
+        is_merged = is_merged & (row >= tl.load(first_rows + r)) & (row < tl.load(work + r))
+        if not is_merged:
+            start = (tl.zeros([], tl.int64) + row) * WIDTH
+            for begin in range(0, WIDTH, BLOCK):
+                i = begin + column
+                x = tl.load(source + start + i, mask=i < WIDTH)
+                tl.store(o + start + i, x, mask=i < WIDTH)
 
 
 @triton.jit
@@ -35,8 +60,12 @@ def ragged_merge(
     v_scale,
     sinks,
     given,
+    cache_in,
     o,
+    cache,
     n,
+    rows,
+    cache_size,
     shares,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -50,7 +79,14 @@ def ragged_merge(
     PARTS: tl.constexpr,
     LINES: tl.constexpr,
     LANES: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
+    if cache_in is not None:
+        copy_if_elsewhere(cache_in, cache, cache_size, COPIED)
+    if is_elsewhere(given, o):
+        _copy_other_rows(
+            given, o, rows, d_counts, first_rows, work, n, HEADS * D, COPIED, LANES
+        )  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = KV_HEADS * CHUNKS
     LANE: tl.constexpr = ROWS // LINES

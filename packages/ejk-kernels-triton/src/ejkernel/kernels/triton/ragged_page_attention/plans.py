@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.plans import (
     SplitPlan,
     expected_parts,
-    facts,
+    kernel_params,
     parts_at_once,
     scale_of,
     sinks_of,
@@ -47,6 +48,7 @@ LINES = 32  # rows that a program sets to zero
 MERGED = 4  # rows of a tile that a warp merges
 MERGING = 16  # warps of a multiprocessor that merge, at least
 NEAR = 16 << 20  # bytes of keys and values that programs walk over together
+COPIED = 512  # elements that a warp copies at a time, 32 bytes of 16-bit numbers a thread
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class PrefillPlan(RaggedPlan):
         if given:
             # most calls leave few pieces
             programs = min(programs, target.cores * max(1, 8 // t.num_warps))
-        known = {**self.sizes, **facts(p, target), "LINES": LINES}
+        known = {**self.sizes, **kernel_params(p, target), "LINES": LINES}
         # float16 has not the range for what it carries along, wide heads not the registers
         known["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
         arguments = {
@@ -218,11 +220,15 @@ class PrefillPlan(RaggedPlan):
 
 @dataclass(frozen=True)
 class RaggedMergePlan(RaggedPlan):
-    """Parts of decoded rows and of tiles, and the prefill's o, which becomes the output."""
+    """Parts of decoded rows and of tiles, and the prefill's o, which becomes the output.
+
+    A call that writes its cache gets that as a result too.
+    """
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        p = self.problem.paged
-        return (struct(p.query, self.problem.rows, p.heads, p.dim),)
+        p, cache = self.problem.paged, self.shape("k")
+        o = struct(p.query, self.problem.rows, p.heads, p.dim)
+        return (o,) if cache is None else (o, struct(p.key, *cache))
 
     def launch(self, target: Target) -> Launch:
         from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import ragged_merge
@@ -230,6 +236,7 @@ class RaggedMergePlan(RaggedPlan):
         p, t = self.problem.paged, self.tiles
         names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts")
         shares = decode_shares(self.problem, t, self.target)
+        cache = self.operand("k", "int8" if BYTES[p.key] == 1 else None)
         columns = max(16, power_of_two(p.dim))
         parts, warps = parts_at_once(columns, expected_parts(shares, p.batch))
         lines = MERGED * warps
@@ -239,18 +246,23 @@ class RaggedMergePlan(RaggedPlan):
             "v_scale": scale_of(self, "v_scale"),
             "sinks": sinks_of(self),
             "given": self.operand("o"),
+            "cache_in": cache,
             "o": Out(0),
+            "cache": cache and Out(1, cache.view),
             "n": p.batch,
+            "rows": self.problem.rows,
+            "cache_size": math.prod(self.shape("k") or (0,)),
             "shares": shares,
             "TOKENS": p.tokens,
             "COLUMNS": columns,
             "PARTS": parts,
             "LINES": lines,
+            "COPIED": warps * COPIED,
         }
         pieces = p.batch * p.heads + self.fair * p.kv_heads * self.chunks * (t.rows // lines)
         # most calls have few cut tiles: programs for all would begin and end
         programs = min(pieces, target.cores * MERGING * (2 if warps > 1 else 1) // warps)
-        aliases = {self.names.index("o"): 0}
+        aliases = {self.names.index("o"): 0} | ({cache.index: 1} if cache else {})
         more: Any = {"known": self.sizes, "aliases": aliases}
         return Launch.of(ragged_merge, arguments, (programs,), warps, 1, **more)
 

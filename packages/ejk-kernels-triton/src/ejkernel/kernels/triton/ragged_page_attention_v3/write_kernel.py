@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from ejkernel.kernels.triton.common.in_place import is_elsewhere
 from ejkernel.kernels.triton.common.narrow import eight_bit_quotients, eight_bits
 
 
@@ -39,36 +40,16 @@ def _stored(
 
 
 @triton.jit
-def ragged_write(
-    keys,
-    values,
-    tables,
-    first_rows,
-    work,
-    facts,
-    k_scale,
-    v_scale,
-    given,
-    cache,
-    n,
-    max_pages,
-    pages,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    K_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
-    VERBATIM_K: tl.constexpr,
-    VERBATIM_V: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    head = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _write_rows(
+    block, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, n,
+    max_pages, pages,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, K_HEADS: tl.constexpr,
+    K_STEP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, VERBATIM_K: tl.constexpr,
+    VERBATIM_V: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes the keys and values of one head in one block of packed rows."""
+    row = block * BLOCK + tl.arange(0, BLOCK)
     here = (row >= tl.load(facts + 1)) & (row < tl.load(facts + 2))
     column = tl.arange(0, COLUMNS)
     # read before their places are known: whoever waits for one look-up after the other has them
@@ -99,3 +80,65 @@ def ragged_write(
     tl.store(target, x, mask=mask)
     x = _stored(new_values, v_scale, head, kind, KIND, VERBATIM_V, LARGEST, PTX)
     tl.store(target + K_STEP // 2, x, mask=mask)
+
+
+@triton.jit
+def _copy_head(source, cache, places, head, K_HEADS: tl.constexpr, K_STEP: tl.constexpr):
+    """Copies one combined head of every place of the cache."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(K_STEP)
+    ROWS: tl.constexpr = 8192 // WIDTH
+    column = tl.arange(0, WIDTH)[None, :]
+    for begin in range(0, places, ROWS):
+        place = (begin + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        at = (place * K_HEADS + head) * K_STEP + column
+        mask = (place < places) & (column < K_STEP)
+        tl.store(cache + at, tl.load(source + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def ragged_write(
+    keys,
+    values,
+    tables,
+    first_rows,
+    work,
+    facts,
+    k_scale,
+    v_scale,
+    given,
+    cache,
+    n,
+    rows,
+    max_pages,
+    pages,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    K_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    VERBATIM_K: tl.constexpr,
+    VERBATIM_V: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    stop = block + 1
+    if is_elsewhere(given, cache):
+        # A program per head copies and writes it all: no other program touches what is its own.
+        # Slow, and rare: XLA is kept from it where it is known to do it (``implementation``).
+        stop = tl.where(block == 0, tl.cdiv(rows, BLOCK), 0)
+        if block == 0:
+            for other in range(head, K_HEADS, KV_HEADS):
+                _copy_head(given, cache, pages * PAGE, other, K_HEADS, K_STEP)
+            tl.debug_barrier()
+    for b in range(block, stop):
+        _write_rows(
+            b, head, keys, values, tables, first_rows, work, facts, k_scale, v_scale, cache, n,
+            max_pages, pages, KV_HEADS, D, COLUMNS, K_HEADS, K_STEP, PAGE, BLOCK, LANES, KIND,
+            LARGEST, VERBATIM_K, VERBATIM_V, PTX,
+        )  # fmt: skip

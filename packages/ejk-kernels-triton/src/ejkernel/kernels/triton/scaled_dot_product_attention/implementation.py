@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class ScaledDotProductAttention(FlashAttention):
@@ -13,7 +14,8 @@ class ScaledDotProductAttention(FlashAttention):
     """
 
     call = calls.ScaledDotProductAttention
-    own_tiles = True
+    reads = arguments.ATTENTION | arguments.PACKED | {"bias"}
+    fixed_tiles = True
 
 
 scaled_dot_product_attention = ScaledDotProductAttention()

@@ -10,6 +10,8 @@ from ejkernel.kernels.xla._paged.layouts import Tables
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.types.arrays import at_most
 
+LEAST_SHARE = 16
+
 
 @dataclass(frozen=True)
 class Splits(Steps):
@@ -41,7 +43,11 @@ class GroupKernel(XlaKernel):
         return Groups()
 
 
-def split_count(table: Tables, *wanted: int | None) -> int:
-    """The first number of splits that is given, at most one token each; 1 without any."""
-    splits = next((n for n in wanted if n), 1)
-    return max(at_most(splits, table.capacity), 1)
+def split_count(table: Tables, requested: int | None, configured: int) -> int:
+    """Returns the number of splits: what the call requests, else what the config says.
+
+    The call may request one token each. A config gets ``LEAST_SHARE`` tokens each, because every
+    split of every row has a partial result in memory.
+    """
+    splits, least = (configured, LEAST_SHARE) if requested is None else (requested, 1)
+    return max(at_most(splits, -(-table.capacity // least)), 1)

@@ -18,6 +18,7 @@ from ejkernel.kernels.xla.blocksparse_attention.walk import Walk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import zeros
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class BlockSparseAttention(BlockwiseKernel):
@@ -30,6 +31,7 @@ class BlockSparseAttention(BlockwiseKernel):
     """
 
     call = calls.BlockSparseAttention
+    reads = arguments.FLASH | arguments.PATTERN | arguments.DROPOUT | {"bias"}
 
     def choose(self, problem: Any, target: Any) -> Passes:
         q = tile_of(problem.q_block_size, problem.query.shape[1])
@@ -39,7 +41,7 @@ class BlockSparseAttention(BlockwiseKernel):
     def fields(self, chosen: Passes) -> dict[str, Any]:
         return {}  # tiles that fit a pattern are no powers of two
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         q, k, v = (a[name] for name in ("query", "key", "value"))
         if 0 not in (*q.shape[:3], *k.shape[1:3]):
             return None

@@ -12,7 +12,8 @@ from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops import KernelNotSupported
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
-from ejkernel.types.combine import mask_of
+from ejkernel.types.calls import arguments
+from ejkernel.types.masks.combine import mask_of
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class CudnnKernel(XlaKernel):
     window if wanted. Raises KernelNotSupported, naming the argument, for everything else.
     """
 
+    # No bias: a row that -inf empties is NaN in cuDNN. No packed sequences: they need run-time
+    # lengths. No dropout: cuDNN draws other masks. No lse: cuDNN gives it in the output's dtype.
+    reads = arguments.ATTENTION
+
     def problem(self, a: Mapping[str, Any]) -> Problem:
         reason = reason_against(a)
         pattern = pattern_of(mask_of(a), a["query"].shape[1], a["key"].shape[1])
         return Problem(reason, pattern, a["softmax_scale"])
 
-    def refuse(self, problem: Problem, target: Any) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Any) -> str | None:
         return problem.reason
 
-    def refused(self, reason: str) -> Exception:
+    def unsupported_error(self, reason: str) -> Exception:
         return KernelNotSupported(
             algorithm=self.call.name,
             platform="cuda",
@@ -58,6 +63,7 @@ class CudnnKernel(XlaKernel):
 
 class FlashAttention(CudnnKernel):
     call = calls.FlashAttention
+    reads = arguments.ATTENTION | {"precision"}
 
 
 class ScaledDotProductAttention(CudnnKernel):

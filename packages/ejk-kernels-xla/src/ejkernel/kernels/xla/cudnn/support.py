@@ -10,19 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types import MaskInfo
-from ejkernel.types.combine import mask_of
-
-# Arguments that cuDNN's graph has no exact counterpart for: rows that a bias of -inf or a mask
-# empties are NaN there, and packed or segmented calls need run-time lengths.
-UNSUPPORTED = {
-    "bias": "a bias",
-    "cum_seqlens_q": "packed sequences",
-    "cum_seqlens_k": "packed sequences",
-    "softmax_aux": "attention sinks",
-    "attention_mask": "a dense mask",
-    "logits_soft_cap": "a soft cap",
-    "init_bias": "a bias",
-}
+from ejkernel.types.masks.combine import mask_of
 
 
 @dataclass(frozen=True)
@@ -77,19 +65,10 @@ def _shapes(q: Any, k: Any, v: Any) -> str | None:
 
 
 def reason_against(arguments: Mapping[str, Any]) -> str | None:
-    """Why cuDNN cannot do the call, from static facts; None if it can."""
-    for name, what in UNSUPPORTED.items():
-        if arguments.get(name) is not None:
-            return f"{name}: cuDNN takes no {what.removeprefix('a ')}"
-    if arguments.get("dropout_prob"):
-        return "dropout_prob: cuDNN draws other dropout masks"
-    if arguments.get("return_lse"):
-        return "return_lse: cuDNN gives lse in the output dtype only"
+    """Why cuDNN cannot do the call, from static properties; None if it can."""
     precision = arguments.get("precision")
     if precision is not None and str(precision).lower() not in ("default", "precision.default"):
         return f"precision: cuDNN has the default only, got {precision}"
-    if jnp.dtype(arguments.get("logits_dtype", jnp.float32)) == jnp.float64:
-        return "logits_dtype: cuDNN has float32 logits only"
     scale = arguments.get("softmax_scale")
     if scale is not None and not scale > 0:
         return f"softmax_scale: cuDNN needs it greater than 0, got {scale}"

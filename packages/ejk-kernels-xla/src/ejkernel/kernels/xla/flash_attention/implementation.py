@@ -11,7 +11,8 @@ from ejkernel.kernels.xla._common.blockwise_kernel import BlockwiseKernel
 from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
-from ejkernel.types.combine import mask_of
+from ejkernel.types.calls import arguments
+from ejkernel.types.masks.combine import mask_of
 
 
 class FlashAttention(BlockwiseKernel):
@@ -23,12 +24,18 @@ class FlashAttention(BlockwiseKernel):
     """
 
     call = calls.FlashAttention
+    reads = (
+        arguments.FLASH
+        | arguments.PACKED
+        | arguments.DROPOUT
+        | {"bias", "precision", "logits_dtype"}
+    )
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, cumulative lengths joined with the mask."""
         packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
-        arrays = {name: x for name, x in self.call.given(a).items() if name not in packed}
+        arrays = {name: x for name, x in self.call.array_arguments(a).items() if name not in packed}
         return {**arrays, "mask_info": mask}
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:

@@ -16,6 +16,7 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_eight_bit, result_dtype
+from ejkernel.types.calls import arguments
 
 
 class GroupedMatmul(XlaKernel):
@@ -28,6 +29,7 @@ class GroupedMatmul(XlaKernel):
     """
 
     call = calls.GroupedMatmul
+    reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision", "rhs_scale"}
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return row_tile(problem.lhs.shape[0], problem.rhs.shape[0])

@@ -20,7 +20,8 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.softmax import named_out
+from ejkernel.types.attention.softmax import name_output
+from ejkernel.types.calls import arguments
 
 GATES = ("g", "g_gamma", "gk", "gv")
 
@@ -67,7 +68,7 @@ class LinearKernel(XlaKernel):
         else:
             chunk = work.tiles.time_tile
             o, states = _in_chunks(rows, states, cu, chunk=chunk, reverse=p.reverse)
-        return (named_out(o.astype(dtype)), states), ()
+        return (name_output(o.astype(dtype)), states), ()
 
 
 class RecurrentAttention(LinearKernel):
@@ -80,6 +81,7 @@ class RecurrentAttention(LinearKernel):
     """
 
     call = calls.RecurrentAttention
+    reads = arguments.RECURRENCE | {"g", "g_gamma", "gk", "gv"}
 
 
 class GLAttention(LinearKernel):
@@ -90,6 +92,7 @@ class GLAttention(LinearKernel):
     """
 
     call = calls.GLAttention
+    reads = arguments.RECURRENCE | {"g", "g_gamma"}
 
 
 class LightningAttention(LinearKernel):
@@ -102,6 +105,7 @@ class LightningAttention(LinearKernel):
     """
 
     call = calls.LightningAttention
+    reads = arguments.RECURRENCE | {"layer_idx", "num_layers"}
 
     def gates(self, problem: Any, arrays: Arrays) -> Arrays:
         decay = slopes(problem.query.shape[2], problem.layer_idx, problem.num_layers)

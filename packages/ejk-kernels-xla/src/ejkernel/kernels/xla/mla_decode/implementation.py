@@ -16,6 +16,7 @@ from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
 from ejkernel.kernels.xla._paged.layouts import LatentPages, Tables
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class MLADecode(SplitKernel):
@@ -26,6 +27,11 @@ class MLADecode(SplitKernel):
     """
 
     call = calls.MLADecode
+    reads = (
+        arguments.PAGES
+        | arguments.DECODE_OPTIONS
+        | {"query", "latent_cache", "latent_dim", "k_scale", "num_splits", "return_lse"}
+    )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, query = work.problem, arrays["query"]

@@ -13,7 +13,7 @@ from jax import lax
 
 from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types.arrays import at_most, result_dtype, size_of
-from ejkernel.types.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import Blocks
 
 # logits of one tile, in elements: a few megabytes
 TILE_ELEMENTS = 1 << 20

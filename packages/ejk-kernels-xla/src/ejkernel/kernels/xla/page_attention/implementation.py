@@ -16,6 +16,7 @@ from ejkernel.kernels.xla._paged.kernel import SplitKernel, split_count
 from ejkernel.kernels.xla._paged.layouts import SplitPages, Tables
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 
 class PageAttention(SplitKernel):
@@ -26,6 +27,12 @@ class PageAttention(SplitKernel):
     """
 
     call = calls.PageAttention
+    reads = (
+        arguments.PAGES
+        | arguments.DECODE_OPTIONS
+        | arguments.CACHE_SCALES
+        | {"query", "key_cache", "value_cache", "num_splits"}
+    )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, query = work.problem, arrays["query"]

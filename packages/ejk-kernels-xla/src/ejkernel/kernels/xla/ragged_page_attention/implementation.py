@@ -12,6 +12,7 @@ from ejkernel.kernels.xla._paged.kernel import GroupKernel
 from ejkernel.kernels.xla._paged.ragged import Sequences, attend_ragged
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.calls import arguments
 
 PAGES = ("kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs")
 
@@ -24,6 +25,7 @@ class RaggedPageAttention(GroupKernel):
     """
 
     call = calls.RaggedPageAttention
+    reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem

@@ -10,6 +10,7 @@ from ejkernel.kernels.xla.ragged_page_attention_v3.write import write, write_slo
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
+from ejkernel.types.calls import arguments
 
 
 class RaggedPageAttentionv3(GroupKernel):
@@ -21,6 +22,9 @@ class RaggedPageAttentionv3(GroupKernel):
     """
 
     call = calls.RaggedPageAttentionv3
+    reads = (
+        arguments.RAGGED_UPDATE | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES | {"q_scale"}
+    )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         q, keys, values, cache = (arrays[n] for n in ("queries", "keys", "values", "kv_cache"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from ejkernel.kernels.pallas.gpu.common.chip import current_chip
 from ejkernel.kernels.pallas.kernel import PallasKernel
@@ -18,14 +18,10 @@ class BesideTriton(PallasKernel):
 
     That one is found through the registry, since this package does not depend on it. It says what
     a call is and does it; its tiles, as ``choose`` returns them here, name what takes part of it
-    over.
-
-    Attributes:
-        unsupported: arguments whose being given refuses a call.
+    over. An argument is read only if both kernels read it.
     """
 
     chip = staticmethod(current_chip)
-    unsupported: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def rest(self) -> Any:
@@ -36,11 +32,11 @@ class BesideTriton(PallasKernel):
         """
         return kernel_registry.get(self.call.name, "triton")
 
-    def missing(self) -> str | None:
-        reason = super().missing()
+    def unavailable_reason(self) -> str | None:
+        reason = super().unavailable_reason()
         if reason is None:
             try:
-                reason = self.rest.missing()
+                reason = self.rest.unavailable_reason()
             except (KernelNotFound, KernelNotSupported) as error:
                 reason = f"part of the work is done by the Triton kernels: {error}"
         return reason
@@ -48,23 +44,23 @@ class BesideTriton(PallasKernel):
     def target(self) -> Any:
         return self.rest.target()
 
+    def unread_argument(self, a: Mapping[str, Any]) -> str | None:
+        return super().unread_argument(a) or self.rest.unread_argument(a)
+
     def problem(self, a: Mapping[str, Any]) -> Any:
-        for name in self.unsupported:
-            if a.get(name) is not None:
-                raise self.call.Unsupported(f"{name}: not supported")
         return self.rest.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.rest.operands(a, problem)
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        return self.rest.without_work(a, problem)
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        return self.rest.empty_outputs(a, problem)
 
-    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
-        return self.rest.near(problem, target, chosen)
+    def neighbours(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        return self.rest.neighbours(problem, target, chosen)
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        return self.rest.honour(chosen, cfg, problem, target)
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        return self.rest.apply_config(chosen, cfg, problem, target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         return self.rest.forward(work, arrays)

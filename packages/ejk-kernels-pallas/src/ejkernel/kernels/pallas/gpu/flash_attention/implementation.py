@@ -7,7 +7,7 @@ recomputed tile by tile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,14 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order, with_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
-from ejkernel.types.latent import FromLatent
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
+from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import arguments
 
 DTYPES = ("float16", "bfloat16")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -46,18 +48,23 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """
 
     call = calls.FlashAttention
+    reads = arguments.FLASH | arguments.PACKED | {"precision"}
     chip = staticmethod(current_chip)
-    takes_warpgroups = True
+    reads_warpgroups = True
     choose = staticmethod(tiles.choose)
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
+    def problem(self, a: Mapping[str, Any]) -> Problem:
+        problem = super().problem(a)
+        # matrix instructions have one precision, which is what every level means with 16 bits
+        if precision_level(a.get("precision"), problem.dtype) is None:
+            raise self.call.Unsupported(NO_LEVEL)
+        return problem
+
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules
         allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
         lacking = {
             f"query: {dtype} is not supported, only {' and '.join(DTYPES)}": dtype not in DTYPES,
-            "logits_dtype: float64 is not supported": problem.logits_dtype == "float64",
-            "bias: not supported": problem.biased,
-            "dropout_prob: dropout is not supported": problem.dropout > 0.0,
             f"query: head dim {d} with value dim {dv} is not among {allowed}": (d, dv) not in DIMS,
             "attention_mask: a dense mask is not supported": "mask" in rules.names,
             "mask_info: given positions are not supported": "q_positions" in rules.names,
@@ -65,11 +72,13 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Behind the kernels for every GPU where those are faster."""
-        return preference.priority(self.facts(inv)[0])
+        return preference.priority(self.problem_of(call))
 
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+    def neighbours(
+        self, problem: Problem, target: Chip, chosen: FlashTiles
+    ) -> Iterable[FlashTiles]:
         for given in (
             {"q_blocksize": 128},
             {"kv_blocksize": 128},
@@ -77,9 +86,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             {"num_stages": chosen.fwd.stages + 1},
         ):
             with contextlib.suppress(ConfigError):  # it does not fit
-                yield chosen.honouring({"fwd_params": given}, problem, target)
+                yield chosen.apply_config({"fwd_params": given}, problem, target)
 
-    def known(self, work: Work, arrays: Arrays) -> Arrays:
+    def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         pattern, mask = arrays.get("pattern"), arrays["mask"]
         if not isinstance(pattern, np.ndarray):
             return arrays
@@ -139,7 +148,8 @@ class ScaledDotProductAttention(FlashAttention):
     """
 
     call = calls.ScaledDotProductAttention
-    own_tiles = True
+    reads = arguments.ATTENTION | arguments.PACKED
+    fixed_tiles = True
 
 
 class FlashMLA(FromLatent, FlashAttention):
@@ -151,6 +161,9 @@ class FlashMLA(FromLatent, FlashAttention):
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
+
+    call = calls.FlashMLA
+    reads = arguments.FLASH_MLA
 
 
 flash_attention = FlashAttention()

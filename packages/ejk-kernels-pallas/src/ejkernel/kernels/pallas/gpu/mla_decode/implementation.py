@@ -21,8 +21,10 @@ from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, Steps
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import calls
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
+from ejkernel.types.calls import arguments
 
 DTYPES = ("float16", "bfloat16")
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")  # of caches beside those
@@ -89,11 +91,18 @@ class MLADecode(BesideTriton):
     """
 
     call = calls.MLADecode
-    own_tiles = True
-    unsupported = ("softmax_aux",)
+    reads = arguments.PAGES | {
+        "query",
+        "latent_cache",
+        "latent_dim",
+        "softmax_scale",
+        "k_scale",
+        "return_lse",
+    }
+    fixed_tiles = True
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.query not in DTYPES or p.key not in (p.query, *KINDS):
@@ -107,22 +116,17 @@ class MLADecode(BesideTriton):
             return f"query: {p.heads} heads are no multiple of {ROWS}"
         if p.page_size < 8 or p.page_size & (p.page_size - 1):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
-        for name, value in (
-            ("sliding_window", p.left), ("logits_soft_cap", p.soft_cap), ("num_splits", p.splits),
-        ):  # fmt: skip
-            if value is not None:
-                return f"{name}: not supported"
         return None
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where there is enough to read."""
-        p = self.facts(inv)[0]
+        p = self.problem_of(call)
         return 110 if p.batch * p.capacity >= ENOUGH else 90
 
     def choose(self, problem: Any, target: Any) -> Any:
         return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores))
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return chosen
 
 

@@ -25,9 +25,10 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
-from ejkernel.types.hidden import cleared, seen_keys
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
+from ejkernel.types.attention.mixins import SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import arguments
+from ejkernel.types.masks.hidden import cleared, seen_keys
 
 DTYPES = ("bfloat16", "float32")
 MAX_DIM = 256
@@ -44,6 +45,8 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     """
 
     call = calls.FlashAttention
+    reads = arguments.FLASH | arguments.PACKED | {"precision"}
+    # no bias: a [q, k] bias would be read once a head, which costs more than the matmuls
     chip = staticmethod(current_chip)
     choose = staticmethod(tiles.choose)
 
@@ -54,23 +57,19 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
         return p
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
             return f"query: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
-        if problem.logits_dtype == "float64":
-            return "logits_dtype: float64 is not supported"
         for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
             if not 0 < dim <= MAX_DIM:
                 return f"{argument}: head dim {dim} is not between 1 and {MAX_DIM}"
         if not problem.precision:
             return NO_LEVEL
-        if problem.biased:
-            return "bias: a [q, k] bias would be read once a head, which costs more than products"
-        if problem.dropout:
-            return "dropout_prob: dropout is not supported"
         return None
 
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+    def neighbours(
+        self, problem: Problem, target: Chip, chosen: FlashTiles
+    ) -> Iterable[FlashTiles]:
         for part in ("fwd", "dkv", "dq"):
             for tile in tiles.neighbours(getattr(chosen, part)):
                 yield replace(chosen, **{part: tile})
@@ -109,7 +108,7 @@ def _prepare(
     p = work.problem
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
     found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
-    layout = Layout(p, tiles, rules, work.target, *found.facts)
+    layout = Layout(p, tiles, rules, work.target, *found.static_flags)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()

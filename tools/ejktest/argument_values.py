@@ -1,0 +1,241 @@
+"""For every argument of every operation a call that gives it and the same call without it.
+
+The calls are made of shapes that the kernels for every device take. They are traced, never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types import MaskInfo
+from ejktest.dependence import is_array
+
+Struct = jax.ShapeDtypeStruct
+TOKENS = 256
+Q_LATENT = 576
+F16_SUMS = jax.lax.DotAlgorithm(np.float16, np.float16, np.float16)
+IN_FLOAT64 = frozenset({"logits_dtype", "softmax_dtype"})
+"""Arguments whose other values are legal under ``jax_enable_x64`` only."""
+
+
+def bf16(*shape: int) -> Struct:
+    return Struct(shape, jnp.bfloat16)
+
+
+def f32(*shape: int) -> Struct:
+    return Struct(shape, jnp.float32)
+
+
+def i32(*shape: int) -> Struct:
+    return Struct(shape, jnp.int32)
+
+
+def boolean(*shape: int) -> Struct:
+    return Struct(shape, jnp.bool_)
+
+
+def _qkv(tokens: int = TOKENS, heads: int = 2, dim: int = 64, kv_heads: int = 2) -> dict[str, Any]:
+    keys = bf16(1, tokens, kv_heads, dim)
+    return {"query": bf16(1, tokens, heads, dim), "key": keys, "value": keys}
+
+
+def _ragged() -> dict[str, Any]:
+    return {
+        "queries": bf16(2048, 32, 128),
+        "block_tables": i32(2, 128),
+        "query_start_loc": i32(3),
+    }
+
+
+_LINEAR = _qkv(128, 2, 16)
+_NATIVE_SPARSE = _qkv(128, 16, 64, 1)
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "attention": _qkv(),
+    "blocksparse_attention": _qkv(),
+    "flash_attention": _qkv(),
+    "gla_attention": _LINEAR,
+    "grouped_matmul": {"lhs": bf16(256, 256), "rhs": bf16(4, 256, 256), "group_sizes": i32(4)},
+    "lightning_attention": {**_LINEAR, "layer_idx": 1, "num_layers": 4},
+    "mean_pooling": {"x": bf16(2, 128, 16)},
+    "mla_attention": {
+        "query": bf16(1, TOKENS, 2, 64),
+        "key_value": bf16(1, TOKENS, 32),
+        "w_kc": bf16(32, 2, 32),
+        "w_vc": bf16(32, 2, 64),
+        "b_k": bf16(1, TOKENS, 32),
+    },
+    "mla_decode": {
+        "query": bf16(2, 64, Q_LATENT),
+        "latent_cache": bf16(8, 64, Q_LATENT),
+        "context_lens": i32(2),
+        "block_tables": i32(2, 4),
+    },
+    "native_sparse_attention": _NATIVE_SPARSE,
+    "page_attention": {
+        "query": bf16(2, 4, 64),
+        "key_cache": bf16(8, 16, 2, 64),
+        "value_cache": bf16(8, 16, 2, 64),
+        "context_lens": i32(2),
+        "block_tables": i32(2, 4),
+    },
+    "ragged_decode_attention": {
+        **_qkv(),
+        "query": bf16(1, 2, 64),
+        "sequence_start": i32(1),
+        "sequence_end": i32(1),
+    },
+    "ragged_page_attention": {
+        **_ragged(),
+        "kv_pages": bf16(256, 16, 16, 128),
+        "context_lens": i32(2),
+        "num_seqs": i32(),
+    },
+    "ragged_page_attention_v3": {
+        **_ragged(),
+        "keys": bf16(2048, 8, 128),
+        "values": bf16(2048, 8, 128),
+        "kv_cache": bf16(256, 16, 16, 128),
+        "kv_lens": i32(2),
+        "distribution": i32(3),
+    },
+    "recurrent_attention": _LINEAR,
+    "ring_attention": {**_qkv(), "axis_name": "ring"},
+    "scaled_dot_product_attention": _qkv(),
+}
+
+_PATTERN = {"block_mask": boolean(1, 1, 2, 2)}
+_DROPOUT = {"dropout_prob": 0.3, "dropout_seed": i32()}
+_RANDOM = {"dropout_prob": 0.3, "dropout_rng": Struct((2,), jnp.uint32), "deterministic": False}
+_COUNTS = {"block_counts": i32(1, 128, 1), "block_size": 16}
+_FLOAT32 = {n: Struct(x.shape, jnp.float32) for n, x in _qkv().items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A value of an argument, and other arguments that both calls have."""
+
+    value: Any
+    others: Mapping[str, Any]
+
+
+def _of_every_operation() -> dict[str, list[Case]]:
+    def alone(**values: Any) -> dict[str, list[Case]]:
+        return {name: [Case(value, {})] for name, value in values.items()}
+
+    masks = alone(
+        mask_info=MaskInfo(causal=True),
+        attention_mask=boolean(1, TOKENS),
+        causal=True,
+        sliding_window=(4, 4),
+        bias=bf16(1, 2, TOKENS, TOKENS),
+        init_bias=lambda: jnp.zeros((1, 2, TOKENS, TOKENS)),
+        chunk_size=16,
+        block_mask=_PATTERN["block_mask"],
+        mask_builder=lambda q_len, kv_len, heads: np.eye(2, dtype=bool),
+        cum_seqlens_q=i32(3),
+        cu_seqlens=i32(3),
+        q_segment_ids=i32(1, TOKENS),
+    ) | {
+        "causal_offset": [Case(1, {"causal": True})],
+        "cum_seqlens_k": [Case(i32(3), {"cum_seqlens_q": i32(3)})],
+        "kv_segment_ids": [Case(i32(1, TOKENS), {"q_segment_ids": i32(1, TOKENS)})],
+        "q_block_size": [Case(192, _PATTERN)],
+        "kv_block_size": [Case(192, _PATTERN)],
+        "layout": [Case("zigzag", {"causal": True})],
+    }
+    logits = alone(
+        softmax_aux=f32(3),
+        softmax_scale=0.3,
+        logits_soft_cap=5.0,
+        return_lse=True,
+        dtype=jnp.float32,
+        softmax_dtype=jnp.float64,
+        logits_dtype=jnp.float64,
+    ) | {
+        # an algorithm is refused by kernels for which levels mean nothing with 16 bits
+        "precision": [Case("highest", _FLOAT32), Case(F16_SUMS, {})],
+        "dropout_prob": [Case(0.3, {"dropout_seed": i32()})],
+        "dropout_seed": [Case(i32(), {"dropout_prob": 0.3})],
+        "dropout_rng": [Case(_RANDOM["dropout_rng"], _RANDOM)],
+        "deterministic": [Case(False, _RANDOM)],
+    }
+    caches = alone(k_scale=f32(), v_scale=f32(), q_scale=f32(), num_splits=3, latent_dim=500)
+    recurrences = alone(
+        g=f32(1, 128, 2, 16),
+        g_gamma=f32(2),
+        gk=f32(1, 128, 2, 16),
+        gv=f32(1, 128, 2, 16),
+        initial_state=f32(1, 2, 16, 16),
+        reverse=True,
+        return_state=True,
+        layer_idx=2,
+        num_layers=8,
+    )
+    sparse = alone(
+        g_cmp=bf16(1, 128, 16),
+        g_slc=bf16(1, 128, 16),
+        block_indices=i32(1, 128, 1, 2),
+        block_size=32,
+    ) | {
+        "g_swa": [Case(bf16(1, 128, 16), {"sliding_window": 4})],
+        "block_counts": [Case(2, {"block_size": 16})],
+        "max_block_count": [Case(2, _COUNTS)],
+    }
+    products = alone(
+        group_offset=i32(),
+        existing_out=bf16(256, 256),
+        preferred_element_type=jnp.float32,
+        transpose_rhs=True,
+    ) | {"rhs_scale": [Case(f32(4), {"rhs": Struct((4, 256, 256), jnp.int8)})]}
+    return masks | logits | caches | recurrences | sparse | products | alone(axis_name="other")
+
+
+_VALUES = _of_every_operation()
+_OF_OPERATION: dict[tuple[str, str], list[Case]] = {
+    # in a packed call the rules of the mask are joined with the lengths, by the kernel
+    **{
+        (operation, name): [Case(value, {}), Case(value, {lengths: i32(3)})]
+        for operation, lengths in (
+            ("flash_attention", "cum_seqlens_q"),
+            ("scaled_dot_product_attention", "cum_seqlens_q"),
+            ("mla_attention", "cu_seqlens"),
+        )
+        for name, value in (("causal", True), ("sliding_window", (4, 4)))
+    },
+    ("mla_attention", "b_q"): [
+        Case(bf16(1, TOKENS, 2 * 16), {"query": bf16(1, TOKENS, 2, 32)}),
+    ],
+    ("attention", "dropout_prob"): [
+        Case(0.3, {name: x for name, x in _RANDOM.items() if name != "dropout_prob"})
+    ],
+    ("attention", "precision"): [Case("highest", {})],
+    ("grouped_matmul", "precision"): [
+        Case("highest", {"lhs": f32(256, 256), "rhs": f32(4, 256, 256)}),
+        Case(F16_SUMS, {}),
+    ],
+    ("mean_pooling", "attention_mask"): [Case(boolean(2, 128), {})],
+    ("ring_attention", "bias"): [Case(bf16(1, 2, TOKENS, 2 * TOKENS), {})],
+    ("mean_pooling", "cu_seqlens"): [Case(i32(3), {"x": bf16(128, 16)})],
+}
+
+
+def calls_with(operation: str, name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yields the arguments of a call that gives the argument ``name``, and of one without it.
+
+    Of a required argument the second call has the usual value.
+    """
+    required = REQUIRED[operation]
+    usual = [Case(required[name], {})] if is_array(required.get(name)) else []
+    for case in usual or _OF_OPERATION.get((operation, name)) or _VALUES[name]:
+        call = required | dict(case.others)
+        without = {n: x for n, x in call.items() if n != name}
+        if name in required:
+            without[name] = required[name]
+        yield call | {name: case.value}, without
