@@ -18,7 +18,6 @@ candidate gave other values, or what ships did not run; 2: nothing to sweep.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import itertools
 import sys
@@ -165,7 +164,8 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
-        fixed: Any = copy.copy(kernel)  # a second kernel, whose choice is fixed
+        fixed: Any = object.__new__(type(kernel))  # copy.copy gives the kernel itself
+        fixed.__dict__.update(kernel.__dict__)
         fixed.choose = lambda problem, target: tiles
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)

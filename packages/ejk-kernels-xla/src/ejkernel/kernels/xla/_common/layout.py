@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def reorder(x: jax.Array, *axes: int) -> jax.Array:
 
     XLA gives a transposed axis of size 1 a layout of its own and then copies to undo it.
     """
-    shape = [x.shape[a] for a in axes]
+    shape = list(map(x.shape.__getitem__, axes))
     moved = [a for a in axes if x.shape[a] != 1]
     kept = sorted(moved)
     if moved != kept:
@@ -61,11 +62,11 @@ class Layout:
         bq, bk = fit_block(block_q, q_len), fit_block(block_kv, kv_len)
         return cls(b, q_len, kv_len, hk, h // hk if hk else 0, bq, bk)
 
-    @property
+    @cached_property
     def nq(self) -> int:
         return cdiv(self.q_len, self.block_q)
 
-    @property
+    @cached_property
     def nk(self) -> int:
         return cdiv(self.kv_len, self.block_kv)
 
