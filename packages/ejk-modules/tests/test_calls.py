@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 
-from ejkernel.modules import _op
 from ejkernel.modules._table import OPERATIONS, operation_class
 from ejkernel.types.calls.signature import TAIL
 from ejkernel.types.calls.words import forms
@@ -31,12 +30,13 @@ def test_a_public_function_has_the_signature_of_its_call(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_public_function_hands_on_every_argument(name, monkeypatch):
     operation = operation_class(name)
+    module = inspect.getmodule(operation.function)
     handed = {}
 
     def executor(kernel, **arguments):
         handed[type(kernel)] = arguments
 
-    monkeypatch.setattr(_op, "get_default_executor", lambda: executor)
+    monkeypatch.setattr(module, "get_default_executor", lambda: executor)
     given = {p: object() for p in inspect.signature(operation.function).parameters}
     operation.function(**given)
     assert handed == {operation: given}

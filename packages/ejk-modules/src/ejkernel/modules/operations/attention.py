@@ -8,8 +8,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import AttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F
 
@@ -72,7 +73,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return Attention.execute(locals())
+    return get_default_executor()(Attention.shared(), **flatten(locals()))
 
 
 class Attention(Operation[AttentionConfig]):

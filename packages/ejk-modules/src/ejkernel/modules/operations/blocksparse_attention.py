@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import BlockSparseAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key
 
@@ -74,7 +75,7 @@ def blocksparse_attention(
     Source: Child et al. 2019, "Sparse Transformers" (arXiv 1904.10509); Dao et al. 2022
     (arXiv 2205.14135), section 3.3.
     """
-    return BlockSparseAttention.execute(locals())
+    return get_default_executor()(BlockSparseAttention.shared(), **flatten(locals()))
 
 
 class BlockSparseAttention(Operation[BlockSparseAttentionConfig]):

@@ -9,8 +9,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import FlashAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
@@ -108,7 +109,7 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention" (arXiv 2205.14135), algorithms 1 and 4; Dao 2023
     (arXiv 2307.08691), section 3.1; sinks: Xiao et al. 2023 (arXiv 2309.17453).
     """
-    return FlashAttention.execute(locals())
+    return get_default_executor()(FlashAttention.shared(), **flatten(locals()))
 
 
 class FlashAttention(Operation[FlashAttentionConfig]):

@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import GLAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -62,7 +63,7 @@ def gla_attention(
 
     Source: Yang et al. 2023, "Gated Linear Attention" (arXiv 2312.06635), section 4.
     """
-    return GLAttention.execute(locals())
+    return get_default_executor()(GLAttention.shared(), **flatten(locals()))
 
 
 class GLAttention(Operation[GLAttentionConfig]):

@@ -8,8 +8,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import GroupedMatmulConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I, Weights
 
@@ -73,7 +74,7 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
-    return GroupedMatmul.execute(locals())
+    return get_default_executor()(GroupedMatmul.shared(), **flatten(locals()))
 
 
 class GroupedMatmul(Operation[GroupedMatmulConfig]):

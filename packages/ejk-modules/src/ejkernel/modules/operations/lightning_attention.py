@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import LightningAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Arguments, Operation, flatten
 from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
 from ejkernel.ops.core.invocation import BoundCall
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.ops.implementation import Resolved
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
@@ -63,7 +64,7 @@ def lightning_attention(
 
     Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
     """
-    return LightningAttention.execute(locals())
+    return get_default_executor()(LightningAttention.shared(), **flatten(locals()))
 
 
 class _LayerOfShard(int):

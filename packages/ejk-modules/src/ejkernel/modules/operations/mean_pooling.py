@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import MeanPoolingConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, Flags, I
 
@@ -58,7 +59,7 @@ def mean_pooling(
 
     Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
     """
-    return MeanPooling.execute(locals())
+    return get_default_executor()(MeanPooling.shared(), **flatten(locals()))
 
 
 class MeanPooling(Operation[MeanPoolingConfig]):

@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import FlashMLAConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
@@ -76,7 +77,7 @@ def mla_attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
     """
-    return FlashMLA.execute(locals())
+    return get_default_executor()(FlashMLA.shared(), **flatten(locals()))
 
 
 class FlashMLA(Operation[FlashMLAConfig]):

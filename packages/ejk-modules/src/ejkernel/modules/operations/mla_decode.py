@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import MLADecodeConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -68,7 +69,7 @@ def mla_decode(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.2.
     """
-    return MLADecode.execute(locals())
+    return get_default_executor()(MLADecode.shared(), **flatten(locals()))
 
 
 class MLADecode(Operation[MLADecodeConfig]):

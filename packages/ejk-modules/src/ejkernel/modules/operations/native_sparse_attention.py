@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import NativeSparseAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -76,7 +77,7 @@ def native_sparse_attention(
 
     Source: Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089), section 3.
     """
-    return NativeSparseAttention.execute(locals())
+    return get_default_executor()(NativeSparseAttention.shared(), **flatten(locals()))
 
 
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):

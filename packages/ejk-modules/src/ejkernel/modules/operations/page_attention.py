@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import PageAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -72,7 +73,7 @@ def page_attention(
 
     Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), section 4.1.
     """
-    return PageAttention.execute(locals())
+    return get_default_executor()(PageAttention.shared(), **flatten(locals()))
 
 
 class PageAttention(Operation[PageAttentionConfig]):

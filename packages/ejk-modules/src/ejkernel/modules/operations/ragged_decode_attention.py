@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RaggedDecodeAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -57,7 +58,7 @@ def ragged_decode_attention(
 
     Source: the decode case of Dao et al. 2022 (arXiv 2205.14135) with per-row bounds.
     """
-    return RaggedDecodeAttention.execute(locals())
+    return get_default_executor()(RaggedDecodeAttention.shared(), **flatten(locals()))
 
 
 class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):

@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RaggedPageAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -66,7 +67,7 @@ def ragged_page_attention(
     Source: Kwon et al. 2023 (arXiv 2309.06180); the packed layout of Ragged Paged Attention,
     arXiv 2604.15464.
     """
-    return RaggedPageAttention.execute(locals())
+    return get_default_executor()(RaggedPageAttention.shared(), **flatten(locals()))
 
 
 class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):

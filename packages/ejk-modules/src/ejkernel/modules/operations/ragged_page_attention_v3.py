@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RaggedPageAttentionv3Config
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, Cache, F, I
 
@@ -78,7 +79,7 @@ def ragged_page_attention_v3(
 
     Source: Ragged Paged Attention, arXiv 2604.15464.
     """
-    return RaggedPageAttentionv3.execute(locals())
+    return get_default_executor()(RaggedPageAttentionv3.shared(), **flatten(locals()))
 
 
 class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):

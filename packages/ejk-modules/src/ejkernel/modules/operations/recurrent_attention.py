@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RecurrentAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
 from ejkernel.types.calls.words import Array, F, I
 
@@ -72,7 +73,7 @@ def recurrent_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; Yang et al. 2023, "Gated
     Linear Attention" (arXiv 2312.06635), section 3.
     """
-    return RecurrentAttention.execute(locals())
+    return get_default_executor()(RecurrentAttention.shared(), **flatten(locals()))
 
 
 class RecurrentAttention(Operation[RecurrentAttentionConfig]):

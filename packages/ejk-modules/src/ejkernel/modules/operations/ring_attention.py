@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._distribute import LocalCall, distribute
-from ejkernel.modules._op import Operation, own_errors
+from ejkernel.modules._op import Operation, flatten, own_errors
 from ejkernel.modules._specs import explicit_mesh
 from ejkernel.modules.compat import ambient_mesh, explicit_axes
 from ejkernel.ops import InvalidArgument, Platform, Support
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
 from ejkernel.types.calls.words import Array, F, I, Key, given
@@ -94,7 +95,7 @@ def ring_attention(
     Source: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), algorithm 1; zigzag order:
     Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), and its two-chunk variant.
     """
-    return RingAttention.execute(locals())
+    return get_default_executor()(RingAttention.shared(), **flatten(locals()))
 
 
 class RingAttention(Operation[RingAttentionConfig]):
@@ -115,7 +116,7 @@ class RingAttention(Operation[RingAttentionConfig]):
         """
         a = self.spec.boundary.by_name(args, kwargs)
         axis, (mesh, in_specs, out_specs) = a["axis_name"], placement
-        with own_errors:
+        with own_errors():
             if axis_is_bound(axis):
                 named = zip(("mesh", "in_specs", "out_specs"), placement, strict=True)
                 extra = [name for name, value in named if value is not None]

@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
+from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
 
@@ -59,7 +60,7 @@ def scaled_dot_product_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return ScaledDotProductAttention.execute(locals())
+    return get_default_executor()(ScaledDotProductAttention.shared(), **flatten(locals()))
 
 
 class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):
