@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self, cast
@@ -40,7 +40,7 @@ def flatten(parameters: Arguments) -> Arguments:
 
 
 @contextmanager
-def own_errors() -> Iterator[None]:
+def own_errors() -> Generator[None]:
     """Raises errors of ejk-types about an argument as the framework's class of the same name."""
     try:
         yield
