@@ -90,7 +90,7 @@ FAULTS = (
     ),
     Fault(
         "value gate forgotten", f"{XLA}/linear_attention/chunk.py",
-        "return o + _times_exp(q @ start, value and value.since)", "return o + q @ start",
+        "return o + times_exp(q @ start, value and value.since)", "return o + q @ start",
         f"{XLA_TESTS}/test_linear_attention.py",
     ),
     Fault(
