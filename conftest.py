@@ -85,6 +85,22 @@ def compile_quickly():
         add_xla_flag("--xla_cpu_use_fusion_emitters", "false")  # later ones have no other emitters
 
 
+def keep_programs_of_one_device():
+    """XLA's CPU programs for several devices must not be kept: once read from the disk, a device
+    no longer waits for the order of collectives, and they deadlock or mix their arrays."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    from jax._src import compilation_cache as cache
+
+    write = cache.put_executable_and_time
+
+    def write_of_one_device(key, module, executable, *others):
+        if len(executable.local_devices()) == 1:
+            write(key, module, executable, *others)
+
+    cache.put_executable_and_time = write_of_one_device
+
+
 def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a shell starts what runs in its background so, and tests of Ctrl-C would wait for ever
@@ -94,6 +110,7 @@ def pytest_configure(config):
     if config.getoption("--strict-promotion"):
         # read by JAX when it is imported, in this process and in those that tests start
         os.environ.update(JAX_NUMPY_RANK_PROMOTION="raise", JAX_NUMPY_DTYPE_PROMOTION="strict")
+    keep_programs_of_one_device()
     if config.getoption("--note-passed") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(NotePassed(config.getoption("--note-passed")))
     if settings is not None:

@@ -130,7 +130,7 @@ def test_environment(home):
 
     Most of the suite's time is XLA's compiler at work on thousands of small programs.
     """
-    programs = home / "programs"
+    programs = home / "compiled"
     if programs.is_dir() and sum(1 for _ in programs.iterdir()) > MOST_PROGRAMS:
         shutil.rmtree(str(programs), ignore_errors=True)
     env = environment(home)

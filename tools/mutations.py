@@ -49,12 +49,12 @@ FAULTS = (
         f"{XLA_TESTS}/test_flash_attention.py",
     ),
     Fault(
-        "causal mask one key too wide", f"{TYPES}/rules.py",
+        "causal mask one key too wide", f"{TYPES}/masks/rules.py",
         "return _clamp(self.offset)\n", "return _clamp(self.offset + 1)\n",
         f"{XLA_TESTS}/test_flash_attention.py",
     ),
     Fault(
-        "window one key too narrow on the left", f"{TYPES}/rules.py",
+        "window one key too narrow on the left", f"{TYPES}/masks/rules.py",
         "_clamp(self.offset - self.window[0])", "_clamp(self.offset - self.window[0] + 1)",
         f"{XLA_TESTS}/test_flash_attention.py",
     ),
@@ -69,7 +69,7 @@ FAULTS = (
         f"{XLA_TESTS}/test_flash_attention.py",
     ),
     Fault(
-        "another dropout hash", f"{TYPES}/dropout.py", "0xC2B2AE35", "0xC2B2AE37",
+        "another dropout hash", f"{TYPES}/attention/dropout.py", "0xC2B2AE35", "0xC2B2AE37",
         f"{XLA_TESTS}/test_dropout.py",
     ),
     Fault(
@@ -109,46 +109,46 @@ FAULTS = (
         f"{XLA_TESTS}/test_native_sparse.py",
     ),
     Fault(
-        "compressed blocks seen one token early", f"{TYPES}/token_blocks.py",
+        "compressed blocks seen one token early", f"{TYPES}/masks/token_blocks.py",
         "return (self.block + 1) * self.size\n", "return (self.block + 1) * self.size - 1\n",
         f"{XLA_TESTS}/test_native_sparse.py",
     ),
     # ---- masks
     Fault(
-        "joined masks forget the second ids", f"{TYPES}/apply.py",
+        "joined masks forget the second ids", f"{TYPES}/masks/apply.py",
         "return mask if same else None", "return mask", f"{TYPES_TESTS}/test_combine.py",
     ),
     Fault(
-        "two causal rules leave the wider", f"{TYPES}/rules.py",
+        "two causal rules leave the wider", f"{TYPES}/masks/rules.py",
         "offset=min(self.offset, other.offset)", "offset=max(self.offset, other.offset)",
         f"{TYPES_TESTS}/test_combine.py",
     ),
     Fault(
-        "chunks do not move with the offset", f"{TYPES}/rules.py",
+        "chunks do not move with the offset", f"{TYPES}/masks/rules.py",
         "start = shifted(p, _clamp(self.offset)) // chunk * chunk", "start = p // chunk * chunk",
         f"{TYPES_TESTS}/test_apply.py",
     ),
     Fault(
-        "the last block of keys is left out", f"{TYPES}/blocks.py",
+        "the last block of keys is left out", f"{TYPES}/masks/blocks.py",
         "xp.maximum(hi // other_block + 1, start)", "xp.maximum(hi // other_block, start)",
         f"{TYPES_TESTS}/test_prepare.py",
     ),
     Fault(
-        "a block with hidden pairs counts as full", f"{TYPES}/blocks.py",
+        "a block with hidden pairs counts as full", f"{TYPES}/masks/blocks.py",
         "full_stop = (full_hi + 1) // other_block", "full_stop = full_hi // other_block + 1",
         f"{TYPES_TESTS}/test_prepare.py",
     ),
     Fault(
-        "chunks of packed sequences by index", f"{TYPES}/combine.py",
+        "chunks of packed sequences by index", f"{TYPES}/masks/combine.py",
         "if same and rule.chunk is None:", "if same:", f"{TYPES_TESTS}/test_combine.py",
     ),
     Fault(
-        "padding sees padding", f"{TYPES}/convert.py",
+        "padding sees padding", f"{TYPES}/masks/convert.py",
         "result = both(result, (q == kv) & (q >= 0))", "result = both(result, q == kv)",
         f"{TYPES_TESTS}/test_convert.py",
     ),
     Fault(
-        "one rule's mask serves another", f"{TYPES}/combine.py",
+        "one rule's mask serves another", f"{TYPES}/masks/combine.py",
         "own = mask_of_rule(rule)", "own = mask_of_rule(type(rule)(True))",
         f"{TYPES_TESTS}/test_combine.py",
     ),
@@ -163,11 +163,11 @@ FAULTS = (
         "x = x ^ (x >> 13) ^ s", "x = x ^ (x >> 12) ^ s", f"{TRITON_TESTS}/test_flash_attention.py",
     ),
     Fault(
-        "gradients without that of lse", f"{TYPES}/softmax.py",
+        "gradients without that of lse", f"{TYPES}/attention/softmax.py",
         "return delta - dlse", "return delta", f"{TRITON_TESTS}/test_flash_attention.py",
     ),
     Fault(
-        "a sink's gradient turned round", f"{TYPES}/softmax.py",
+        "a sink's gradient turned round", f"{TYPES}/attention/softmax.py",
         "return -jnp.sum(share", "return jnp.sum(share", f"{TRITON_TESTS}/test_flash_attention.py",
     ),
     Fault(
@@ -203,33 +203,34 @@ FAULTS = (
     Fault(
         "a stored config for another platform is used",
         f"{OPS}/config/selection.py",
-        "_refusal(kernel, cfg, inv) or self._lowering_failure(search, cfg)",
+        "_refusal(kernel, cfg, call) or self._lowering_failure(search, cfg)",
         "self._lowering_failure(search, cfg)",
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "a stored config that cannot be lowered is used",
         f"{OPS}/config/selection.py",
-        "_refusal(kernel, cfg, inv) or self._lowering_failure(search, cfg)",
-        "_refusal(kernel, cfg, inv)",
+        "_refusal(kernel, cfg, call) or self._lowering_failure(search, cfg)",
+        "_refusal(kernel, cfg, call)",
         f"{OPS_TESTS}/test_stored_configs.py",
     ),
     Fault(
         "the key of a recorded call is the file's",
         f"{OPS}/recording.py",
-        "return Invocation(kernel, args, kwargs, info={**info, **distribution_info(mesh, *specs)})",
-        'return Invocation(kernel, args, kwargs, info={**info, "key": call["key"]})',
+        "return Invocation(kernel, args, kwargs, route=route)",
+        "return (inv := Invocation(kernel, args, kwargs, route=route)).made.__dict__.update("
+        'key=call["key"]) or inv',
         f"{OPS_TESTS}/test_recording.py",
     ),
     Fault(
         "arithmetic is stored", f"{OPS}/config/selection.py",
-        'return search.hit("heuristics", kernel.convert_config(cfg, inv), "hit")',
+        'return search.hit("heuristics", kernel.convert_config(cfg, call), "hit")',
         'return self.cache.put(inv.key, cfg) or search.hit("heuristics", cfg, "hit")',
         f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
         "what was tuned is lost with the process", f"{OPS}/config/selection.py",
-        "self.persistent.put(key, cfg, facts=facts, measured=measured)", "pass",
+        "self.persistent.put(key, cfg, metadata=metadata, measured=measured)", "pass",
         f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
@@ -256,7 +257,7 @@ FAULTS = (
     ),
     Fault(
         "warpgroups given to a kernel without", f"{OPS}/call_kernel.py",
-        "if groups is not None and not self.takes_warpgroups:", "if False:",
+        "if groups is not None and not self.reads_warpgroups:", "if False:",
         "packages/ejk-modules/tests/test_configs_and_answers.py",
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 
 import generated
 from ejkernel.types import MaskInfo, combine_masks
-from ejkernel.types.pattern import visited_tiles
+from ejkernel.types.masks.pattern import visited_tiles
 
 FOLDER = generated.ROOT / "docs" / "operations" / "pictures"
 RESULTS = generated.ROOT / "tools" / "bench" / "results"

@@ -49,9 +49,9 @@ def stub_of(module: Path) -> str | None:
 
 
 def _head(text: str, function: ast.FunctionDef) -> str:
-    """The function as far as its docstring."""
+    """The function as far as its docstring, without what takes unknown arguments to their error."""
     lines = text.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
-    return "\n".join(lines).rstrip() + " ..."
+    return "\n".join(lines).replace("    **unknown: Never,\n", "").rstrip() + " ..."
 
 
 def _overloads(head: str, flag: str) -> list[str]:

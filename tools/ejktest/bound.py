@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import MaskInfo
 from ejktest.device import on as on
 
@@ -20,10 +22,12 @@ def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
 
 
-def bound(call: Any, **given: Any) -> SimpleNamespace:
-    """What a registry hands to ``supports`` and the other hooks, for a ``Call`` of ejk-types.
+def bound(call: Any, **given: Any) -> BoundCall:
+    """The bound call that a registry hands to ``supports`` and the other hooks.
 
-    Arrays may be abstract.
+    Args:
+        call: a ``Call`` of ejk-types.
+        **given: its arguments; arrays may be abstract.
     """
     a = call.prepare((), given)
     arrays = {name: x for name, x in a.items() if _is_array(x) or isinstance(x, MaskInfo)}
@@ -35,7 +39,8 @@ def bound(call: Any, **given: Any) -> SimpleNamespace:
         return 0
 
     jax.eval_shape(probe, arrays)
-    return SimpleNamespace(arguments=found, facts={})
+    kernel: Any = SimpleNamespace(name=call.name, signature=inspect.signature(call.signature))
+    return BoundCall(kernel, (), found)
 
 
 def struct(*shape, dtype=jnp.bfloat16):

@@ -140,7 +140,7 @@ def draw_expanded(form: str) -> dict[str, jax.Array]:
 
 
 def _plain(x: dict[str, jax.Array], left: int | None) -> jax.Array:
-    from ejkernel.types.latent import expanded
+    from ejkernel.types.attention.latent import expanded
 
     wide = {name: a.astype(F32) for name, a in x.items()}
     q, k, v = expanded(wide, "highest")

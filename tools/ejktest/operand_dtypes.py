@@ -141,12 +141,16 @@ class DtypeCase:
 
 
 def accepted_dtypes(parameter: Parameter) -> dict[str, tuple[str, ...]]:
-    """The dtypes that an annotation names, by the axes of each form."""
+    """The dtypes that an annotation names, by the axes of each form.
+
+    Random keys are left out: no kernel gets one, since the call takes an integer from it.
+    """
     found: dict[str, dict[str, None]] = {}
     for arm in alternatives(parameter.annotation):
         if hasattr(arm, "dim_str"):
             axes = arm.dim_str.strip()
-            found.setdefault(axes, {}).update(dict.fromkeys(arm.dtype.dtypes))
+            dtypes = (name for name in arm.dtype.dtypes if name != "prng_key")
+            found.setdefault(axes, {}).update(dict.fromkeys(dtypes))
     return {axes: tuple(dtypes) for axes, dtypes in found.items()}
 
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo, calls
+from ejkernel.types.calls.axes import bare
+from ejkernel.types.calls.signature import axes_of
 from ejktest.calls import DV, HK, B, Call, D, H, S, call
 from ejktest.drawn import array, normal
 
@@ -20,6 +22,31 @@ def ids(*rows: Any) -> Any:
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+SPECS = {spec.name: spec for spec in (getattr(calls, name) for name in vars(calls)["__all__"])}
+
+
+def axis_words(c: Call) -> dict[str, list[str]]:
+    """The words of the axes of every array of a call: ``{"query": ["batch", "q_len", ...]}``."""
+    spec = SPECS[c.operation]
+    override = spec.argument_axes({**spec.boundary.defaults, **c.arguments})
+    return {
+        p.name: [bare(word) for word in axes_of(p, c.arrays[p.name], override)]
+        for p in spec.boundary.parameters
+        if p.name in c.arrays
+    }
+
+
+def shapes_of(c: Call, **sizes: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a call as shapes; axes whose word is in ``sizes`` have that size."""
+    words = axis_words(c)
+
+    def resized(name: str, x: Any) -> jax.ShapeDtypeStruct:
+        named = zip(words[name], x.shape, strict=True)
+        return jax.ShapeDtypeStruct([sizes.get(word, n) for word, n in named], x.dtype)
+
+    return {name: resized(name, x) for name, x in c.arrays.items()}
 
 
 def packed(c: Call) -> Call:

@@ -32,7 +32,6 @@ from ejkernel.ops import (  # noqa: E402
     target_device,
 )
 from ejkernel.ops.config.store import read_table  # noqa: E402
-from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.execution import timing  # noqa: E402
 from ejkernel.ops.execution.candidates import Workbench  # noqa: E402
 from tuned import report  # noqa: E402
@@ -57,7 +56,7 @@ def tuning_time() -> None:
     for state in ("cold", "warm", "warm"):
         tune_tables.main([*words, "--again", "--trials"])
         (line,) = report.of_table(*read_table(table)).lines
-        (entry,) = (e for e in read_table(table)[1].values() if e.facts["platform"] == "auto")
+        (entry,) = (e for e in read_table(table)[1].values() if e.metadata["platform"] == "auto")
         seconds = entry.measured["seconds"]
         check(f"tuning, {state}", state == "cold" or seconds < SECONDS, f"{seconds:.1f} s")
         winners.add(line.winner)
@@ -83,7 +82,7 @@ def known_card(call) -> None:
 def clocks() -> None:
     """A decoding step: what the host sees, what is queued, what the kernels take."""
     call = the_call("page_attention", "decode-b1-8k")
-    inv = bind_abstract(call.invocation())
+    inv = call.invocation().bound
     kernel = inv.kernel
     cfg = kernel.heuristic_cfg(inv)
     bound = kernel.bind(*kernel.prepare((), call.concrete()))

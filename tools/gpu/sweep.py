@@ -6,7 +6,7 @@
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
 
 Cases are those of the benchmark (``python -m bench OPERATION --list``). Candidates are what the
-kernel itself holds worth timing beside its choice (``near``, else its fields halved and doubled),
+kernel itself names as worth timing (``neighbours``, else its fields halved and doubled),
 or all combinations of the values that ``--set`` names: any field of its tiles, whether or not a
 config can say it. Each must give the values of what ships; those that do are timed in turns, the
 slower half leaving after each round, by the clock of the autotuner (the kernels' own time where
@@ -41,7 +41,6 @@ from ejkernel.modules.bench.timing import Program  # noqa: E402
 from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
-from ejkernel.ops.core.abstract import bind_abstract  # noqa: E402
 from ejkernel.ops.execution.timing import race  # noqa: E402
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
 from ejkernel.ops.platforms import Platform, parse_platform  # noqa: E402
@@ -158,22 +157,22 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     found = call.explanation(platform)
     if found.error is not None:
         raise LookupError(f"{call.name}: {found.error}")
-    inv = bind_abstract(call.invocation())
-    impl = inv.kernel.implementation(inv, parse_platform(found.platform)).impl
-    if not isinstance(impl.fn, CallKernel):
-        raise LookupError(f"{impl.name} has no tiles: it is a function, no CallKernel")
+    bound = call.invocation().bound
+    impl = bound.kernel.implementation(bound, parse_platform(found.platform)).impl
+    if impl is None or not isinstance(impl.fn, CallKernel):
+        raise LookupError(f"{found.implementation} has no tiles: it is a function, no CallKernel")
     kernel: Any = impl.fn
-    problem, target = kernel.facts(inv)[0], kernel.target()
+    problem, target = kernel.problem_of(bound), kernel.target()
     chosen = kernel.choose(problem, target)
-    near = (chosen, *kernel.near(problem, target, chosen))
+    near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
-        fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is settled
+        fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is fixed
         fixed.choose = lambda problem, target: tiles
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
 
-    ships = kernel.honour(chosen, found.cfg, problem, target)
+    ships = kernel.apply_config(chosen, found.cfg, problem, target)
     return Subject(impl.name, ships, near, function, impl.platform is not Platform.PALLAS)
 
 

@@ -74,11 +74,11 @@ def test_platforms_that_lost_are_kept_for_calls_that_force_them(tmp_path):
     inv = Invocation(ROWS, (x(64),))
     builder = TableBuilder(tmp_path / "t.json", inv.device_fingerprint)
     builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[2], 1.0, trials), "case")
-    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
+    stored = [(e.metadata["platform"], e.config(Tile)) for e in builder.entries.values()]
     assert sorted(stored) == [("auto", configs[2]), ("triton", configs[1])]
     # tuned again, Triton wins: what it had lost with must not serve calls that force it
     builder.add(inv, AutotuneResult(inv.kernel, inv.key, configs[0], 0.5, trials), "case")
-    stored = [(e.facts["platform"], e.config(Tile)) for e in builder.entries.values()]
+    stored = [(e.metadata["platform"], e.config(Tile)) for e in builder.entries.values()]
     assert sorted(stored) == [("auto", configs[0]), ("xla", configs[2])]
 
 

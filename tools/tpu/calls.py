@@ -51,7 +51,7 @@ KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # products of a tile
 def ours(dim: int) -> Iterator[Cost]:
     from ejkernel.kernels.pallas.tpu.common.chip import current_chip
     from ejkernel.kernels.pallas.tpu.flash_attention import tiles
-    from ejkernel.types.problem import Problem
+    from ejkernel.types.attention.problem import Problem
 
     call = _flash(dim)
     forward, backward = call.forward(pallas), call.backward(pallas)

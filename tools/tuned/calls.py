@@ -12,7 +12,6 @@ from ejkernel.modules.workloads.families import AttentionShape
 from ejkernel.modules.workloads.find import matching
 from ejkernel.modules.workloads.shapes import SHAPES
 from ejkernel.ops.config.nearness import payload_distance
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.platforms import Platform
 
@@ -63,7 +62,7 @@ def calls(ops: str, cases: str, device: str) -> Iterator[TableCall]:
 
 def promising(call: TableCall) -> list[Any]:
     """The candidates that are not hopeless."""
-    inv = bind_abstract(call.inv)
+    inv = call.inv.bound
     space = call.inv.kernel.config_space(inv)
     return [cfg for i, cfg in enumerate(space) if not i or hopeless(call, cfg) is None]
 
@@ -78,7 +77,7 @@ def hopeless(call: TableCall, cfg: Any) -> str | None:
     pairs = shape.batch * shape.heads * shape.visible_pairs()
     if call.call.operation not in ("flash_attention", "scaled_dot_product_attention") or not pairs:
         return None
-    inv = bind_abstract(call.inv)
+    inv = call.inv.bound
     if kernel.config_platform(kernel.heuristic_cfg(inv)) is Platform.XLA:
         return None  # there is no fused kernel
     fused = (1 + call.call.backward_factor) * call.call.flops

@@ -17,7 +17,6 @@ import numpy as np
 
 from ejkernel.modules.bench.case import forward_and_backward
 from ejkernel.ops import Autotuner
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.platforms import Platform
@@ -31,7 +30,7 @@ def prepare(todo: Iterable[TableCall], tuner: Autotuner, end: float) -> tuple[in
         if time.monotonic() > end:
             break
         started, count = time.monotonic(), 0
-        inv = bind_abstract(call.inv)
+        inv = call.inv.bound
         for cfg in tuner.candidates(inv):
             if call.inv.kernel.config_platform(cfg) is not Platform.TRITON:
                 continue

@@ -63,9 +63,9 @@ def of_table(header: Mapping[str, Any], entries: Mapping[str, Entry]) -> Report:
     """The report of a table."""
     calls: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries.values():
-        facts, measured = entry.facts or {}, entry.measured or {}
-        name = (str(facts.get("kernel")), str(measured.get("case")))
-        calls.setdefault(name, {})[str(facts.get("platform"))] = (entry.plain["config"], measured)
+        payload, measured = entry.metadata or {}, entry.measured or {}
+        name = (str(payload.get("kernel")), str(measured.get("case")))
+        calls.setdefault(name, {})[str(payload.get("platform"))] = (entry.plain["config"], measured)
     lines = [_line(name, found) for name, found in calls.items() if "auto" in found]
     return Report(
         str(header.get("device")),

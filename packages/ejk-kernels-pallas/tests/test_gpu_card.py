@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     mla_attention,
 )
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest import attention_at_size as cases
 from ejktest import grouped_cases, latent_at_size, tile_lists
 from ejktest import large_logits_at_size as large

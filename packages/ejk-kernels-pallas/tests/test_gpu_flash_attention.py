@@ -38,8 +38,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     flash_attention,
     scaled_dot_product_attention,
 )
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax import row_delta
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.attention.softmax import row_delta
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.bound import on, struct

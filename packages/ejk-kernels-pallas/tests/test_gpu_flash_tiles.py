@@ -18,7 +18,7 @@ from ejkernel.ops import ConfigError, FwdParams, WarpgroupParams
 from ejkernel.ops.config.store import read_table
 from ejkernel.ops.implementation import LazyFunction
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 
 if compat.mosaic_gpu_problem() is not None:
     pytest.skip(compat.mosaic_gpu_problem(), allow_module_level=True)
@@ -28,8 +28,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention import tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import backward_tiles
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import DIMS, flash_attention
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.structure import Band, Rules
 from ejktest.bound import bound, on, struct
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
@@ -77,8 +77,8 @@ def test_configs_give_the_tiles_they_come_from(d, dv, causal):
     with on(H200):
         chosen = flash_attention.choose(p, Chip())
         for config in flash_attention.candidates(inv):
-            chosen.honouring(config, p, Chip())  # none is refused
-        first = chosen.honouring(flash_attention.heuristic(inv), p, Chip())
+            chosen.apply_config(config, p, Chip())  # none is refused
+        first = chosen.apply_config(flash_attention.heuristic(inv), p, Chip())
     assert first.fwd == tiles.forward_tiles(p, rules, Chip())
     assert first.bwd == backward_tiles(p)
 
@@ -101,7 +101,7 @@ def test_a_config_says_the_tiles_that_run_and_they_stay_when_the_heuristic_chang
     assert stored == WarpgroupParams(**UNEVEN[n, d])
     for other in (tiles.ForwardTiles(block_kv=64, stages=3), tiles.ForwardTiles(q_held=64)):
         changed = replace(flash_attention.choose(p, Chip()), fwd=other)
-        runs = changed.honouring({"fwd_params": stored}, p, Chip()).fwd
+        runs = changed.apply_config({"fwd_params": stored}, p, Chip()).fwd
         assert (runs.block_q, runs.block_kv) == (stored.q_blocksize, stored.kv_blocksize)
         assert (runs.consumers, runs.stages) == (stored.warpgroups, stored.num_stages)
 
@@ -130,7 +130,7 @@ def test_uneven_tiles_run_as_given_or_are_refused(d, causal, given, reason):
     p = Problem(1, 1280, 1280, 2, 2, d, d, "bfloat16", 1.0, rules=rules)
     chosen = flash_attention.choose(p, Chip())
     with pytest.raises(ConfigError, match=rf"fwd_params: .*{reason}"):
-        chosen.honouring({"fwd_params": WarpgroupParams(**given)}, p, Chip())
+        chosen.apply_config({"fwd_params": WarpgroupParams(**given)}, p, Chip())
 
 
 def test_given_blocks_take_the_form_that_arithmetic_gives_them():
@@ -194,7 +194,7 @@ def test_other_devices_are_named():
     with on(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "cuda")):
         with pytest.raises(Unsupported, match="A100"):
             current_chip()
-    assert "Hopper" in flash_attention.missing()
+    assert "Hopper" in flash_attention.unavailable_reason()
 
 
 def test_bad_shapes_name_the_argument():
@@ -267,7 +267,9 @@ def test_patterns_that_cannot_be_walked_over_are_refused_by_name():
         reason = blocksparse_attention.supports(sparse_call((128, 100)))
         wide = {"fwd_params": {"kv_blocksize": 256}}
         with pytest.raises(ConfigError, match="kv_blocksize=256: a pattern of blocks"):
-            blocksparse_attention.tiles(blocksparse_attention.facts(sparse_call())[0], Chip(), wide)
+            blocksparse_attention.tiles(
+                blocksparse_attention.problem_of(sparse_call()), Chip(), wide
+            )
     assert reason == "kv_block_size: blocks of 100 are not supported, only multiples of 16"
 
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels.pallas.gpu.grouped_matmul import weights
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import bound, on, struct
 from ejktest.oracles import grouped as oracle
 from ejktest.programs import sizes_of

@@ -21,7 +21,7 @@ if compat.mosaic_gpu_problem() is not None:
 
 from ejkernel.kernels.pallas.gpu.mla_decode.merge import merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import OPENING, SHORT, numbers, shares
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.bound import on, struct
 
 STEP = 64
@@ -189,9 +189,9 @@ class TestBesideTriton:
             self.decode(*self.shapes(**shapes), **options)
 
     @pytest.mark.parametrize(("batch", "capacity", "ahead"), [(4, 2048, False), (1, 2**14, True)])
-    def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead) -> None:
+    def test_leads_where_there_is_enough_to_read(self, batch, capacity, ahead, monkeypatch) -> None:
         from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
         problem = SimpleNamespace(batch=batch, capacity=capacity)
-        invocation = SimpleNamespace(facts={mla_decode: (problem, None)})
-        assert (mla_decode.priority_for(invocation) > 100) == ahead
+        monkeypatch.setattr(mla_decode, "problem_of", lambda call: problem)
+        assert (mla_decode.priority_for(None) > 100) == ahead

@@ -73,10 +73,10 @@ def test_a_number_of_the_queue_is_a_tile_and_a_head():
 
 
 @pytest.mark.parametrize("page, ahead", [(16, True), (256, True), (512, False)])
-def test_leads_with_pages_that_a_card_has_compared(page, ahead):
+def test_leads_with_pages_that_a_card_has_compared(page, ahead, monkeypatch):
     problem = SimpleNamespace(paged=SimpleNamespace(page_size=page))
-    invocation = SimpleNamespace(facts={ragged_page_attention: (problem, None)})
-    assert (ragged_page_attention.priority_for(invocation) > 100) == ahead
+    monkeypatch.setattr(ragged_page_attention, "problem_of", lambda call: problem)
+    assert (ragged_page_attention.priority_for(None) > 100) == ahead
 
 
 # ---- with a card --------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ AT_SIZE = {
 @pytest.fixture(scope="module")
 def hopper():
     pytest.importorskip("triton")
-    reason = ragged_page_attention.missing()
+    reason = ragged_page_attention.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
 

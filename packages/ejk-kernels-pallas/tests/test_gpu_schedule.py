@@ -24,9 +24,9 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import (
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form, known_order
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import forward_tiles
 from ejkernel.types import combine_masks
-from ejkernel.types.blocks import structural_ranges
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.blocks import structural_ranges
+from ejkernel.types.masks.structure import Band, Rules
 from ejktest import tile_lists
 
 BANDS = (Band(), Band(None, 0), Band(None, 37), Band(None, -100), Band(-64, 0), Band(-70, 130))

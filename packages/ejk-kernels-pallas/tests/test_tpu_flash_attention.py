@@ -20,7 +20,7 @@ from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest import large_logits
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.drawn import array

@@ -17,7 +17,7 @@ from ejkernel.kernels.pallas.tpu.common.chip import current_chip, facts_of, on_c
 from ejkernel.kernels.pallas.tpu.flash_attention import tiles
 from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_attention
 from ejkernel.types import MaskInfo
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 from ejktest.bound import bound
 
 CHIPS = {

@@ -20,9 +20,9 @@ from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo, combine_masks
-from ejkernel.types.pattern import inside_blocks
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import split_mask
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.pattern import inside_blocks
+from ejkernel.types.masks.structure import split_mask
 from ejktest.drawn import array
 
 

@@ -280,8 +280,8 @@ def test_reading_past_an_operand_raises() -> None:
     from ejkernel.kernels.triton.flash_attention.plans import ForwardPlan
     from ejkernel.kernels.triton.flash_attention.tiles import Tiles
     from ejkernel.kernels.triton.interpret import run_plan
-    from ejkernel.types.problem import Problem
-    from ejkernel.types.structure import Rules
+    from ejkernel.types.attention.problem import Problem
+    from ejkernel.types.masks.structure import Rules
 
     shapes = tuple((name, (1, 32, 1, 16)) for name in ("q", "k", "v"))
     problem = Problem(1, 32, 32, 1, 1, 16, 16, "float32", 0.25)

@@ -1,4 +1,4 @@
-"""Which calls flash attention accepts, its errors, and its tiles, from static facts."""
+"""Which calls flash attention accepts, its errors, and its tiles, from static properties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.kernels.triton import compat, flash_attention
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import KernelNotSupported, KernelRegistry
 from ejkernel.types import InvalidArgument, MaskInfo
-from ejkernel.types.structure import HULL, LISTED, Unsupported
+from ejkernel.types.masks.structure import HULL, LISTED, Unsupported
 from ejktest.bound import bound
 
 struct = jax.ShapeDtypeStruct
@@ -168,9 +168,9 @@ def test_heuristic_is_a_candidate_and_a_config(target) -> None:
             assert len({str(c) for c in others}) == len(others) > 3
             problem = flash_attention.problem(inv.arguments)
             chosen = flash_attention.choose(problem, target)
-            assert flash_attention.honour(chosen, best, problem, target) == chosen
+            assert flash_attention.apply_config(chosen, best, problem, target) == chosen
             for config in others:
-                tiles = flash_attention.honour(chosen, config, problem, target)
+                tiles = flash_attention.apply_config(chosen, config, problem, target)
                 assert flash_attention.fields(tiles) == config
 
 
@@ -195,8 +195,8 @@ def test_explain_says_how_a_dense_mask_skips_tiles() -> None:
     """Lists where the target has them, else ranges; a mask by index has nothing to say."""
     dense = call(attention_mask=array(2, 1, 64, 64, dtype="bool"))
     with compile_for(cuda_target(90)):
-        assert flash_attention.remarks(dense) == (LISTED,)
-        assert flash_attention.remarks(call(causal=True)) == ()
-        assert flash_attention.remarks(call(mask_info=MaskInfo.from_segments(IDS))) == (HULL,)
+        assert flash_attention.notes(dense) == (LISTED,)
+        assert flash_attention.notes(call(causal=True)) == ()
+        assert flash_attention.notes(call(mask_info=MaskInfo.from_segments(IDS))) == (HULL,)
     with compile_for(cuda_target(80)):
-        assert flash_attention.remarks(dense) == (HULL,)
+        assert flash_attention.notes(dense) == (HULL,)

@@ -16,7 +16,7 @@ from ejkernel.kernels.triton.grouped_matmul import implementation, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest import grouped_cases as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
@@ -336,7 +336,7 @@ def test_tiles_fit(shape, dtype):
     for target in (cuda_target(90), cuda_target(80, 108), cuda_target(89, 128)):
         for t in (tiles.choose(p, target), tiles.choose_weights(p, target)):
             assert tiles.held_bytes(p, t) * t.per_core <= target.shared_limit + 1024
-        found = tiles.near(p, target)
+        found = tiles.neighbours(p, target)
         assert found[0] == tiles.choose(p, target)
         assert 3 <= len(found) == len(set(found)) <= 20
 

@@ -18,7 +18,7 @@ from ejkernel.kernels.triton.linear_attention import tiles, walk
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.drawn import check_linear, linear_cotangents
 from ejktest.drawn import linear_arguments as make
 from ejktest.oracles import linear as oracle

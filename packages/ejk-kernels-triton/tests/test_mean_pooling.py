@@ -15,7 +15,7 @@ from ejkernel.kernels.triton import mean_pooling
 from ejkernel.kernels.triton.mean_pooling import backward, forward, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.drawn import check_pool, normal
 from ejktest.oracles import pooling as oracle
 from ejktest.transforms import check_transformations

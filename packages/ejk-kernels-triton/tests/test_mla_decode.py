@@ -13,7 +13,7 @@ import pytest
 from ejkernel.kernels.triton import mla_decode
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
@@ -220,6 +220,6 @@ def test_what_is_refused(change, words):
 
 def test_calls_without_work():
     q, c, lens, tables = draw(lens=(5,))
-    o, lse = mla_decode(q, c, lens, tables[:, :0], latent_dim=32, return_lse=True)
+    o, lse = mla_decode(q, c, jnp.array(lens), tables[:, :0], latent_dim=32, return_lse=True)
     assert not np.asarray(o).any() and o.shape == (1, 2, 32)
     assert np.all(np.asarray(lse) == -np.inf)

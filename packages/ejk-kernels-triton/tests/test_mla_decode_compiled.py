@@ -25,7 +25,7 @@ TARGETS = {
     "sm_90": cuda_target(90),
     "gfx942": rocm_target("gfx942"),
 }
-# heads, page, cache, then other facts
+# heads, page, cache, then other properties
 CASES = {
     "128 heads": (128, 64, "bfloat16", {}),
     "16 heads": (16, 64, "bfloat16", {}),
@@ -45,7 +45,7 @@ def planned(name, target):
         b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, shared=True, lse=True,
         **options,
     )  # fmt: skip
-    t = tiles.choose(p, target).honouring(None, p, target)
+    t = tiles.choose(p, target).apply_config(None, p, target)
     given = {
         "q": ((b, p.tokens * heads, 576), kind),
         "k": ((pages, page, 576), cache),
@@ -159,7 +159,7 @@ def test_few_heads_and_8_bit_rows_have_a_kernel_by_hand(changed, tiles_changed, 
     target = TARGETS["sm_90"]
     plan = planned("int8, 16 heads", target)[0]
     p = replace(plan.problem, **changed)
-    t = tiles.settled(replace(tiles.choose(p, target), **tiles_changed), p, target)
+    t = tiles.canonical(replace(tiles.choose(p, target), **tiles_changed), p, target)
     launch = replace(plan, problem=p, tiles=t).launch(target)
     assert launch.kernel.__name__ == kernel
     assert kernel == "paged_split" or launch.stand_in.kernel.__name__ == "paged_split"

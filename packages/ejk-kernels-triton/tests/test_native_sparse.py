@@ -17,8 +17,8 @@ from ejkernel.kernels.triton.native_sparse_attention.implementation import nativ
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejkernel.types.structure import Unsupported
-from ejkernel.types.token_blocks import block_means, find_blocks, means_mask
+from ejkernel.types.masks.structure import Unsupported
+from ejkernel.types.masks.token_blocks import block_means, find_blocks, means_mask
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.programs import equations_of, sizes_of
@@ -415,9 +415,9 @@ def test_refuses():
 def test_configs_are_read_back():
     p = Problem(1, 512, 8, 2, 64, 64, 64, 8, 4, 0.1, "bfloat16", False)
     chosen = tiles.choose(p, TARGET)
-    assert chosen.honouring(chosen.fields, p, TARGET) == chosen
-    given = chosen.honouring({"kv_tile": 16, "q_tile": 16, "num_warps": 8}, p, TARGET)
+    assert chosen.apply_config(chosen.fields, p, TARGET) == chosen
+    given = chosen.apply_config({"kv_tile": 16, "q_tile": 16, "num_warps": 8}, p, TARGET)
     assert (given.fwd.keys, given.dkv.keys, given.dkv.tokens) == (16, 16, 4)
     assert (given.dq.num_warps, given.dkv.num_warps) == (8, chosen.dkv.num_warps)
-    for near in tiles.near(p, TARGET, chosen):
-        assert chosen.honouring(near.fields, p, TARGET) == near != chosen
+    for near in tiles.neighbours(p, TARGET, chosen):
+        assert chosen.apply_config(near.fields, p, TARGET) == near != chosen

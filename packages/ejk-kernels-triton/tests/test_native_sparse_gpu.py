@@ -20,7 +20,7 @@ from ejkernel.kernels.triton import flash_attention, native_sparse_attention
 from ejkernel.kernels.triton.native_sparse_attention import select
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem
 from ejkernel.kernels.triton.targets import current_target
-from ejkernel.types.token_blocks import block_means, find_blocks, means_mask
+from ejkernel.types.masks.token_blocks import block_means, find_blocks, means_mask
 
 pytestmark = pytest.mark.gpu
 # float32 products run as TF32, whose digits are those of float16

@@ -33,7 +33,7 @@ from ejkernel.kernels.triton.page_attention.decoding import CacheKernel
 from ejkernel.kernels.triton.resources import plan_source
 from ejkernel.kernels.triton.targets import compile_for
 from ejkernel.types import InvalidArgument
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.operand_dtypes import DtypeCase, dtype_cases
 from ejktest.triton_calls import TARGETS, launches_of
 
@@ -86,9 +86,9 @@ def canonical_call(kernel: Any, case: DtypeCase, arrays: Any) -> Any:
         nonlocal problem
         canonical = kernel.call.bind(kernel.call.prepare((), {**arrays, **case.called.options}))
         problem = kernel.problem(canonical)
-        reason = kernel.refuse(problem, HOPPER)
+        reason = kernel.unsupported_reason(problem, HOPPER)
         if reason is not None:
-            raise kernel.refused(reason)
+            raise kernel.unsupported_error(reason)
         return {name: x for name, x in kernel.operands(canonical, problem).items() if x is not None}
 
     leaves, tree = jax.tree.flatten(jax.eval_shape(operands, arrays))

@@ -108,9 +108,9 @@ def test_no_more_splits_than_tokens():
     problem = Problem(1, 4, 2, 64, 64, 3, 16, 3, "bfloat16", "bfloat16", "bfloat16", 0.125)
     target = cuda_target(90)
     chosen = tiles.choose(problem, target)
-    assert chosen.honouring(None, replace(problem, splits=10**12), target).splits == 3 * 16
-    assert chosen.honouring({"num_splits": 2}, problem, target).splits == 2
-    assert chosen.honouring({"num_splits": 10**12}, problem, target).splits == 3
+    assert chosen.apply_config(None, replace(problem, splits=10**12), target).splits == 3 * 16
+    assert chosen.apply_config({"num_splits": 2}, problem, target).splits == 2
+    assert chosen.apply_config({"num_splits": 10**12}, problem, target).splits == 3
 
 
 @pytest.mark.parametrize(("pages", "size", "block"), [(3, 16, 64), (10**6, 16, 512)])
@@ -118,8 +118,8 @@ def test_no_longer_steps_than_sequences(pages, size, block):
     problem = Problem(1, 4, 2, 64, 64, pages, size, pages, "bfloat16", "bfloat16", "bfloat16", 0.1)
     target = cuda_target(90)
     for cfg in ({"pages_per_block": 2**20}, {"pages_per_block": 10**30}):
-        assert tiles.choose(problem, target).honouring(cfg, problem, target).block == block
-    few = tiles.choose(problem, target).honouring({"pages_per_block": 2}, problem, target)
+        assert tiles.choose(problem, target).apply_config(cfg, problem, target).block == block
+    few = tiles.choose(problem, target).apply_config({"pages_per_block": 2}, problem, target)
     assert few.block == 32
 
 
@@ -149,7 +149,7 @@ def test_unseen_memory_and_wild_entries_have_no_effect():
 
 def test_lengths_beyond_the_table_and_ranks():
     q, k, v, lens, tables = draw(lens=(32, 16))
-    long = page_attention(q[:, None], k, v, lens + np.array([1000, 0]), tables)
+    long = page_attention(q[:, None], k, v, jnp.asarray(lens) + jnp.array([1000, 0]), tables)
     assert long.shape == (2, 1, 4, 16)
     assert np.array_equal(long[:, 0], page_attention(q, k, v, lens, tables))
     negative = page_attention(q, k, v, jnp.array([-5, 16]), tables)
@@ -242,7 +242,7 @@ def test_refusals_and_errors():
     def refusal(**change):
         with jax.enable_x64(True):
             problem = page_attention.problem(bound(page_attention.call, **a | change).arguments)
-        return page_attention.refuse(problem, cuda_target(90))
+        return page_attention.unsupported_reason(problem, cuda_target(90))
 
     assert refusal() is None
     assert refusal(query=q.astype(np.float64)).startswith("query: float64")

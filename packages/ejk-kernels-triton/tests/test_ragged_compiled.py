@@ -123,16 +123,16 @@ def test_the_grid_depends_on_shapes_and_chip_only():
     assert (launch.rows, fair) == (64, 2 * 132 // 8)
     tokens = launch.tile
     assert tiles.most_pieces(p, launch, fair) == 16440 // tokens + 64 + fair
-    with_config = launch.honouring(
+    with_config = launch.apply_config(
         dict(num_queries_per_block=32, num_kv_pages_per_block=2), p, target
     )
     assert (with_config.rows, with_config.block, with_config.decode.block) == (128, 32, 32)
     huge = dict(num_queries_per_block=10**30, num_kv_pages_per_block=2**20, num_splits=10**30)
-    bounded = launch.honouring(huge, p, target)
+    bounded = launch.apply_config(huge, p, target)
     assert (bounded.rows, bounded.block, bounded.decode.block) == (256, 256, 256)
     small = replace(p, rows=9)
-    assert launch.honouring(huge, small, target).rows == 64  # 9 tokens of 4 query heads
-    of_three = launch.honouring(dict(num_splits=3), p, target)
+    assert launch.apply_config(huge, small, target).rows == 64  # 9 tokens of 4 query heads
+    of_three = launch.apply_config(dict(num_splits=3), p, target)
     assert plans.decode_plan(p, of_three, target, ()).shares == 64 * 3
     assert plans.decode_plan(p, launch, target, ()).shares == 2 * 132 // 8
 

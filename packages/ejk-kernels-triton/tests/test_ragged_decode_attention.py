@@ -98,7 +98,9 @@ def test_gradients_and_refusals():
         call = bound(ragged_decode_attention.call, query=q, key=k, value=v.astype(np.float64),
                      sequence_start=START, sequence_end=END)  # fmt: skip
         problem = ragged_decode_attention.problem(call.arguments)
-    assert ragged_decode_attention.refuse(problem, cuda_target(90)).startswith("value: float64")
+    assert ragged_decode_attention.unsupported_reason(problem, cuda_target(90)).startswith(
+        "value: float64"
+    )
     empty = ragged_decode_attention(q, k[:, :0], v[:, :0], START, END)
     assert empty.shape == (5, 4, 24) and not np.asarray(empty).any()
 

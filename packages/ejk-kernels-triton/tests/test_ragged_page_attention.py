@@ -350,14 +350,14 @@ def test_refusals():
         with jax.enable_x64(True):
             call = bound(ragged_page_attention.call, **given | change)
             problem = ragged_page_attention.problem(call.arguments)
-        return ragged_page_attention.refuse(problem, cuda_target(90))
+        return ragged_page_attention.unsupported_reason(problem, cuda_target(90))
 
     assert refusal() is None
     assert refusal(queries=q.astype(np.float64)).startswith("queries: float64")
     assert refusal(kv_pages=kv.astype(np.float64)).startswith("kv_pages: float64")
-    wide = refusal(queries=np.zeros((4, 4, 264)), kv_pages=np.zeros((3, 4, 4, 264), np.float32))
+    wide = refusal(queries=np.zeros((4, 4, 264)), kv_pages=np.zeros((3, 16, 4, 264), np.float32))
     assert wide.startswith("queries")
     large = refusal(kv_pages=jax.ShapeDtypeStruct((2**27, *kv.shape[1:]), kv.dtype))
     assert large == f"kv_pages: {2**27} pages of 16 are not less than 2^31 tokens"
-    empty = ragged_page_attention(q, kv, lens, tables[:, :0], starts, count)
+    empty = ragged_page_attention(q, kv, jnp.array(lens), tables[:, :0], starts, count)
     assert empty.shape == q.shape and not np.asarray(empty).any()

@@ -13,7 +13,7 @@ from ejkernel.kernels.xla import blocksparse_attention, flash_attention
 from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.types import InvalidArgument, MaskInfo, combine_masks
-from ejkernel.types.prepare import Tiling
+from ejkernel.types.masks.prepare import Tiling
 from ejktest.attention_cases import Call, arrays, check, run
 from ejktest.drawn import array
 

@@ -1,4 +1,4 @@
-"""Which calls the cuDNN path accepts, decided from static facts on any machine."""
+"""Which calls the cuDNN path accepts, decided from static properties on any machine."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_transformations_and_empty_shapes():
     pairs["context_lens"] = jnp.stack([LENS, LENS])
     check_transformations(page_attention, pairs, ("key_cache", "value_cache", "block_tables"))
     assert page_attention(q[0], k[:0], v[:0], jnp.asarray(LENS), bt).shape == (B, H, D)
-    assert page_attention(q[0], k, v, LENS, bt[:, :0]).sum() == 0
+    assert page_attention(q[0], k, v, jnp.asarray(LENS), bt[:, :0]).sum() == 0
     assert page_attention(q[0, :0], k, v, LENS[:0], bt[:0]).shape == (0, H, D)
     empty = ragged_decode_attention(q[0], normal(B, 0, HK, D), normal(B, 0, HK, D), LENS, LENS)
     assert empty.shape == (B, H, D) and not np.asarray(empty).any()

@@ -34,7 +34,7 @@ def test_every_entry_loads(entry) -> None:
     assert entry.public in dir(xla)
     assert f"see the operation {implementation.fn.__name__}" in implementation.fn.__doc__
     assert implementation.heuristic.resolve() == implementation.fn.heuristic
-    assert inspect.signature(implementation.fn) == signature(implementation.fn.call.takes)
+    assert inspect.signature(implementation.fn) == signature(implementation.fn.call.signature)
 
 
 def signature(takes) -> inspect.Signature:

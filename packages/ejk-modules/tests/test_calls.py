@@ -22,7 +22,7 @@ def facts(function):
 def test_a_public_function_has_the_signature_of_its_call(name):
     operation = operation_class(name)
     public = inspect.signature(operation.function).parameters.values()
-    assert facts(operation.function) == facts(operation.spec.takes)
+    assert facts(operation.function) == facts(operation.spec.signature)
     assert [p.name for p in public if p.name in TAIL] == list(TAIL)
     assert operation.spec.name == operation.function.__name__ == name
 

@@ -24,7 +24,6 @@ from ejkernel.modules.cli import main
 from ejkernel.modules.cli.output import printable
 from ejkernel.modules.operations.mean_pooling import MeanPooling
 from ejkernel.ops import PersistentCache, save_invocations
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import Invocation, call_invocation
 
 ESCAPE = "\x1b[2J\x1b]0;mine\x07\u202e\x9b31m\r"
@@ -45,7 +44,7 @@ def nothing_happens(tmp_path, monkeypatch):
 
 def recorded() -> Invocation:
     x = jax.ShapeDtypeStruct((2, 64, 16), jnp.float32)
-    inv = bind_abstract(call_invocation(MeanPooling.shared(), (), {"x": x}))
+    inv = call_invocation(MeanPooling.shared(), (), {"x": x}).bound
     return inv
 
 
@@ -74,8 +73,8 @@ def sound_files(folder: Path) -> dict[str, object]:
     save_invocations(folder / "calls.json", [recorded()])
     cache = PersistentCache(folder / "c.json")
     measured = {"ms": 1.0, "heuristic_ms": 2.0, "spread": 0.01, "date": "2026-01-01"}
-    facts = dict(recorded().payload)
-    cache.put(KEY, MeanPoolingConfig(token_tile=16), facts=facts, measured=measured)
+    metadata = dict(recorded().payload)
+    cache.put(KEY, MeanPoolingConfig(token_tile=16), metadata=metadata, measured=measured)
     flash = KEY.replace("mean_pooling", "flash_attention")
     cache.put(flash, FlashAttentionConfig(fwd_params={"q_blocksize": 64}), measured=measured)
     limits = {"flops": {"float32": 1e11}, "bytes_per_s": 1e10}

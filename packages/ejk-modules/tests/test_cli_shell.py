@@ -54,7 +54,7 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     import jax.numpy as jnp
 
     from ejkernel.ops import Invocation, save_invocations
-    from ejkernel.ops.utils import known
+    from ejkernel.ops.utils import allowed
 
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MINE)
@@ -66,8 +66,8 @@ def test_own_kernels_are_tuned_exported_and_imported(capsys, tmp_path, monkeypat
     content = calls.read_text()
 
     def forget_classes():
-        for known_name in [k for k in known._classes if name in k]:
-            monkeypatch.delitem(known._classes, known_name)
+        for known_name in [k for k in allowed._classes if name in k]:
+            monkeypatch.delitem(allowed._classes, known_name)
 
     def forget():
         forget_classes()

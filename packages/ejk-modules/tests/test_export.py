@@ -1,25 +1,22 @@
 """Exported programs with symbolic sizes: one program, any size, also after serialisation."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import Mesh
 
 import ejkernel.modules as modules
 from ejkernel.ops import InvalidArgument, KernelNotSupported
-from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.signature import axes_of
+from ejkernel.types import MaskInfo
 from ejktest.calls import CALLS, B, S, call
-from ejktest.variants import ids
+from ejktest.variants import SPECS, axis_words, ids
 
 # packed calls have no batch: their sequences share one axis of rows
 PACKED = ("ragged_page_attention", "ragged_page_attention_v3", "grouped_matmul")
-
-
-def symbolic(x, size):
-    batched = x.ndim and x.shape[0] == B
-    return jax.ShapeDtypeStruct((size, *x.shape[1:]) if batched else x.shape, x.dtype)
 
 
 def fast(f):
@@ -27,57 +24,81 @@ def fast(f):
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.mark.parametrize("operation", [name for name in sorted(CALLS) if name not in PACKED])
-def test_a_symbolic_batch(operation):
-    c = call(operation)
-    run = jax.jit(lambda arrays: getattr(modules, operation)(**arrays, **c.static, platform="xla"))
-    (size,) = export.symbolic_shape("b")
-    exported = export.export(run)({n: symbolic(x, size) for n, x in c.arrays.items()})
-    ours, want = (fast(f)(dict(c.arrays)) for f in (exported.call, run))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-SPECS = {spec.name: spec for spec in (getattr(calls, name) for name in calls.__all__)}
 LENGTHS = ("kv_len", "q_len", "rows", "seq", "tokens")
 TILES = {"q_blocksize": 16, "kv_blocksize": 16}
 CFG = {"fwd_params": TILES, "bwd_params": TILES}
 CFGS = {name: CFG for name in ("flash_attention", "mla_attention", "blocksparse_attention")}
 
 
-def words(operation, name, x):
-    """Axis and word of every axis of an argument that has a length."""
-    (p,) = (p for p in SPECS[operation].boundary.parameters if p.name == name)
-    found = [word.lstrip("#") for word in axes_of(p, x)]
-    return {i: w for i, w in enumerate(found) if w in (*LENGTHS, "q_blocks", "kv_blocks")}
+def of_length(c, n):
+    """The arrays of the call with lengths of ``n``, their values repeated; 1 row stays 1."""
 
-
-def of_length(operation, arrays, n):
-    """The arrays with lengths of ``n``, their values repeated; what has 1 row keeps it."""
+    words = axis_words(c)
 
     def resized(name, x):
-        for axis, word in words(operation, name, x).items():
-            size = -(-n // 4) if word.endswith("blocks") else n
-            x = x if x.shape[axis] == 1 else jnp.take(x, jnp.arange(size) % x.shape[axis], axis)
+        for axis, word in enumerate(words[name]):
+            blocks = word in ("q_blocks", "kv_blocks")
+            if x.shape[axis] > 1 and (blocks or word in LENGTHS):
+                size = -(-n // 4) if blocks else n
+                x = jnp.take(x, jnp.arange(size) % x.shape[axis], axis)
         return x
 
-    return {name: resized(name, x) for name, x in arrays.items()}
+    return replace(c, arrays={name: resized(name, x) for name, x in c.arrays.items()})
 
 
-def program(operation, c):
-    """The call as a function of its arrays; for a few operations of its gradients."""
-    static = dict(c.static, platform="xla", cfg=CFGS.get(operation))
+def open_shapes(c, *axes):
+    """The arrays of the call as shapes; ``axes`` are symbolic, block counts follow lengths."""
+    words = axis_words(c)
+    names = sorted(set().union(*words.values()) & set(axes) - {"q_blocks", "kv_blocks"})
+    sizes = dict(zip(names, export.symbolic_shape(",".join(names)), strict=True))
+    for axis in ("q", "kv"):
+        if f"{axis}_len" in sizes:
+            sizes[f"{axis}_blocks"] = -(-sizes[f"{axis}_len"] // 4)
+
+    def shape(name, x):
+        named = zip(words[name], x.shape, strict=True)
+        return [n if n == 1 else sizes.get(word, n) for word, n in named]
+
+    return {n: jax.ShapeDtypeStruct(shape(n, x), x.dtype) for n, x in c.arrays.items()}
+
+
+def program(c, *, gradients=False):
+    """The call as a function of its arrays, or the gradient of its outputs' sum."""
+    static = dict(c.static, platform="xla", cfg=CFGS.get(c.operation))
 
     def run(arrays):
-        return getattr(modules, operation)(**arrays, **static)
+        return getattr(modules, c.operation)(**arrays, **static)
 
-    def gradients(arrays):
+    def gradients_of(arrays):
         def value(floats):
             return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(run({**arrays, **floats})))
 
         return jax.grad(value)({name: arrays[name] for name in c.gradients})
 
-    return jax.jit(gradients if operation in WITH_GRADIENTS else run)
+    return jax.jit(gradients_of if gradients else run)
+
+
+# linear attention does up to 16 rows one by one, more of them in chunks
+LONG = 33
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_every_operation_exports_with_all_open_axes(operation, gradients):
+    check_export(operation, SPECS[operation].symbolic, gradients)
+
+
+@pytest.mark.parametrize("operation", [name for name in sorted(CALLS) if name not in PACKED])
+def test_every_gradient_exports_with_a_symbolic_batch(operation):
+    check_export(operation, ("batch", "states"), gradients=True)
+
+
+def check_export(operation, axes, gradients):
+    c = of_length(call(operation), LONG)
+    exported = export.export(program(c, gradients=gradients))(open_shapes(c, *axes))
+    if gradients:
+        shapes = dict(zip(sorted(c.arrays), exported.in_avals, strict=True))
+        assert list(exported.out_avals) == [shapes[name] for name in sorted(c.gradients)]
 
 
 WITH_GRADIENTS = ("flash_attention", "grouped_matmul")
@@ -87,22 +108,9 @@ WITH_LENGTHS = [name for name in sorted(CALLS) if name not in ("page_attention",
 @pytest.mark.parametrize("operation", WITH_LENGTHS)
 def test_symbolic_lengths(operation):
     c = call(operation)
-    run = program(operation, c)
-    names = {w for n, x in c.arrays.items() for w in words(operation, n, x).values()}
-    names = sorted(names & set(LENGTHS))
-    sizes = dict(zip(names, export.symbolic_shape(",".join(names)), strict=True))
-    for axis in ("q", "kv"):
-        if f"{axis}_len" in sizes:
-            sizes[f"{axis}_blocks"] = -(-sizes[f"{axis}_len"] // 4)
-
-    def open_sizes(name, x):
-        shape = list(x.shape)
-        for axis, word in words(operation, name, x).items():
-            shape[axis] = sizes[word]
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    exported = export.export(run)({n: open_sizes(n, x) for n, x in c.arrays.items()})
-    arrays = of_length(operation, c.arrays, 33)
+    run = program(c, gradients=operation in WITH_GRADIENTS)
+    exported = export.export(run)(open_shapes(c, *LENGTHS))
+    arrays = of_length(c, LONG).arrays
     ours, want = (fast(f)(arrays) for f in (exported.call, run))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
@@ -162,22 +170,34 @@ def test_a_size_that_must_be_a_number_is_named(operation, sizes, message):
         export.export(run)(arrays)
 
 
+def test_a_ring_leaves_the_batch_open_and_no_length():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("sp",))
+
+    def attend(x):
+        return modules.ring_attention(x, x, x, axis_name="sp", mesh=mesh, platform="xla")
+
+    batch, length = export.symbolic_shape("b, 2 * s")
+    x = jax.ShapeDtypeStruct((batch, S, 4, 8), np.float32)
+    for f in (attend, jax.grad(lambda x: jnp.sum(attend(x)))):
+        assert export.export(jax.jit(f))(x).out_avals[0].shape == x.shape
+    with pytest.raises(InvalidArgument, match=r"query: .*'q_len' \(ring_attention takes .*batch;"):
+        export.export(jax.jit(attend))(jax.ShapeDtypeStruct((B, length, 4, 8), np.float32))
+
+
 def test_a_mask_travels_with_its_program():
     c = call("flash_attention")
     qkv = {n: c.arrays[n] for n in ("query", "key", "value")}
+    shapes = open_shapes(replace(c, arrays=qkv), "batch")
     mask = MaskInfo.from_segments(ids([0] * 5 + [1] * (S - 5))) & MaskInfo(sliding_window=3)
     run = jax.jit(lambda a, m: modules.flash_attention(**a, mask_info=m, platform="xla"))
-    (size,) = export.symbolic_shape("b")
-    exported = export.export(run)({n: symbolic(x, size) for n, x in qkv.items()}, mask)
+    exported = export.export(run)(shapes, mask)
     pytest.importorskip("flatbuffers")  # what JAX serialises with
     again = export.deserialize(exported.serialize())
     np.testing.assert_allclose(again.call(qkv, mask), run(qkv, mask), atol=1e-6)
 
 
 def test_symbolic_sizes_are_neither_tuned_nor_given_to_other_platforms():
-    c = call("flash_attention")
-    (size,) = export.symbolic_shape("b")
-    arrays = {n: symbolic(x, size) for n, x in c.arrays.items()}
+    arrays = open_shapes(call("flash_attention"), "batch")
     found = modules.supports("flash_attention", **arrays, platform="triton")
     assert not found
     with pytest.raises(KernelNotSupported):

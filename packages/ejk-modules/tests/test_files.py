@@ -11,9 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejkernel.modules._table import operation_class
 from ejkernel.ops import load_invocations, save_invocations
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.invocation import call_invocation
-from ejkernel.ops.utils import known
+from ejkernel.ops.utils import allowed
 from ejkernel.types import MaskInfo
 
 
@@ -23,11 +22,11 @@ def test_recorded_calls_come_back_where_only_ops_was_imported(tmp_path, monkeypa
     mask = MaskInfo.from_segments(ids).apply_causal()
     given = {"mask_info": mask, "precision": jax.lax.Precision.HIGHEST, "platform": "xla"}
     kernel = operation_class("flash_attention").shared()
-    inv = bind_abstract(call_invocation(kernel, (x, x, x), given))
+    inv = call_invocation(kernel, (x, x, x), given).bound
     path = tmp_path / "calls.json"
     assert save_invocations(path, [inv]) == 1
     # in place: what the import below declares stays declared for the tests that follow
-    for declared in (known._classes, known._offers):
+    for declared in (allowed._classes, allowed._offers):
         for name in [n for n in declared if n.startswith(("ejkernel.modules", "ejkernel.types"))]:
             monkeypatch.delitem(declared, name)
     monkeypatch.delitem(sys.modules, "ejkernel.modules._declared", raising=False)
@@ -56,7 +55,7 @@ def over_a_mesh(axis_type):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_recorded_calls_over_a_mesh_are_those_of_a_shard(tmp_path, axis_type):
-    calls = [bind_abstract(inv) for inv in over_a_mesh(axis_type)]
+    calls = [inv.bound for inv in over_a_mesh(axis_type)]
     path = tmp_path / "calls.json"
     assert save_invocations(path, calls) == len(calls) >= 2
     loaded = load_invocations(path)

@@ -92,11 +92,11 @@ def test_numpy_arrays_positionally(operation):
     )
 
 
-def test_lengths_past_the_table_are_clipped():
+def test_lengths_past_the_table_that_only_the_device_knows_are_clipped():
     arguments = call("page_attention").arguments
     capacity = arguments["block_tables"].shape[1] * arguments["key_cache"].shape[1]
     inside = {"block_tables": np.clip(np.asarray(arguments["block_tables"]), 0, 6)}
-    full = np.full(2, capacity, np.int32)
+    full = jnp.full(2, capacity, jnp.int32)
     assert_same(
         modules.page_attention(**{**arguments, **inside, "context_lens": full + 5}),
         modules.page_attention(**{**arguments, **inside, "context_lens": full}),

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ejkernel.modules as modules
-from ejkernel.modules._specs import Argument, Layout, check_divisible, read_specs, settle_heads
+from ejkernel.modules._specs import Argument, Layout, check_divisible, read_specs, spread_key_heads
 from ejkernel.ops import InvalidArgument
 from ejkernel.types import MaskInfo
 from ejktest.calls import call
@@ -184,7 +184,7 @@ def test_specs_are_pure_functions():
     read_specs(layout, [query, key, absent], [P("x", None, "y"), None, P("x")])
     assert layout.spread == {"batch": ("x",), "heads": ("y",)}
     sizes = {"heads": 6, "kv_heads": 3}
-    assert not settle_heads(layout, sizes, whole_groups=False)
+    assert not spread_key_heads(layout, sizes, whole_groups=False)
     assert layout.spread["kv_heads"] == ("y",)
     check_divisible(layout, [query, key, absent])
     assert layout.spec(key.words, key.shape) == P("x", None, "y", None)

@@ -35,10 +35,9 @@ from ejkernel.ops import env as environment
 from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.selection import Choice
 from ejkernel.ops.config.tables import nearest_configs
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.errors import AutotuneError
 from ejkernel.ops.execution.multihost import PeerGroup
-from ejkernel.ops.utils import files, known
+from ejkernel.ops.utils import allowed, files
 from ejkernel.ops.utils.files import MAX_BYTES
 
 MADE: list[object] = []
@@ -106,9 +105,9 @@ def fields(tmp_path):
     return {"args": command}
 
 
-def config_file(path: Path, name: object, key: str, config: object, facts: object = None):
+def config_file(path: Path, name: object, key: str, config: object, metadata: object = None):
     path.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"class": name, "config": config, "facts": facts}
+    entry = {"class": name, "config": config, "facts": metadata}
     path.write_text(json.dumps({"schema": 1, "entries": {key: entry}}))
 
 
@@ -120,7 +119,7 @@ def test_the_persistent_cache(tmp_path, name):
     with pytest.warns(EjkernelWarning, match=refused):
         assert PersistentCache(path).get("k") is None
     chain = ConfigSelectorChain(ConfigCache(), PersistentCache(tmp_path), autotune=False)
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     config_file(tmp_path / "misc.json", name, inv.key, fields(tmp_path))
     assert chain.choose(inv, inv.kernel) == {"tile": 1}
 
@@ -128,7 +127,7 @@ def test_the_persistent_cache(tmp_path, name):
 @every_name
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.EjkernelWarning")
 def test_shipped_tables(tmp_path, name):
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     config_file(tmp_path / "t.json", name, "k", fields(tmp_path), dict(inv.payload))
     assert list(nearest_configs([tmp_path / "t.json"], inv.payload, None)) == []
     sound = dict(inv.payload)
@@ -144,7 +143,7 @@ def test_remembered_failures(tmp_path, name):
     key = "Op.v1@cpu:x#" + "0" * 32
     failures.remember(key, Config(), "it broke")
     (path,) = tmp_path.rglob("failures/*/*.json")
-    text = path.read_text().replace(json.dumps(known.class_name(Config)), json.dumps(name))
+    text = path.read_text().replace(json.dumps(allowed.class_name(Config)), json.dumps(name))
     path.write_text(text.replace('"tile": 1', '"args": "touch"'))
     FailureCache(cache).reason(key, Config())
 
@@ -171,7 +170,7 @@ def test_recorded_calls(tmp_path, name, form):
     path.write_text(json.dumps(content))
     with pytest.warns(EjkernelWarning, match="left out") as caught:
         (sound,) = load_invocations(path)
-    assert sound.key == bind_abstract(Invocation(Op(), (X,))).key
+    assert sound.key == Invocation(Op(), (X,)).bound.key
     assert repr(name)[1:-1] in str(caught[0].message)
 
 
@@ -201,7 +200,7 @@ def test_messages_of_other_processes(tmp_path, name):
             cfg = {"class": name, "config": fields(tmp_path)}
             return json.dumps({"tier": "persistent", "cfg": cfg})
 
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     group = PeerGroup(Client(), process_id=1)
     with pytest.raises(AutotuneError, match="cannot be read"):
         group.agree(inv, None, lambda: Choice(None, "heuristics", inv.key))
@@ -209,12 +208,12 @@ def test_messages_of_other_processes(tmp_path, name):
 
 def test_no_reader_imports_by_a_name_it_has_read():
     """Imports by name in ejkernel.ops: of our own constant, and of what a package registers."""
-    root = Path(known.__file__).parents[1]
+    root = Path(allowed.__file__).parents[1]
     text = {path.name: path.read_text() for path in root.rglob("*.py")}
     found = [(n, line.strip()) for n, t in text.items() for line in t.splitlines()]
     assert sorted((n, line) for n, line in found if "import_module(" in line) == [
+        ("allowed.py", "importlib.import_module(_DECLARES)  # this one, whatever the file says"),
         ("implementation.py", "found: Any = importlib.import_module(module)"),
-        ("known.py", "importlib.import_module(_DECLARES)  # this one, whatever the file says"),
         ("packages.py", "return getattr(import_module(module), name)"),
     ]
     words = ("pickle", "marshal", "__import__", "sys.modules.get")
@@ -229,14 +228,14 @@ def test_no_reader_imports_by_a_name_it_has_read():
 
 def test_the_config_of_a_kernel_comes_back_in_a_process_that_put_none(tmp_path):
     path = tmp_path / "c.json"
-    config_file(path, known.class_name(Config), "k", {"tile": 4})
+    config_file(path, allowed.class_name(Config), "k", {"tile": 4})
     assert PersistentCache(path).get("k") == Config(4)
 
     @dataclass(frozen=True)
     class Given:
         tile: int = 0
 
-    config_file(path, known.class_name(Given), "k", {"tile": 5})
+    config_file(path, allowed.class_name(Given), "k", {"tile": 5})
     with pytest.warns(EjkernelWarning, match="allow_in_files"):
         assert PersistentCache(path).get("k") is None
     assert PersistentCache(path).get("k", cls=Given) == Given(5)
@@ -325,7 +324,7 @@ def test_a_file_too_large_to_read_is_set_aside(tmp_path, size):
     cache.put("k", 3)
     assert PersistentCache(tmp_path).get("k") == 3
     assert [p.stat().st_size for p in tmp_path.glob("*.corrupt-*")] == [size]
-    inv = bind_abstract(Invocation(Loose(), (X,)))
+    inv = Invocation(Loose(), (X,)).bound
     with pytest.warns(EjkernelWarning, match="shipped config table.*larger than 64 MiB"):
         assert list(nearest_configs([sparse(path, size)], inv.payload, None)) == []
     with pytest.raises(OSError, match="larger than 64 MiB"):

@@ -121,11 +121,11 @@ def test_home_is_expanded(monkeypatch, tmp_path):
 
 def test_clear_and_replace_and_facts(folder):
     cache = PersistentCache(folder)
-    cache.put(key(), Plain(1), facts={"shape": [1, 2]})
-    assert PersistentCache(folder).facts(key()) == {"shape": [1, 2]}
+    cache.put(key(), Plain(1), metadata={"shape": [1, 2]})
+    assert PersistentCache(folder).metadata(key()) == {"shape": [1, 2]}
     cache.put(key(), Plain(2))
     assert PersistentCache(folder).get(key()) == Plain(2)
-    assert cache.facts(key()) is None
+    assert cache.metadata(key()) is None
     versions = {cache.version}
     cache.clear()
     versions.add(cache.version)

@@ -26,8 +26,8 @@ from ejkernel.ops import (
     load_invocations,
     save_invocations,
 )
-from ejkernel.ops.core.abstract import bind_abstract
 from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.route import Route
 from ejkernel.ops.errors import reset_warnings
 from ejkernel.ops.utils import labels
 
@@ -125,7 +125,7 @@ def test_another_device_gives_other_keys(executor, tmp_path, monkeypatch):
     content = path.read_text().replace(inv.device_fingerprint, "gpu:nvidia-h200:9.0")
     path.write_text(content)
     assert load_invocations(path)[0].key == inv.key  # as a call on the device at hand
-    elsewhere = Invocation(Op(), (X,), info={"device_fingerprint": "gpu:nvidia-h200:9.0"})
+    elsewhere = Invocation(Op(), (X,), route=Route(device="gpu:nvidia-h200:9.0"))
     assert elsewhere.key != inv.key and save_invocations(path, [elsewhere]) == 1
     assert load_invocations(path)[0].key == inv.key
 
@@ -204,7 +204,7 @@ def test_the_key_is_that_of_the_call_whatever_the_file_says(executor, tmp_path):
     """A file that gave another call's key had its winner stored under that key."""
     path = tmp_path / "calls.json"
     calls = [Invocation(Op(), (X,)), Invocation(Sibling(), (X,))]
-    mine, other = (bind_abstract(inv) for inv in calls)
+    mine, other = (inv.bound for inv in calls)
     save_invocations(path, [mine])
     content = json.loads(path.read_text())
     content["calls"][0] |= {"key": other.key, "payload": dict(other.payload)}

@@ -42,7 +42,9 @@ class Rows(RegisteredKernel[Tile, jax.Array]):
 
     algorithm = "rows"
     trained = False
-    likeness = Likeness(indifferent=frozenset({"scale"}), extents=frozenset({"window"}))
+    likeness = Likeness(
+        untuned_arguments=frozenset({"scale"}), size_arguments=frozenset({"window"})
+    )
 
     def run(self, x, *, window=None, causal=False, scale=None, cfg):
         raise AssertionError("implementations run")

@@ -19,17 +19,17 @@ def every_call():
 
 
 def test_a_word_nobody_explained_is_refused_where_the_call_is_defined():
-    def takes(query: F[Array, "batch qlen heads"]) -> None: ...
+    def signature(query: F[Array, "batch qlen heads"]) -> None: ...
 
     with pytest.raises(TypeError, match=r"new_attention, query: axis word 'qlen' is unknown"):
-        type("New", (Call,), {"name": "new_attention", "takes": staticmethod(takes)})
+        type("New", (Call,), {"name": "new_attention", "signature": staticmethod(signature)})
 
 
 @pytest.mark.parametrize("output", ["batch qlen heads", "=value"])
 def test_outputs_are_written_in_the_same_words(output):
-    def takes(query: F[Array, "batch q_len heads"]) -> None: ...
+    def signature(query: F[Array, "batch q_len heads"]) -> None: ...
 
-    said = {"name": "new_attention", "takes": staticmethod(takes), "outputs": (output,)}
+    said = {"name": "new_attention", "signature": staticmethod(signature), "outputs": (output,)}
     with pytest.raises(TypeError, match=r"new_attention, output 0: .*(qlen|value)"):
         type("New", (Call,), said)
 
@@ -73,4 +73,4 @@ def test_a_flag_that_asks_for_more_is_known_as_such():
     """Else a kernel's second output would be returned where nobody asked for it."""
     for call in every_call():
         flags = [name for name in call.boundary.names if name.startswith("return_")]
-        assert [call.asks_for_more] == (flags or [""]), call.name
+        assert [call.extra_outputs_flag] == (flags or [""]), call.name

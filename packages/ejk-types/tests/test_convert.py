@@ -106,6 +106,21 @@ def test_cu_seqlens_round_trip():
     )
 
 
+@pytest.mark.parametrize(
+    ("cu", "message"),
+    [
+        ([0, 3, 2], r"cu\[1:3\]: given \(3, 2\), expected cumulative lengths that never decrease"),
+        ([[0, 1, 2], [0, 5, 4]], r"cu\[1, 1:3\]: given \(5, 4\), .*never decrease"),
+        ([1, 2], r"cu\[0\]: given 1, expected cumulative lengths that start at 0"),
+        ([[0, 1], [2, 3]], r"cu\[1, 0\]: given 2, .*start at 0"),
+    ],
+)
+def test_decreasing_cu_seqlens_of_numpy_are_refused(cu, message):
+    with pytest.raises(ValueError, match=message):
+        types.cu_seqlens_to_segment_ids(np.array(cu), 8)
+    types.cu_seqlens_to_segment_ids(jnp.array(cu), 8)  # not read
+
+
 def test_cu_seqlens_of_a_mask():
     mask = MaskInfo.from_segments(IDS)
     assert mask.cu_seqlens_q.shape == (2, 7)

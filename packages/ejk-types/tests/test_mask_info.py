@@ -138,6 +138,21 @@ def test_pytree_accepts_any_leaf_and_keeps_static_data():
     assert "causal=True" in repr(mask) and "int32[1, 6]" in repr(mask)
 
 
+PICKLED = (
+    b"cejkernel.types.fields\nunflatten\np0\n(cejkernel.types.mask_info\nMaskInfo\np1\n(I01\nI0\n"
+    b"(I3\nI0\ntp2\nN(Vdp\np3\nVfsdp\np4\ntp5\nVtp\np6\ng6\nVsp\np7\nI00\ntp8\n(NNNNN(g0\n(g1\n(I00\n"
+    b"I1\nNI2\ng5\ng6\ng6\ng7\nI00\ntp9\n(NNNNN(ttp10\ntp11\nRp12\ntp13\ntp14\ntp15\nRp16\n."
+)
+"""A mask that an earlier version pickled, when its modules lay elsewhere."""
+
+
+def test_stored_names_of_a_mask_stay():
+    mask = MaskInfo(causal=True, sliding_window=(3, 0)) & MaskInfo(chunk_size=2, causal_offset=1)
+    assert pickle.loads(PICKLED) == mask
+    # keys of stored configs and recorded calls name the class so
+    assert f"{MaskInfo.__module__}.{MaskInfo.__qualname__}" == "ejkernel.types.mask_info.MaskInfo"
+
+
 def test_jit_cache_is_shared_and_vmap_maps_arrays():
     traces = []
 
@@ -330,6 +345,27 @@ def test_indices_that_int32_does_not_hold_are_refused(name, wrong):
     with pytest.raises(ValueError, match="q_segment_ids: given 2147483648"):
         MaskInfo.from_segments(np.array([[2**31]], np.uint32))
     assert MaskInfo.from_segments(np.array([[2**31 - 1]], np.uint64)).q_len == 1
+
+
+def test_wide_indices_of_jax_are_refused_where_they_are_concrete():
+    with jax.enable_x64(True):
+        ids, narrow = jnp.array([[0, 2**32]]), jnp.array([[0, 1]])
+        assert ids.dtype == narrow.dtype == jnp.int64
+        for make in (
+            lambda ids: MaskInfo.from_segments(ids),
+            lambda ids: MaskInfo(q_segment_ids=narrow, kv_segment_ids=ids),
+            lambda ids: MaskInfo(kv_positions=ids),
+            lambda ids: MaskInfo.from_cu_seqlens(ids, max_q_len=2),
+            lambda ids: MaskInfo.from_lengths(ids[0], max_q_len=2),
+            lambda ids: MaskInfo.from_segments(narrow).apply_token_type_ids(ids),
+            lambda ids: MaskInfo.from_segments(narrow).apply_kv_lengths(ids[0, 1:]),
+        ):
+            with pytest.raises(ValueError, match=r"^\w+: given 4294967296, expected values"):
+                make(ids)
+            jax.jit(make)(ids)  # traced: only the low 32 bits are used
+            make(narrow)
+    with pytest.raises(ValueError, match="kv_lengths: given 4294967296"):
+        MaskInfo.from_segments(IDS).apply_kv_lengths(2**32)
 
 
 @pytest.mark.parametrize("base", [2**31 - 7, 2 - 2**31])

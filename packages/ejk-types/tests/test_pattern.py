@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types.pattern import FEW, in_tiles
+from ejkernel.types.masks.pattern import FEW, in_tiles
 
 
 @pytest.mark.parametrize("traced", [False, True])

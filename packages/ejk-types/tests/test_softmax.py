@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types.softmax import row_delta, sink_gradient, without_work
+from ejkernel.types.attention.softmax import empty_outputs, row_delta, sink_gradient
 
 B, Q, K, H, D, DV = 2, 5, 4, 3, 8, 6
 RNG = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def test_sinks_of_minus_infinity():
 @pytest.mark.parametrize("axis", ["batch", "q", "k", "heads", None])
 def test_calls_without_work(axis):
     b, q, k, h = (0 if axis == name else 2 for name in ("batch", "q", "k", "heads"))
-    found = without_work(
+    found = empty_outputs(
         jnp.ones((b, q, h, D), jnp.bfloat16), jnp.ones((b, k, h, D)), jnp.ones((b, k, h, DV))
     )
     if axis is None:
@@ -75,4 +75,4 @@ def test_calls_without_work(axis):
 
 
 def test_values_without_columns_still_have_an_lse():
-    assert without_work(normal(B, Q, H, D), normal(B, K, H, D), normal(B, K, H, 0)) is None
+    assert empty_outputs(normal(B, Q, H, D), normal(B, K, H, D), normal(B, K, H, 0)) is None

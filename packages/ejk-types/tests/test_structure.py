@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ejkernel.types import InvalidArgument, MaskInfo, calls, combine_masks
-from ejkernel.types import attention as arg
-from ejkernel.types.structure import Band, Unsupported, block_ranges, operands, split_mask
+from ejkernel.types.attention import operands as arg
+from ejkernel.types.masks.structure import Band, Unsupported, block_ranges, operands, split_mask
 
 
 def test_bands_narrow():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.types import MaskInfo
-from ejkernel.types.summary import EMPTY, FULL, PARTIAL
+from ejkernel.types.masks.summary import EMPTY, FULL, PARTIAL
 from ejktest.masks import dense_of, drawn_masks
 
 

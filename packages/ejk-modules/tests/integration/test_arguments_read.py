@@ -15,7 +15,7 @@ from ejkernel.modules._table import OPERATIONS, operation_class
 from ejkernel.ops import KernelNotSupported, kernel_registry
 from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.types import calls
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 from ejktest.argument_values import IN_FLOAT64, REQUIRED, calls_with
 from ejktest.bound import bound
 from ejktest.dependence import is_array, shown_launches, trace
@@ -110,7 +110,7 @@ def test_an_argument_that_is_not_read_is_refused_by_name(kernel):
     for name in names:
         with jax.enable_x64(name in IN_FLOAT64):
             arguments, _ = next(calls_with(call.name, name))
-            reason = kernel.facts(bound(call, **arguments))[1]
+            reason = kernel.examine(bound(call, **arguments))[1]
             with pytest.raises(REFUSALS) as error:
                 called(kernel, arguments)
         # some arguments are legal only with another one that is not read either
@@ -130,7 +130,7 @@ def test_an_argument_that_is_read_is_consumed(kernel):
 
 def with_new_option(kernel):
     """Returns a kernel of the same class for an operation that takes one option more."""
-    signature = inspect.signature(kernel.call.takes)
+    signature = inspect.signature(kernel.call.signature)
     option = inspect.Parameter(
         "attention_temperature", inspect.Parameter.KEYWORD_ONLY, default=1.0, annotation=float
     )
@@ -139,7 +139,7 @@ def with_new_option(kernel):
         raise NotImplementedError
 
     extended.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])
-    call = type("Extended", (kernel.call,), {"takes": staticmethod(extended)})
+    call = type("Extended", (kernel.call,), {"signature": staticmethod(extended)})
     return type("Kernel", (type(kernel),), {"call": call})()
 
 
@@ -149,7 +149,7 @@ def test_an_option_that_is_added_later_is_refused_by_every_kernel(kernel):
     arguments = {**usual, "attention_temperature": 7.0}
     with pytest.raises(REFUSALS, match="attention_temperature: not supported"):
         called(extended, arguments)
-    reasons = [extended.facts(bound(extended.call, **a))[1] for a in (arguments, usual)]
+    reasons = [extended.examine(bound(extended.call, **a))[1] for a in (arguments, usual)]
     assert reasons == ["attention_temperature: not supported", None]
 
 

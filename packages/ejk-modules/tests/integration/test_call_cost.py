@@ -18,6 +18,7 @@ from ejkernel.modules import (
     ragged_page_attention_v3,
 )
 from ejkernel.ops import interpret_mode
+from ejkernel.ops.core.binding import Binding
 from ejkernel.types import MaskInfo
 from ejktest.device import H200, on
 
@@ -64,7 +65,7 @@ def heuristics(monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
 
 
-def test_a_traced_call_of_triton_flash_settles_each_thing_once():
+def test_a_traced_call_of_triton_flash_does_each_thing_once():
     pytest.importorskip("triton", reason="Triton is not installed")
     with interpret_mode():
         calls, frames = counted("triton")
@@ -97,14 +98,20 @@ def test_a_traced_call_of_xla_flash_asks_each_implementation_once():
     assert calls["KernelRegistry._survey"] == 1
 
 
-def test_a_binding_leaves_with_its_call():
+def test_a_binding_leaves_with_its_call(monkeypatch):
     """A trace later on, of the same program under other settings of JAX, binds for itself."""
     q = np.ones((1, 24, 2, 16), np.float32)
     executor = create_default_executor(autotune=False)
     for x in (jnp.asarray(q), q, q.astype(np.float64)):  # one program, compiled once or twice
         executor(FlashAttention(), x, x, x, platform="xla")
-    programs = [inspect.unwrap(function) for function in executor._functions.values()]
-    assert programs and not any(program.bindings for program in programs)
+    entries = executor._programs._programs.values()
+    programs = [inspect.unwrap(entry.function) for entry in entries]
+    assert programs and not any(isinstance(x, Binding) for p in programs for x in vars(p).values())
+    binds, bind = [], FlashAttention.bind
+    monkeypatch.setattr(FlashAttention, "bind", lambda *call: binds.append(call) or bind(*call))
+    for program in programs:
+        jax.eval_shape(lambda *arrays, p=program: p(*arrays), x, x, x)
+    assert len(binds) == len(programs)
 
 
 def test_a_repeated_eager_call_of_a_server_does_little_in_python():

@@ -1,4 +1,4 @@
-"""Kernels that are objects, reached through the operations: a call is settled once."""
+"""Kernels that are objects, reached through the operations: a call is canonicalized once."""
 
 import jax
 import numpy as np
@@ -30,19 +30,19 @@ def test_dropout_on_shards_counts_global_rows_and_heads(qkv):
     np.testing.assert_allclose(out, flash_attention(*qkv, **options, platform="xla"), atol=1e-5)
 
 
-def test_an_operation_settles_a_call_once_for_its_kernel(qkv, monkeypatch):
+def test_an_operation_canonicalizes_a_call_once_for_its_kernel(qkv, monkeypatch):
     pytest.importorskip("triton")
-    settled = []
-    before = calls.FlashAttention.canonicalise
+    bound = []
+    before = calls.FlashAttention.canonicalize
 
-    def canonicalise(a):
-        settled.append(type(a["query"]))
+    def canonicalize(a):
+        bound.append(type(a["query"]))
         before(a)
 
-    monkeypatch.setattr(calls.FlashAttention, "canonicalise", staticmethod(canonicalise))
+    monkeypatch.setattr(calls.FlashAttention, "canonicalize", staticmethod(canonicalize))
     with interpret_mode():
         flash_attention(*(x[:, :23] for x in qkv), platform="triton")
-    assert len(settled) == 1  # abstractly, to choose a config; the trace does the same again
+    assert len(bound) == 1  # abstractly, to choose a config; the trace does the same again
 
 
 @pytest.mark.parametrize("operation", operation_names())

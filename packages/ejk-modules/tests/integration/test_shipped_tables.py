@@ -113,10 +113,10 @@ def check(path, platform):
     header, entries = read_table(path)
     assert header["provenance"]["date"] and header["provenance"]["versions"] and entries
     for key, entry in entries.items():
-        assert entry.facts["device"] == header["device"]
-        assert key == payload_key(entry.facts)
-        kernel = operation_class(entry.facts["kernel"]).shared()
-        assert kernel.version == entry.facts["version"], (
+        assert entry.metadata["device"] == header["device"]
+        assert key == payload_key(entry.metadata)
+        kernel = operation_class(entry.metadata["kernel"]).shared()
+        assert kernel.version == entry.metadata["version"], (
             "tuned for an older version of the operation"
         )
         cfg = entry.config(kernel.config_cls)

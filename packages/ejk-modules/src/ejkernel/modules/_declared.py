@@ -10,7 +10,7 @@ import functools
 from ejkernel.modules import _configs  # noqa: F401 (an OpConfig is declared by its definition)
 from ejkernel.modules._table import OPERATIONS, home, load
 from ejkernel.ops import allow_in_files
-from ejkernel.ops.utils.known import offer
+from ejkernel.ops.utils.allowed import offer
 from ejkernel.types import MaskInfo
 
 for _name, _kernel in OPERATIONS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ejkernel.modules._specs import (
     own_spec,
     read_specs,
     read_types,
-    settle_heads,
+    spread_key_heads,
 )
 from ejkernel.modules.compat import explicit_axes, over_explicit_axes, placed
 from ejkernel.ops.core.distribution import LocalCall, check_mesh_and_specs
@@ -28,11 +28,19 @@ from ejkernel.ops.core.keys import leaf_names
 from ejkernel.types import MaskInfo
 from ejkernel.types.calls.axes import Kind, bare, mask_axes, meaning
 from ejkernel.types.calls.signature import axes_of
-
-if TYPE_CHECKING:
-    from ejkernel.modules._op import Operation
+from ejkernel.types.calls.spec import Call
 
 Arguments = dict[str, Any]
+
+
+class DistributedOperation(Protocol):
+    """The members of an ``Operation`` that distribution uses."""
+
+    spec: ClassVar[type[Call]]
+    whole_groups: ClassVar[bool]
+
+    @classmethod
+    def to_shard(cls, a: Arguments, shard: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Shard:
 
 
 def distribute(
-    op: Operation,
+    op: DistributedOperation,
     a: Arguments,
     placement: tuple[Any, Any, Any],
     call: LocalCall,
@@ -113,7 +121,7 @@ def distribute(
     own = read_types(layout, _typed_arrays(a, arguments)) if typed else None
     if own is None:
         read_specs(layout, arguments, in_specs)
-    pick = settle_heads(layout, sizes, whole_groups=op.whole_groups)
+    pick = spread_key_heads(layout, sizes, whole_groups=op.whole_groups)
     check_divisible(layout, arguments)
     shard = Shard(layout, sizes)
     by_name = {argument.name: argument for argument in arguments}
@@ -130,7 +138,7 @@ def distribute(
         local = rebuild(leaves)
         if pick:
             _pick_kv_heads(local, by_name, shard)
-        op.localise(local, shard)
+        op.to_shard(local, shard)
         return call((), local)
 
     single = len(outputs) == 1
@@ -151,7 +159,7 @@ def distribute(
     return moved[0] if single else tuple(moved)
 
 
-def _arrays(op: Operation) -> list[tuple[int, Any]]:
+def _arrays(op: DistributedOperation) -> list[tuple[int, Any]]:
     return list(enumerate(op.spec.boundary.array_parameters))
 
 
@@ -225,7 +233,7 @@ def _split(
 
 
 def _wanted(
-    op: Operation, mesh: Any, out_specs: Any, natural: tuple[PartitionSpec, ...]
+    op: DistributedOperation, mesh: Any, out_specs: Any, natural: tuple[PartitionSpec, ...]
 ) -> tuple[PartitionSpec, ...]:
     """The output specs asked for, in the same normal form as the natural ones."""
     if out_specs is None:

@@ -36,7 +36,7 @@ def _kernel(operation: Any) -> Kernel:
 def supports(
     op_name: str, *args: Any, platform: str | Platform | None = None, **kwargs: Any
 ) -> Support:
-    """Whether an operation can do a call, without running it.
+    """Returns whether an operation can do a call, without running it.
 
     Args:
         op_name: name of the public function, or its name in the registry.

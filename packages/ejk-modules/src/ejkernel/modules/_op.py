@@ -16,10 +16,11 @@ from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.config.nearness import Likeness
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Resolved
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg
+from ejkernel.ops.errors import warn_caution
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.utils.buckets import bucket
 from ejkernel.types import InvalidArgument as InvalidCall
 from ejkernel.types import MaskInfo
@@ -52,7 +53,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     """The Kernel of a public function: its call is said by ``spec``, its work done by the registry.
 
     Attributes:
-        spec: what a call takes and how it is settled.
+        spec: what a call takes and how it is canonicalized.
         function: the public function.
         aliases: other names of the function.
         whole_groups: whether a device needs whole groups of query heads per key head.
@@ -71,7 +72,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         cls.__doc__ = cls.__doc__ or f"Kernel of :func:`{cls.spec.name}`."
         cls.algorithm = cls.spec.algorithm
         cls.likeness = Likeness(
-            cls.spec.indifferent, cls.spec.extents, frozenset(cls.spec.boundary.pools)
+            cls.spec.untuned_arguments, cls.spec.size_arguments, frozenset(cls.spec.boundary.pools)
         )
         cls._instance = None
 
@@ -82,7 +83,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
         run.__qualname__ = f"{cls.__name__}.run"
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
-        taken = inspect.signature(cls.spec.takes)
+        taken = inspect.signature(cls.spec.signature)
         parameters = [own, *taken.parameters.values(), cfg]
         run.__signature__ = taken.replace(parameters=parameters)  # ty: ignore[missing-attribute]
         cls.run = run  # type: ignore[method-assign]
@@ -101,9 +102,9 @@ class Operation(RegisteredKernel[Cfg, Any]):
     # ---- what a subclass says ---------------------------------------------------------------
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
         """Adapt one shard's arguments to what the operation means globally."""
-        cls.spec.localise(a, shard)
+        cls.spec.to_shard(a, shard)
 
     # ---- the steps of a call ----------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.spec.boundary.by_name(args, kwargs)
         with own_errors:
-            self.spec.bind(arguments, typecheck=environment.typecheck())
+            self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -133,8 +134,8 @@ class Operation(RegisteredKernel[Cfg, Any]):
     def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]:
         kernel = resolved.fn
         if isinstance(kernel, CallKernel) and kernel.call is self.spec:
-            # settled already; a shard's seed fits no signature
-            return partial(kernel.settled, cfg=cfg)
+            # canonical already; a shard's seed fits no signature
+            return partial(kernel.run_canonical, cfg=cfg)
         return super().runner(resolved, cfg)
 
     def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]]:
@@ -161,12 +162,17 @@ WIDTH = 100
 
 
 class ShownSignature(inspect.Signature):
-    """A signature for ``help``: short annotations, one parameter a line where it is long."""
+    """A signature for ``help``: short annotations, one parameter a line where it is long.
+
+    ``**unknown`` is left out: it only lets an unknown argument reach the error that names ours.
+    """
 
     @classmethod
     def of(cls, signature: inspect.Signature) -> ShownSignature:
         parameters = [
-            p.replace(annotation=shown(p.annotation)) for p in signature.parameters.values()
+            p.replace(annotation=shown(p.annotation))
+            for p in signature.parameters.values()
+            if p.kind is not p.VAR_KEYWORD
         ]
         return cls(parameters, return_annotation=shown(signature.return_annotation))
 

@@ -148,7 +148,7 @@ def _of_heads(word: str) -> bool:
     return meaning(word).kind in (Kind.HEADS, Kind.KEY_HEADS)
 
 
-def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:
+def spread_key_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool) -> bool:
     """Spread key heads like query heads. True: key heads stay whole and each shard picks its own.
 
     Raises:
@@ -181,7 +181,7 @@ def settle_heads(layout: Layout, sizes: Mapping[str, int], *, whole_groups: bool
 
 
 def _divides(word: str, sizes: Mapping[str, int], parts: int) -> bool:
-    """Whether every part holds whole key heads."""
+    """Returns whether every part holds whole key heads."""
     width = meaning(word).entries_per_head
     if width is None:
         exact = sizes[word] * sizes["packing"] == 2 * sizes["kv_heads"]

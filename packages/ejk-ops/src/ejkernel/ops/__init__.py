@@ -9,7 +9,7 @@ from ejkernel.ops.config.choice import AutotunePolicy, Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation, default_key_builder_with_sharding
-from ejkernel.ops.core.kernel import Kernel, Resolved, Support
+from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.keys import sharding_fingerprint
 from ejkernel.ops.core.registered import RegisteredKernel
 from ejkernel.ops.core.types import Cfg, Out
@@ -37,20 +37,20 @@ from ejkernel.ops.execution.tuning import (
     autotune_recorded,
     benchmark,
 )
-from ejkernel.ops.implementation import Implementation, KernelSpec
+from ejkernel.ops.implementation import Implementation, KernelSpec, Resolved
 from ejkernel.ops.interpret import interpret_mode
 from ejkernel.ops.kernel_registry import KernelRegistry, kernel_registry
 from ejkernel.ops.params import BwdParams, FwdParams, OpConfig, WarpgroupParams
 from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.recording import invocations_in_lowered, load_invocations, save_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation
+from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.device import (
     device_fingerprint,
     device_kind,
     get_device_platform,
     target_device,
 )
-from ejkernel.ops.utils.known import allow_in_files
 from ejkernel.ops.utils.labels import extract_labels_from_hlo_text, find_labels_in_lowered, label
 from ejkernel.ops.utils.serialization import (
     abstractify,

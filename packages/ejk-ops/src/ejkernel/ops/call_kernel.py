@@ -11,8 +11,9 @@ import numpy as np
 
 from ejkernel.ops import env
 from ejkernel.ops.config.choice import is_config_from_file
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.second_order import operation
 
@@ -21,14 +22,15 @@ class CallKernel:
     """One kernel for the calls of one operation.
 
     ``call`` (a ``Call`` of ejk-types, or anything with its methods) says what a call takes, how it
-    is checked and settled, its static facts (``problem``), its arrays (``operands``) and what a
-    call without work returns. A backend's base class says ``target`` and ``missing``; a kernel
-    says the rest. Everything else is made here: the public function with the operation's
-    signature, ``supports``, ``heuristic`` and ``candidates`` for the registry, the override by a
-    config, gradients, mesh axes.
+    is checked and canonicalized, its static properties (``problem``), its arrays (``operands``) and
+    its outputs where there is nothing to compute. A backend's base class says ``target`` and
+    ``unavailable_reason``; a kernel says the rest. Everything else is made here: the public
+    function with the operation's signature, ``supports``, ``heuristic`` and ``candidates`` for the
+    registry, the override by a config, gradients, mesh axes.
 
-    Tiles are frozen dataclasses: what ``choose`` and ``near`` return is what runs. Those that a
-    config can change say how themselves, by ``honouring(cfg, problem, target)`` and ``fields``.
+    Tiles are frozen dataclasses: what ``choose`` and ``neighbours`` return is what runs. Those that
+    a config can change say how themselves, by ``apply_config(cfg, problem, target)`` and
+    ``fields``.
     """
 
     call: ClassVar[Any]
@@ -37,22 +39,23 @@ class CallKernel:
 
     A call that gives any other argument is refused, so an option that is added to the operation
     later is never ignored. An argument that the ``Call`` has ``merged`` into another one is read
-    with that one. An argument of which only some values are supported is read, and ``refuse``
-    rejects the others. Every call has its required arguments, and in canonical form a
-    ``mask_info`` and a ``softmax_scale``: a kernel that does not read them supports no call.
+    with that one. An argument of which only some values are supported is read, and
+    ``unsupported_reason`` rejects the others. Every call has its required arguments, and in
+    canonical form a ``mask_info`` and a ``softmax_scale``: a kernel that does not read them
+    supports no call.
     """
     has_backward: ClassVar[bool] = True
     """Whether ``backward`` has the gradients; else, under ``compiled``, JAX differentiates."""
     forward_again: ClassVar[bool] = False
     """Whether JAX can differentiate ``forward`` and ``backward``, at least in forward mode."""
-    takes_warpgroups: ClassVar[bool] = False
-    """Whether ``honour`` reads ``WarpgroupParams``."""
-    own_tiles: ClassVar[bool] = False
+    reads_warpgroups: ClassVar[bool] = False
+    """Whether ``apply_config`` reads ``WarpgroupParams``."""
+    fixed_tiles: ClassVar[bool] = False
     """Whether no config names tiles: they are the kernel's own choice."""
 
     def __init__(self) -> None:
         cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY, default=None)
-        signature = inspect.signature(self.call.takes)
+        signature = inspect.signature(self.call.signature)
         parameters = [*signature.parameters.values(), cfg]
         self.__signature__ = signature.replace(parameters=parameters)
         self.__name__ = self.__qualname__ = self.call.name
@@ -76,10 +79,15 @@ class CallKernel:
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__name__}"
 
+    def __reduce__(self) -> Any:
+        # as for a function: the kernel of this name in its module is not copied
+        shared = getattr(inspect.getmodule(type(self)), self.__name__, None) is self
+        return self.__name__ if shared else (type(self), ())
+
     # ---- what a backend says ----------------------------------------------------------------
 
-    def missing(self) -> str | None:
-        """What keeps every kernel of the backend from running here; None when nothing does."""
+    def unavailable_reason(self) -> str | None:
+        """Returns the reason why no kernel of the backend can run here, or None."""
         return None
 
     def target(self) -> Any:
@@ -92,19 +100,19 @@ class CallKernel:
     # ---- what a kernel says -----------------------------------------------------------------
 
     def problem(self, a: Mapping[str, Any]) -> Any:
-        """Static facts of a call whose arguments are canonical (and may be abstract)."""
+        """Static properties of a call whose arguments are canonical (and may be abstract)."""
         return self.call.problem(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of such a call, by the names ``forward`` knows them by; None: not given."""
         return self.call.operands(a, problem)
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """The outputs of a call that ``forward`` is not asked for; None for every other call."""
-        return self.call.without_work(a, problem)
+        return self.call.empty_outputs(a, problem)
 
     def results(self, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        """What the call returns, from what ``forward`` computed."""
+        """Returns the result of the call from the outputs of ``forward``."""
         return self.call.results(a, outputs)
 
     def unread_argument(self, a: Mapping[str, Any]) -> str | None:
@@ -121,39 +129,39 @@ class CallKernel:
                 return name
         return None
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
         """Why a call cannot be done, beginning with the argument's name; None = it can.
 
         Only of arguments that are read: all others are refused before.
         """
         return None
 
-    def refused(self, reason: str) -> Exception:
-        """What a call that is refused raises."""
+    def unsupported_error(self, reason: str) -> Exception:
+        """Returns the error of an unsupported call."""
         return self.call.Unsupported(reason)
 
-    def comments(self, problem: Any, target: Any) -> tuple[str, ...]:
-        """Sentences about how a call is done, from its facts."""
+    def notes_on(self, problem: Any, target: Any) -> tuple[str, ...]:
+        """Sentences about how a call is done, from its problem."""
         return ()
 
     def choose(self, problem: Any, target: Any, /) -> Any:
-        """The tiles of a call, from its facts alone."""
+        """The tiles of a call, from its problem alone."""
         return None
 
-    def near(self, problem: Any, target: Any, chosen: Any, /) -> Iterable[Any]:
+    def neighbours(self, problem: Any, target: Any, chosen: Any, /) -> Iterable[Any]:
         """Tiles worth timing beside the chosen ones."""
         return ()
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        """The chosen tiles with what a config says instead, by their ``honouring``."""
-        honouring = getattr(chosen, "honouring", None)
-        return chosen if honouring is None else honouring(cfg, problem, target)
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        """The chosen tiles with what a config says instead, by their ``apply_config``."""
+        apply_config = getattr(chosen, "apply_config", None)
+        return chosen if apply_config is None else apply_config(cfg, problem, target)
 
     def fields(self, chosen: Any) -> dict[str, Any]:
-        """Tiles as fields of the operation's config, which ``honour`` reads back: their own."""
+        """Returns the tiles' own fields of the operation's config; ``apply_config`` reads them."""
         return dict(getattr(chosen, "fields", {}))
 
-    def known(self, work: Work, arrays: Arrays) -> Arrays:
+    def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         """The arrays, with what both passes need of those whose values are known.
 
         Such arrays are numpy here and no longer in ``forward``.
@@ -181,82 +189,89 @@ class CallKernel:
         a = self.call.prepare(args, kwargs)
         # as under jit: 64 bits only where JAX has them
         a = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in a.items()}
-        return self.settled(cfg=cfg, **self.call.bind(a, typecheck=env.typecheck()))
+        a = self.call.bind(a, typecheck=env.typecheck(), warn=warn_caution)
+        return self.run_canonical(cfg=cfg, **a)
 
-    def settled(self, *, cfg: Any = None, **given: Any) -> Any:
-        """The call of canonical arguments by name; what is left out has its default."""
-        a = {**self.call.boundary.defaults, **given}
+    def run_canonical(self, *, cfg: Any = None, **arguments: Any) -> Any:
+        """Runs a call of canonical arguments by name; those left out have their defaults."""
+        a = {**self.call.boundary.defaults, **arguments}
         unread = self.unread_argument(a)
         if unread is not None:
-            raise self.refused(_not_supported(unread))
+            raise self.unsupported_error(_not_supported(unread))
         problem, target = self.problem(a), self.target()
-        reason = self.refuse(problem, target)
+        reason = self.unsupported_reason(problem, target)
         if reason is not None:
-            raise self.refused(reason)
-        outputs = self.without_work(a, problem)
+            raise self.unsupported_error(reason)
+        outputs = self.empty_outputs(a, problem)
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
             # an explicit config has none: where it fails, the call fails
             fallback = self.tiles(problem, target) if is_config_from_file() else None
-            work = Work(self, problem, tiles, target, operation(self.call.name), fallback)
-            given = self.operands(a, problem)
-            arrays = self.known(work, {name: x for name, x in given.items() if x is not None})
-            outputs = self.outputs(work, same_axes(arrays))
+            options, name = self.call.options(a), operation(self.call.name)
+            work = Work(self, problem, options, tiles, target, name, fallback)
+            operands = self.operands(a, problem)
+            arrays = {name: x for name, x in operands.items() if x is not None}
+            outputs = self.outputs(work, same_axes(self.precompute(work, arrays)))
         return self.results(a, outputs)
 
     def tiles(self, problem: Any, target: Any, cfg: Any = None) -> Any:
         """The tiles that run: what a config says, else the chosen ones."""
         groups = None if cfg is None else warpgroups_of(cfg)
-        if groups is not None and not self.takes_warpgroups:
+        if groups is not None and not self.reads_warpgroups:
             raise ConfigError(
                 f"cfg: fwd_params: warpgroups={groups}: {self!r} takes FwdParams without it"
             )
-        return self.honour(self.choose(problem, target), cfg, problem, target)
+        return self.apply_config(self.choose(problem, target), cfg, problem, target)
 
     # ---- what the registry asks -------------------------------------------------------------
 
-    def facts(self, inv: Any) -> tuple[Any, str | None]:
-        """The problem of an invocation, and why it cannot be done; remembered with it."""
-        answer = inv.facts.get(self)
-        if answer is None:
-            unread = self.unread_argument(inv.arguments)
-            try:
-                if unread is not None:
-                    raise self.call.Unsupported(_not_supported(unread))
-                problem = self.problem(inv.arguments)
-                answer = problem, self.refuse(problem, self.target())
-            except self.call.Unsupported as error:
-                answer = None, str(error)
-            inv.facts[self] = answer
-        return answer
+    def examine(self, call: BoundCall) -> tuple[Any, str | None]:
+        """Returns the problem of a call, and the reason why it is not supported."""
+        unread = self.unread_argument(call.arguments)
+        if unread is not None:
+            return None, _not_supported(unread)
+        try:
+            problem = self.problem(call.arguments)
+            return problem, self.unsupported_reason(problem, self.target())
+        except self.call.Unsupported as error:
+            return None, str(error)
 
-    def supports(self, inv: Any) -> str | None:
-        """None, or why this kernel cannot do the call."""
-        return self.missing() or self.facts(inv)[1]
+    def problem_of(self, call: BoundCall) -> Any:
+        """Returns the problem of a call that is supported."""
+        return call.remember(self, lambda: self.examine(call))[0]
 
-    def heuristic(self, inv: Any) -> dict[str, Any]:
-        """Config fields of the chosen tiles."""
-        return {} if self.own_tiles else self.fields(self.choose(self.facts(inv)[0], self.target()))
+    def supports(self, call: BoundCall) -> str | None:
+        """Returns None, or the reason why the call is not supported."""
+        reason = self.unavailable_reason()
+        return reason or call.remember(self, lambda: self.examine(call))[1]
 
-    def candidates(self, inv: Any) -> list[dict[str, Any]]:
-        """Config fields worth timing, the chosen tiles' first, each once."""
-        if self.own_tiles:
+    def heuristic(self, call: BoundCall) -> dict[str, Any]:
+        """Returns the config fields of the chosen tiles."""
+        if self.fixed_tiles:
+            return {}
+        return self.fields(self.choose(self.problem_of(call), self.target()))
+
+    def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
+        """Returns config fields worth timing, each once; the chosen tiles come first."""
+        if self.fixed_tiles:
             return [{}]
-        problem, target = self.facts(inv)[0], self.target()
+        problem, target = self.problem_of(call), self.target()
         chosen = self.choose(problem, target)
         found: list[dict[str, Any]] = []
-        for tiles in (chosen, *self.near(problem, target, chosen)):
+        for tiles in (chosen, *self.neighbours(problem, target, chosen)):
             fields = self.fields(tiles)
             found += [fields] if fields not in found else []
         return found
 
-    def remarks(self, inv: Any) -> tuple[str, ...]:
-        """What ``explain`` adds about a call that this kernel does."""
-        return self.comments(self.facts(inv)[0], self.target())
+    def notes(self, call: BoundCall) -> tuple[str, ...]:
+        """Returns what ``explain`` adds about a call that this kernel does."""
+        return self.notes_on(self.problem_of(call), self.target())
 
-    def sample_inputs(self, inv: Any, rng: np.random.Generator) -> tuple[tuple, dict[str, Any]]:
-        """Valid arguments where random floats and zeros are not."""
-        return (), self.call.samples(inv.arguments, rng)
+    def sample_inputs(
+        self, call: BoundCall, rng: np.random.Generator
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Returns valid arguments where random floats and zeros are not."""
+        return (), self.call.samples(call.arguments, rng)
 
 
 def _not_supported(argument: str) -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.execution.lowering import lowering_error
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.second_order import differentiable_once, running
 from ejkernel.ops.varying import vary_alike
@@ -26,7 +27,8 @@ class Work:
 
     Attributes:
         kernel: the kernel that does it.
-        problem: static facts of the call.
+        problem: static properties of the call.
+        options: its arguments that take no array, in a NamedTuple.
         tiles: how each pass is launched.
         target: the device it is made for.
         operation: what the user called, for errors.
@@ -36,6 +38,7 @@ class Work:
 
     kernel: Any
     problem: Any
+    options: Any
     tiles: Any
     target: Any
     operation: str = ""
@@ -60,7 +63,7 @@ def _once(work: Work, tree: Any) -> Any:
 
 def _forward(work: Work, arrays: Arrays) -> Any:
     arrays, work = _once(work, arrays), _lowerable(work, arrays)
-    outputs, saved = work.kernel.call.named(*work.kernel.forward(work, arrays))
+    outputs, saved = work.kernel.call.name_residuals(*work.kernel.forward(work, arrays))
     return outputs, (arrays, outputs, saved)
 
 
@@ -115,13 +118,17 @@ def _as(gradient: Any, primal: Any) -> Any:
 differentiable.defvjp(_forward, _backward)
 
 
-@partial(jax.jit, static_argnums=0)
-def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
-    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
+@bounded_jit
+def _compiled(arrays: Arrays, *, work: Work) -> tuple[Any, ...]:
     with running(work.operation):
         if work.kernel.has_backward:
             return differentiable(work, arrays)
         return work.kernel.forward(work, arrays)[0]
+
+
+def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
+    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
+    return _compiled(arrays, work=work)
 
 
 def same_axes(arrays: Arrays) -> Arrays:

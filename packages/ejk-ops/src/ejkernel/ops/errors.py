@@ -92,6 +92,11 @@ def warn_once(cause: Hashable, message: str, *, stacklevel: int = 3) -> None:
     warnings.warn(message, EjkernelWarning, stacklevel=stacklevel)
 
 
+def warn_caution(message: str) -> None:
+    """Warn once about a call that is legal but probably not what its caller wants."""
+    warn_once(message, message)
+
+
 def reset_warnings() -> None:
     """Forget which causes were warned about. For tests."""
     with _warned_lock:

@@ -51,6 +51,9 @@ class LazyFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolve()(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyFunction, (self.target,)
+
     def __repr__(self) -> str:
         return f"<lazy {self.target}>"
 
@@ -76,11 +79,13 @@ class Implementation:
         version: raised when old tuning results no longer hold.
         differentiable: whether reverse mode works through it.
         priority_for: ``(inv) -> int``, its priority for a call that it supports, from static
-            facts, where that depends on the shapes; None = ``priority``.
-        remarks: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
+            properties, where that depends on the shapes; None = ``priority``.
+        notes: ``(inv) ->`` sentences about what it does with a call, for ``explain``.
         config_fields: the config fields that it reads, those of nested configs with a dot
             (``"fwd_params.num_warps"``); None = not said.
-        order: position among all registrations, settles ties.
+        order: position among all registrations, breaks ties.
+        origin: who registered it: an installed package with its version, or a module.
+        replaces: the origin of the implementation that it was registered in place of, else empty.
     """
 
     algorithm: str
@@ -96,14 +101,23 @@ class Implementation:
     version: int = 1
     differentiable: bool = True
     priority_for: Callable[[Any], int] | None = None
-    remarks: Callable[[Any], Sequence[str]] | None = None
+    notes: Callable[[Any], Sequence[str]] | None = None
     config_fields: Sequence[str] | None = None
     order: int = 0
     on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
+    origin: str = ""
+    replaces: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that its function is in."""
+        if isinstance(self.function, LazyFunction):
+            return self.function.target.partition(":")[0]
+        return getattr(self.function, "__module__", None) or type(self.function).__module__
 
     @property
     def loaded(self) -> bool:
-        """Whether ``fn`` is at hand without an import."""
+        """Returns whether ``fn`` is at hand without an import."""
         return not isinstance(self.function, LazyFunction) or self.function._resolved is not None
 
     @property
@@ -132,7 +146,7 @@ class Implementation:
         return fn.resolve() if isinstance(fn, LazyFunction) else fn
 
     def why_not(self, inv: Any) -> str | None:
-        """None when it can do the call, else the reason. Static facts only."""
+        """None when it can do the call, else the reason. Static properties only."""
         if self.platform is not Platform.XLA and getattr(inv, "symbolic", False):
             return "an array has a symbolic size, which only platform 'xla' takes"
         reason = None if self.supports is None or inv is None else self.supports(inv)
@@ -146,9 +160,15 @@ class Implementation:
             return self.priority
         return checked_priority(self.priority_for(inv), self.name, "what priority_for gives")
 
-    def said_of(self, inv: Any) -> tuple[str, ...]:
-        """What it has to say about a call that it supports."""
-        return () if self.remarks is None else tuple(self.remarks(inv))
+    def notes_on(self, inv: Any) -> tuple[str, ...]:
+        """Returns its notes on a call that it supports."""
+        replaced = (self.replacement,) if self.replaces else ()
+        return replaced if self.notes is None else (*replaced, *self.notes(inv))
+
+    @property
+    def replacement(self) -> str:
+        """A sentence that says who registered it in whose place."""
+        return f"{self.name} of {self.origin} replaces that of {self.replaces}"
 
     @property
     def name(self) -> str:
@@ -159,8 +179,29 @@ class Implementation:
 KernelSpec = Implementation
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """The runner of a call: a function of ``(*args, cfg=..., **kwargs)`` and its origin.
+
+    Attributes:
+        fn: the function.
+        platform: its platform, None for a kernel's generic ``run``.
+        impl: the registered Implementation, None for a kernel's own method.
+        name: how reports call it.
+        differentiable: whether it has gradients worth validating.
+        skipped: ``(name, reason)`` of every other implementation.
+    """
+
+    fn: Callable[..., Any]
+    platform: Platform | None
+    impl: Implementation | None = None
+    name: str = "run"
+    differentiable: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
 def identify(algorithm: str, platform: Any, backend: Any) -> tuple[str, Platform, Backend]:
-    """What a registration is filed under, checked; ValueError names what is wrong."""
+    """Returns the checked identity of a registration; ValueError names what is wrong."""
     if not isinstance(algorithm, str) or not algorithm.strip():
         raise ValueError(f"algorithm={algorithm!r}: expected a name")
     p, b = parse_platform(platform), parse_backend(backend)
@@ -206,6 +247,16 @@ def signature_of(fn: Callable[..., Any], name: str) -> inspect.Signature:
     if cfg is None or cfg.kind in (cfg.VAR_POSITIONAL, cfg.VAR_KEYWORD):
         raise ValueError(f"{name}: needs a keyword parameter 'cfg', has {signature}")
     return signature
+
+
+def run_signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
+    """Signature of the ``run`` method of a kernel that has this implementation; no annotations."""
+    kind = inspect.Parameter
+    self = kind("self", kind.POSITIONAL_OR_KEYWORD)
+    cfg = kind("cfg", kind.KEYWORD_ONLY)
+    parameters = [p.replace(annotation=kind.empty) for p in _others(signature_of(fn, name))]
+    last = len(parameters) - any(p.kind is kind.VAR_KEYWORD for p in parameters)
+    return inspect.Signature([self, *parameters[:last], cfg, *parameters[last:]])
 
 
 def _others(signature: inspect.Signature) -> list[inspect.Parameter]:
@@ -280,8 +331,8 @@ def table(implementations: Sequence[Implementation]) -> str:
     for i in implementations:
         gradients = "yes" if i.differentiable else "no"
         priority = i.priority if i.priority_for is None else f"{i.priority}, by call"
-        facts = (i.platform, i.backend, priority, gradients, i.version)
-        rows.append((i.algorithm, *map(str, facts)))
+        cells = (i.platform, i.backend, priority, gradients, i.version)
+        rows.append((i.algorithm, *map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -290,7 +341,7 @@ def table(implementations: Sequence[Implementation]) -> str:
 
 
 def signature_differences(implementations: Sequence[Implementation]) -> list[str]:
-    """How the others differ from the first, one line per difference. Loads all of them."""
+    """Returns how the others differ from the first, one line per difference. Loads all of them."""
     lines: list[str] = []
     first: tuple[Implementation, inspect.Signature] | None = None
     for i in implementations:

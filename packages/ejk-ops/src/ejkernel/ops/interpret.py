@@ -31,6 +31,6 @@ def interpret_override() -> bool | None:
 
 
 def interpreting() -> bool:
-    """Whether interpretation is on: the innermost ``interpret_mode``, else the variable."""
+    """Returns whether interpretation is on: the innermost ``interpret_mode``, else the variable."""
     override = _override.get()
     return env.interpret() if override is None else override

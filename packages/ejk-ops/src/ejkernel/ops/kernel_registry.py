@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from ejkernel.ops import discovery, lookup
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.implementation import (
     Implementation,
@@ -19,7 +20,7 @@ from ejkernel.ops.implementation import (
 )
 from ejkernel.ops.lookup import Refusal, Survey, filtered, misplaced, platforms_for, rank
 from ejkernel.ops.platforms import Backend, Platform, parse_backend, parse_platform
-from ejkernel.ops.registrations import Registrations
+from ejkernel.ops.registrations import Registrations, package_loading
 from ejkernel.ops.utils.device import TargetDevice, target_device
 
 __all__ = ["Implementation", "KernelRegistry", "KernelSpec", "Survey", "kernel_registry"]
@@ -36,6 +37,13 @@ class KernelRegistry(Registrations):
     def __init__(self, *, discover: Callable[[], Sequence[EntryPoint]] | None = None):
         super().__init__()
         self._packages = discovery.Packages(discover or tuple)
+        self._replacements: list[Implementation] = []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Kernels refer to the shared registry: their copies do too, and other processes have one.
+        if self is kernel_registry:
+            return "kernel_registry"
+        return super().__reduce_ex__(protocol)
 
     # Loading of installed packages
 
@@ -51,15 +59,35 @@ class KernelRegistry(Registrations):
         self._packages.load(platforms, self._use)
 
     def _use(self, point: EntryPoint) -> None:
-        register = point.load()  # outside the lock: its modules may register when imported
+        package = discovery.whose(point)
+        token = package_loading.set(package)
+        try:
+            register = point.load()  # outside the lock: its modules may register when imported
+            with self._lock:
+                before = {name: list(known) for name, known in self._by_algorithm.items()}
+                tables = list(self._config_tables)
+                try:
+                    register(self)
+                except BaseException:
+                    self._by_algorithm, self._config_tables = before, tables
+                    raise
+        finally:
+            package_loading.reset(token)
+        self._replacements += [i for i in self.replacements() if i.origin == package]
+
+    def replacements(self) -> list[Implementation]:
+        """Implementations that were registered in place of another package's or module's."""
         with self._lock:
-            before = {name: list(known) for name, known in self._by_algorithm.items()}
-            tables = list(self._config_tables)
-            try:
-                register(self)
-            except BaseException:
-                self._by_algorithm, self._config_tables = before, tables
-                raise
+            every = [i for known in self._by_algorithm.values() for i in known]
+        return [i for i in every if i.replaces]
+
+    def _warn_packages(self) -> None:
+        self._packages.warn_failures()
+        self._warn_replacements()
+
+    def _warn_replacements(self) -> None:
+        for i in self._replacements:
+            warn_once(("replaced", i.name, i.origin), i.replacement, stacklevel=6)
 
     def failure(self, platform: str | Platform) -> Exception | None:
         """Why the installed package of ``platform`` could not be loaded; None if it could."""
@@ -80,20 +108,22 @@ class KernelRegistry(Registrations):
         inv: Any = None,
         device: Any = None,
     ) -> Survey:
-        """Who can do the call, best first, and why the others cannot.
+        """Returns the implementations that can do the call, best first, and why others cannot.
 
         Arguments as for ``get``. Only packages that may be needed are loaded, and no kernel.
         """
         forced, wanted = parse_platform(platform), parse_backend(backend)
         target = target_device(device)
         self.load_for(forced, target)
-        return self._survey(normalized(algorithm), forced, wanted, inv, target)
+        return self._survey(normalized(algorithm), forced, wanted, _bound(inv), target)
 
     def load_for(self, forced: Platform | None, target: TargetDevice) -> None:
         """Load the packages that may serve calls on a device, or one platform's."""
         self.load(platforms_for(target.kind) if forced is None else (forced,))
         if forced is None:
             self._packages.warn_failures()
+        if self._replacements:
+            self._warn_replacements()
 
     def _survey(
         self,
@@ -109,9 +139,11 @@ class KernelRegistry(Registrations):
         for implementation in known:
             if forced is not None and implementation.platform is not forced:
                 continue
-            reason = filtered(implementation, wanted) or misplaced(
-                implementation, target, forced is not None
-            )
+            reason = filtered(implementation, wanted)
+            if reason is None:
+                reason = misplaced(implementation, target, forced is not None)
+                if reason is not None and forced is not None:
+                    reason = lookup.with_reason_of_call(implementation, inv, reason)
             if reason is None:
                 try:
                     reason = implementation.why_not(inv)
@@ -138,8 +170,9 @@ class KernelRegistry(Registrations):
         inv: Any = None,
         device: Any = None,
     ) -> Implementation:
-        """As ``get``, but the whole record. Its function is loaded."""
-        return self.pick(self.survey(algorithm, platform, backend, inv=inv, device=device), inv)
+        """Returns the record of the implementation that ``get`` returns; its function is loaded."""
+        call = _bound(inv)
+        return self.pick(self.survey(algorithm, platform, backend, inv=call, device=device), call)
 
     def pick(self, survey: Survey, inv: Any = None) -> Implementation:
         """The best implementation of a survey whose function can be loaded; errors as ``get``."""
@@ -203,9 +236,9 @@ class KernelRegistry(Registrations):
             return lookup.unknown_algorithm(algorithm, names, self._packages)
         everything = self._survey(algorithm, None, None, inv, survey.target)
         if forced is None:
-            return lookup.nobody_supports(survey, everything)
+            return lookup.nobody_supports(survey, everything, inv)
         if survey.refused:
-            return lookup.forced_refuses(survey, everything)
+            return lookup.forced_refuses(survey, everything, inv)
         if failure is not None:
             return lookup.package_failed(survey, everything, failure)
         return lookup.nothing_registered(survey, everything, known, self._packages)
@@ -215,14 +248,14 @@ class KernelRegistry(Registrations):
     def list_algorithms(self) -> list[str]:
         """Names of all algorithms, sorted. Loads every installed package, no kernel."""
         self.load()
-        self._packages.warn_failures()
+        self._warn_packages()
         with self._lock:
             return sorted(self._by_algorithm)
 
     def list_implementations(self, algorithm: str) -> list[Implementation]:
         """All implementations of an algorithm, highest ``priority`` first; empty when unknown."""
         self.load()
-        self._packages.warn_failures()
+        self._warn_packages()
         with self._lock:
             known = self._by_algorithm.get(normalized(algorithm), [])
             return sorted(known, key=lambda i: (-i.priority, i.order))
@@ -250,6 +283,11 @@ class KernelRegistry(Registrations):
             implementations = sorted(self.list_implementations(name), key=lambda i: i.order)
             lines += signature_differences(implementations)
         return lines
+
+
+def _bound(inv: Any) -> Any:
+    """The call as implementations see it; tests may ask about anything else."""
+    return inv.bound if isinstance(inv, Invocation) else inv
 
 
 kernel_registry = KernelRegistry(discover=discovery.installed)

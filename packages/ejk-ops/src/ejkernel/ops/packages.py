@@ -12,7 +12,7 @@ from typing import Any
 
 from ejkernel.ops.utils.device import device_kind
 
-HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "remarks", "priority_for")
+HOOKS = ("supports", "heuristic", "candidates", "sample_inputs", "notes", "priority_for")
 
 
 def add_tables(registry: Any, module: str) -> None:

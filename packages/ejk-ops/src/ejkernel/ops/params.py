@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.platforms import parse_backend, parse_platform
-from ejkernel.ops.utils.known import allow_in_files
+from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.serialization import to_plain
 
 ParamsT = TypeVar("ParamsT", bound="Params")
@@ -225,11 +225,13 @@ class WarpgroupParams(FwdParams):
 
 def warpgroups_of(cfg: Any) -> int | None:
     """``warpgroups`` of a config's ``fwd_params``, or None."""
-    return _member(_member(cfg, "fwd_params"), "warpgroups")
+    return config_field(config_field(cfg, "fwd_params"), "warpgroups")
 
 
-def _member(source: Any, name: str) -> Any:
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+def config_field(cfg: Any, name: str, default: Any = None) -> Any:
+    """A field of a config or of a mapping of its fields; ``default`` where absent or None."""
+    value = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
+    return default if value is None else value
 
 
 @dataclass(frozen=True)

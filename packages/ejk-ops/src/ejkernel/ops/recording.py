@@ -2,7 +2,7 @@
 
 Both give invocations that ``autotune_recorded`` tunes without running the program again. The file
 is JSON: shapes, dtypes, shardings and static arguments of every call, no values of arrays. Classes
-in it are looked up among those declared to ``utils.known``; a call that names another is left out.
+in it are looked up among those that ``utils.allowed`` has; a call that names another is left out.
 Keys are computed from the calls: a file cannot have one call tuned in the name of another.
 """
 
@@ -21,20 +21,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ejkernel.ops import registry
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation, distribution_info, specs_key
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.keys import is_array
+from ejkernel.ops.core.route import Route, specs_key
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Backend, Platform
+from ejkernel.ops.utils.allowed import UnknownClass, allow_in_files, allowed_class, class_name
 from ejkernel.ops.utils.files import parse_json, read_text, write_output
-from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.labels import find_labels_in_lowered, key_digits, stamped_calls
 
 SCHEMA = 2
 KIND = "ejkernel invocations"
-
-_INFO = {"requested_platform": Platform, "requested_backend": Backend}
 
 
 def save_invocations(
@@ -86,7 +84,7 @@ def load_invocations(path: str | os.PathLike[str]) -> list[Invocation]:
     found = []
     for call in calls:
         try:
-            found.append(bind_abstract(_decode_call(call)))
+            found.append(_decode_call(call).bound)
         except Exception as error:  # whatever the classes raise for values that are none of theirs
             name = call.get("key") if isinstance(call, dict) else None
             told = f"{path}: a call is left out: {name!r}: {_reason(error)}"
@@ -122,27 +120,28 @@ def invocations_in_lowered(lowered: Any, known: Iterable[Invocation] = ()) -> li
 
 def _encode_call(inv: Invocation) -> dict[str, Any]:
     """A call as it was made, before it is bound, so that its key can be computed again."""
-    bound = bind_abstract(inv)
-    kernel, info = bound.kernel, bound.info
-    args, kwargs = info["call"]
+    kernel, route, made = inv.kernel, inv.route, inv.bound.made
     call = {
         "kernel": {
             "class": class_name(type(kernel)),
             "name": kernel.name,
             "version": kernel.version,
         },
-        "key": bound.key,
-        "info": {k: info[k] for k in _INFO if info.get(k) is not None},
-        "mesh": None if info.get("mesh") is None else _encode_mesh(info["mesh"]),
-        "specs": [_encode(info.get("in_specs")), _encode(info.get("out_specs"))],
-        "args": [_encode(x) for x in args],
-        "kwargs": {k: _encode(x) for k, x in kwargs.items()},
+        "key": made.key,
+        "info": {
+            **({} if route.platform is None else {"requested_platform": route.platform.value}),
+            **({} if route.backend is None else {"requested_backend": route.backend}),
+        },
+        "mesh": None if route.mesh is None else _encode_mesh(route.mesh),
+        "specs": [_encode(route.in_specs), _encode(route.out_specs)],
+        "args": [_encode(x) for x in made.abstract_args],
+        "kwargs": {k: _encode(x) for k, x in made.abstract_kwargs.items()},
     }
     try:
         payload = _decode_call(call).payload
     except UnknownClass:  # the process that reads may know it
         return call
-    if {**payload, "device": None} != {**bound.payload, "device": None}:
+    if {**payload, "device": None} != {**made.payload, "device": None}:
         raise TypeError("its key depends on what a file cannot hold")
     return call
 
@@ -158,18 +157,20 @@ def _decode_call(call: Any) -> Invocation:
     mesh = None if call["mesh"] is None else _decode_mesh(call["mesh"])
     specs = [specs_key(_decode(x)) for x in parts["specs"]]
     _expect(len(specs) == 2, "the specs of a call", specs)
-    info = {
-        name: kind(_text(parts["info"][name])).value
-        for name, kind in _INFO.items()
-        if name in parts["info"]
-    }
+    platform, backend = (parts["info"].get(f"requested_{name}") for name in ("platform", "backend"))
+    route = Route(
+        None if platform is None else Platform(_text(platform)),
+        None if backend is None else Backend(_text(backend)).value,
+        mesh,
+        *specs,
+    )
     args = tuple(_decode(x) for x in parts["args"])
     kwargs = {k: _decode(x) for k, x in parts["kwargs"].items()}
-    return Invocation(kernel, args, kwargs, info={**info, **distribution_info(mesh, *specs)})
+    return Invocation(kernel, args, kwargs, route=route)
 
 
 def _kernel(described: Mapping[str, Any]) -> Any:
-    cls = known_class(described["class"], Kernel)
+    cls = allowed_class(described["class"], Kernel)
     shared: Callable[[], Any] | None = getattr(cls, "shared", None)
     kernel = cls() if shared is None else shared()
     if (kernel.name, kernel.version) != (described["name"], described["version"]):
@@ -324,7 +325,7 @@ def _decode_key(shape: Any) -> jax.ShapeDtypeStruct:
 
 def _decode_enum(value: Any) -> enum.Enum:
     name, member = _pair(value)
-    members = known_class(name, enum.Enum).__members__
+    members = allowed_class(name, enum.Enum).__members__
     _expect(isinstance(member, str) and member in members, f"a member of {name}", member)
     return members[member]
 
@@ -332,7 +333,7 @@ def _decode_enum(value: Any) -> enum.Enum:
 def _decode_node(value: Any) -> Any:
     _expect(isinstance(value, list) and len(value) == 3, "a pytree node", value)
     name, static, children = value
-    cls = known_class(name, object)
+    cls = allowed_class(name, object)
     inner = [_decode(child) for child in _entries(children)]
     leaves: list[Any] = []
     structures = []
@@ -348,7 +349,7 @@ def _decode_node(value: Any) -> Any:
 
 def _decode_data(value: Any) -> Any:
     name, fields = _pair(value)
-    cls = known_class(name, object)
+    cls = allowed_class(name, object)
     _expect(dataclasses.is_dataclass(cls) and isinstance(fields, dict), "a record", value)
     return cls(**{k: _decode(v) for k, v in fields.items()})
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.core.invocation import Invocation
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.invocation import AnyKernel, Invocation
 
 _recorded: dict[str, Invocation] = {}
 _lock = threading.Lock()
 _generation = 0
 
 
-def record_invocation(kernel: Kernel[Any, Any], inv: Invocation) -> None:
+def record_invocation(kernel: AnyKernel, inv: Invocation) -> None:
     """Remember a call by its key, shapes only. With ``EJKERNEL_OPS_RECORD=1`` executors do it.
 
     Args:
@@ -25,7 +22,7 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation) -> None:
     if not isinstance(inv, Invocation):
         raise TypeError(f"inv must be an Invocation, got {inv!r}")
     if inv.kernel is not kernel:
-        inv = Invocation(kernel, inv.args, inv.kwargs, inv.metadata, info=inv.info)
+        inv = dataclasses.replace(inv, kernel=kernel)
     with _lock:
         _recorded.setdefault(inv.key, inv.abstract())
 

@@ -25,6 +25,9 @@ LEVELS = ("default", "high", "highest")
 """Of precision, the least exact first."""
 NO_LEVEL = "precision: an algorithm; only default, high and highest are supported"
 
+MAX_LENGTH = 2**30
+"""No axis is longer; sums of two lengths of at most this still fit int32 positions."""
+
 _SYMBOLIC = type(export.symbolic_shape("n")[0])
 
 
@@ -59,13 +62,14 @@ def is_bool_array(x: Any) -> bool:
     return _numpy_dtype(x) == np.dtype(bool)
 
 
-def known_values(x: Any) -> np.ndarray | None:
+def concrete_values(x: Any) -> np.ndarray | None:
     """``x`` on the host where that needs no trace: numpy and concrete local arrays, else None."""
     if is_numpy(x):
         return np.asarray(x)
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return None
-    return np.asarray(x) if x.is_fully_addressable else None
+    # an explicit transfer, which jax.transfer_guard("disallow") permits
+    return jax.device_get(x) if x.is_fully_addressable else None
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -83,7 +87,7 @@ def size_of(n: Any) -> int:
 
 
 def is_eight_bit(x: Any) -> bool:
-    """Whether an array or a dtype is of 8-bit numbers."""
+    """Returns whether an array or a dtype is of 8-bit numbers."""
     return str(getattr(x, "dtype", x)) in EIGHT_BIT
 
 
@@ -132,7 +136,7 @@ def int_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
 
     Raises:
         InvalidArgument: no integer array of one of the ``ranks``.
-        ValueError: a numpy array holds what int32 does not.
+        ValueError: values that int32 does not hold, where ``check_int32`` sees them.
     """
     if not is_integer_array(x) or x.ndim not in ranks:
         raise invalid(argument, f"integer{axes}", x)
@@ -141,10 +145,17 @@ def int_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
 
 
 def check_int32(x: Any, argument: str) -> None:
-    """ValueError if a numpy array of a wider integer dtype holds what int32 does not."""
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
+    """ValueError if an array of a wider integer dtype is known to hold what int32 does not.
+
+    A jax array is read for this if it is concrete and of 64-bit integers, which few programs have
+    (JAX makes none unless ``jax_enable_x64`` is set). Traced ones lose their high 32 bits.
+    """
+    dtype = getattr(x, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iu" or np.can_cast(dtype, np.int32):
         return
-    if np.can_cast(x.dtype, np.int32):
+    if not isinstance(x, np.ndarray):
+        x = concrete_values(x) if dtype.itemsize == 8 else None
+    if x is None:
         return
     wrong = x[(x < -(2**31)) | (x > 2**31 - 1)]
     if wrong.size:
@@ -160,7 +171,7 @@ def mask_array(x: Any, argument: str, axes: str, ranks: tuple[int, ...]) -> Any:
 
 
 def is_symbolic(n: Any) -> bool:
-    """Whether ``n`` is the symbolic size of an axis, as ``jax.export`` has them, and no number."""
+    """Returns whether ``n`` is a symbolic size of ``jax.export`` instead of an integer."""
     return isinstance(n, _SYMBOLIC)
 
 
@@ -176,7 +187,12 @@ def at_most(limit: Any, n: Any) -> Any:
 
 def length(x: Any, argument: str, *, low: int = 0) -> Any:
     """``x`` as the length of an axis: a Python int, or a symbolic size as it is."""
-    return x if is_symbolic(x) else static_int(x, argument, low=low)
+    return x if is_symbolic(x) else static_length(x, argument, low=low)
+
+
+def static_length(x: Any, argument: str, *, low: int = 0) -> int:
+    """``x`` as the length of an axis, a Python int from ``low`` to ``MAX_LENGTH``."""
+    return static_int(x, argument, low=low, high=MAX_LENGTH)
 
 
 def static_int(x: Any, argument: str, *, low: int | None = None, high: int | None = None) -> int:

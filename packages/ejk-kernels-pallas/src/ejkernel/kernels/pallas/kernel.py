@@ -13,7 +13,7 @@ class PallasKernel(CallKernel):
 
     chip: ClassVar[Callable[[], Any]]
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         try:
             self.chip()
         except self.call.Unsupported as error:

@@ -108,13 +108,13 @@ def toolchain() -> Toolchain:
 
 
 def has_tensor_maps() -> bool:
-    """Whether the installed jax-triton can hand TMA descriptors to a kernel."""
+    """Returns whether the installed jax-triton can hand TMA descriptors to a kernel."""
     return version_tuple(installed("jax-triton") or "") >= (0, 4)
 
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether the installed Triton has the names that kernels in Gluon are written with."""
+    """Returns whether the installed Triton has the names that kernels in Gluon are written with."""
     return version_tuple(installed("triton") or "") >= (3, 9)
 
 

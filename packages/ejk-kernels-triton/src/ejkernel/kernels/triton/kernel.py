@@ -9,7 +9,7 @@ from typing import Any
 from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.targets import Target, current_target, too_old
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.types.attention import field
+from ejkernel.ops.params import config_field
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_DIM = 256
@@ -18,7 +18,7 @@ MAX_DIM = 256
 class TritonKernel(CallKernel):
     """A kernel for GPUs, launched through the bridge."""
 
-    def missing(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         return compat.problem() or too_old(self.target())
 
     def target(self) -> Target:
@@ -44,5 +44,5 @@ def unsupported(
 
 def overridden(tiles: Any, cfg: Any, names: Mapping[str, str]) -> Any:
     """``tiles`` with what a config says instead; ``names``: the config's of their fields."""
-    given = {mine: field(cfg, theirs) for mine, theirs in names.items()}
+    given = {mine: config_field(cfg, theirs) for mine, theirs in names.items()}
     return replace(tiles, **{mine: int(x) for mine, x in given.items() if x is not None})

@@ -279,7 +279,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def is_result(value: Any) -> bool:
-    """Whether an argument of a launch is written."""
+    """Returns whether an argument of a launch is written."""
     return isinstance(value, Out) or (isinstance(value, TensorMap) and value.result)
 
 

@@ -27,14 +27,14 @@ class XlaKernel(CallKernel):
         return device_kind()
 
     def problem(self, a: Mapping[str, Any]) -> Any:
-        return self.call.facts(a)
+        return self.call.static_arguments(a)
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
-        return self.call.given(a)
+        return self.call.array_arguments(a)
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None
 
     def results(self, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        outputs = self.call.asked(a, outputs)
+        outputs = self.call.select_outputs(a, outputs)
         return outputs[0] if len(outputs) == 1 else outputs

@@ -101,15 +101,15 @@ def folder() -> Path:
 
 
 def write(kind: str, name: str, content: Mapping[str, Any], into: Path | None = None) -> Path:
-    """Write ``content`` with the facts of this process to a file of its own."""
+    """Write ``content`` and the environment of this process to a file of its own."""
     into = folder() if into is None else into
     into.mkdir(parents=True, exist_ok=True)
-    facts = environment()
-    device = re.sub(r"[^A-Za-z0-9]+", "-", facts["device"]).strip("-").lower()
+    process = environment()
+    device = re.sub(r"[^A-Za-z0-9]+", "-", process["device"]).strip("-").lower()
     now = datetime.datetime.now()
     stem = f"{kind}-{device}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
     path = into / f"{stem}-{now:%Y%m%d-%H%M%S}-{os.getpid()}.json"
-    whole = {"kind": kind, **facts, "time": now.isoformat(), **content}
+    whole = {"kind": kind, **process, "time": now.isoformat(), **content}
     replace_text(path, json.dumps(whole, indent=1) + "\n")
     return path
 

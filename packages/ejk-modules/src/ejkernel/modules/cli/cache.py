@@ -98,7 +98,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
                 "kernel": c.kernel,
                 "device": c.device,
                 "config": config_fields(c.entry.plain["config"]),
-                "facts": c.entry.facts,
+                "facts": c.entry.metadata,
                 "measured": c.entry.measured,
                 "path": str(c.path),
             }

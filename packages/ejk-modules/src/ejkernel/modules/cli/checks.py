@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ejk_command
-from ejkernel.modules.cli import facts
+from ejkernel.modules.cli import installed
 from ejkernel.modules.cli.output import counted, first_line, no_device
 
 
@@ -38,10 +38,10 @@ def judged(group: str, what: str, bad: str, found: str, fix: str) -> Check:
 
 
 def machine() -> Iterator[Check]:
-    memory = facts.memory_gib()
+    memory = installed.memory_gib()
     text = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     yield Check("machine", "host", "info", text + (f", {memory:.0f} GiB" if memory else ""))
-    seen = facts.hardware()
+    seen = installed.hardware()
     for kind, how in seen.items():
         yield Check("machine", f"{kind} hardware", "info", how)
     if not seen:
@@ -49,7 +49,7 @@ def machine() -> Iterator[Check]:
 
 
 def python() -> Iterator[Check]:
-    low, high = facts.PYTHON_RANGE
+    low, high = installed.PYTHON_RANGE
     bad = "" if low <= sys.version_info[:2] < high else "fail"
     fix = "use Python 3.11, 3.12 or 3.13: uv venv --python 3.12"
     yield judged("installation", "Python", bad, platform.python_version(), fix)
@@ -66,7 +66,7 @@ def namespace() -> Iterator[Check]:
             f"{path} is a regular package and hides ejkernel.*", fix,
         )  # fmt: skip
     needed = [name for name in ejk_command.OURS if name != "ejk-kernels-triton"]
-    missing = [name for name in needed if facts.version(name) is None]
+    missing = [name for name in needed if installed.version(name) is None]
     if missing:
         yield Check(
             "installation", "packages", "fail", f"missing: {', '.join(missing)}",
@@ -77,23 +77,23 @@ def namespace() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    found = {name: facts.version(name) for name in ejk_command.OURS}
+    found = {name: installed.version(name) for name in ejk_command.OURS}
     text = ", ".join(f"{name} {v}" for name, v in found.items() if v)
-    mixed = "warn" if len({facts.numbers(v)[:2] for v in found.values() if v}) > 1 else ""
+    mixed = "warn" if len({installed.numbers(v)[:2] for v in found.values() if v}) > 1 else ""
     fix = "python -m pip install --upgrade ejk-modules"
     yield judged("installation", "ejkernel", mixed, text, fix)
 
 
 def jax_versions() -> Iterator[Check]:
-    jax, jaxlib = facts.version("jax"), facts.version("jaxlib")
-    low, high = facts.JAX_RANGE
+    jax, jaxlib = installed.version("jax"), installed.version("jaxlib")
+    low, high = installed.JAX_RANGE
     upgrade = f'python -m pip install --upgrade "jax>={low[0]}.{low[1]},<{high[0]}.{high[1]}"'
     if jax is None or jaxlib is None:
         yield Check("installation", "JAX", "fail", "not installed", upgrade)
         return
-    bad = "" if low <= facts.numbers(jax)[:2] < high else "warn"
+    bad = "" if low <= installed.numbers(jax)[:2] < high else "warn"
     yield judged("installation", "JAX", bad, f"jax {jax}, jaxlib {jaxlib}", upgrade)
-    if facts.numbers(jaxlib)[:2] != facts.numbers(jax)[:2]:
+    if installed.numbers(jaxlib)[:2] != installed.numbers(jax)[:2]:
         yield Check(
             "installation", "jaxlib", "fail", f"jaxlib {jaxlib} does not belong to jax {jax}",
             f'python -m pip install "jaxlib=={jax}"',
@@ -101,16 +101,16 @@ def jax_versions() -> Iterator[Check]:
 
 
 def plugins() -> Iterator[Check]:
-    jax = facts.version("jax")
-    found = {d: facts.version(d) for d in facts.PLUGINS}
+    jax = installed.version("jax")
+    found = {d: installed.version(d) for d in installed.PLUGINS}
     for name, version in found.items():
         if version is None:
             continue
-        same = name == "libtpu" or facts.numbers(version)[:3] == facts.numbers(jax)[:3]
+        same = name == "libtpu" or installed.numbers(version)[:3] == installed.numbers(jax)[:3]
         fix = f'python -m pip install "{name}=={jax}" (to match jax {jax})'
         yield judged("installation", "JAX plugin", "" if same else "fail", f"{name} {version}", fix)
-    served = {facts.PLUGINS[d] for d, v in found.items() if v}
-    seen = facts.hardware()
+    served = {installed.PLUGINS[d] for d, v in found.items() if v}
+    seen = installed.hardware()
     extras = {"nvidia": ("gpu", "cuda13"), "amd": ("gpu", "rocm"), "tpu": ("tpu", "tpu")}
     for kind in seen:
         serves, extra = extras[kind]
@@ -124,11 +124,11 @@ def plugins() -> Iterator[Check]:
 
 def triton() -> Iterator[Check]:
     """Versions only: whether the kernels run is asked of the kernels."""
-    versions = {d: facts.version(d) for d in ("ejk-kernels-triton", "triton", "jax-triton")}
-    has_gpu = "nvidia" in facts.hardware() or "amd" in facts.hardware()
+    versions = {d: installed.version(d) for d in ("ejk-kernels-triton", "triton", "jax-triton")}
+    has_gpu = "nvidia" in installed.hardware() or "amd" in installed.hardware()
     text = ", ".join(f"{name} {v or 'not installed'}" for name, v in versions.items())
     if all(versions.values()):
-        miscompiles = (3, 4) <= facts.numbers(versions["triton"]) < (3, 7, 1)
+        miscompiles = (3, 4) <= installed.numbers(versions["triton"]) < (3, 7, 1)
         fix = "python -m pip install 'triton>=3.7.1' (3.4.0 to 3.7.0 miscompile on Hopper)"
         yield judged("installation", "Triton", "warn" if miscompiles and has_gpu else "", text, fix)
         return
@@ -153,7 +153,7 @@ def environment() -> Iterator[Check]:
         text = " ".join(f"{name}={value}" for name, value in given.items())
         yield Check("settings", "environment", "ok", text or "all variables at their defaults")
     forced = os.environ.get("JAX_PLATFORMS", "")
-    if forced and "nvidia" in facts.hardware() and not {"cuda", "gpu"} & set(forced.split(",")):
+    if forced and "nvidia" in installed.hardware() and not {"cuda", "gpu"} & set(forced.split(",")):
         yield Check(
             "settings", "JAX_PLATFORMS", "warn", f"{forced!r} keeps JAX off the GPU",
             "unset JAX_PLATFORMS",
@@ -222,13 +222,13 @@ def devices() -> tuple[list[Check], dict[str, Any]]:
 
 def _without_accelerator(complaints: list[str]) -> Iterator[Check]:
     """Why JAX runs on the CPU although a plugin is installed for hardware that may be there."""
-    seen = facts.hardware()
+    seen = installed.hardware()
     for text in complaints:
         yield Check(
             "device", "JAX plugin", "warn" if seen else "info", text,
             'python -m pip install --upgrade "ejk-modules[cuda13]"' if "nvidia" in seen else "",
         )  # fmt: skip
-    served = {kind for name, kind in facts.PLUGINS.items() if facts.version(name)}
+    served = {kind for name, kind in installed.PLUGINS.items() if installed.version(name)}
     wanted = {{"tpu": "tpu"}.get(kind, "gpu") for kind in seen}
     if wanted & served and not complaints:
         yield Check(

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def examine(*, run: bool) -> tuple[list[checks.Check], dict[str, Any], list[dict[str, Any]]]:
-    """All checks, facts about the device, and what each operation can run on.
+    """All checks, properties of the device, and what each operation can run on.
 
     What would need a part that is missing is left out: the check of that part says so.
     """

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     ]
     if answer["unused"]:
         rows.append(("no effect", f"{', '.join(answer['unused'])}: not read here"))
-    rows += [("remark", remark) for remark in answer["remarks"]]
+    rows += [("note", note) for note in answer["notes"]]
     if answer["error"]:
         rows.append(("error", answer["error"]))
     out.fields(rows)
@@ -83,5 +83,5 @@ def explained(call: Any) -> dict[str, Any]:
         "unused": list(found.unused),
         "tiers": [list(pair) for pair in found.tiers],
         "refused": [list(pair) for pair in found.skipped],
-        "remarks": list(found.remarks),
+        "notes": list(found.notes),
     }

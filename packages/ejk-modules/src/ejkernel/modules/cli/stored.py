@@ -47,7 +47,7 @@ class StoredConfig:
     def said(self) -> tuple[str, str, str, str]:
         """Kernel, device, arrays and config, as tables show them."""
         config = config_text(self.entry.plain["config"])
-        return self.kernel, self.device, shapes_text(self.entry.facts), config
+        return self.kernel, self.device, shapes_text(self.entry.metadata), config
 
 
 def root() -> Path:
@@ -100,8 +100,8 @@ def configs(
     return found
 
 
-def shapes_text(facts: Any) -> str:
-    """The arrays that a configuration was tuned for, from the facts kept with it."""
+def shapes_text(metadata: Any) -> str:
+    """The arrays that a configuration was tuned for, from the metadata kept with it."""
     words: list[str] = []
 
     def walk(name: str, value: Any) -> None:
@@ -116,5 +116,5 @@ def shapes_text(facts: Any) -> str:
         for key, item in value.items():
             walk(str(key), item)
 
-    walk("", facts)
+    walk("", metadata)
     return " ".join(words[:4]) + (" ..." if len(words) > 4 else "")

@@ -45,7 +45,7 @@ def write_table(
         chosen = [c for c in chosen if c.key in wanted]
     if not chosen:
         return 0
-    chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.facts), c.key))
+    chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.metadata), c.key))
     header: dict[str, Any] = {"provenance": provenance(chosen)}
     kernels, devices = {c.kernel for c in chosen}, {c.device for c in chosen}
     if len(kernels) == 1:
@@ -86,16 +86,16 @@ def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
             outcome.setdefault("kept", []).append(config.key)
             continue
         entry = config.entry
-        cache.put(config.key, value, facts=entry.facts, measured=entry.measured)
+        cache.put(config.key, value, metadata=entry.metadata, measured=entry.measured)
         outcome.setdefault("replaced" if present else "added", []).append(config.key)
     return outcome
 
 
 def _declared(name: Any) -> bool:
-    """Whether configs of this class can be read; None stands for plain JSON values."""
-    from ejkernel.ops.utils.known import UnknownClass, known_class
+    """Returns whether configs of this class can be read; None stands for plain JSON values."""
+    from ejkernel.ops.utils.allowed import UnknownClass, allowed_class
 
     try:
-        return name is None or bool(known_class(name, object))
+        return name is None or bool(allowed_class(name, object))
     except UnknownClass:
         return False

@@ -61,7 +61,7 @@ class Task:
 def run(args: argparse.Namespace, out: Output) -> int:
     tasks, left_out = _tasks(args, out)
     session = Session(out, _options(args), args.total)
-    pending, settled = _sorted_out(tasks, args.force)
+    pending, skipped = _sorted_out(tasks, args.force)
     status = OK
     try:
         for task in pending:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
         out.note(f"interrupted: {len(session.rows)} measured and kept, the rest is as it was")
-    settled += session.failed
+    skipped += session.failed
     record_path = session.write_record(args)
     if args.table is not None and session.rows:
         from ejkernel.modules.cli.tables import write_table
@@ -83,13 +83,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.data(
         {
             "tuned": session.rows,
-            "left": [{"operation": t.operation, "shape": t.case, "why": why} for t, why in settled],
+            "left": [{"operation": t.operation, "shape": t.case, "why": why} for t, why in skipped],
             "left_out": left_out,
             "record": None if record_path is None else str(record_path),
         }
     )
-    _show(session.rows, settled, out)
-    failed = left_out or any(why.startswith(CANNOT) for _, why in settled)
+    _show(session.rows, skipped, out)
+    failed = left_out or any(why.startswith(CANNOT) for _, why in skipped)
     return status or (FAILED if failed else OK)
 
 
@@ -147,34 +147,32 @@ def _recorded(path: Path, out: Output) -> tuple[list[Task], int]:
 def _sorted_out(tasks: list[Task], force: bool) -> tuple[list[Task], list[tuple[Task, str]]]:
     """The calls to tune, and the others with the reason why not."""
     from ejkernel.modules._executor import get_default_executor
-    from ejkernel.ops.core.abstract import bind_abstract
 
     persistent = getattr(get_default_executor().selector, "persistent", None)
     pending: list[Task] = []
-    settled: list[tuple[Task, str]] = []
+    skipped: list[tuple[Task, str]] = []
     seen: dict[str, str] = {}
     for task in tasks:
-        bound = bind_abstract(task.inv)
-        kernel = bound.kernel
-        if bound.key in seen:
-            settled.append((task, f"shares its configuration with {seen[bound.key]}"))
+        call, kernel = task.inv.bound, task.inv.kernel
+        if call.key in seen:
+            skipped.append((task, f"shares its configuration with {seen[call.key]}"))
             continue
-        seen[bound.key] = task.case
+        seen[call.key] = task.case
         try:
-            count = len(kernel.config_space(bound)) if kernel.has_tunables else 0
+            count = len(kernel.config_space(call)) if kernel.has_tunables else 0
         except Exception as error:
             if not task.recorded:
                 raise
-            settled.append((task, _cannot(error)))
+            skipped.append((task, _cannot(error)))
             continue
         if count < 2:
-            settled.append((task, "one candidate here, nothing to choose" if count else
+            skipped.append((task, "one candidate here, nothing to choose" if count else
                             "nothing to tune"))  # fmt: skip
-        elif not force and persistent is not None and bound.key in persistent:
-            settled.append((task, "tuned already; --force tunes it again"))
+        elif not force and persistent is not None and call.key in persistent:
+            skipped.append((task, "tuned already; --force tunes it again"))
         else:
-            pending.append(replace(task, inv=bound))
-    return pending, settled
+            pending.append(replace(task, inv=call))
+    return pending, skipped
 
 
 def _cannot(error: Exception) -> str:
@@ -248,7 +246,7 @@ class Session:
         store = getattr(chain, "store", None)
         if result is None or store is None or not result.compared:
             return
-        store(result.key, result.best, task.inv.info.get("payload"), result.measured())
+        store(result.key, result.best, task.inv.payload, result.measured())
         self._keep(task, result)
 
     def _keep(self, task: Task, result: Any) -> None:
@@ -302,7 +300,7 @@ class Session:
             return None
 
 
-def _show(rows: list[dict[str, Any]], settled: list[tuple[Task, str]], out: Output) -> None:
+def _show(rows: list[dict[str, Any]], skipped: list[tuple[Task, str]], out: Output) -> None:
     from ejkernel.modules.bench.record import config_text
 
     if rows:
@@ -322,10 +320,10 @@ def _show(rows: list[dict[str, Any]], settled: list[tuple[Task, str]], out: Outp
         )  # fmt: skip
         within = sum((r["heuristic_over_best"] or 1.0) <= 1.15 for r in rows)
         out.text(f"{within} of {len(rows)} heuristic configs are within 15% of the tuned ones")
-    if settled:
+    if skipped:
         out.title("left as they are")
         by_reason: dict[str, list[str]] = {}
-        for task, why in settled:
+        for task, why in skipped:
             by_reason.setdefault(why, []).append(f"{task.operation} {task.case}")
         for why, names in by_reason.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,7 +1,7 @@
 """Plain attention that also returns its weights: the public function and its Kernel class."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -41,6 +41,7 @@ def attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention in O(q_len * kv_len) memory, returning the weights too.
 
@@ -98,6 +99,7 @@ def attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -1,7 +1,7 @@
 """Attention over the blocks a pattern allows."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -11,7 +11,7 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key
 
 
 def blocksparse_attention(
@@ -36,13 +36,14 @@ def blocksparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: BlockSparseAttentionConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`flash_attention` with one more constraint: the key's block must be allowed.
 
@@ -101,6 +102,7 @@ def blocksparse_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

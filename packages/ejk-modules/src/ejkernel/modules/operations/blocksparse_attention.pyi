@@ -9,7 +9,7 @@ from ejkernel.modules._configs import BlockSparseAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, AttentionMask, B, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key
 
 @overload
 def blocksparse_attention(
@@ -34,7 +34,7 @@ def blocksparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: Literal[False] = False,
     platform: str | Platform | None = None,
     cfg: BlockSparseAttentionConfig | Mapping[str, Any] | None = None,
@@ -65,7 +65,7 @@ def blocksparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: Literal[True],
     platform: str | Platform | None = None,
     cfg: BlockSparseAttentionConfig | Mapping[str, Any] | None = None,
@@ -96,7 +96,7 @@ def blocksparse_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: bool,
     platform: str | Platform | None = None,
     cfg: BlockSparseAttentionConfig | Mapping[str, Any] | None = None,

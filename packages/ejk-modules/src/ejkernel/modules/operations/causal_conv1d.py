@@ -1,7 +1,7 @@
 """A short causal convolution over the tokens of each channel."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -28,6 +28,7 @@ def causal_conv1d(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Every channel convolved over time with taps of its own, as before linear attention.
 
@@ -75,6 +76,7 @@ def causal_conv1d(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -1,7 +1,7 @@
 """Exact attention in linear memory: the public function and its Kernel class."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
 
 def flash_attention(
@@ -29,7 +29,7 @@ def flash_attention(
     attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -42,6 +42,7 @@ def flash_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention without a ``[q_len, kv_len]`` array, forward or backward.
 
@@ -69,11 +70,14 @@ def flash_attention(
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]`` shared by all heads; they
             take part in the softmax's denominator only.
         mask_info: a mask as structure; array members fit ``batch``, ``q_len`` and ``kv_len``.
-        attention_mask: bool or integer, nonzero = visible; ``[batch, kv_len]`` hides keys.
+        attention_mask: bool or integer, nonzero = visible; ``[1 or batch, 1 or heads, 1 or q_len, 1
+            or kv_len]``, ``[batch, q_len, kv_len]``, or ``[batch, kv_len]`` to hide keys. Where the
+            sizes allow ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]`` too, give all four axes.
         softmax_scale: default ``head_dim ** -0.5``. A Python number.
         dropout_prob: in [0, 1). Kept probabilities are divided by ``1 - dropout_prob``; which
             ones depends only on the seed and the indices, not on tiles, platform or sharding.
-        dropout_seed: integer, may be traced; None = 0.
+        dropout_seed: integer or typed PRNG key, may be traced. A key stands for the seed
+            ``jax.random.bits(key, (), "uint32")``. None = 0, in every call, with a warning.
         causal: ``j <= i + causal_offset``, top-left aligned.
         causal_offset: ``kv_len - q_len`` aligns the last query with the last key.
         sliding_window: ``w`` or ``(left, right)``, both inclusive, around ``i + causal_offset``.
@@ -131,6 +135,7 @@ def flash_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -11,7 +11,7 @@ from ejkernel.modules._configs import FlashAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
 @overload
 def flash_attention(
@@ -27,7 +27,7 @@ def flash_attention(
     attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -55,7 +55,7 @@ def flash_attention(
     attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,
@@ -83,7 +83,7 @@ def flash_attention(
     attention_mask: AttentionMask | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     causal: bool = False,
     causal_offset: int = 0,
     sliding_window: int | tuple[int, int] | None = None,

@@ -1,7 +1,7 @@
 """One matrix per run of rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -35,6 +35,7 @@ def grouped_matmul(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """``out[r] = lhs[r] @ rhs[group(r) - group_offset]`` for consecutive runs of rows.
 
@@ -89,6 +90,7 @@ def grouped_matmul(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

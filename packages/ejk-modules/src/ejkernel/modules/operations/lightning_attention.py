@@ -1,7 +1,7 @@
 """Linear attention whose decay depends on head and layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from ejkernel.modules._configs import LightningAttentionConfig
 from ejkernel.modules._op import Arguments, Operation
 from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Resolved
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.implementation import Resolved
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
 from ejkernel.types.calls.words import Array, F, I
@@ -36,6 +36,7 @@ def lightning_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`gla_attention` with a fixed decay: ``g_gamma[m] = -(8 / heads) * w * m`` for head m.
 
@@ -80,6 +81,7 @@ def lightning_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 
@@ -106,7 +108,7 @@ class LightningAttention(Operation[LightningAttentionConfig]):
     function = staticmethod(lightning_attention)
 
     @staticmethod
-    def localise(a: Arguments, shard: Any) -> None:
+    def to_shard(a: Arguments, shard: Any) -> None:
         if shard.parts("heads") > 1:
             first = shard.offset("heads")
             a["layer_idx"] = _LayerOfShard.of(a["layer_idx"], shard.sizes["heads"], first)
@@ -129,9 +131,9 @@ class LightningAttention(Operation[LightningAttentionConfig]):
         wide = result_dtype(query, jnp.float32)
         rest["g_gamma"] = layer.decays(kwargs["num_layers"], query.shape[2], wide)
         gla = GLAttention.shared()
-        inv = Invocation(gla, (), abstractify(rest), info={"prepared": True, "bound": True})
+        call = BoundCall(gla, (), abstractify(rest))
         try:
-            implementation = self.registry.resolve(gla.name, resolved.platform, inv=inv)
+            implementation = self.registry.resolve(gla.name, resolved.platform, inv=call)
         except (KernelNotSupported, KernelNotFound):
-            implementation = self.registry.resolve(gla.name, inv=inv)
+            implementation = self.registry.resolve(gla.name, inv=call)
         return implementation.fn(**rest, cfg=cfg)

@@ -1,7 +1,7 @@
 """Means over sequences, packed sequences or chunks of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -25,6 +25,7 @@ def mean_pooling(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Mean over tokens, per row, per packed sequence, or per chunk of either.
 
@@ -69,6 +70,7 @@ def mean_pooling(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

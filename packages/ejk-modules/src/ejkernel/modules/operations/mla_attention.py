@@ -1,7 +1,7 @@
 """Multi-head latent attention for training and prefill."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -11,7 +11,7 @@ from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
 
 def mla_attention(
@@ -33,13 +33,14 @@ def mla_attention(
     sliding_window: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: bool = False,
     platform: str | Platform | None = None,
     cfg: FlashMLAConfig | Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`flash_attention` on keys and values projected from one latent vector per token.
 
@@ -102,6 +103,7 @@ def mla_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -9,7 +9,7 @@ from ejkernel.modules._configs import FlashMLAConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
 
 @overload
 def mla_attention(
@@ -31,7 +31,7 @@ def mla_attention(
     sliding_window: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: Literal[False] = False,
     platform: str | Platform | None = None,
     cfg: FlashMLAConfig | Mapping[str, Any] | None = None,
@@ -59,7 +59,7 @@ def mla_attention(
     sliding_window: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: Literal[True],
     platform: str | Platform | None = None,
     cfg: FlashMLAConfig | Mapping[str, Any] | None = None,
@@ -87,7 +87,7 @@ def mla_attention(
     sliding_window: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     return_lse: bool,
     platform: str | Platform | None = None,
     cfg: FlashMLAConfig | Mapping[str, Any] | None = None,

@@ -1,7 +1,7 @@
 """Multi-head latent attention for decoding, in latent space."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -33,6 +33,7 @@ def mla_decode(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of the last tokens over a paged cache of latent rows, all heads sharing it.
 
@@ -51,7 +52,7 @@ def mla_decode(
         latent_dim: ``1 <= latent_dim <= cache_dim``; the rest of a row is the rotary part.
         softmax_scale: default ``cache_dim ** -0.5``.
         logits_soft_cap, sliding_window, softmax_aux, num_splits: as in :func:`page_attention`.
-        k_scale: what a stored value is multiplied with; None = 1.
+        k_scale: what a stored value is multiplied with; None = 1, with a warning for an int8 cache.
         return_lse: also return the natural-log sum of exponentials.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
@@ -61,8 +62,8 @@ def mla_decode(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; a negative length or a table entry in use outside the
-            cache where these are numpy arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also a length that is negative or past the
+            table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in query, softmax_aux, k_scale and a floating-point cache.
 
@@ -87,6 +88,7 @@ def mla_decode(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

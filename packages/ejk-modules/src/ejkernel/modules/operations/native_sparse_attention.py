@@ -1,7 +1,7 @@
 """Compressed, selected and sliding branches over blocks of keys."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -34,6 +34,7 @@ def native_sparse_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Causal sparse attention with three gated branches; no ``[seq, seq]`` array is made.
 
@@ -96,6 +97,7 @@ def native_sparse_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

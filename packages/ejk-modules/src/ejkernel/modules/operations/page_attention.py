@@ -1,7 +1,7 @@
 """One decode token per sequence over a paged cache."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -33,6 +33,7 @@ def page_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Attention of one new token per sequence over keys and values kept in pages.
 
@@ -54,7 +55,7 @@ def page_attention(
         sliding_window: ``w`` or ``(left, right)`` around the token's position.
         softmax_aux: attention sinks, ``[heads, sinks]`` or ``[sinks]``.
         k_scale, v_scale: what a stored value is multiplied with, one number or one per kv head;
-            None = 1.
+            None = 1, with a warning for an int8 cache.
         num_splits: number of key splits (>= 1) worked on in parallel; changes rounding only and
             beats ``cfg``.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
@@ -64,8 +65,8 @@ def page_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; a negative length or a table entry in use outside the
-            cache where these are numpy arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also a length that is negative or past the
+            table, and a table entry in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in query, softmax_aux, the scales and floating-point caches; int8 and 8-bit
     float caches get no gradient.
@@ -91,6 +92,7 @@ def page_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -1,7 +1,7 @@
 """One decode token per sequence over a contiguous cache."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -30,6 +30,7 @@ def ragged_decode_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Attention of one token per row over keys ``sequence_start <= j < sequence_end``.
 
@@ -73,6 +74,7 @@ def ragged_decode_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

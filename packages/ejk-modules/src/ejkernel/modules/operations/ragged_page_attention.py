@@ -1,7 +1,7 @@
 """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -33,6 +33,7 @@ def ragged_page_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """Causal attention of packed query rows over each sequence's own pages.
 
@@ -58,8 +59,8 @@ def ragged_page_attention(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
+            the table and entries in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in queries, softmax_aux, the scales and floating-point pages.
 
@@ -85,6 +86,7 @@ def ragged_page_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

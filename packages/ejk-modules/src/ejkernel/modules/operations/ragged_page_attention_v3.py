@@ -1,7 +1,7 @@
 """Cache update and mixed prefill/decode attention in one call."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -37,6 +37,7 @@ def ragged_page_attention_v3(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values into the cache, then attend as ragged_page_attention.
 
@@ -62,7 +63,8 @@ def ragged_page_attention_v3(
         sliding_window, logits_soft_cap: as in :func:`page_attention`.
         q_scale: queries are quantised as ``cast(clip(q / q_scale))`` to the cache's dtype and
             logits multiplied by it; None = not quantised.
-        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1.
+        k_scale, v_scale: one number or one per kv head; multiply logits and output; None = 1, with
+            a warning for an int8 cache.
         platform, cfg, mesh, in_specs, out_specs: as in :func:`flash_attention`.
 
     Returns:
@@ -70,8 +72,8 @@ def ragged_page_attention_v3(
 
     Raises:
         InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
-        ValueError: a value out of range; bad starts, lengths or tables where these are numpy
-            arrays. Lengths past the table are clipped to it.
+        ValueError: a value out of range; in numpy arrays also starts that decrease, lengths past
+            the table and entries in use outside the cache. Lengths in jax arrays are clipped.
 
     Differentiable in queries, keys, values, softmax_aux, the scales and floating-point caches.
 
@@ -99,6 +101,7 @@ def ragged_page_attention_v3(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
-from ejkernel.types.calls.words import Array, F, I, given
+from ejkernel.types.calls.words import Array, F, I, Key, given
 
 _asking: ContextVar[bool] = ContextVar("ejkernel_ring_asking", default=False)
 """Whether a call is only asked about, so that arrays without a mesh stand for one device's."""
@@ -42,7 +42,7 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     return_lse: bool = False,
     precision: jax.lax.PrecisionLike = None,
@@ -52,6 +52,7 @@ def ring_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence sharded along a mesh axis.
 
@@ -121,6 +122,7 @@ def ring_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 
@@ -154,7 +156,7 @@ class RingAttention(Operation[RingAttentionConfig]):
                 return call((), a)
             typed = explicit_mesh(a) if mesh is in_specs is out_specs is None else None
             if typed is not None and axis in explicit_axes(typed):
-                check_ring_lengths(a, typed.shape[axis], whole_keys=1)
+                check_ring_lengths(a, typed.shape[axis], shards=1)
                 return distribute(self, a, placement, call, ring_axis=axis)
             mesh = ambient_mesh() if mesh is None else mesh
             if mesh is None or axis not in mesh.shape:
@@ -168,7 +170,7 @@ class RingAttention(Operation[RingAttentionConfig]):
                     "call it inside shard_map where the axis is bound, pass mesh=, or enter a mesh "
                     "(with mesh: or jax.set_mesh)"
                 )
-            check_ring_lengths(a, mesh.shape[axis], whole_keys=1)
+            check_ring_lengths(a, mesh.shape[axis], shards=1)
             if in_specs is None:
                 in_specs = (PartitionSpec(None, axis, None, None),) * 3
             return distribute(self, a, (mesh, in_specs, out_specs), call, ring_axis=axis)

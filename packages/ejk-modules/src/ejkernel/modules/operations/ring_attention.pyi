@@ -11,7 +11,7 @@ from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._op import Operation
 from ejkernel.ops import Platform
 from ejkernel.types import MaskInfo
-from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.calls.words import Array, F, I, Key
 
 @overload
 def ring_attention(
@@ -31,7 +31,7 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     return_lse: Literal[False] = False,
     precision: jax.lax.PrecisionLike = None,
@@ -60,7 +60,7 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     return_lse: Literal[True],
     precision: jax.lax.PrecisionLike = None,
@@ -89,7 +89,7 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    dropout_seed: int | I[Array, ""] | None = None,
+    dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
     layout: Literal["contiguous", "zigzag"] = "contiguous",
     return_lse: bool,
     precision: jax.lax.PrecisionLike = None,

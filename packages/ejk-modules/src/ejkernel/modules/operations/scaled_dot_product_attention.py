@@ -1,7 +1,7 @@
 """Attention with few options, which vendor libraries can serve."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -34,6 +34,7 @@ def scaled_dot_product_attention(
     mesh: Mesh | None = None,
     in_specs: Sequence[PartitionSpec | None] | None = None,
     out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    **unknown: Never,
 ) -> jax.Array:
     """``softmax(softmax_scale * q k^T + bias) v`` over the visible keys.
 
@@ -79,6 +80,7 @@ def scaled_dot_product_attention(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        **unknown,
     )
 
 

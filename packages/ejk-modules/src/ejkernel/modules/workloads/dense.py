@@ -82,8 +82,7 @@ def _options(shape: AttentionShape, operation: str) -> dict[str, Any]:
         options["logits_soft_cap"] = shape.soft_cap
     if shape.dropout:
         options["dropout_prob"] = shape.dropout
-        if operation == "attention":
-            options |= {"deterministic": False}
+        options |= {"deterministic": False} if operation == "attention" else {"dropout_seed": 0}
     if operation == "blocksparse_attention":
         options |= {"q_block_size": BLOCK, "kv_block_size": BLOCK}
     if operation == "ring_attention":

@@ -23,7 +23,7 @@ class Shape:
     device: str = field(default="gpu", kw_only=True)
 
     def serves(self, operation: str) -> bool:
-        """Whether the case is a call of the operation."""
+        """Returns whether the case is a call of the operation."""
         return operation in self.operations
 
 

@@ -7,28 +7,25 @@ import os
 from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ejkernel.ops import env
 from ejkernel.ops.config.cache import autotune_override
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.invocation import AnyKernel, Invocation
 
 
 @runtime_checkable
 class ConfigChooser(Protocol):
     """Anything that can give a config for a call. Ready-made: ConfigSelectorChain."""
 
-    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+    def choose(self, inv: Invocation, kernel: AnyKernel) -> Any:
         """The config for ``inv``."""
         ...
 
 
 @dataclass(frozen=True)
 class AutotunePolicy:
-    """Whether and how to tune.
+    """The policy of tuning: whether and how.
 
     Attributes:
         autotune: True or False; None = ``EJKERNEL_AUTOTUNE_POLICY``.
@@ -55,7 +52,7 @@ class AutotunePolicy:
         return env.autotune_policy() == "autotune"
 
     def asked_for(self) -> bool:
-        """Whether tuning is on because someone said so, not by default."""
+        """Returns whether tuning is on because someone said so, not by default."""
         said = autotune_override() is not None or self.autotune is not None
         return self.enabled() and (said or bool(os.environ.get(env.AUTOTUNE_POLICY, "").strip()))
 

@@ -19,13 +19,14 @@ from ejkernel.ops.config.store import (
     key_file,
 )
 from ejkernel.ops.config.versions import versions
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import short_hash
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.persistent import PersistentCache
 
 
-class FailureCache:
+class FailureCache(Copyable, process_local={"_files": dict}):
     """Reasons by call and config, in memory and, with a persistent cache, beside its files.
 
     Thread safe. A file that cannot be read or written costs a second try, nothing else.
@@ -50,8 +51,8 @@ class FailureCache:
                 return self._memory[name]
             file = self._file(key)
             entry = None if file is None else file.entries().get(name)
-        facts = None if entry is None else entry.facts
-        found = facts.get("reason") if isinstance(facts, dict) else None
+        metadata = None if entry is None else entry.metadata
+        found = metadata.get("reason") if isinstance(metadata, dict) else None
         return found if isinstance(found, str) else None
 
     def remember(self, key: str, cfg: Any, reason: str) -> None:
@@ -64,9 +65,9 @@ class FailureCache:
             file = self._file(key)
             if file is None:
                 return
-            facts = {"reason": reason, "versions": versions()}
+            metadata = {"reason": reason, "versions": versions()}
             try:
-                file.update({name: Entry(encode_config(cfg), facts)}, 1.0)
+                file.update({name: Entry(encode_config(cfg), metadata)}, 1.0)
             except NOT_WRITTEN as error:
                 if not is_about_one_file(error):
                     self._beside = None

@@ -27,13 +27,13 @@ class Likeness(NamedTuple):
     """What a kernel says of its arguments, by name, beyond what their shapes say.
 
     Attributes:
-        indifferent: change what is computed and not how: any value serves.
-        extents: static integers that say how wide something is; all others must be equal.
+        untuned_arguments: change what is computed and not how: any value serves.
+        size_arguments: static integers that say how wide something is; all others must be equal.
         pools: arrays whose first axis is a pool: how much there is in it says nothing of one call.
     """
 
-    indifferent: frozenset[str] = frozenset()
-    extents: frozenset[str] = frozenset()
+    untuned_arguments: frozenset[str] = frozenset()
+    size_arguments: frozenset[str] = frozenset()
     pools: frozenset[str] = frozenset()
 
 
@@ -66,7 +66,7 @@ def _fixed(name: str, x: Any, like: Likeness) -> tuple[Any, ...]:
             return x["dtype"], tuple(free), tuple(sizes)
         if _is_node(x):
             return x["node"], len(x["children"])
-    return () if name in like.indifferent or name in like.extents else (repr(x),)
+    return () if name in like.untuned_arguments or name in like.size_arguments else (repr(x),)
 
 
 def payload_distance(
@@ -108,11 +108,11 @@ def _argument(name: str, a: Any, b: Any, heads: list[float], like: Likeness) -> 
         return 0.0
     if _is_array(a) or _is_array(b):
         return math.inf
-    if name in like.indifferent:
+    if name in like.untuned_arguments:
         return DETAIL
     if _is_node(a) and _is_node(b):
         return _node(a, b)
-    if name in like.extents:
+    if name in like.size_arguments:
         return _size(_pair(a), _pair(b))
     return math.inf
 

@@ -24,12 +24,13 @@ from ejkernel.ops.config.store import (
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import stable_json
 
 _ABSENT = object()
 
 
-class PersistentCache:
+class PersistentCache(Copyable, process_local={"_files": dict}):
     """Configs by key, in JSON files. Same interface as ConfigCache. Thread and process safe.
 
     Nothing is created before the first ``put``. A file that cannot be written (read-only folder,
@@ -78,13 +79,13 @@ class PersistentCache:
         """Counts the changes made through this object."""
         return self._version
 
-    def put(self, key: Hashable, cfg: Any, *, facts: Any = None, measured: Any = None) -> None:
+    def put(self, key: Hashable, cfg: Any, *, metadata: Any = None, measured: Any = None) -> None:
         """Store ``cfg`` under ``key``, on disk if possible.
 
         Args:
             key: a string, or anything with a JSON form.
             cfg: a dataclass instance, or plain JSON values.
-            facts: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
+            metadata: JSON values kept beside the config, e.g. the shapes it was tuned for. They let
                 entries be copied into a shipped table.
             measured: JSON values that say how good it was, when and with which versions.
         """
@@ -108,7 +109,7 @@ class PersistentCache:
                 self._memory[text] = cfg
                 return
             try:
-                file.update({text: Entry(plain, facts, measured)}, self._lock_timeout)
+                file.update({text: Entry(plain, metadata, measured)}, self._lock_timeout)
             except NOT_WRITTEN as error:
                 self._writable = is_about_one_file(error)
                 where = file.path if self._writable else self.path
@@ -139,10 +140,10 @@ class PersistentCache:
         found = entry.config(cls, _ABSENT)
         return default if found is _ABSENT else found
 
-    def facts(self, key: Hashable) -> Any:
-        """The ``facts`` that were put with ``key``, None when there are none."""
+    def metadata(self, key: Hashable) -> Any:
+        """The ``metadata`` put with ``key``, None when there are none."""
         entry = self._entry(key)
-        return None if entry is None else entry.facts
+        return None if entry is None else entry.metadata
 
     def measured(self, key: Hashable) -> Any:
         """What was ``measured`` when ``key`` was put, None when it is not known."""

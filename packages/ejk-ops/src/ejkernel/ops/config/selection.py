@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ejkernel.ops.config.cache import ConfigCache, find_overlay
 from ejkernel.ops.config.choice import AutotunePolicy, Choice
 from ejkernel.ops.config.failures import FailureCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tables import covers, nearest_configs
-from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
 from ejkernel.ops.errors import (
     ConfigError,
     KernelNotFound,
@@ -24,13 +24,8 @@ from ejkernel.ops.execution.autotuner import Autotuner, shortlist
 from ejkernel.ops.execution.lowering import config_error
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.execution.search import is_passing
-from ejkernel.ops.platforms import parse_platform
+from ejkernel.ops.execution.trials import AutotuneResult
 from ejkernel.ops.utils.device import target_device
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.kernel import Kernel
-    from ejkernel.ops.execution.trials import AutotuneResult
 
 Event = Callable[[str, dict[str, Any]], None]
 
@@ -39,8 +34,8 @@ Event = Callable[[str, dict[str, Any]], None]
 class _Search:
     """One walk through the tiers."""
 
-    inv: Invocation
-    kernel: Kernel[Any, Any]
+    call: BoundCall
+    kernel: AnyKernel
     dry: bool
     answers: list[tuple[str, str]] = field(default_factory=list)
 
@@ -48,7 +43,7 @@ class _Search:
         self.answers.append((tier, answer))
 
     def hit(self, tier: str, cfg: Any, answer: str) -> Choice:
-        return Choice(cfg, tier, self.inv.key, (*self.answers, (tier, answer)))
+        return Choice(cfg, tier, self.call.key, (*self.answers, (tier, answer)))
 
 
 class ConfigSelectorChain:
@@ -104,7 +99,7 @@ class ConfigSelectorChain:
 
     # ---- choosing ------------------------------------------------------------------------
 
-    def choose(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+    def choose(self, inv: Invocation, kernel: AnyKernel) -> Any:
         """The config for ``inv``.
 
         Raises:
@@ -113,11 +108,11 @@ class ConfigSelectorChain:
         """
         return self.decide(inv, kernel).cfg
 
-    def decide(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any = None) -> Choice:
-        """As ``choose``, with the tier; an explicit ``cfg`` wins and is never stored."""
-        search = _Search(bind_abstract(inv), kernel, dry=False)
+    def decide(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
+        """Returns the choice with its tier; an explicit ``cfg`` wins and is never stored."""
+        search = _Search(inv.bound, kernel, dry=False)
         found = self._fast_tiers(search, cfg)
-        if found is None and search.inv.symbolic:
+        if found is None and search.call.symbolic:
             found = self._heuristics(search)  # nothing is stored or timed for a size unknown
         if found is None:
             group = multihost.peers() if kernel.has_tunables else None
@@ -125,7 +120,7 @@ class ConfigSelectorChain:
                 found = self._slow_tiers(search)
             else:
                 found = group.agree(
-                    search.inv, self.policy.enabled(), lambda: self._slow_tiers(search)
+                    search.call, self.policy.enabled(), lambda: self._slow_tiers(search)
                 )
                 stored = found.tier in ("persistent", "autotune")
                 if stored and found.key not in self.cache:
@@ -137,33 +132,33 @@ class ConfigSelectorChain:
             self._emit(found.tier, search, cfg=found.cfg)
         return found
 
-    def preview(self, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any = None) -> Choice:
-        """What ``decide`` would do, without tuning, storing or events."""
-        search = _Search(bind_abstract(inv), kernel, dry=True)
-        slow = self._heuristics if search.inv.symbolic else self._slow_tiers
+    def preview(self, inv: Invocation, kernel: AnyKernel, cfg: Any = None) -> Choice:
+        """Returns what ``decide`` would choose, without tuning, storing or events."""
+        search = _Search(inv.bound, kernel, dry=True)
+        slow = self._heuristics if search.call.symbolic else self._slow_tiers
         return self._fast_tiers(search, cfg) or slow(search)
 
-    def store(self, key: str, cfg: Any, facts: Any = None, measured: Any = None) -> None:
+    def store(self, key: str, cfg: Any, metadata: Any = None, measured: Any = None) -> None:
         """Put a tuned config into the memory and persistent tiers.
 
         Args:
             key, cfg: what to store.
-            facts: payload of the key, so that the entry can serve a shipped table.
+            metadata: payload of the key, so that the entry can serve a shipped table.
             measured: what was measured, JSON values.
         """
         self.cache.put(key, cfg)
         if self.persistent is None:
             return
         if isinstance(self.persistent, PersistentCache):
-            self.persistent.put(key, cfg, facts=facts, measured=measured)
+            self.persistent.put(key, cfg, metadata=metadata, measured=measured)
         else:
             self.persistent.put(key, cfg)
 
-    def store_result(self, result: AutotuneResult, facts: Any = None) -> None:
+    def store_result(self, result: AutotuneResult, metadata: Any = None) -> None:
         """Keep the winner of tuning: for this process, and on disk if it was compared."""
         if result.compared:
             measured = result.measured() if result.trials else None
-            self.store(result.key, result.best, facts, measured)
+            self.store(result.key, result.best, metadata, measured)
         else:
             self.cache.put(result.key, result.best)
 
@@ -171,24 +166,24 @@ class ConfigSelectorChain:
 
     def _fast_tiers(self, search: _Search, cfg: Any) -> Choice | None:
         """Override, overlay, memory: what each process has by itself."""
-        kernel, inv = search.kernel, search.inv
+        kernel, call = search.kernel, search.call
         if cfg is not None:
-            return search.hit("override", kernel.convert_config(cfg, inv), "explicit cfg")
+            return search.hit("override", kernel.convert_config(cfg, call), "explicit cfg")
         search.miss("override", "no cfg was given")
-        cfg = find_overlay(inv.key, kernel.name)
+        cfg = find_overlay(call.key, kernel.name)
         if cfg is not None:
-            return search.hit("overlay", kernel.convert_config(cfg, inv), "hit")
+            return search.hit("overlay", kernel.convert_config(cfg, call), "hit")
         search.miss("overlay", "no overlay has the key or the kernel's name")
         return self._memory(search)
 
     def _memory(self, search: _Search, answer: str = "hit") -> Choice | None:
-        cfg = self.cache.get(search.inv.key)
+        cfg = self.cache.get(search.call.key)
         if cfg is None:
             search.miss("memory", f"key not among the {len(self.cache)} stored")
             return None
-        cfg = search.kernel.convert_config(cfg, search.inv)
+        cfg = search.kernel.convert_config(cfg, search.call)
         # calls of one key may differ in the values of floats: not all platforms do dropout
-        refusal = _refusal(search.kernel, cfg, search.inv)
+        refusal = _refusal(search.kernel, cfg, search.call)
         if refusal is not None:
             search.miss("memory", f"not used: {refusal}")
             return None
@@ -198,9 +193,9 @@ class ConfigSelectorChain:
         """Persistent, autotune, heuristics, error."""
         if search.dry or not hasattr(self.cache, "tuning"):
             return self._persistent(search) or self._tune(search) or self._heuristics(search)
-        with self.cache.tuning(search.inv.key):
+        with self.cache.tuning(search.call.key):
             # another thread may have found one while this one waited
-            if self.cache.get(search.inv.key) is not None:
+            if self.cache.get(search.call.key) is not None:
                 search.answers.pop()
                 found = self._memory(search, "hit, found by another thread")
                 if found is not None:
@@ -209,15 +204,15 @@ class ConfigSelectorChain:
         return found or self._heuristics(search)
 
     def _persistent(self, search: _Search) -> Choice | None:
-        kernel, inv = search.kernel, search.inv
+        kernel, call = search.kernel, search.call
         miss = "no persistent cache" if self.persistent is None else "key not on disk"
         refusals: list[str] = []
         for cfg, answer in self._stored(search):
-            reason = _refusal(kernel, cfg, inv) or self._lowering_failure(search, cfg)
+            reason = _refusal(kernel, cfg, call) or self._lowering_failure(search, cfg)
             if reason is None:
-                cfg = kernel.convert_config(cfg, inv)
+                cfg = kernel.convert_config(cfg, call)
                 if not search.dry:
-                    self.cache.put(inv.key, cfg)
+                    self.cache.put(call.key, cfg)
                 return search.hit("persistent", cfg, answer)
             refusals.append(f"not used: {reason}")
         search.miss("persistent", refusals[0] if refusals else miss)
@@ -225,11 +220,11 @@ class ConfigSelectorChain:
 
     def _stored(self, search: _Search) -> Iterator[tuple[Any, str]]:
         """Yields configs of files with where they are from: the user's, then the nearest ones."""
-        inv = search.inv
+        call = search.call
         if isinstance(self.persistent, PersistentCache):
-            cfg = self.persistent.get(inv.key, cls=search.kernel.config_cls)
+            cfg = self.persistent.get(call.key, cls=search.kernel.config_cls)
         else:
-            cfg = None if self.persistent is None else self.persistent.get(inv.key)
+            cfg = None if self.persistent is None else self.persistent.get(call.key)
         if cfg is not None:
             yield cfg, "hit"
         for shipped, distance in self._shipped(search):
@@ -241,48 +236,48 @@ class ConfigSelectorChain:
         The reason is remembered next to the files. A dry search compiles nothing and knows only
         what is remembered. Where the heuristic config fails too, the fault is not the config's.
         """
-        kernel, inv = search.kernel, search.inv
-        cfg = kernel.convert_config(cfg, inv)
-        reason = self.failures.reason(inv.key, cfg)
+        kernel, call = search.kernel, search.call
+        cfg = kernel.convert_config(cfg, call)
+        reason = self.failures.reason(call.key, cfg)
         if search.dry:
             return reason
         if reason is None:
-            error = config_error(inv, cfg)
+            error = config_error(call, cfg)
             if error is None or not self._heuristic_lowers(search):
                 return None
             reason = first_line(f"{type(error).__name__}: {error}")
             if not is_passing(error):
-                self.failures.remember(inv.key, cfg, reason)
+                self.failures.remember(call.key, cfg, reason)
         warn_once(
-            ("stored config", inv.key, repr(cfg)),
-            f"a stored config of kernel {kernel.name!r} is not used: {reason}; key {inv.key!r}, "
+            ("stored config", call.key, repr(cfg)),
+            f"a stored config of kernel {kernel.name!r} is not used: {reason}; key {call.key!r}, "
             f"config {cfg!r}",
         )
         return reason
 
     def _heuristic_lowers(self, search: _Search) -> bool:
         try:
-            cfg = search.kernel.heuristic_cfg(search.inv)
+            cfg = search.kernel.heuristic_cfg(search.call)
         except NotImplementedError:  # nothing to compare with
             return True
-        cfg = search.kernel.convert_config(cfg, search.inv)
-        return config_error(search.inv, cfg) is None
+        cfg = search.kernel.convert_config(cfg, search.call)
+        return config_error(search.call, cfg) is None
 
     def _shipped(self, search: _Search) -> Any:
-        tables = search.kernel.config_tables(search.inv)
-        payload = search.inv.info.get("payload")
+        tables = search.kernel.config_tables(search.call)
+        payload = search.call.payload
         if not tables or not payload:
             return ()
         kernel = search.kernel
         return nearest_configs(tables, payload, kernel.config_cls, kernel.likeness)
 
     def _known_card(self, search: _Search) -> bool:
-        """Whether a shipped table covers the kernel on this device: then arithmetic is good too."""
-        payload = search.inv.info.get("payload")
-        return bool(payload) and covers(search.kernel.config_tables(search.inv), payload)
+        """Returns whether a shipped table covers the kernel on this device."""
+        payload = search.call.payload
+        return bool(payload) and covers(search.kernel.config_tables(search.call), payload)
 
     def _tune(self, search: _Search) -> Choice | None:
-        kernel, inv = search.kernel, search.inv
+        kernel, call = search.kernel, search.call
         if not self.policy.enabled():
             search.miss("autotune", "switched off")
             return None
@@ -292,7 +287,7 @@ class ConfigSelectorChain:
         if not self.policy.asked_for() and self._known_card(search):
             search.miss("autotune", "shipped tables know this device: tuned only when asked for")
             return None
-        configs = [c for c in kernel.config_space(inv) if _refusal(kernel, c, inv) is None]
+        configs = [c for c in kernel.config_space(call) if _refusal(kernel, c, call) is None]
         if len(configs) < 2:
             search.miss("autotune", f"{len(configs)} candidates, nothing to compare")
             return None
@@ -318,8 +313,8 @@ class ConfigSelectorChain:
             failures=self.failures,
             unasked=True,
         )
-        result = tuner.tune(inv, configs)
-        self.store_result(result, inv.info.get("payload"))
+        result = tuner.tune(call, configs)
+        self.store_result(result, call.payload)
         self._emit("autotune_finish", search, cfg=result.best, ms=result.best_ms, result=result)
         count = len(result.trials)
         answer = f"best of {count} candidates"
@@ -328,41 +323,41 @@ class ConfigSelectorChain:
         return search.hit("autotune", result.best, answer)
 
     def _heuristics(self, search: _Search) -> Choice:
-        kernel, inv = search.kernel, search.inv
+        kernel, call = search.kernel, search.call
         if not kernel.has_tunables:
             return search.hit("heuristics", None, "the kernel has no tunables")
         try:
-            cfg = kernel.heuristic_cfg(inv.with_numbers() if inv.symbolic else inv)
+            cfg = kernel.heuristic_cfg(call.with_numbers() if call.symbolic else call)
         except KernelNotSupported:
             raise
         except NotImplementedError as error:
             search.miss("heuristics", str(error) or "heuristic_cfg is not implemented")
         else:
             if cfg is not None:
-                return search.hit("heuristics", kernel.convert_config(cfg, inv), "hit")
+                return search.hit("heuristics", kernel.convert_config(cfg, call), "hit")
             search.miss("heuristics", "heuristic_cfg returned None")
         told = "".join(f"\n  {tier}: {answer}" for tier, answer in search.answers)
-        error = NoConfigError(f"no config for kernel {kernel.name!r}, key {inv.key!r}:{told}")
-        return Choice(None, "error", inv.key, tuple(search.answers), error)
+        error = NoConfigError(f"no config for kernel {kernel.name!r}, key {call.key!r}:{told}")
+        return Choice(None, "error", call.key, tuple(search.answers), error)
 
     def _emit(self, event: str, search: _Search, **details: Any) -> None:
         if self.on_event is not None:
-            self.on_event(event, {"kernel": search.kernel.name, "key": search.inv.key, **details})
+            self.on_event(event, {"kernel": search.kernel.name, "key": search.call.key, **details})
 
 
 def _near(distance: float) -> str:
     return "same bucket" if distance == 0 else f"nearest entry, {distance:.2g} octaves away"
 
 
-def _refusal(kernel: Kernel[Any, Any], cfg: Any, inv: Invocation) -> str | None:
+def _refusal(kernel: AnyKernel, cfg: Any, call: BoundCall) -> str | None:
     """Why a stored or proposed config cannot serve this call, None when it can."""
     try:
-        cfg = kernel.convert_config(cfg, inv)
-        wanted = parse_platform(inv.info.get("requested_platform"))
+        cfg = kernel.convert_config(cfg, call)
+        wanted = call.route.platform
         named = kernel.config_platform(cfg)
         if wanted is not None and named is not None and named is not wanted:
             return f"it is for platform {named.value!r}, {wanted.value!r} was asked for"
-        kernel.implementation(inv, wanted or named)
+        kernel.implementation(call, wanted or named)
     except (ConfigError, TypeError, ValueError, KernelNotSupported, KernelNotFound) as error:
         return str(error)
     return None

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import filelock
 
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.allowed import UnknownClass, allow_in_files, allowed_class, class_name
 from ejkernel.ops.utils.files import (
     NotAFile,
     TooLarge,
@@ -38,7 +39,6 @@ from ejkernel.ops.utils.files import (
     read_text,
     replace_text,
 )
-from ejkernel.ops.utils.known import UnknownClass, allow_in_files, class_name, known_class
 from ejkernel.ops.utils.serialization import from_plain, to_plain
 
 SCHEMA = 1
@@ -97,7 +97,7 @@ def decode_config(plain: Mapping[str, Any], cls: type | None = None) -> Any:
     if cls is None or not dataclasses.is_dataclass(cls):
         if name is None:
             return plain["config"]
-        cls = known_class(name, object)
+        cls = allowed_class(name, object)
         if not dataclasses.is_dataclass(cls):
             raise UnknownClass(f"class {name!r} is no config")
     return from_plain(plain["config"], cls)
@@ -108,7 +108,7 @@ class Entry:
     """One config as stored, and as an object once it was asked for."""
 
     plain: Mapping[str, Any]
-    facts: Any = None
+    metadata: Any = None
     measured: Any = None
     _built: dict[type | None, Any] = field(default_factory=dict, repr=False)
 
@@ -127,8 +127,8 @@ class Entry:
     def line(self) -> str:
         """JSON text of the entry."""
         stored = {"class": self.plain.get("class"), "config": self.plain["config"]}
-        if self.facts is not None:
-            stored["facts"] = self.facts
+        if self.metadata is not None:
+            stored["facts"] = self.metadata
         if self.measured is not None:
             stored["measured"] = self.measured
         return json.dumps(stored)
@@ -271,7 +271,7 @@ class ConfigFile:
                 try:
                     header, self._entries = parse_file(_read(path))
                 except OtherSchema as other:
-                    self._foreign = _settled(stamp)
+                    self._foreign = _stable_stamp(stamp)
                     if other.newer:
                         self._tell_newer(path, other)
                     continue
@@ -282,7 +282,7 @@ class ConfigFile:
                     continue
                 header.pop("schema")
                 self._header = {**self._header, **header}
-                self._stamp = _settled(stamp)
+                self._stamp = _stable_stamp(stamp)
             return path
         return None
 
@@ -344,6 +344,6 @@ def _stamp(path: Path) -> Stamp | None:
     return Stamp(path, s.st_mtime_ns, s.st_size, s.st_ino)
 
 
-def _settled(stamp: Stamp) -> Stamp | None:
+def _stable_stamp(stamp: Stamp) -> Stamp | None:
     """``stamp``, unless the file is so new that a change within the same clock tick is possible."""
     return stamp if abs(time.time_ns() - stamp.mtime_ns) > 100_000_000 else None

@@ -26,9 +26,9 @@ class Table:
         self.subjects: dict[Hashable, list[Entry]] = {}
         self._outlines: dict[Hashable, dict[Hashable, list[Entry]]] = {}
         for entry in entries:
-            if isinstance(entry.facts, Mapping):
-                with contextlib.suppress(TypeError):  # facts of another form say nothing
-                    self.subjects.setdefault(subject(entry.facts), []).append(entry)
+            if isinstance(entry.metadata, Mapping):
+                with contextlib.suppress(TypeError):  # metadata of another form says nothing
+                    self.subjects.setdefault(subject(entry.metadata), []).append(entry)
 
     def alike(self, about: Hashable, wanted: Hashable, like: Likeness) -> list[Entry]:
         """The entries about a subject that have an outline."""
@@ -37,7 +37,7 @@ class Table:
             known = {}
             for entry in self.subjects[about]:
                 with contextlib.suppress(AttributeError, LookupError, TypeError):
-                    known.setdefault(outline(entry.facts, like), []).append(entry)
+                    known.setdefault(outline(entry.metadata, like), []).append(entry)
             self._outlines[about, like] = known
         return known.get(wanted, [])
 
@@ -84,12 +84,12 @@ def nearest_configs(
 
 def _distance(entry: Entry, payload: Mapping[str, Any], like: Likeness) -> float:
     try:
-        return distance_of_alike(entry.facts, payload, like)
+        return distance_of_alike(entry.metadata, payload, like)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return math.inf  # facts of another form say nothing about any call
+        return math.inf  # metadata of another form says nothing about any call
 
 
 def covers(paths: Iterable[Path], payload: Mapping[str, Any]) -> bool:
-    """Whether some table holds entries of this kernel for this device: a known card."""
+    """Returns whether some table holds entries of this kernel for this device: a known card."""
     wanted = subject(payload)
     return any(wanted in _table(path).subjects for path in paths)

@@ -2,52 +2,100 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar, cast
 
-import jax
+import numpy as np
 
+from ejkernel.ops.config.nearness import Likeness
+from ejkernel.ops.core.binding import Binding, BindingSteps, bind_shapes
 from ejkernel.ops.core.keys import key_payload, payload_key
-from ejkernel.ops.errors import InvalidArgument
-from ejkernel.ops.platforms import parse_platform
+from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
+from ejkernel.ops.implementation import Resolved
+from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.utils.buckets import has_symbols, with_numbers
 from ejkernel.ops.utils.device import device_fingerprint
 from ejkernel.ops.utils.serialization import abstractify
 
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel
+T = TypeVar("T")
 
-EXECUTOR_KEYWORDS = ("cfg", "platform", "mesh", "in_specs", "out_specs")
-"""Keywords that belong to the executor, not to the kernel."""
+
+class AnyKernel(BindingSteps, Protocol):
+    """The members of a kernel that the framework uses; ``Kernel`` documents each."""
+
+    name: str
+    version: int
+    config_cls: type | None
+    trained: bool
+    likeness: Likeness
+
+    @property
+    def signature(self) -> inspect.Signature: ...
+    @property
+    def state(self) -> Hashable: ...
+    @property
+    def has_tunables(self) -> bool: ...
+    @property
+    def has_custom_vjp(self) -> bool: ...
+    def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]: ...
+    def bucket(self, inv: Invocation) -> Mapping[str, Sequence[int]] | None: ...
+    def heuristic_cfg(self, inv: Invocation) -> Any: ...
+    def config_space(self, inv: Invocation) -> Sequence[Any]: ...
+    def config_tables(self, inv: Invocation) -> Sequence[Any]: ...
+    def convert_config(self, cfg: Any, inv: Invocation | None = None) -> Any: ...
+    def config_platform(self, cfg: Any) -> Platform | None: ...
+    def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]: ...
+    def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved: ...
+    def runner(self, resolved: Resolved, cfg: Any) -> Callable[..., Any]: ...
+    def not_chosen(
+        self, inv: Invocation, resolved: Resolved | None, cfg: Any
+    ) -> tuple[tuple[str, str], ...]: ...
+    def custom_vjp(
+        self, primals: tuple, cfg: Any, kwargs: Mapping[str, Any], cotangents: tuple
+    ) -> tuple: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Invocation:
-    """One call of a kernel: its arguments and what the executor knows about it.
+    """One call of a kernel: its arguments and where it is asked to run.
 
     Attributes:
         kernel: the kernel that is called.
         args: positional arguments. Arrays, tracers or ShapeDtypeStructs besides static values.
         kwargs: keyword arguments, without those of the executor.
         metadata: anything the caller wants to keep with the call; stored as given, never read.
-        info: what the executor knows, e.g. ``requested_platform``, ``platform``, ``mesh_axes``,
-            ``in_specs``, ``out_specs``. Empty when the invocation was made by hand.
+        route: where the call is asked to run.
+        prepared: whether the arguments went through ``kernel.prepare`` and are abstract.
     """
 
-    kernel: Kernel[Any, Any]
+    kernel: AnyKernel
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
     metadata: Any = None
-    info: Mapping[str, Any] = field(default_factory=dict, kw_only=True, repr=False)
+    route: Route = field(default=Route(), kw_only=True, repr=False)
+    prepared: bool = field(default=False, kw_only=True, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
-        object.__setattr__(self, "info", MappingProxyType(dict(self.info)))
+
+    @functools.cached_property
+    def info(self) -> Mapping[str, Any]:
+        """The executor's knowledge by names: ``requested_platform``, ``mesh_axes``, ..."""
+        return MappingProxyType(self.route.info())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was derived from the fields may hold parts of a trace.
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
 
     @functools.cached_property
     def arguments(self) -> Mapping[str, Any]:
@@ -70,59 +118,124 @@ class Invocation:
 
     @functools.cached_property
     def symbolic(self) -> bool:
-        """Whether some array has a symbolic size."""
+        """Returns whether some array has a symbolic size."""
         return has_symbols((self.args, dict(self.kwargs or {})))
-
-    def with_numbers(self) -> Invocation:
-        """Abstract, symbolic sizes taken for large ones: what heuristics see."""
-        args, kwargs = with_numbers((self.abstract_args, self.abstract_kwargs))
-        return self.replace(args=args, kwargs=kwargs)
 
     @functools.cached_property
     def device_fingerprint(self) -> str:
         """The device that the call is meant for, equal for equal devices."""
-        return self.info.get("device_fingerprint") or device_fingerprint()
+        return self.route.device or device_fingerprint()
+
+    @functools.cached_property
+    def made(self) -> Invocation:
+        """The call before it is bound, prepared and abstract: what keys and files hold."""
+        if self.prepared:
+            return self
+        args, kwargs = self.kernel.prepare(self.args, dict(self.kwargs or {}))
+        abstract = {"args": abstractify(args), "kwargs": abstractify(kwargs)}
+        return dataclasses.replace(self, **abstract, prepared=True)
 
     @functools.cached_property
     def payload(self) -> Mapping[str, Any]:
-        """What the key hashes, as JSON values."""
-        known = self.info.get("payload")
-        if known is not None:
-            return known
-        if not self.info.get("prepared"):
-            args, kwargs = self.kernel.prepare(self.args, dict(self.kwargs or {}))
-            return self.replace(args=args, kwargs=kwargs, prepared=True).payload
-        return key_payload(self)
-
-    @functools.cached_property
-    def facts(self) -> dict[Any, Any]:
-        """What kernels found out about the call, by kernel; for them to fill."""
-        return {}
+        """The content that the key hashes, as JSON values."""
+        if self.made is not self:
+            return self.made.payload
+        kernel = self.kernel
+        return key_payload(
+            kernel.name,
+            kernel.version,
+            self.arguments,
+            kernel.bucket(self) or {},
+            self.route,
+            self.device_fingerprint,
+        )
 
     @functools.cached_property
     def key(self) -> str:
         """The cache key; equal to ``default_key_builder_with_sharding`` of the same call."""
-        return self.info.get("key") or payload_key(self.payload)
+        return payload_key(self.payload) if self.made is self else self.made.key
 
-    def replace(
-        self, *, args: Any = None, kwargs: Mapping[str, Any] | None = None, **info: Any
-    ) -> Invocation:
-        """A copy with other arguments or with entries of ``info`` added."""
-        return Invocation(
-            self.kernel,
-            self.args if args is None else args,
-            self.kwargs if kwargs is None else kwargs,
-            self.metadata,
-            info={**self.info, **info},
+    @functools.cached_property
+    def bound(self) -> BoundCall:
+        """The call with canonical arguments, made once.
+
+        Only shapes are evaluated, and nothing of the kernel itself.
+
+        Raises:
+            Whatever ``prepare``, ``bind`` or ``distribute`` of the kernel raise.
+        """
+        made = self.made
+        made.key  # noqa: B018 (by the devices and settings of now)
+        kwargs = dict(made.kwargs or {})
+        args, kwargs, binding = bind_shapes(self.kernel, made.args, kwargs, self.route)
+        return BoundCall(
+            self.kernel, args, kwargs, self.metadata, route=self.route, made=made, binding=binding
         )
 
     def abstract(self) -> Invocation:
         """A copy that holds no array, only shapes."""
-        return self.replace(args=self.abstract_args, kwargs=self.abstract_kwargs)
+        return dataclasses.replace(self, args=self.abstract_args, kwargs=self.abstract_kwargs)
+
+    def with_numbers(self) -> Invocation:
+        """Abstract, symbolic sizes taken for large ones: what heuristics see."""
+        args, kwargs = with_numbers((self.abstract_args, self.abstract_kwargs))
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundCall(Invocation):
+    """A call with canonical, abstract arguments; over a mesh, the call of one shard.
+
+    ``Invocation.bound`` makes it, once; the hooks of kernels and implementations receive it. Its
+    key is that of the call as it was made.
+
+    Attributes:
+        made: the call before it was bound.
+        binding: how to bind arrays of these shapes; None over a mesh.
+        resolved: the implementation that runs it, None before it is chosen.
+    """
+
+    prepared: bool = field(default=True, init=False, repr=False)
+    made: Invocation = field(default=cast(Any, None), kw_only=True, repr=False)
+    binding: Binding | None = field(default=None, kw_only=True, repr=False)
+    resolved: Resolved | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.made is None:
+            made = Invocation(self.kernel, self.args, self.kwargs, route=self.route, prepared=True)
+            object.__setattr__(self, "made", made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"binding": None}  # it holds a trace
+
+    @functools.cached_property
+    def info(self) -> Mapping[str, Any]:
+        """The executor's knowledge by names: also the key, and what runs once that is chosen."""
+        shown = {**self.route.info(), "key": self.key}
+        if self.resolved is not None:
+            platform = self.resolved.platform
+            shown["platform"] = None if platform is None else platform.value
+            shown["implementation"] = self.resolved.name
+        return MappingProxyType(shown)
+
+    @functools.cached_property
+    def bound(self) -> BoundCall:
+        return self
+
+    @functools.cached_property
+    def _memory(self) -> dict[Hashable, Any]:
+        return {}
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns ``make()`` of the first time this was asked for ``key``."""
+        if key not in self._memory:
+            self._memory[key] = make()
+        return self._memory[key]
 
 
 def bind_by_name(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: AnyKernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments by name as ``kernel.run`` would see them, defaults applied."""
     signature = kernel.signature
@@ -141,20 +254,21 @@ def bind_by_name(
 
 
 def call_invocation(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: AnyKernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Invocation:
-    """The invocation of an executor call, the executor's own keywords moved into ``info``."""
+    """The invocation of an executor call, the executor's own keywords moved into its route."""
     plain = {name: value for name, value in kwargs.items() if name not in EXECUTOR_KEYWORDS}
-    platform = parse_platform(kwargs.get("platform"))
-    info: dict[str, Any] = {"requested_platform": None if platform is None else platform.value}
-    specs = (specs_key(kwargs.get(name)) for name in ("in_specs", "out_specs"))
-    return Invocation(
-        kernel, args, plain, info=info | distribution_info(kwargs.get("mesh"), *specs)
+    route = Route(
+        parse_platform(kwargs.get("platform")),
+        mesh=kwargs.get("mesh"),
+        in_specs=specs_key(kwargs.get("in_specs")),
+        out_specs=specs_key(kwargs.get("out_specs")),
     )
+    return Invocation(kernel, args, plain, route=route)
 
 
 def default_key_builder_with_sharding(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    kernel: AnyKernel, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> str:
     """The cache key of ``kernel(*args, **kwargs)``, sharding of the arrays included.
 
@@ -172,20 +286,3 @@ def default_key_builder_with_sharding(
         TypeError: the arguments do not fit the kernel's ``run``.
     """
     return call_invocation(kernel, tuple(args), dict(kwargs or {})).key
-
-
-def specs_key(specs: Any) -> Any:
-    """Partition specs as a hashable."""
-    return tuple(specs) if isinstance(specs, list) else specs
-
-
-def distribution_info(mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
-    """What ``Invocation.info`` says about a distributed call; nothing for other calls."""
-    if mesh is in_specs is out_specs is None:
-        return {}
-    info = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    if mesh is not None:
-        if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-            raise InvalidArgument(f"mesh: expected jax.sharding.Mesh, given {mesh!r}")
-        info["mesh_axes"] = tuple(mesh.shape.items())
-    return info

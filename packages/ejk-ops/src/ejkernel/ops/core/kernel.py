@@ -19,32 +19,12 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.core.vjp import call_with_custom_vjp
 from ejkernel.ops.errors import ConfigError, KernelNotSupported
 from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.params import OpConfig
 from ejkernel.ops.platforms import Platform, parse_platform
 from ejkernel.ops.second_order import running
+from ejkernel.ops.utils.allowed import allow_in_files
 from ejkernel.ops.utils.device import target_device
-from ejkernel.ops.utils.known import allow_in_files
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What will run: a function of ``(*args, cfg=..., **kwargs)`` and where it comes from.
-
-    Attributes:
-        fn: the function.
-        platform: its platform, None for a kernel's generic ``run``.
-        impl: the registered Implementation, None for a kernel's own method.
-        name: how reports call it.
-        differentiable: whether it has gradients worth validating.
-        skipped: ``(name, reason)`` of every other implementation.
-    """
-
-    fn: Callable[..., Any]
-    platform: Platform | None
-    impl: Any = None
-    name: str = "run"
-    differentiable: bool = False
-    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,11 +146,11 @@ class Kernel(Generic[Cfg, Out]):
         return args, kwargs
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Second step, inside the trace: validates and canonicalises the arguments."""
+        """Second step, inside the trace: validates and canonicalizes the arguments."""
         return args, kwargs
 
     def distributes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether ``distribute`` is asked though neither mesh nor specs were given; bound call."""
+        """Returns whether a bound call without mesh and specs goes to ``distribute``."""
         return False
 
     def distribute(
@@ -244,7 +224,7 @@ class Kernel(Generic[Cfg, Out]):
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
     ) -> Support:
-        """Whether a call can be done; without arguments, whether the platform is served at all.
+        """Returns whether a call is supported; without arguments, whether the platform is at all.
 
         Never raises for a call that cannot be done: the answer carries the reason.
         """
@@ -257,7 +237,7 @@ class Kernel(Generic[Cfg, Out]):
         return Support(True)
 
     def says(self, *methods: str) -> bool:
-        """Whether the subclass, or the object itself, has one of these methods of its own."""
+        """Returns whether the subclass, or the object itself, overrides one of these methods."""
         cls, own = type(self), vars(self)
         return any(getattr(cls, m) is not getattr(Kernel, m) or m in own for m in methods)
 
@@ -267,14 +247,14 @@ class Kernel(Generic[Cfg, Out]):
 
     @property
     def has_tunables(self) -> bool:
-        """Whether the kernel declares configs at all; else it runs with ``cfg=None``."""
+        """Returns whether the kernel declares configs at all; else it runs with ``cfg=None``."""
         return self.says("heuristic_cfg", "config_space")
 
     @property
     def signature(self) -> inspect.Signature:
         """The arguments of ``run`` without ``cfg``."""
         own = self._own_methods()
-        method = own.get("run") or next(iter(own.values()), self.run)
+        method = own.get("run") or next(iter(own.values()), None) or self._undefined_run()
         return _signature(getattr(method, "__func__", method))
 
     def convert_config(self, cfg: Any, inv: Invocation | None = None) -> Cfg:
@@ -317,6 +297,10 @@ class Kernel(Generic[Cfg, Out]):
 
     # ---- helpers ---------------------------------------------------------------------------
 
+    def _undefined_run(self) -> Callable[..., Any]:
+        """The method whose signature counts where the subclass defines none."""
+        return self.run
+
     def _own_methods(self) -> dict[str, Callable[..., Any]]:
         """The run methods that the subclass defines, by name."""
         methods: dict[str, Callable[..., Any]] = {}
@@ -346,7 +330,7 @@ class Kernel(Generic[Cfg, Out]):
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a call can be done; truthy iff ``ok``.
+    """The answer whether a call is supported; truthy iff ``ok``.
 
     Attributes:
         ok: yes or no.

@@ -12,15 +12,13 @@ import enum
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
+from ejkernel.ops.core.route import Route
 from ejkernel.ops.utils.buckets import Bucket, is_symbolic
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
 
 SCHEMA = 1
 """Enters every key: raised when the meaning of a key changes."""
@@ -34,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def is_array(x: object) -> bool:
-    """Whether ``x`` enters as shape and dtype."""
+    """Returns whether ``x`` enters as shape and dtype."""
     return isinstance(x, ARRAYS)
 
 
@@ -118,24 +116,36 @@ def _describe_argument(name: str, value: Any, buckets: Mapping[str, Any]) -> Any
     return _describe_tree(value, lambda x: _describe_array(x, buckets.get(next(names), x.shape)))
 
 
-def key_payload(inv: Invocation) -> dict[str, Any]:
-    """Everything that the key of ``inv`` hashes, as JSON; also what shipped tables match on."""
-    kernel = inv.kernel
-    buckets = kernel.bucket(inv) or {}
-    info = inv.info
+def key_payload(
+    kernel: str,
+    version: int,
+    arguments: Mapping[str, Any],
+    buckets: Mapping[str, Any],
+    route: Route,
+    device: str,
+) -> dict[str, Any]:
+    """Everything that the key of a call hashes, as JSON; also what shipped tables match on.
+
+    Args:
+        kernel, version: name and version of the kernel.
+        arguments: its arguments by name.
+        buckets: shapes that the key holds instead of exact ones, by the names of arrays.
+        route: where it is asked to run.
+        device: fingerprint of the device that it is meant for.
+    """
     payload: dict[str, Any] = {
         "schema": SCHEMA,
-        "kernel": kernel.name,
-        "version": kernel.version,
-        "device": inv.device_fingerprint,
-        "platform": info.get("requested_platform") or "auto",
+        "kernel": kernel,
+        "version": version,
+        "device": device,
+        "platform": "auto" if route.platform is None else route.platform.value,
         "arguments": {
-            name: _describe_argument(name, value, buckets) for name, value in inv.arguments.items()
+            name: _describe_argument(name, value, buckets) for name, value in arguments.items()
         },
     }
-    if info.get("mesh_axes"):
-        payload["mesh"] = [[name, size] for name, size in info["mesh_axes"]]
-        payload["specs"] = [str(info.get("in_specs")), str(info.get("out_specs"))]
+    if route.mesh_axes:
+        payload["mesh"] = [[name, size] for name, size in route.mesh_axes]
+        payload["specs"] = [str(route.in_specs), str(route.out_specs)]
     return payload
 
 

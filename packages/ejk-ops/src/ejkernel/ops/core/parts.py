@@ -14,13 +14,14 @@ class Parts(NamedTuple):
     """The leaves of a tree; those at ``positions`` are its arrays."""
 
     treedef: Any
-    leaves: list[Any]
+    leaves: tuple[Any, ...]
     positions: tuple[int, ...]
 
     @classmethod
     def of(cls, tree: Any) -> Parts:
         leaves, treedef = jax.tree_util.tree_flatten(tree)
-        return cls(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array(leaf)))
+        positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
+        return cls(treedef, tuple(leaves), positions)
 
     @property
     def arrays(self) -> list[Any]:
@@ -35,7 +36,7 @@ class Parts(NamedTuple):
 
     def without_arrays(self) -> Parts:
         """A copy that keeps no array alive."""
-        kept: list[Any] = list(self.leaves)
+        leaves: list[Any] = list(self.leaves)
         for position in self.positions:
-            kept[position] = None
-        return self._replace(leaves=kept)
+            leaves[position] = None
+        return self._replace(leaves=tuple(leaves))

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, Resolved, Support
+from ejkernel.ops.core.invocation import BoundCall, Invocation
+from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelNotFound, warn_once
-from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
+from ejkernel.ops.implementation import Implementation, LazyLoadError, Resolved, run_signature
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
 from ejkernel.ops.utils.device import target_device
 
 
+def _passed_over(call: BoundCall) -> dict[str, Exception]:
+    """Names of implementations whose heuristic failed for this call, and the errors."""
+    return call.remember("passed over", dict)
+
+
 class RegisteredKernel(Kernel[Cfg, Out]):
     """Looks up its implementations by name; knowledge of tiles stays with each of them.
 
     Heuristics, candidates and sample inputs are those of the implementations that support the
-    call. Every config made here names the platform it was made for.
+    call. Every config made here names the platform it was made for. A subclass defines ``run`` for
+    its signature, which names the arguments; it is never called.
 
     Args:
         name: name of the algorithm in the registry; None = the class attribute ``algorithm``.
@@ -46,31 +52,65 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         super().__init__(name or self.algorithm, version=version, config_cls=config_cls)
         self.registry = kernel_registry if registry is None else registry
 
+    def _undefined_run(self) -> NoReturn:
+        """TypeError with the signature that ``run`` is to have."""
+        text = (
+            f"{type(self).__name__} defines no run method, whose signature names the arguments of "
+            f"{self.name!r}"
+        )
+        for impl in self.registry.list_implementations(self.name):
+            try:
+                taken = run_signature(impl.load(), impl.name)
+            except (LazyLoadError, ValueError):
+                continue
+            raise TypeError(
+                f"{text}: add def run{taken}, as {impl.name} takes them; it is never called"
+            )
+        raise TypeError(f"{text}: add def run(self, ..., *, cfg); it is never called")
+
     # ---- which implementation --------------------------------------------------------------
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
         """The registered implementation that runs the call; see ``KernelRegistry.get``."""
-        inv = bind_abstract(inv)
-        impl = self.registry.pick(self.survey(inv, platform), inv)
+        call = inv.bound
+        impl = self.registry.pick(self.survey(call, platform), call)
         return Resolved(impl.fn, impl.platform, impl, impl.name, impl.differentiable)
 
-    def survey(self, inv: Invocation, platform: Platform | None) -> Survey:
+    def survey(self, call: BoundCall, platform: Platform | None) -> Survey:
         """Every implementation with the reason why it can or cannot do the call."""
-        inv = bind_abstract(inv)
         target, registry = target_device(), self.registry
         registry.load_for(platform, target)
-        # asked several times while a call is settled; what the answer depends on is in the key
-        asked = (Survey, self, platform, registry.version, target, interpreting())
-        found = inv.facts.get(asked)
-        if found is None:
-            backend = inv.info.get("requested_backend")
-            found = inv.facts[asked] = registry.survey(self.name, platform, backend, inv=inv)
+        found = call.remember(
+            (Survey, self, platform, registry.version, target, interpreting()),
+            lambda: registry.survey(self.name, platform, call.route.backend, inv=call),
+        )
+        passed = _passed_over(call)
+        if passed:
+            refused = [
+                (i, _why_passed_over(passed[i.name])) for i in found.usable if i.name in passed
+            ]
+            usable = tuple(i for i in found.usable if i.name not in passed)
+            found = replace(found, usable=usable, refused=(*found.refused, *refused))
         return found
+
+    def _pass_over(self, impl: Implementation, call: BoundCall, error: Exception) -> None:
+        """Take the next implementation for this call, as the heuristic of ``impl`` failed.
+
+        Raises:
+            TypeError: the arguments do not fit the kernel, which is no fault of the heuristic.
+        """
+        call.arguments  # noqa: B018 (binds them)
+        _passed_over(call)[impl.name] = error
+        warn_once(
+            ("heuristic", impl.name, impl.origin),
+            f"{impl.name} of {impl.origin} is passed over: {_why_passed_over(error)}",
+            stacklevel=6,
+        )
 
     def supports(
         self, *args: Any, platform: str | Platform | None = None, **kwargs: Any
     ) -> Support:
-        """Whether the call can be done on the target device; never raises for a bad call.
+        """Returns whether the call can be done on the target device; never raises for a bad call.
 
         Without arguments: whether ``platform`` implements the algorithm at all, on any device.
         """
@@ -100,22 +140,38 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return cls.from_dict(named) if hasattr(cls, "from_dict") else cls(**named)
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
-        """The heuristic config of the implementation that automatic choice would take."""
-        inv = bind_abstract(inv)
-        platform = parse_platform(inv.info.get("requested_platform"))
-        impl = self.implementation(inv, platform).impl
-        return self.make_config(impl.heuristic(inv) if impl.heuristic else None, impl)
+        """The heuristic config of the implementation that automatic choice would take.
+
+        An implementation whose heuristic fails is named in a warning, and this call does without
+        it.
+        """
+        call = inv.bound
+        while True:
+            try:
+                impl = cast(Implementation, self.implementation(call, call.route.platform).impl)
+            except KernelNotSupported as error:
+                failed = [error.__cause__, *_passed_over(call).values()]
+                raise error from failed[-1]
+            try:
+                return self.make_config(_heuristic_fields(impl, call), impl)
+            except Exception as error:
+                self._pass_over(impl, call, error)
 
     def config_space(self, inv: Invocation) -> Sequence[Cfg]:
         """Candidates of every implementation that supports the call, best platform first."""
-        inv = bind_abstract(inv)
-        survey = self.survey(inv, parse_platform(inv.info.get("requested_platform")))
+        call = inv.bound
         configs: list[Cfg] = []
-        for impl in survey.usable:
+        for impl in self.survey(call, call.route.platform).usable:
+            # an interpreted kernel's time says nothing about the hardware it is written for
+            at_home = impl.backend in (Backend.ANY, target_device().kind)
+            candidates = impl.candidates if at_home else None
             try:
-                proposed = list(self._candidates(impl, inv))
+                proposed = list(candidates(call) if candidates else [_heuristic_fields(impl, call)])
             except Exception as error:  # of one implementation: the others compete without it
-                _warn(impl, "candidates", error)
+                if candidates:
+                    _warn(impl, "candidates", error)
+                else:
+                    self._pass_over(impl, call, error)
                 continue
             for fields in proposed:
                 try:
@@ -126,34 +182,25 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                     configs.append(cfg)
         return configs
 
-    def _candidates(self, impl: Implementation, inv: Invocation) -> Sequence[Mapping[str, Any]]:
-        # an interpreted kernel's time says nothing about the hardware it is written for
-        at_home = impl.backend in (Backend.ANY, target_device().kind)
-        if impl.candidates is not None and at_home:
-            return impl.candidates(inv)
-        return [impl.heuristic(inv) if impl.heuristic else {}]
-
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
         """Valid inputs made by the implementation; what it leaves out is taken from the call."""
-        inv = bind_abstract(inv)
-        platform = parse_platform(inv.info.get("requested_platform"))
+        call = inv.bound
         given: dict[str, Any] = {}
-        for impl in self.survey(inv, platform).usable:
+        for impl in self.survey(call, call.route.platform).usable:
             if impl.sample_inputs is None:
                 continue
             try:
-                args, kwargs = impl.sample_inputs(inv, rng)
+                args, kwargs = impl.sample_inputs(call, rng)
                 given = dict(self.signature.bind_partial(*args, **kwargs).arguments)
                 break
             except Exception as error:
                 _warn(impl, "sample_inputs", error)
-        rest = {k: v for k, v in inv.abstract().arguments.items() if k not in given}
-        return (), {**random_like(rest, rng), **given}
+        others = {k: v for k, v in call.arguments.items() if k not in given}
+        return (), {**random_like(others, rng), **given}
 
     def config_tables(self, inv: Invocation) -> Sequence[Any]:
         """Tables shipped with the kernel packages that were loaded for this call."""
-        wanted = parse_platform(inv.info.get("requested_platform"))
-        self.registry.load_for(wanted, target_device())
+        self.registry.load_for(inv.route.platform, target_device())
         return self.registry.config_tables
 
     @property
@@ -164,29 +211,36 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         self, inv: Invocation, resolved: Resolved | None, cfg: Any
     ) -> tuple[tuple[str, str], ...]:
         """``(name, reason)`` of every implementation but ``resolved``."""
-        inv = bind_abstract(inv)
-        requested = parse_platform(inv.info.get("requested_platform"))
+        call, requested = inv.bound, inv.route.platform
         configured = self.config_platform(cfg)
         self.registry.load()  # also what this device would never need
-        survey = self.survey(inv, None)
+        survey = self.survey(call, None)
         chosen = None if resolved is None else resolved.impl
-        ours = 0 if chosen is None else chosen.priority_of(inv)
+        ours = 0 if chosen is None else chosen.priority_of(call)
         rows = []
         for impl in survey.usable:
             if impl is chosen:
                 continue
             if requested is not None and impl.platform is not requested:
                 reason = f"platform={requested.value!r} was asked for"
-            elif chosen is not None and ours > (this := impl.priority_of(inv)):
+            elif chosen is not None and ours > (this := impl.priority_of(call)):
                 reason = f"{chosen.name} has priority {ours}, this {this}"
                 reason += "" if impl.priority_for is None else " for this call"
             elif configured is not None and impl.platform is not configured:
                 reason = f"the config is for platform {configured.value!r}"
             else:
                 reason = "another one of the same priority goes first"
-            rows.append((impl.name, reason))
-        rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
-        return tuple(rows)
+            rows.append((impl, reason))
+        rows += [(i, why) for i, why in survey.refused if i is not chosen]
+        return tuple((i.name, f"{why} ({i.replacement})" if i.replaces else why) for i, why in rows)
+
+
+def _why_passed_over(error: Exception) -> str:
+    return f"its heuristic failed: {type(error).__name__}: {error}"
+
+
+def _heuristic_fields(impl: Implementation, call: BoundCall) -> Mapping[str, Any]:
+    return impl.heuristic(call) if impl.heuristic else {}
 
 
 def _warn(impl: Implementation, what: str, error: Exception) -> None:

@@ -19,7 +19,7 @@ class QuickGenerator(np.random.Generator):
     """A generator whose large normal arrays repeat: a cache of gigabytes in a second."""
 
     def standard_normal(self, size: Any = None, dtype: Any = np.float32, out: Any = None) -> Any:
-        """As ``Generator.standard_normal``; float32 unless told otherwise."""
+        """Draws as ``Generator.standard_normal`` does; float32 by default."""
         count = 0 if size is None else int(np.prod(size))
         if count <= DRAWN or out is not None:
             return super().standard_normal(size, dtype, out)

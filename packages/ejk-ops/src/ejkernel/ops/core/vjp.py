@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel.ops.core.invocation import AnyKernel
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.parts import Parts
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel
 
 
 @jax.tree_util.register_pytree_node_class
@@ -100,7 +98,7 @@ def _tree_gradients(grad: Any, primal: Any, where: str) -> list[Any]:
 
 
 def call_with_custom_vjp(
-    kernel: Kernel[Any, Any],
+    kernel: AnyKernel,
     run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],

@@ -7,24 +7,21 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ejkernel.ops import env
 from ejkernel.ops.config.choice import AutotunePolicy
 from ejkernel.ops.config.failures import FailureCache
-from ejkernel.ops.core.abstract import bind_abstract
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
 from ejkernel.ops.errors import AutotuneError, KernelNotSupported
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
 from ejkernel.ops.execution.progress import Reporter
 from ejkernel.ops.execution.search import Gate, Search
 from ejkernel.ops.execution.timing import check_counts
 from ejkernel.ops.execution.trials import AutotuneResult, Trial
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import target_device
 from ejkernel.ops.utils.serialization import to_plain
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
-    from ejkernel.ops.core.kernel import Kernel
 
 # After Ctrl-C: time for the program that is running on the device to end.
 GRACE_S = 10.0
@@ -47,7 +44,7 @@ class TuningInterrupted(KeyboardInterrupt):
         self.results: list[AutotuneResult] = []
 
 
-class Autotuner:
+class Autotuner(Copyable, process_local={"_running": set}):
     """Finds the fastest sound config of a call. Stores nothing but failures.
 
     The heuristic config is candidate 0 and the numeric reference; if it fails, the first
@@ -111,11 +108,10 @@ class Autotuner:
             AutotuneError: no candidate runs; one line per candidate says why.
             TuningInterrupted: Ctrl-C; carries what was measured.
         """
-        inv = bind_abstract(inv)
-        kernel = inv.kernel
-        candidates = self.candidates(inv, configs)
+        call, kernel = inv.bound, inv.kernel
+        candidates = self.candidates(call, configs)
         started = time.monotonic()
-        reporter = Reporter(kernel.name, inv.key, len(candidates))
+        reporter = Reporter(kernel.name, call.key, len(candidates))
 
         def told(trial: Trial, index: int) -> None:
             reporter.candidate(trial.cfg, trial.ms, trial.error)
@@ -123,7 +119,7 @@ class Autotuner:
                 self.on_trial(trial, index, max(len(candidates), index + 1))
 
         search = Search(
-            inv,
+            call,
             candidates,
             self.policy,
             env.autotune_budget_s() if self.policy.budget_s is None else self.policy.budget_s,
@@ -133,7 +129,7 @@ class Autotuner:
             reporter.note,
             None if inputs is None else functools.partial(_bound, kernel, inputs),
             self.gate,
-            self._hopeless(inv, candidates),
+            self._hopeless(call, candidates),
         )
         outcome: list[tuple[Any, float]] = []
 
@@ -142,7 +138,7 @@ class Autotuner:
             trials = [search.trials[i] for i in sorted(search.trials)]
             return AutotuneResult(
                 kernel,
-                inv.key,
+                call.key,
                 best,
                 best_ms,
                 trials,
@@ -167,41 +163,41 @@ class Autotuner:
         reporter.finish(done.best, done.best_ms, done.seconds)
         return done
 
-    def _hopeless(self, inv: Invocation, candidates: Sequence[Any]) -> dict[int, str]:
+    def _hopeless(self, call: BoundCall, candidates: Sequence[Any]) -> dict[int, str]:
         if self.hopeless is None:
             return {}
-        reasons = {i: self.hopeless(inv, cfg) for i, cfg in enumerate(candidates) if i}
+        reasons = {i: self.hopeless(call, cfg) for i, cfg in enumerate(candidates) if i}
         return {i: reason for i, reason in reasons.items() if reason is not None}
 
-    def candidates(self, inv: Invocation, configs: Sequence[Any] | None = None) -> list[Any]:
-        """What ``tune`` tries: the heuristic config first, then the others without repeats."""
-        kernel = inv.kernel
+    def candidates(self, call: BoundCall, configs: Sequence[Any] | None = None) -> list[Any]:
+        """Returns what ``tune`` tries: the heuristic config, then the others without repeats."""
+        kernel = call.kernel
         found: list[Any] = []
         try:
-            heuristic = kernel.heuristic_cfg(inv) if kernel.has_tunables else None
+            heuristic = kernel.heuristic_cfg(call) if kernel.has_tunables else None
         except KernelNotSupported:
             raise
         except NotImplementedError:
             heuristic = None
-        given = list(kernel.config_space(inv) if configs is None else configs)
+        given = list(kernel.config_space(call) if configs is None else configs)
         for cfg in ([] if heuristic is None else [heuristic]) + given:
-            cfg = kernel.convert_config(cfg, inv)
+            cfg = kernel.convert_config(cfg, call)
             if cfg not in found:
                 found.append(cfg)
         if not found:
-            raise AutotuneError(f"key {inv.key!r}: kernel {kernel.name!r} has no candidates")
+            raise AutotuneError(f"key {call.key!r}: kernel {kernel.name!r} has no candidates")
         return shortlist(kernel, found, self.policy.max_candidates) if configs is None else found
 
 
 def _bound(
-    kernel: Kernel[Any, Any], inputs: Inputs | Callable[[], Inputs]
+    kernel: AnyKernel, inputs: Inputs | Callable[[], Inputs]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as implementations receive them."""
     args, kwargs = inputs if isinstance(inputs, tuple) else inputs()
     return kernel.bind(*kernel.prepare(tuple(args), dict(kwargs)))
 
 
-def shortlist(kernel: Kernel[Any, Any], configs: Sequence[Any], limit: int) -> list[Any]:
+def shortlist(kernel: AnyKernel, configs: Sequence[Any], limit: int) -> list[Any]:
     """At most ``limit`` of the configs, in their order; the first one is always kept.
 
     Implementations leave out what their own arithmetic on registers, shared memory and waves
@@ -230,7 +226,7 @@ def _plain(cfg: Any) -> Any:
 
 
 def _steps(a: Any, b: Any) -> float:
-    """How many doublings two configs lie apart; a field that only one of them sets is half one."""
+    """Returns the doublings between two configs; a field that only one sets is half a doubling."""
     if isinstance(a, dict) and isinstance(b, dict):
         return sum(_steps(a.get(k), b.get(k)) for k in {**a, **b})
     if a == b:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS
+from ejkernel.ops.core.invocation import AnyKernel
 from ejkernel.ops.core.parts import Parts
-from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.core.route import EXECUTOR_KEYWORDS
+from ejkernel.ops.execution.executor import Executor, get_default_executor
 from ejkernel.ops.execution.freeze import Unhashable, freeze
 from ejkernel.ops.utils.serialization import abstractify
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel
-    from ejkernel.ops.execution.executor import Executor
 
 PROGRAMS_LIMIT = 64
 
@@ -90,7 +87,7 @@ def _executor(executor: Executor | None) -> Executor:
     return get_default_executor() if executor is None else executor
 
 
-def _one_config(run: Executor, kernel: Kernel[Any, Any], call: _Mapped, cfg: Any) -> dict[str, Any]:
+def _one_config(run: Executor, kernel: AnyKernel, call: _Mapped, cfg: Any) -> dict[str, Any]:
     """Executor options for every element: the given config, else one chosen for one element."""
     options = dict(call.options)
     if cfg is None:
@@ -102,7 +99,7 @@ def _one_config(run: Executor, kernel: Kernel[Any, Any], call: _Mapped, cfg: Any
 
 
 def vmap_with_config(
-    kernel: Kernel[Any, Any], in_axes: Any = 0, *, executor: Executor | None = None, cfg: Any = None
+    kernel: AnyKernel, in_axes: Any = 0, *, executor: Executor | None = None, cfg: Any = None
 ) -> Callable[..., Any]:
     """``jax.vmap`` of a kernel with one config, chosen for the shapes of one element.
 
@@ -134,7 +131,7 @@ def vmap_with_config(
 
 
 def pmap_with_config(
-    kernel: Kernel[Any, Any],
+    kernel: AnyKernel,
     axis_name: str = "devices",
     *,
     in_axes: Any = 0,
@@ -188,7 +185,7 @@ def pmap_with_config(
 
 def _spread(
     run: Executor,
-    kernel: Kernel[Any, Any],
+    kernel: AnyKernel,
     call: _Mapped,
     options: dict[str, Any],
     axis_name: str,

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.compat import settings
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.samples import DRAWN, random_array, sample_generator
+from ejkernel.ops.execution.program import resolve
 from ejkernel.ops.execution.timing import Timed
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, Trial, disagreement, unusable
-from ejkernel.ops.platforms import parse_platform
 
 # A first run shorter than this says nothing: it loads code.
 LEAST_SLOW_S = 1.0
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def bwd_ms(self) -> float | None:
-        """What the backward pass adds, None without one."""
+        """Milliseconds that the backward pass adds, None without one."""
         return None if self.both is None else max(self.total_ms - self.fwd_ms, 0.0)
 
     def measured(self, fwd_ms: float, total: Timed) -> None:
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def trial(self) -> Trial:
-        """What is told of it once it is measured."""
+        """The record of the trial, once it is measured."""
         return Trial(self.cfg, self.total_ms, None, self.fwd_ms, self.bwd_ms, round(self.spread, 4))
 
 
@@ -119,7 +119,7 @@ class Unsound(RuntimeError):
 
 
 def _float_array(x: Any) -> bool:
-    """Whether ``x`` has gradients: quantised eight-bit floats have none."""
+    """Returns whether ``x`` has gradients: quantised eight-bit floats have none."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) and np.dtype(x.dtype).itemsize > 1
 
 
@@ -147,7 +147,7 @@ class Workbench:
     """Sample inputs of one call, the reference values, and the making of candidates.
 
     Args:
-        inv: the bound call.
+        call: the call.
         configs: the candidates; the first one's implementation says whether there are gradients.
         validate_backward: True, False, or None = when there are gradients and the kernel is one
             that is trained.
@@ -156,15 +156,15 @@ class Workbench:
 
     def __init__(
         self,
-        inv: Invocation,
+        call: BoundCall,
         configs: Sequence[Any],
         validate_backward: bool | None,
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ):
-        self.inv = inv
-        self.kernel = inv.kernel
+        self.call = call
+        self.kernel = call.kernel
         rng = sample_generator()
-        args, kwargs = self.kernel.sample_inputs(inv, rng) if inputs is None else inputs
+        args, kwargs = self.kernel.sample_inputs(call, rng) if inputs is None else inputs
         self.parts = Parts.of((tuple(args), dict(kwargs)))
         self.arrays = [jnp.asarray(x) for x in self.parts.arrays]
         self.differentiated = self._differentiated(args)
@@ -180,7 +180,7 @@ class Workbench:
         self._forwards = Once()
         self._checked: dict[int, str | None] = {}
         self._reference_s: float | None = None
-        precision = str(inv.arguments.get("precision")).lower()
+        precision = str(call.arguments.get("precision")).lower()
         everywhere = str(settings.jax_default_matmul_precision).lower()
         self.highest = "highest" in precision or everywhere in ("highest", "float32")
 
@@ -204,8 +204,7 @@ class Workbench:
         return False
 
     def _resolve(self, cfg: Any) -> Any:
-        wanted = parse_platform(self.inv.info.get("requested_platform"))
-        return self.kernel.implementation(self.inv, wanted or self.kernel.config_platform(cfg))
+        return resolve(self.kernel, self.call, cfg)
 
     def _function(self, cfg: Any) -> Callable[..., Any]:
         runner = self.kernel.runner(self._resolve(cfg), cfg)
@@ -298,7 +297,7 @@ class Workbench:
             raise Unsound(wrong)
 
     def _check_forward(self, forward: Ready) -> str | None:
-        """What is wrong with the values of a forward pass; each is run once."""
+        """Returns the fault in the values of a forward pass, or None; each is run once."""
         if id(forward) not in self._checked:
             value = jax.block_until_ready(forward())
             if self.reference is None:

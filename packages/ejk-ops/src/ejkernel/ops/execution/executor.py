@@ -6,9 +6,9 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -18,46 +18,47 @@ from ejkernel.ops.config.cache import ConfigCache, selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import EXECUTOR_KEYWORDS, Invocation, specs_key
+from ejkernel.ops.core.binding import array_types
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
 from ejkernel.ops.core.parts import Parts
+from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
 from ejkernel.ops.errors import KernelNotFound, KernelNotSupported, warn_once
 from ejkernel.ops.execution.explanation import Explanation, given_fields
 from ejkernel.ops.execution.freeze import Unhashable, freeze, kernel_identity
-from ejkernel.ops.execution.program import OtherOutputs, Program, Route, flatten, resolve
+from ejkernel.ops.execution.program import (
+    OtherOutputs,
+    Program,
+    flatten,
+    offer_binding,
+    resolve,
+)
+from ejkernel.ops.execution.program_cache import ProgramCache
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel, Resolved
+from ejkernel.ops.utils.serialization import abstractify
 
 __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
 How = tuple[Any, ...]
 """``cfg``, ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` of a call."""
 
-PLANS_LIMIT = 4096
-"""Calls (shapes included) whose choice is remembered; the oldest are forgotten first."""
-
-FUNCTIONS_LIMIT = 1024
-"""Compiled functions kept; each serves all shapes of one call."""
-
 
 @dataclass(frozen=True)
-class _Settled:
-    """A call with its config chosen."""
+class _Decision:
+    """A call with the config it runs with."""
 
-    inv: Invocation
+    call: BoundCall
     choice: Choice
-    route: Route
 
     @functools.cached_property
     def resolved(self) -> Resolved:
-        """What runs."""
-        return resolve(self.inv.kernel, self.inv, self.choice.cfg)
+        """The implementation that runs."""
+        return resolve(self.call.kernel, self.call, self.choice.cfg)
 
 
-class Executor:
+class Executor(Copyable, process_local={"_programs": ProgramCache}):
     """Runs kernels: chooses a config, dispatches to an implementation, remembers both.
 
     ``executor(kernel, *args, **kwargs)`` works eagerly and under every JAX transformation. The
@@ -72,13 +73,11 @@ class Executor:
         if selector is not None and not hasattr(selector, "choose"):
             raise TypeError(f"selector must have a method choose(inv, kernel), got {selector!r}")
         self.selector: ConfigChooser = ConfigSelectorChain() if selector is None else selector
-        self._plans: dict[Hashable, Callable[..., Any]] = {}
-        self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._programs = ProgramCache()
 
     def __call__(
         self,
-        kernel: Kernel[Any, Any],
+        kernel: AnyKernel,
         *args: Any,
         cfg: Any = None,
         platform: str | Platform | None = None,
@@ -126,77 +125,83 @@ class Executor:
                 settings.jax_enable_x64,
             )
             state = self._state()
-            plan = None if state is None else self._plans.get((call_key, flat.signature, state))
+            call = (call_key, flat.signature, state)
+            function = None if state is None else self._programs.find(call)
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, how)
-        bindings: dict[Hashable, Any] = {}
-        binding = None
-        if plan is None:
-            settled = self._settle(kernel, args, kwargs, how)
-            binding = settled.inv.info.get("binding")
-            try:
-                plan = self._function(call_key, settled, flat.parts.without_arrays())
-            except Unhashable:  # the chosen config
-                return self._program(settled, flat.parts)(*flat.parts.arrays)
-            # Choosing may have stored a config or loaded a package: the state is that of now.
-            now = (call_key[0], kernel.state, *call_key[2:])
-            if state is not None:
-                self._remember((now, flat.signature, self._state()), plan)
+        arrays = flat.parts.arrays
         try:
-            if binding is not None and binding.positions == flat.parts.positions:
-                program: Any = inspect.unwrap(plan)
-                bindings = program.bindings
-                bindings[binding.types] = binding
-            return plan(*flat.parts.arrays)
+            if function is not None:
+                return function(*arrays)
+            decision = self._decide(kernel, args, kwargs, how)
+            if cfg is not None:
+                _warn_unread(decision)
+            binding = decision.call.binding
+            types = array_types(arrays) if binding is None else binding.types
+            try:
+                program_key = _program_key(call_key, decision, flat.parts.positions, types)
+            except Unhashable:  # the chosen config
+                function = self._program(decision, flat.parts)
+            else:
+                parts = flat.parts.without_arrays()
+                # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a
+                # second layer of a model is one equation; XLA inlines calls before it optimises.
+                function = self._programs.get(
+                    program_key, lambda: jax.jit(self._program(decision, parts, True))
+                )
+                if state is not None:
+                    # Choosing may have stored a config or loaded a package: the state is that of
+                    # now.
+                    now = (call_key[0], kernel.state, *call_key[2:])
+                    self._programs.remember((now, flat.signature, self._state()), program_key)
+            with offer_binding(inspect.unwrap(function), binding):
+                return function(*arrays)
         except OtherOutputs:
             return self._run_unremembered(kernel, args, kwargs, how)
-        finally:  # a later trace, of a function compiled already, may be under other settings
-            if binding is not None:
-                bindings.pop(binding.types, None)
 
     # ---- asking without running ------------------------------------------------------------
 
-    def choose_config(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    def choose_config(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Any:
         """The config that a call would run with, tuning included; arrays may be abstract."""
         how, kwargs = _how(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
-        return self._settle(kernel, args, kwargs, how).choice.cfg
+        return self._decide(kernel, args, kwargs, how).choice.cfg
 
-    def explain(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
         """Print what ``explanation`` finds out about a call, and return it."""
         found = self.explanation(kernel, *args, **kwargs)
         print(found)
         return found
 
-    def explanation(self, kernel: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Explanation:
-        """Which implementation and config a call would get and why; tunes and stores nothing.
+    def explanation(self, kernel: AnyKernel, *args: Any, **kwargs: Any) -> Explanation:
+        """Explains which implementation and config a call would get; tunes and stores nothing.
 
         Arrays may be abstract. A call that no implementation can do is explained, not refused.
         """
         how, kwargs = _how(kwargs)
         args, kwargs = kernel.prepare(args, kwargs)
         cfg, route = _route(kernel, how)
-        inv = bind_abstract(route.invocation(kernel, args, kwargs, cfg))
+        call = _invocation(kernel, args, kwargs, route).bound
         error: str | None = None
         try:
-            choice = self._choice("preview", inv, kernel, cfg)
+            choice = self._choice("preview", call, kernel, cfg)
             error = None if choice.error is None else str(choice.error)
         except (KernelNotSupported, KernelNotFound) as refusal:
-            choice, error = Choice(None, "error", inv.key), str(refusal)
+            choice, error = Choice(None, "error", call.key), str(refusal)
         resolved = None
         if error is None:
             try:
-                resolved = resolve(kernel, inv, choice.cfg)
+                resolved = resolve(kernel, call, choice.cfg)
             except (KernelNotSupported, KernelNotFound) as refusal:
-                choice, error = Choice(choice.cfg, "error", inv.key, choice.answers), str(refusal)
-        skipped = kernel.not_chosen(inv, resolved, choice.cfg)
+                choice, error = Choice(choice.cfg, "error", call.key, choice.answers), str(refusal)
+        skipped = kernel.not_chosen(call, resolved, choice.cfg)
         chosen = None
         impl = None if resolved is None else resolved.impl
         if resolved is not None:  # a generic run is what the device's own platform runs
             chosen = (resolved.platform or target_device().native_platform).value
         return Explanation(
             kernel=kernel.name,
-            key=inv.key,
+            key=call.key,
             tier=choice.tier,
             cfg=choice.cfg,
             platform=chosen,
@@ -206,80 +211,60 @@ class Executor:
             device=device_fingerprint(),
             unused=_unused(resolved, choice.cfg) if choice.tier in ("override", "overlay") else (),
             error=error,
-            remarks=() if impl is None else impl.said_of(inv),
+            notes=() if impl is None else impl.notes_on(call),
         )
 
     # ---- steps -----------------------------------------------------------------------------
 
     def _state(self) -> Hashable:
-        """What the selector's answer depends on besides the call; None when it does not tell."""
+        """Returns what the selector's answer depends on besides the call; None if it is unknown."""
         state = getattr(self.selector, "state", None)
         return None if state is None else (state, registry.generation())
 
-    def _settle(
-        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
-    ) -> _Settled:
-        """Choose the config of a prepared call."""
+    def _decide(
+        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
+    ) -> _Decision:
+        """Binds a prepared call and chooses its config."""
         cfg, route = _route(kernel, how)
-        raw = route.invocation(kernel, args, kwargs, cfg)
+        inv = _invocation(kernel, args, kwargs, route)
         if env.ops_record():
-            _record(kernel, raw)
-        inv = bind_abstract(raw)
-        return _Settled(inv, self._choice("decide", inv, kernel, cfg), route)
+            _record(kernel, inv)
+        return _Decision(inv.bound, self._choice("decide", inv.bound, kernel, cfg))
 
-    def _choice(self, ask: str, inv: Invocation, kernel: Kernel[Any, Any], cfg: Any) -> Choice:
-        """What the selector's method ``ask`` says; a selector may have ``choose`` alone."""
+    def _choice(self, ask: str, call: BoundCall, kernel: AnyKernel, cfg: Any) -> Choice:
+        """Returns the selector's answer to ``ask``; a selector may have ``choose`` alone."""
         method = getattr(self.selector, ask, None)
         if method is not None:
-            return method(inv, kernel, cfg)
+            return method(call, kernel, cfg)
         if cfg is not None:
-            return Choice(cfg, "override", inv.key)
-        return Choice(self.selector.choose(inv, kernel), "heuristics", inv.key)
+            return Choice(cfg, "override", call.key)
+        return Choice(self.selector.choose(call, kernel), "heuristics", call.key)
 
-    def _program(self, settled: _Settled, parts: Parts, compiled: bool = False) -> Program:
-        # payload and call differ between buckets, as the key does, which a stamp carries
-        dropped = ("binding", "key", *(() if env.ops_stamp() != "none" else ("payload", "call")))
-        info = {k: v for k, v in settled.inv.info.items() if k not in dropped}
+    def _program(self, decision: _Decision, parts: Parts, compiled: bool = False) -> Program:
+        call, choice = decision.call, decision.choice
         return Program(
-            settled.inv.kernel,
+            call.kernel,
             parts,
-            settled.choice.cfg,
-            settled.resolved,
-            settled.route,
-            settled.choice.key,
-            info,
+            choice.cfg,
+            decision.resolved,
+            call.route,
+            choice.key,
+            call if env.ops_stamp() != "none" else None,
             compiled,
-            settled.choice.may_be_from_file,
+            choice.may_be_from_file,
         )
 
-    def _function(self, call_key: tuple, settled: _Settled, parts: Parts) -> Callable[..., Any]:
-        """The compiled function of a call: one per config and implementation, for all shapes."""
-        # A stamp carries the key, which differs between buckets.
-        stamp = settled.choice.key if env.ops_stamp() != "none" else None
-        impl = settled.resolved.impl
-        key = (call_key, freeze(settled.choice.cfg), impl, parts.positions, stamp)
-        function = self._functions.get(key)
-        if function is None:
-            # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
-            # layer of a model is one equation; XLA inlines calls before it optimises.
-            function = jax.jit(self._program(settled, parts, True))
-            with self._lock:
-                function = self._functions.setdefault(key, function)
-                _trim(self._functions, FUNCTIONS_LIMIT)
-        return function
-
-    def _remember(self, key: Hashable, plan: Callable[..., Any]) -> None:
-        with self._lock:
-            self._plans[key] = plan
-            _trim(self._plans, PLANS_LIMIT)
-
     def _run_unremembered(
-        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
+        self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> Any:
-        """Traced afresh: a static value may change under our hands, or outputs are no arrays."""
-        settled = self._settle(kernel, args, kwargs, how)
+        """Traces again: a static value may change under our hands, or outputs are no arrays."""
+        decision = self._decide(kernel, args, kwargs, how)
+        if how[0] is not None:
+            _warn_unread(decision)
         flat = flatten(args, kwargs, hashable=False)
-        return self._program(settled, flat.parts)(*flat.parts.arrays)
+        program = self._program(decision, flat.parts)
+        with offer_binding(program, decision.call.binding):
+            return program(*flat.parts.arrays)
 
 
 def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
@@ -288,7 +273,14 @@ def _how(kwargs: dict[str, Any]) -> tuple[How, dict[str, Any]]:
     return (cfg, platform, mesh, *map(specs_key, specs)), kwargs
 
 
-def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
+def _invocation(
+    kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], route: Route
+) -> Invocation:
+    """The invocation of a prepared call, abstract."""
+    return Invocation(kernel, abstractify(args), abstractify(kwargs), route=route, prepared=True)
+
+
+def _route(kernel: AnyKernel, how: How) -> tuple[Any, Route]:
     """The config as the kernel's class, and where the call runs."""
     env.check_values()
     cfg, platform, mesh, in_specs, out_specs = how
@@ -300,15 +292,22 @@ def _route(kernel: Kernel[Any, Any], how: How) -> tuple[Any, Route]:
             f"{kernel.name}: platform={wanted.value!r} and cfg.platform={named.value!r} "
             "contradict each other: give one, or make them equal"
         )
-    return cfg, Route(wanted or named, (mesh, in_specs, out_specs))
+    backend = getattr(cfg, "backend", None)
+    backend = backend if isinstance(backend, str) and backend != "any" else None
+    return cfg, Route(wanted or named, backend, mesh, in_specs, out_specs)
 
 
-def _trim(cache: dict[Hashable, Any], limit: int) -> None:
-    while len(cache) > limit:
-        del cache[next(iter(cache))]
+def _program_key(
+    call_key: Hashable, decision: _Decision, positions: tuple[int, ...], types: Hashable
+) -> Hashable:
+    """Everything that decides a compiled program; Unhashable where the config has no key."""
+    # A stamp carries the key, which also holds the shardings.
+    stamp = decision.choice.key if env.ops_stamp() != "none" else None
+    how = freeze(decision.choice.cfg), decision.resolved.impl, stamp
+    return call_key, how, positions, types
 
 
-def _record(kernel: Kernel[Any, Any], inv: Invocation) -> None:
+def _record(kernel: AnyKernel, inv: Invocation) -> None:
     try:
         registry.record_invocation(kernel, inv)
     except Exception as error:
@@ -322,6 +321,19 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
         return ()
     known = {"platform", "backend", *read}
     return tuple(name for name in given_fields(cfg) if name not in known)
+
+
+def _warn_unread(decision: _Decision) -> None:
+    """Warn about fields of the caller's config that have no effect on this call."""
+    names = _unused(decision.resolved, decision.choice.cfg)
+    if names:
+        name = decision.resolved.name
+        warn_once(
+            ("unread", name, names),
+            f"{decision.call.kernel.name}: fields of cfg without effect: {', '.join(names)} "
+            f"({name} does not read them)",
+            stacklevel=5,
+        )
 
 
 _default: Executor | None = None

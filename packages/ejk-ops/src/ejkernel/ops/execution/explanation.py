@@ -23,7 +23,7 @@ class Explanation:
         device: fingerprint of the target device.
         unused: fields of a given config that the chosen implementation does not read.
         error: what the call would raise, None when it would run.
-        remarks: what the implementation says about the call.
+        notes: what the implementation says about the call.
     """
 
     kernel: str
@@ -37,7 +37,7 @@ class Explanation:
     device: str = ""
     unused: tuple[str, ...] = ()
     error: str | None = None
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -50,7 +50,7 @@ class Explanation:
         ]
         if self.unused:
             rows.append(("no effect", f"{', '.join(self.unused)}: not read here"))
-        rows += [("remark", remark) for remark in self.remarks]
+        rows += [("note", note) for note in self.notes]
         if self.error:
             rows.append(("error", self.error))
         text = _table(rows)
@@ -63,7 +63,10 @@ class Explanation:
 
 
 def given_fields(cfg: Any, prefix: str = "") -> list[str]:
-    """The fields of a config that are not None, those of nested configs with a dot."""
+    """The fields of a config that are neither None nor their default.
+
+    Fields of nested configs are named with a dot.
+    """
     if not is_dataclass(cfg) or isinstance(cfg, type):
         return []
     names: list[str] = []
@@ -71,7 +74,7 @@ def given_fields(cfg: Any, prefix: str = "") -> list[str]:
         value = getattr(cfg, f.name)
         if is_dataclass(value):
             names += given_fields(value, f"{prefix}{f.name}.")
-        elif value is not None:
+        elif value is not None and value != f.default:
             names.append(prefix + f.name)
     return names
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.core.keys import is_array
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.execution.isolation import Surroundings, outside_trace
@@ -47,13 +47,13 @@ def lowering_error(function: Callable[..., Any], types: Sequence[Any]) -> Except
     return None
 
 
-def config_error(inv: Invocation, cfg: Any) -> Exception | None:
-    """Returns what lowering the forward pass of a bound call with ``cfg`` raises."""
-    parts = Parts.of((inv.abstract_args, inv.abstract_kwargs))
+def config_error(call: BoundCall, cfg: Any) -> Exception | None:
+    """Returns what lowering the forward pass of a call with ``cfg`` raises."""
+    parts = Parts.of((call.args, dict(call.kwargs or {})))
     layout = parts.without_arrays()
 
     def run_forward(*arrays: Any) -> Any:
         args, kwargs = layout.around(arrays)
-        return inv.kernel.runner(resolve(inv.kernel, inv, cfg), cfg)(*args, **kwargs)
+        return call.kernel.runner(resolve(call.kernel, call, cfg), cfg)(*args, **kwargs)
 
     return lowering_error(run_forward, parts.arrays)

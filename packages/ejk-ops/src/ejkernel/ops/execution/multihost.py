@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ejkernel.ops import compat, env
 from ejkernel.ops.config.choice import Choice
 from ejkernel.ops.config.store import decode_config, encode_config, remember_class
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.errors import AutotuneError, NoConfigError
 from ejkernel.ops.utils.serialization import short_hash
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
 
 PREFIX = "ejkernel/config/"
 LEAST_TIMEOUT_S = 300.0
@@ -47,7 +45,7 @@ class PeerGroup:
         self._lock = threading.Lock()
         self._latches: dict[str, threading.Lock] = {}
 
-    def agree(self, inv: Invocation, about: Any, decide: Callable[[], Choice]) -> Choice:
+    def agree(self, call: BoundCall, about: Any, decide: Callable[[], Choice]) -> Choice:
         """The choice of process 0 for this call; only process 0 calls ``decide``.
 
         ``about``: JSON values that tell questions about one call apart.
@@ -55,22 +53,22 @@ class PeerGroup:
         Raises:
             AutotuneError: no answer in time, an answer that cannot be read, or process 0 failed.
         """
-        topic = PREFIX + short_hash([inv.key, about], 32)
+        topic = PREFIX + short_hash([call.key, about], 32)
         with self._lock:
             latch = self._latches.setdefault(topic, threading.Lock())
         with latch:
             choice = self._agreed.get(topic)
             if choice is None:
                 leads = self.process_id == 0
-                choice = self._lead(topic, inv, decide) if leads else self._follow(topic, inv)
+                choice = self._lead(topic, call, decide) if leads else self._follow(topic, call)
                 self._agreed[topic] = choice
         return choice
 
-    def _lead(self, topic: str, inv: Invocation, decide: Callable[[], Choice]) -> Choice:
+    def _lead(self, topic: str, call: BoundCall, decide: Callable[[], Choice]) -> Choice:
         try:
             choice = decide()
         except Exception as error:
-            self._publish(topic, inv, {"failed": f"{type(error).__name__}: {error}"})
+            self._publish(topic, call, {"failed": f"{type(error).__name__}: {error}"})
             raise
         if choice.error is not None:
             message: dict[str, Any] = {"tier": "error", "text": str(choice.error)}
@@ -81,20 +79,20 @@ class PeerGroup:
             except (TypeError, ValueError) as error:
                 if choice.tier != "heuristics":  # heuristics every process has by itself
                     failed = f"config {choice.cfg!r} cannot be sent to other processes: {error}"
-                    self._publish(topic, inv, {"failed": failed})
-                    raise AutotuneError(f"key {inv.key!r}: {failed}") from error
-        self._publish(topic, inv, message)
+                    self._publish(topic, call, {"failed": failed})
+                    raise AutotuneError(f"key {call.key!r}: {failed}") from error
+        self._publish(topic, call, message)
         return choice
 
-    def _publish(self, topic: str, inv: Invocation, message: dict[str, Any]) -> None:
+    def _publish(self, topic: str, call: BoundCall, message: dict[str, Any]) -> None:
         try:
             self.client.key_value_set(topic, json.dumps(message))
         except Exception as error:
             raise AutotuneError(
-                f"key {inv.key!r}: process 0 could not publish its config: {error}"
+                f"key {call.key!r}: process 0 could not publish its config: {error}"
             ) from error
 
-    def _follow(self, topic: str, inv: Invocation) -> Choice:
+    def _follow(self, topic: str, call: BoundCall) -> Choice:
         timeout = default_timeout_s() if self.timeout_s is None else self.timeout_s
         try:
             text = self.client.blocking_key_value_get(topic, int(timeout * 1000))
@@ -102,35 +100,35 @@ class PeerGroup:
         except Exception as error:
             raise AutotuneError(
                 f"process {self.process_id} waited {timeout:.0f} s for the config that process 0 "
-                f"chooses for key {inv.key!r} and got none ({error}): do all processes make the "
+                f"chooses for key {call.key!r} and got none ({error}): do all processes make the "
                 "same calls?"
             ) from error
         if "failed" in message:
-            raise AutotuneError(f"key {inv.key!r}: process 0 failed: {message['failed']}")
+            raise AutotuneError(f"key {call.key!r}: process 0 failed: {message['failed']}")
         tier = message["tier"]
         if tier == "error":
-            return Choice(None, tier, inv.key, error=NoConfigError(message["text"]))
+            return Choice(None, tier, call.key, error=NoConfigError(message["text"]))
         if "cfg" not in message:
-            return self._own_heuristics(inv)
-        return Choice(self._decode(message["cfg"], inv), tier, inv.key, ((tier, "process 0"),))
+            return self._own_heuristics(call)
+        return Choice(self._decode(message["cfg"], call), tier, call.key, ((tier, "process 0"),))
 
-    def _own_heuristics(self, inv: Invocation) -> Choice:
+    def _own_heuristics(self, call: BoundCall) -> Choice:
         """Where process 0 fell back to arithmetic, which is the same everywhere."""
-        cfg = inv.kernel.heuristic_cfg(inv)
-        return Choice(cfg, "heuristics", inv.key, (("heuristics", "as process 0"),))
+        cfg = call.kernel.heuristic_cfg(call)
+        return Choice(cfg, "heuristics", call.key, (("heuristics", "as process 0"),))
 
-    def _decode(self, plain: dict[str, Any], inv: Invocation) -> Any:
-        kernel = inv.kernel
+    def _decode(self, plain: dict[str, Any], call: BoundCall) -> Any:
+        kernel = call.kernel
         if plain.get("class") is None and plain["config"] is None:
             return None
         if kernel.config_cls is None and plain.get("class") is not None:
-            for cfg in (*kernel.config_space(inv),):  # classes that no module can name
+            for cfg in (*kernel.config_space(call),):  # classes that no module can name
                 remember_class(type(cfg))
         try:
-            return kernel.convert_config(decode_config(plain, kernel.config_cls), inv)
+            return kernel.convert_config(decode_config(plain, kernel.config_cls), call)
         except (TypeError, ValueError, KeyError) as error:
             raise AutotuneError(
-                f"key {inv.key!r}: the config sent by process 0 cannot be read: {error}"
+                f"key {call.key!r}: the config sent by process 0 cannot be read: {error}"
             ) from error
 
 

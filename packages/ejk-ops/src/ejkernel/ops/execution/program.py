@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Generator, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,19 +15,17 @@ import numpy as np
 from ejkernel.ops import env
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.config.choice import config_from_file
-from ejkernel.ops.core.abstract import Binding, array_types
-from ejkernel.ops.core.invocation import Invocation, distribution_info
+from ejkernel.ops.core.binding import Binding, array_types
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall
 from ejkernel.ops.core.parts import Parts
+from ejkernel.ops.core.route import Route
 from ejkernel.ops.execution.freeze import freeze
-from ejkernel.ops.platforms import Platform
+from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.utils.labels import stamped
 from ejkernel.ops.utils.serialization import abstractify
 
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel, Resolved
-
-KNOWN = 2**20
-"""Elements of a numpy array of bools up to which a traced call takes its values for static."""
+STATIC_MASK_LIMIT = 2**20
+"""Elements of a numpy array of bools up to which its values are static in a traced call."""
 
 _CONCRETE, _TRACER, _NUMPY, _CONVERTIBLE, _ABSTRACT, _FLOAT, _VALUE, _OTHER = range(8)
 
@@ -39,7 +39,7 @@ _kinds: dict[type, int] = {
 
 
 def _kind_of(cls: type) -> int:
-    """How a leaf of this class enters a call; remembered per class."""
+    """Returns how a leaf of this class enters a call; remembered per class."""
     if issubclass(cls, Tracer):
         kind = _TRACER
     elif issubclass(cls, jax.Array):
@@ -94,7 +94,7 @@ def flatten(
     positions: list[int] = []
     statics: list[Any] = []
     signature: list[Any] = []
-    known: list[int] = []
+    masks: list[int] = []
     traced = False
     for i, leaf in enumerate(leaves):
         cls = type(leaf)
@@ -114,11 +114,11 @@ def flatten(
         elif kind == _FLOAT:
             statics.append((cls, leaf.hex()))
         elif kind == _NUMPY:
-            if leaf.dtype == np.bool_ and leaf.size <= KNOWN:
+            if leaf.dtype == np.bool_ and leaf.size <= STATIC_MASK_LIMIT:
                 if i in static:
                     statics.append((cls, leaf.shape, leaf.tobytes()))
                     continue
-                known.append(i)
+                masks.append(i)
             positions.append(i)
             signature.append((leaf.shape, leaf.dtype))
         elif kind == _TRACER:
@@ -132,36 +132,9 @@ def flatten(
             )
         else:
             statics.append(freeze(leaf) if hashable else None)
-    if traced and known:
-        return flatten(args, kwargs, hashable=hashable, static=known)
-    return Flat(Parts(treedef, leaves, tuple(positions)), tuple(statics), tuple(signature))
-
-
-@dataclass(frozen=True)
-class Route:
-    """Where and how a call runs, besides its arguments.
-
-    Attributes:
-        platform: forced platform, None = automatic.
-        placement: mesh, in_specs and out_specs.
-    """
-
-    platform: Platform | None
-    placement: tuple[Any, Any, Any]
-
-    def invocation(
-        self, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
-    ) -> Invocation:
-        """The abstract invocation of a prepared call."""
-        info: dict[str, Any] = {
-            "prepared": True,
-            "requested_platform": None if self.platform is None else self.platform.value,
-        }
-        backend = getattr(cfg, "backend", None)
-        if isinstance(backend, str) and backend != "any":
-            info["requested_backend"] = backend
-        info |= distribution_info(*self.placement)
-        return Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
+    if traced and masks:
+        return flatten(args, kwargs, hashable=hashable, static=masks)
+    return Flat(Parts(treedef, tuple(leaves), tuple(positions)), tuple(statics), tuple(signature))
 
 
 class OtherOutputs(Exception):
@@ -169,57 +142,53 @@ class OtherOutputs(Exception):
 
 
 def _no_array(leaf: Any) -> bool:
-    known = (jax.Array, np.ndarray, np.generic, int, float, complex)
-    return not (isinstance(leaf, known) or hasattr(leaf, "__jax_array__"))
+    arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    return not (isinstance(leaf, arrays) or hasattr(leaf, "__jax_array__"))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # jax.jit asks for the text of every callable
 class Program:
-    """A kernel with everything settled but the arrays; what the executor hands to ``jax.jit``.
+    """A kernel with everything fixed but the arrays; what the executor hands to ``jax.jit``.
 
     Attributes:
         kernel, parts: the call.
         cfg: its config.
         resolved: what runs, for one shard where there are several.
         route: where it runs.
-        key, info: of its invocation, for stamps.
+        key: of the call, for stamps.
+        stamped_call: the call, None where calls are not stamped: it differs within a key.
         compiled: raise OtherOutputs for outputs that ``jax.jit`` would refuse.
         from_file: whether ``cfg`` may come from a file.
-        bindings: of the calls under way that were bound for their shapes, by the types of their
-            arrays; not of those over a mesh.
     """
 
-    kernel: Kernel[Any, Any]
+    kernel: AnyKernel
     parts: Parts
     cfg: Any
     resolved: Resolved
     route: Route
     key: str
-    info: dict[str, Any]
+    stamped_call: BoundCall | None = None
     compiled: bool = False
     from_file: bool = False
-    bindings: dict[Hashable, Binding] = field(default_factory=dict)
 
-    @property
-    def __name__(self) -> str:
-        return self.kernel.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", self.kernel.name)  # JAX names the program by it
 
     def __call__(self, *arrays: Any) -> Any:
         kernel, route = self.kernel, self.route
         run: Any = kernel.runner(self.resolved, self.cfg)
-        if env.ops_stamp() != "none":
-            run = partial(self._stamped, run)
-        binding = self.bindings.pop(array_types(arrays), None)
+        if self.stamped_call is not None:
+            run = partial(self._run_stamped, self.stamped_call, run)
+        binding = _offered_binding(self, arrays)
         with config_from_file(self.from_file):
             if binding is not None:
                 args, kwargs = binding(arrays)
                 out = run(*args, **kwargs)
             else:
                 args, kwargs = kernel.bind(*self.parts.around(arrays))
-                placement = route.placement
-                if placement != (None, None, None) or kernel.distributes(args, kwargs):
+                if route.distributed or kernel.distributes(args, kwargs):
                     out = kernel.distribute(
-                        args, kwargs, placement, lambda a, named: run(*a, **named)
+                        args, kwargs, route.placement, lambda a, named: run(*a, **named)
                     )
                 else:
                     out = run(*args, **kwargs)
@@ -227,17 +196,41 @@ class Program:
             raise OtherOutputs
         return out
 
-    def _stamped(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """``run``, under a label that says which call this is."""
-        kernel = self.kernel
-        info = {**self.info, "key": self.key, "bound": True}
-        inv = Invocation(kernel, abstractify(args), abstractify(kwargs), info=info)
-        with stamped(kernel.name, kernel.version, self.key, self.cfg, env.ops_stamp(), inv):
+    def _run_stamped(self, call: BoundCall, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs under a label that says which call this is."""
+        kernel, mode = self.kernel, env.ops_stamp()
+        arguments = {"args": abstractify(args), "kwargs": abstractify(kwargs)}
+        call = replace(call, **arguments, binding=None, resolved=self.resolved)
+        with stamped(kernel.name, kernel.version, self.key, self.cfg, mode, call):
             return run(*args, **kwargs)
 
 
-def resolve(kernel: Kernel[Any, Any], inv: Invocation, cfg: Any) -> Resolved:
+_offered: ContextVar[tuple[Program, Binding] | None] = ContextVar("ejkernel_binding", default=None)
+
+
+@contextlib.contextmanager
+def offer_binding(program: Any, binding: Binding | None) -> Generator[None]:
+    """Lets ``program`` bind as ``binding`` does where it is traced inside, for the same arrays.
+
+    A trace later on may be under other settings of JAX, so it binds for itself.
+    """
+    token = _offered.set(None if binding is None else (program, binding))
+    try:
+        yield
+    finally:
+        _offered.reset(token)
+
+
+def _offered_binding(program: Program, arrays: tuple[Any, ...]) -> Binding | None:
+    """Returns the binding that is offered to the program, where it is one of these arrays."""
+    offered = _offered.get()
+    if offered is None or offered[0] is not program:
+        return None
+    binding = offered[1]
+    same = binding.positions == program.parts.positions and binding.types == array_types(arrays)
+    return binding if same else None
+
+
+def resolve(kernel: AnyKernel, call: BoundCall, cfg: Any) -> Resolved:
     """The implementation for a call with this config."""
-    platform = inv.info.get("requested_platform")
-    wanted = Platform(platform) if platform is not None else kernel.config_platform(cfg)
-    return kernel.implementation(inv, wanted)
+    return kernel.implementation(call, call.route.platform or kernel.config_platform(cfg))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ejkernel.ops.config.choice import AutotunePolicy
 from ejkernel.ops.config.failures import FailureCache
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.errors import AutotuneError, warn_once
 from ejkernel.ops.execution.candidates import Candidate, TooSlow, Workbench
 from ejkernel.ops.execution.isolation import Surroundings
@@ -55,7 +55,7 @@ class Search:
     """The search of one call, run in a thread of its own.
 
     Attributes:
-        inv: the bound call.
+        call: the call.
         configs: the candidates; the first is the numeric reference.
         policy: counts and validation.
         budget_s: seconds for everything; one config is measured even when they are spent. What
@@ -71,7 +71,7 @@ class Search:
         hopeless: ``index -> reason`` of configs that are not compiled.
     """
 
-    inv: Invocation
+    call: BoundCall
     configs: Sequence[Any]
     policy: AutotunePolicy
     budget_s: float
@@ -105,7 +105,7 @@ class Search:
         """
         with self._turn(), self._phase("inputs"):
             inputs = None if self.inputs is None else self.inputs()
-            bench = Workbench(self.inv, self.configs, self.policy.validate_backward, inputs)
+            bench = Workbench(self.call, self.configs, self.policy.validate_backward, inputs)
         self.backward = bench.backward
         left_out = self._left_out()
         pool = self._pool()
@@ -122,12 +122,12 @@ class Search:
                 with self._phase("compile" if self.gate is None else "check"):
                     ready = self._check_all(bench, compiling, left_out)
                 with self._phase("time"):
-                    return self._settle(bench, ready)
+                    return self._select(bench, ready)
         finally:  # a compiler that takes longer than the budget is not waited for
             self.over = True
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _settle(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
+    def _select(self, bench: Workbench, ready: list[tuple[int, Candidate]]) -> tuple[Any, float]:
         if ready:
             self._time(bench, ready)
         if not self.sound:
@@ -185,7 +185,7 @@ class Search:
         return futures.ThreadPoolExecutor(workers, thread_name_prefix="ejkernel-compile")
 
     def _compile(self, bench: Workbench, cfg: Any) -> Candidate:
-        if self.gate is None or self.inv.kernel.config_platform(cfg) in QUIET:
+        if self.gate is None or self.call.kernel.config_platform(cfg) in QUIET:
             return bench.compile(cfg)
         self.gate.acquire()  # XLA compares its own kernels on the device while it compiles
         try:
@@ -241,7 +241,7 @@ class Search:
         reasons = {index: NOT_TRIED + why for index, why in self.hopeless.items()}
         if self.failures is not None:
             for index, cfg in enumerate(self.configs):
-                why = self.failures.reason(self.inv.key, cfg)
+                why = self.failures.reason(self.call.key, cfg)
                 if why is not None:
                     reasons[index] = FAILED_BEFORE + why
         return reasons if len(reasons) < len(self.configs) else {}
@@ -259,7 +259,7 @@ class Search:
             reason = f"{type(error).__name__}: {error}"
             self._trial(index, Trial(cfg, error=reason))
             if self.failures is not None and not is_passing(error):
-                self.failures.remember(self.inv.key, cfg, first_line(reason))
+                self.failures.remember(self.call.key, cfg, first_line(reason))
         else:
             return candidate
         return None
@@ -323,7 +323,7 @@ class Search:
 
     def _joined(self, bench: Workbench, best: Candidate) -> Candidate | None:
         """The best forward tiles with the best backward tiles of one platform, measured."""
-        kernel = self.inv.kernel
+        kernel = self.call.kernel
         groups: dict[Any, list[Candidate]] = {}
         for c in self.sound:
             if c.split:
@@ -367,7 +367,7 @@ class Search:
     def _all_failed(self) -> str:
         lines = [f"{t.cfg!r}: {first_line(t.error)}" for _, t in sorted(self.trials.items())]
         return (
-            f"autotuning kernel {self.inv.kernel.name!r}, key {self.inv.key!r}: every candidate "
+            f"autotuning kernel {self.call.kernel.name!r}, key {self.call.key!r}: every candidate "
             "failed:\n  " + "\n  ".join(lines)
         )
 
@@ -375,14 +375,14 @@ class Search:
         broken = [t for i, t in self.trials.items() if i and failed(t)]
         if broken and len(broken) == len(self.configs) - 1:
             warn_once(
-                ("autotune", self.inv.key),
-                f"autotuning kernel {self.inv.kernel.name!r}: all {len(broken)} candidates "
+                ("autotune", self.call.key),
+                f"autotuning kernel {self.call.kernel.name!r}: all {len(broken)} candidates "
                 f"failed, the heuristic config is used: {first_line(broken[0].error)}",
             )
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether a failure says more about the moment than about the config: memory was full."""
+    """Returns whether a failure may be gone the next time, as when memory was full."""
     text = str(error).lower()
     full = "out of memory" in text and "shared" not in text
     return isinstance(error, (MemoryError, TooSlow)) or full

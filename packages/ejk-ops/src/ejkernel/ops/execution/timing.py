@@ -251,7 +251,7 @@ def race(
 
 
 def _first_call(lane: _Lane, num_warmup: int, tries: int) -> float:
-    """Seconds of one call as the host sees it, the least of so many; settles how many make a
+    """Seconds of one call as the host sees it, the least of so many; decides how many make a
     sample.
     """
     queue = QueueClock()

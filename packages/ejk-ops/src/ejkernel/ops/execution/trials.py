@@ -46,7 +46,7 @@ class Trial:
 
 
 def failed(trial: Trial) -> bool:
-    """Whether the candidate is no good, which is more than that it was never tried."""
+    """Returns whether the candidate is no good, which is more than that it was never tried."""
     error = trial.error
     return bool(error) and error not in (BUDGET_SPENT, STOPPED) and not error.startswith(NOT_TRIED)
 
@@ -90,7 +90,7 @@ class AutotuneResult:
 
     @property
     def compared(self) -> bool:
-        """Whether ``best`` won against another: the heuristic config, unless that is no good.
+        """Returns whether ``best`` won against another one: the heuristic config, if it is valid.
 
         What won against nobody, because the budget ended, is not worth keeping.
         """

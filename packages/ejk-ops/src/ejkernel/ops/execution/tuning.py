@@ -5,22 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ejkernel.ops.config.choice import AutotunePolicy, Choice
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.abstract import bind_abstract
-from ejkernel.ops.core.invocation import Invocation, call_invocation
+from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation, call_invocation
 from ejkernel.ops.errors import AutotuneError, ConfigError, warn_once
 from ejkernel.ops.execution import multihost
 from ejkernel.ops.execution.autotuner import Autotuner, OnTrial, TuningInterrupted
-from ejkernel.ops.execution.executor import get_default_executor
+from ejkernel.ops.execution.executor import Executor, get_default_executor
 from ejkernel.ops.execution.timing import benchmark, check_counts, race
 from ejkernel.ops.execution.trials import BUDGET_SPENT, AutotuneResult, Trial
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.kernel import Kernel
-    from ejkernel.ops.execution.executor import Executor
 
 __all__ = [
     "BUDGET_SPENT",
@@ -59,7 +54,7 @@ class Tuner:
 
 
 def autotune(
-    kernel: Kernel[Any, Any],
+    kernel: AnyKernel,
     *args: Any,
     configs: Sequence[Any] | None = None,
     num_warmup: int = 3,
@@ -85,14 +80,14 @@ def autotune(
         AutotuneError: every candidate failed.
     """
     policy = AutotunePolicy(True, num_warmup, num_iters, validate_backward, budget_s)
-    inv = bind_abstract(call_invocation(kernel, args, kwargs))
+    call = call_invocation(kernel, args, kwargs).bound
     return _tuned_together(
-        inv, ["autotune", repr(configs)], lambda: Autotuner(policy).tune(inv, configs)
+        call, ["autotune", repr(configs)], lambda: Autotuner(policy).tune(call, configs)
     ).best
 
 
 def _tuned_together(
-    inv: Invocation, topic: Any, tune: Callable[[], AutotuneResult]
+    call: BoundCall, topic: Any, tune: Callable[[], AutotuneResult]
 ) -> AutotuneResult:
     """``tune()``; in a job of several processes process 0 does it for all."""
     group = multihost.peers()
@@ -102,10 +97,10 @@ def _tuned_together(
 
     def decide() -> Choice:
         mine.append(tune())
-        return Choice(mine[0].best, "autotune", inv.key)
+        return Choice(mine[0].best, "autotune", call.key)
 
-    choice = group.agree(inv, topic, decide)
-    return mine[0] if mine else AutotuneResult(inv.kernel, inv.key, choice.cfg, None)
+    choice = group.agree(call, topic, decide)
+    return mine[0] if mine else AutotuneResult(call.kernel, call.key, choice.cfg, None)
 
 
 def autotune_recorded(
@@ -170,17 +165,17 @@ def autotune_recorded(
 def _tune_recorded(
     tuner: Autotuner, chain: ConfigSelectorChain | None, inv: Invocation
 ) -> AutotuneResult | None:
-    bound = bind_abstract(inv)
-    if not bound.kernel.has_tunables:
+    call = inv.bound
+    if not call.kernel.has_tunables:
         return None
     try:
-        configs = tuner.candidates(bound)
+        configs = tuner.candidates(call)
         if len(configs) < 2:
-            return AutotuneResult(bound.kernel, bound.key, configs[0], None, [Trial(configs[0])])
-        result = _tuned_together(bound, "recorded", lambda: tuner.tune(bound))
+            return AutotuneResult(call.kernel, call.key, configs[0], None, [Trial(configs[0])])
+        result = _tuned_together(call, "recorded", lambda: tuner.tune(call))
     except (AutotuneError, ConfigError) as error:
-        warn_once(("autotune", bound.key), str(error))
+        warn_once(("autotune", call.key), str(error))
         return None
     if chain is not None:
-        chain.store_result(result, bound.info.get("payload"))
+        chain.store_result(result, call.payload)
     return result

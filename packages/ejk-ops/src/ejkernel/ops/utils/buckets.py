@@ -36,12 +36,12 @@ LARGE = 8192
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether an axis size is an expression and no number."""
+    """Returns whether an axis size is an expression and no number."""
     return not isinstance(size, (int, np.integer))
 
 
 def has_symbols(tree: Any) -> bool:
-    """Whether some array of ``tree`` has a symbolic size."""
+    """Returns whether some array of ``tree`` has a symbolic size."""
     import jax  # here, so that caches and configs work without loading JAX
 
     for leaf in jax.tree.leaves(tree):

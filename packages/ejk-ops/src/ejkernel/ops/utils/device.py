@@ -1,4 +1,4 @@
-"""The device a call is meant for, and facts about it.
+"""The device a call is meant for, and its properties.
 
 The target device is the abstract device of the ambient mesh, else ``jax.default_device``, else
 the first local device. Nothing here starts a device before it is asked.
@@ -84,7 +84,7 @@ class TargetDevice:
 
     @property
     def present(self) -> bool:
-        """Whether calls can be executed and timed on it."""
+        """Returns whether calls can be executed and timed on it."""
         return self.device is not None
 
     @property
@@ -103,7 +103,7 @@ def _capability_of_name(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _describe(device: Any) -> TargetDevice:
-    """Facts about a jax.Device."""
+    """Properties of a jax.Device."""
     kind = _KIND_OF_PLATFORM.get(device.platform, Backend.CPU)
     capability = None
     cores = None
@@ -120,7 +120,7 @@ def _describe(device: Any) -> TargetDevice:
 
 @functools.lru_cache(maxsize=256)
 def _describe_abstract(kind: str, platform: str, cores: int | None) -> TargetDevice:
-    """Facts about a device known by name only; the local one of that name where there is one."""
+    """Properties of a device known by name only; the local one of that name where there is one."""
     backend = _KIND_OF_PLATFORM.get(platform, Backend.CPU)
     for device in _local_devices(None if backend is not Backend.CPU else "cpu"):
         if device.device_kind == kind:
@@ -139,7 +139,7 @@ def _local_devices(backend: str | None) -> list[Any]:
 def ambient_device() -> Any:
     """What names the target device: an AbstractDevice, a jax.Device, a platform name or None.
 
-    Cheap and hashable, so that it can serve in a key; ``target_device`` turns it into facts.
+    Cheap and hashable, so that it can serve in a key; ``target_device`` looks up its properties.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     settings: Any = jax.config
@@ -147,7 +147,7 @@ def ambient_device() -> Any:
 
 
 def target_device(device: Any = None) -> TargetDevice:
-    """Facts about ``device``, by default about the target device of a call made here.
+    """Properties of ``device``, by default about the target device of a call made here.
 
     Args:
         device: a TargetDevice, jax.Device, jax.sharding.AbstractDevice, the name of a JAX

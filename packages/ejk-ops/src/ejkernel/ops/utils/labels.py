@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 import jax
 
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import stable_json
 
 PREFIX = "ejkernel#"
@@ -29,7 +30,7 @@ _LABEL = re.compile(re.escape(PREFIX) + r"([\w.~%#:=+-]+)", re.ASCII)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class label:
+class label(Copyable, process_local={"_entered": threading.local}):
     """Decorator and context manager that labels everything traced within.
 
         @label("my_attention")
@@ -113,7 +114,7 @@ def key_digits(key: str) -> str:
 
 
 def stamped_config(name: str) -> tuple[bool, Any]:
-    """Whether this process made the stamp ``name``, and the config it stands for."""
+    """Returns whether this process made the stamp ``name``, and the config it stands for."""
     made = _stamped.get(name)
     return made is not None, None if made is None else made.cfg
 

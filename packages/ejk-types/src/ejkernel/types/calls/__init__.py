@@ -1,7 +1,7 @@
 """What a call means, said once for every backend: one ``Call`` an operation.
 
 A ``Call`` holds the operation's parameters with the words of their axes, the checks, and how what
-is optional is settled. Public functions, kernels and tools read it; none of them repeats it.
+is optional becomes canonical. Public functions, kernels and tools read it; none of them repeats it.
 Importing :mod:`ejkernel.types` does not import this; each operation is imported on first use. The
 stub beside this file names them for type checkers.
 """

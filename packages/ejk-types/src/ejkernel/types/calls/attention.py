@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, AttentionMask, F, invalid
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class Attention(Call):
@@ -19,13 +19,13 @@ class Attention(Call):
     name = "attention"
     outputs = ("batch q_len heads v_dim", "batch heads q_len kv_len")
     merged: ClassVar[Mapping[str, str]] = {
-        **settle.MERGED_MASKS,
+        **canonicalize.MERGED_MASKS,
         "init_bias": "bias",
         "deterministic": "dropout_prob",
     }
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -49,10 +49,10 @@ class Attention(Call):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """``dropout_rng`` becomes int32 ``[3]``: the seed, the first batch row, the first head."""
-        super().canonicalise(a)
-        prob, key = settle.probability(a), a["dropout_rng"]
+        super().canonicalize(a)
+        prob, key = canonicalize.probability(a), a["dropout_rng"]
         if a["deterministic"] or not prob:
             a.update(dropout_rng=None, dropout_prob=0.0, deterministic=True)
             return
@@ -62,15 +62,15 @@ class Attention(Call):
                 f"(dropout_prob={prob!r}, deterministic=False)"
             )
         if key.dtype == jnp.int32 and key.shape == (3,):
-            return  # settled before
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            return  # canonical already
+        typed = canonicalize.is_key(key)
         if not typed and (key.dtype != jnp.uint32 or key.ndim != 1):
             raise invalid("dropout_rng", "a PRNG key: key[] or uint32[words]", key)
         if typed and key.ndim:
             raise invalid("dropout_rng", "a single PRNG key: key[]", key)
-        seed = settle.seed_array(jax.random.bits(key, (), "uint32"))
+        seed = canonicalize.seed_array(jax.random.bits(key, (), "uint32"))
         a["dropout_rng"] = jnp.stack([seed, jnp.int32(0), jnp.int32(0)])
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
-        settle.local_seeds(a, shard, "dropout_rng")
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
+        canonicalize.local_seeds(a, shard, "dropout_rng")

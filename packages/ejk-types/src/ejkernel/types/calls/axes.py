@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Kind(enum.Enum):
-    """What an axis counts."""
+    """The kind of thing that an axis counts."""
 
     BATCH = "independent problems"
     HEADS = "query heads"
@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """What one word means.
+    """The meaning of one word.
 
     Attributes:
         kind: what the axis counts.
@@ -39,17 +39,17 @@ class Axis:
 
     @property
     def varies(self) -> bool:
-        """Whether its size changes from call to call: calls of one bucket share a config."""
+        """Returns whether its size changes from call to call, so that keys hold buckets."""
         return self.kind in (Kind.BATCH, Kind.TOKENS, Kind.COUNT, Kind.ROWS)
 
     @property
     def in_order(self) -> bool:
-        """Whether no softmax, scan or page walk may be cut along it."""
+        """Returns whether no softmax, scan or page walk may be cut along it."""
         return self.kind is Kind.TOKENS
 
     @property
     def free(self) -> bool:
-        """Whether it may be spread over a mesh."""
+        """Returns whether it may be spread over a mesh."""
         return self.kind in (Kind.BATCH, Kind.HEADS, Kind.KEY_HEADS, Kind.ROWS, Kind.COLUMNS)
 
 
@@ -90,7 +90,7 @@ def bare(word: str) -> str:
 
 
 def meaning(word: str) -> Axis:
-    """What a word of a signature means.
+    """Returns the meaning of a word of a signature.
 
     ``_`` and numbers stand for axes without a name.
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel.types.calls import settle
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, invalid
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.problem import Problem
+from ejkernel.types.calls.words import Array, AttentionMask, B, F, I, Key, invalid
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class BlockSparseAttention(SoftmaxCall):
@@ -27,7 +27,7 @@ class BlockSparseAttention(SoftmaxCall):
     merged: ClassVar[Mapping[str, str]] = {**SoftmaxCall.merged, "mask_builder": "block_mask"}
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -49,7 +49,7 @@ class BlockSparseAttention(SoftmaxCall):
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         return_lse: bool = False,
     ) -> None: ...
 
@@ -72,6 +72,7 @@ class BlockSparseAttention(SoftmaxCall):
         shapes: list[tuple[int, ...]] = [getattr(a[n], "shape", ()) for n in ("query", "key")]
         if any(len(shape) != 4 for shape in shapes):
             return  # the type check has more to say
+        cls.check_axes(a)
         with jax.ensure_compile_time_eval():
             mask = builder(shapes[0][1], shapes[1][1], shapes[0][2])
         traced = isinstance(a["query"], Tracer)
@@ -80,11 +81,11 @@ class BlockSparseAttention(SoftmaxCall):
         a.update(block_mask=mask, mask_builder=None)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """A block mask ``[1 or batch, 1 or heads, q_blocks, kv_blocks]``."""
         for name in ("q_block_size", "kv_block_size"):
-            settle.positive(a, name)
-        super().canonicalise(a)
+            canonicalize.positive(a, name)
+        super().canonicalize(a)
         mask = a["block_mask"]
         if mask is None:
             return

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid
 
@@ -19,7 +19,7 @@ class CausalConv1D(Call):
     name = "causal_conv1d"
 
     @staticmethod
-    def takes(
+    def signature(
         x: F[Array, "batch seq channels"],
         weight: F[Array, "channels width"],
         bias: F[Array, " channels"] | None = None,
@@ -48,20 +48,20 @@ class CausalConv1D(Call):
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return cls.asked(a, ("batch seq channels", cls._state(a)))
+        return cls.select_outputs(a, ("batch seq channels", cls._state(a)))
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         values.check_packed(a, "cu_seqlens", "x")
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Check that width, batch and state agree."""
         x, weight, state, packed = a["x"], a["weight"], a["initial_state"], a["cu_seqlens"]
         if not MIN_WIDTH <= weight.shape[1] <= MAX_WIDTH:
             legal = f"float[channels, width] with width {MIN_WIDTH} to {MAX_WIDTH}"
             raise invalid("weight", legal, weight)
-        settle.at_least_one(a, "cu_seqlens")
+        canonicalize.at_least_one(a, "cu_seqlens")
         if packed is not None and x.shape[0] != 1:
             raise invalid("x", "batch 1 with cu_seqlens", x)
         expected = cls.state_shape(a)
@@ -71,7 +71,7 @@ class CausalConv1D(Call):
             raise invalid("initial_state", legal, state)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zeros and the initial states where an axis has no entries."""
         x, state, shape = a["x"], a["initial_state"], cls.state_shape(a)
         if 0 not in (*x.shape, *shape):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.calls.softmax import SoftmaxCall
-from ejkernel.types.calls.words import Array, AttentionMask, F, I
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class FlashAttention(SoftmaxCall):
@@ -16,7 +16,7 @@ class FlashAttention(SoftmaxCall):
     seeds = ("dropout_seed",)
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -29,7 +29,7 @@ class FlashAttention(SoftmaxCall):
         attention_mask: AttentionMask | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         causal: bool = False,
         causal_offset: int = 0,
         sliding_window: int | tuple[int, int] | None = None,

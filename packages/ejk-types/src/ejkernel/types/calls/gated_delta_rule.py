@@ -20,7 +20,7 @@ class GatedDeltaRule(LinearCall):
     name = "gated_delta_rule"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq kv_heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq heads v_dim"],
@@ -40,8 +40,8 @@ class GatedDeltaRule(LinearCall):
         return a["value"].shape[2]
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
-        super().canonicalise(a)
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
         heads, kv_heads = cls.num_heads(a), a["key"].shape[2]
         if heads % kv_heads if kv_heads else heads:
             legal = f"a multiple of the {kv_heads} query and key heads, not {heads} heads"

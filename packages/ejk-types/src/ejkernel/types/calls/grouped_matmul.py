@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel.types.arrays import is_eight_bit, result_dtype
-from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, Weights, invalid, out_of_range
 
@@ -25,7 +25,7 @@ class GroupedMatmul(Call):
     )
 
     @staticmethod
-    def takes(
+    def signature(
         lhs: F[Array, "rows inner"],
         rhs: Weights[Array, "groups _ _"],
         group_sizes: I[Array, " all_groups"],
@@ -50,11 +50,11 @@ class GroupedMatmul(Call):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         """Sizes and the first group are not negative; a sum above the rows is clipped later."""
-        sizes = values.known_indices(a["group_sizes"])
+        sizes = values.concrete_indices(a["group_sizes"])
         if sizes is not None and (sizes < 0).any():
             r = int(np.flatnonzero(sizes < 0)[0])
             raise out_of_range(f"group_sizes[{r}]", "a size >= 0", int(sizes[r]))
-        first = values.known(a["group_offset"])
+        first = values.concrete_value(a["group_offset"])
         if first is not None and first.size == 1 and first.dtype.kind in "iu":
             value = int(first.reshape(()))
             total, held = (getattr(a[name], "shape", ()) for name in ("group_sizes", "rhs"))
@@ -65,9 +65,9 @@ class GroupedMatmul(Call):
         values.integer_to_array(a, "group_offset")
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Shapes that fit each other, and the dtype of the output."""
-        settle.precision(a)
+        canonicalize.precision(a)
         lhs, rhs, out, scale = (a[n] for n in ("lhs", "rhs", "existing_out", "rhs_scale"))
         inner, columns = rhs.shape[1:][::-1] if a["transpose_rhs"] else rhs.shape[1:]
         if lhs.shape[1] != inner:
@@ -82,8 +82,8 @@ class GroupedMatmul(Call):
             raise invalid("existing_out", f"float[{lhs.shape[0]}, {columns}]", out)
         dtype = a["preferred_element_type"]
         if dtype is not None:
-            a["preferred_element_type"] = settle.float_dtype("preferred_element_type", dtype)
-        settle.scalar_index(a, "group_offset")
+            a["preferred_element_type"] = canonicalize.float_dtype("preferred_element_type", dtype)
+        canonicalize.scalar_index(a, "group_offset")
         if scale is None:
             return
         if scale.shape not in ((), (held,), (held, columns)):
@@ -96,7 +96,7 @@ class GroupedMatmul(Call):
             )
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
         """Each shard of rows has the part of every group that lies in it."""
         if shard.parts("rows") == 1:
             return
@@ -106,7 +106,7 @@ class GroupedMatmul(Call):
         a["group_sizes"] = inside[1] - inside[0]
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zero, or what is added to it, where an axis has no entries."""
         lhs, rhs, existing = a["lhs"], a["rhs"], a["existing_out"]
         if 0 not in (*lhs.shape, *rhs.shape):

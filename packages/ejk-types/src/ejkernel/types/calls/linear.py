@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types import softmax
-from ejkernel.types.calls import settle
+from ejkernel.types.attention import softmax
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, invalid, out_of_range
 
@@ -32,11 +32,11 @@ class LinearCall(Call):
 
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
-        return cls.asked(a, ("batch seq heads v_dim", cls._state(a)))
+        return cls.select_outputs(a, ("batch seq heads v_dim", cls._state(a)))
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
-        super().canonicalise(a)
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
         state, cu = a["initial_state"], a["cu_seqlens"]
         n = a["query"].shape[0] if cu is None else cu.shape[0] - 1
         if state is not None and state.shape[0] != n:
@@ -45,7 +45,7 @@ class LinearCall(Call):
             raise invalid("initial_state", legal, state)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zeros and the initial states where an axis has no entries."""
         (b, s, _, dk), dv, cu = a["query"].shape, a["value"].shape[3], a["cu_seqlens"]
         h = cls.num_heads(a)
@@ -58,14 +58,14 @@ class LinearCall(Call):
         return jnp.zeros((b, s, h, dv), a["query"].dtype), table.astype(jnp.float32)
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+    def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
         """The output, and the states that a gradient starts from."""
         o, *rest = outputs
-        return (softmax.named_out(o), *rest), softmax.named_lse(saved)
+        return (softmax.name_output(o), *rest), softmax.name_lse(saved)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call; gates that decay."""
+        """Returns samples whose gates decay."""
         found = super().samples(a, rng)
         for name in ("g", "g_gamma", "gk", "gv"):
             gate = a.get(name)
@@ -82,7 +82,7 @@ class RecurrentAttention(LinearCall):
     algorithm = "recurrent"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -106,7 +106,7 @@ class GLAttention(LinearCall):
     algorithm = "gla"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -128,7 +128,7 @@ class LightningAttention(LinearCall):
     algorithm = "lightning_attn"
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads key_dim"],
         key: F[Array, "batch seq kv_heads key_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -143,9 +143,9 @@ class LightningAttention(LinearCall):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
-        super().canonicalise(a)
-        settle.positive(a, "num_layers")
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
+        canonicalize.positive(a, "num_layers")
         layers, index = a["num_layers"], a["layer_idx"]
         if not 0 <= index < layers:
             raise out_of_range("layer_idx", f"0 <= layer_idx < num_layers = {layers}", index)

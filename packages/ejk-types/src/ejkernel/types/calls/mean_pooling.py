@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import as_bool, at_most
-from ejkernel.types.calls import settle
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, Flags, I, invalid
 
@@ -18,7 +18,7 @@ class MeanPooling(Call):
     name = "mean_pooling"
 
     @staticmethod
-    def takes(
+    def signature(
         x: F[Array, "batch seq *channels"] | F[Array, " tokens *channels"],
         cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
         *,
@@ -36,15 +36,15 @@ class MeanPooling(Call):
         return (group + (" *channels" if a["chunk_size"] is None else " chunks *channels"),)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Token axis, chunk size and mask agree."""
         x, mask, packed = a["x"], a["attention_mask"], a["cu_seqlens"] is not None
         axis = 0 if packed else 1
         if x.ndim < axis + 2:
             form = "float[tokens, *channels]" if packed else "float[batch, seq, *channels]"
             raise invalid("x", f"{form} with at least one channel axis", x)
-        settle.at_least_one(a, "cu_seqlens")
-        settle.positive(a, "chunk_size", "an integer >= 1, or None")
+        canonicalize.at_least_one(a, "cu_seqlens")
+        canonicalize.positive(a, "chunk_size", "an integer >= 1, or None")
         if a["chunk_size"] is not None:
             a["chunk_size"] = max(at_most(a["chunk_size"], x.shape[axis]), 1)
         if mask is not None:
@@ -54,7 +54,7 @@ class MeanPooling(Call):
 
     @classmethod
     def _shapes(cls, a: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the means, and of x as ``[batch, rows, channels]``."""
+        """Returns the shapes of the means, and of x as ``[batch, rows, channels]``."""
         x, cu, chunk = a["x"], a["cu_seqlens"], a["chunk_size"]
         batch, rows, *channels = x.shape if cu is None else (1, *x.shape)
         groups = batch if cu is None else cu.shape[0] - 1
@@ -69,7 +69,7 @@ class MeanPooling(Call):
         return {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"], "kept": kept}
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Means over nothing are 0."""
         out, rows = cls._shapes(a)
         return (jnp.zeros(out, a["x"].dtype),) if 0 in (*out, *rows) else None

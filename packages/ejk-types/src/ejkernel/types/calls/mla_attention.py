@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls import settle
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, AttentionMask, F, I, invalid
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.problem import Problem
+from ejkernel.types.calls.words import Array, AttentionMask, F, I, Key, invalid
+from ejkernel.types.masks.mask_info import MaskInfo
 
 Struct = jax.ShapeDtypeStruct
 LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
@@ -20,9 +20,9 @@ LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
 class FlashMLA(SoftmaxCall):
     """Multi-head latent attention for training and prefill.
 
-    Its facts are those of flash attention on what it expands to; a kernel gets query, key_value,
+    Its problem is that of flash attention on what it expands to; a kernel gets query, key_value,
     w_kc, w_vc, b_q and b_k as they are, those given, and the rest as flash attention does
-    (``ejkernel.types.latent`` is the way from one to the other).
+    (``ejkernel.types.attention.latent`` is the way from one to the other).
     """
 
     name = "mla_attention"
@@ -30,7 +30,7 @@ class FlashMLA(SoftmaxCall):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads q_dim"],
         key_value: F[Array, "batch kv_len latent"],
         w_kc: F[Array, "latent kv_heads nope_dim"],
@@ -49,16 +49,16 @@ class FlashMLA(SoftmaxCall):
         sliding_window: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         return_lse: bool = False,
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Rotary forms, head groups and the default scale."""
         query, key_value, w_kc, b_q, b_k = (a[name] for name in (*LATENT[:3], *LATENT[4:]))
         heads, kv_heads, nope = query.shape[2], w_kc.shape[1], w_kc.shape[2]
-        settle.check_groups("w_kc", heads, kv_heads, w_kc)
+        canonicalize.check_groups("w_kc", heads, kv_heads, w_kc)
         if b_q is not None and b_k is None:
             raise ValueError("b_q: given without b_k, expected both, b_k alone or neither")
         rope = 0 if b_k is None else b_k.shape[-1]
@@ -68,7 +68,7 @@ class FlashMLA(SoftmaxCall):
             raise invalid("query", f"last axis {want} = {parts}", query)
         if a["softmax_scale"] is None:
             a["softmax_scale"] = float(max(nope + rope, 1)) ** -0.5
-        super().canonicalise(a)
+        super().canonicalize(a)
         if a["cu_seqlens"] is not None and query.shape[1] != key_value.shape[1]:
             legal = f"kv_len equal to q_len {query.shape[1]} with cu_seqlens"
             raise invalid("key_value", legal, key_value)
@@ -101,8 +101,8 @@ class FlashMLA(SoftmaxCall):
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         given = {name: a[name] for name in LATENT if a[name] is not None}
-        return given | cls.beside(cls._expanded(a), problem)
+        return given | cls.other_operands(cls._expanded(a), problem)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
-        return super().without_work(cls._expanded(a), problem)
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        return super().empty_outputs(cls._expanded(a), problem)

@@ -1,18 +1,18 @@
 """The call of mla_decode."""
 
-from ejkernel.types.calls import values
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, out_of_range
 
 
-class MLADecode(Call):
+class MLADecode(PagedCall):
     """Multi-head latent attention for decoding, in latent space."""
 
     name = "mla_decode"
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch heads cache_dim"] | F[Array, "batch q_len heads cache_dim"],
         latent_cache: Cache[Array, "pages page_size cache_dim"],
         context_lens: I[Array, " batch"],
@@ -31,17 +31,17 @@ class MLADecode(Call):
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         rows = "batch heads" if a["query"].ndim == 3 else "batch q_len heads"
-        return cls.asked(a, (rows + " latent_dim", rows))
+        return cls.select_outputs(a, (rows + " latent_dim", rows))
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         super().check_values(a)
-        values.check_tables(a, "context_lens", "latent_cache")
+        cls.check_tables(a)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """The value part lies inside a cache row."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         dim, whole = a["latent_dim"], a["latent_cache"].shape[-1]
         if not 1 <= dim <= whole:
             raise out_of_range("latent_dim", f"1 to {whole}, the last axis of latent_cache", dim)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.arrays import at_most
-from ejkernel.types.calls import settle, values
+from ejkernel.types.calls import canonicalize, values
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I, out_of_range
 
@@ -19,7 +19,7 @@ class NativeSparseAttention(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch seq heads head_dim"],
         key: F[Array, "batch seq kv_heads head_dim"],
         value: F[Array, "batch seq kv_heads v_dim"],
@@ -40,29 +40,29 @@ class NativeSparseAttention(Call):
     def check_values(cls, a: Arguments) -> None:
         """Every token reads at least one block."""
         super().check_values(a)
-        counts = values.known(a["block_counts"])
+        counts = values.concrete_value(a["block_counts"])
         if counts is not None and counts.ndim and counts.dtype.kind in "iu" and (counts < 1).any():
             at = tuple(map(int, np.argwhere(counts < 1)[0]))
             where = ", ".join(map(str, at))
             raise out_of_range(f"block_counts[{where}]", "a count >= 1", int(counts[at]))
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Counts and sizes."""
-        super().canonicalise(a)
-        settle.positive(a, "block_size")
+        super().canonicalize(a)
+        canonicalize.positive(a, "block_size")
         # blocks that no sequence fills are all alike: the tokens of one are not padded to its size
         a["block_size"] = at_most(a["block_size"], a["key"].shape[1] + 1)
-        settle.positive(a, "max_block_count", "an integer >= 1, or None")
+        canonicalize.positive(a, "max_block_count", "an integer >= 1, or None")
         if isinstance(a["block_counts"], int):
-            settle.positive(a, "block_counts")
+            canonicalize.positive(a, "block_counts")
             a["block_counts"] = min(a["block_counts"], a["max_block_count"] or a["block_counts"])
         if a["g_swa"] is not None and a["sliding_window"] is None:
             raise ValueError("g_swa: given without sliding_window, which switches that branch on")
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call; of each token the last blocks before it."""
+        """Returns samples that choose the last blocks before each token."""
         found = super().samples(a, rng)
         s, indices = a["query"].shape[1], a["block_indices"]
         if indices is not None:

@@ -5,20 +5,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.types.calls import values
+from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I
 
 
-class PageAttention(AttentionCall):
+class PageAttention(PagedCall, AttentionCall):
     """One decode token per sequence over a paged cache."""
 
     name = "page_attention"
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
         key_cache: Cache[Array, "pages page_size kv_heads head_dim"],
         value_cache: Cache[Array, "pages page_size kv_heads v_dim"],
@@ -41,32 +41,11 @@ class PageAttention(AttentionCall):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         super().check_values(a)
-        values.check_tables(a, "context_lens", "key_cache")
+        cls.check_tables(a)
 
     @classmethod
-    def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
-        """q ``[b, h, d]``, k and v pages, lens, tables, sink ``[h, n]``, k_scale, v_scale."""
-        query = a["query"]
-        return {
-            "q": query if query.ndim == 3 else query[:, 0],
-            "k": a["key_cache"],
-            "v": a["value_cache"],
-            "lens": a["context_lens"],
-            "tables": a["block_tables"],
-            "sink": a["softmax_aux"],
-            "k_scale": a["k_scale"],
-            "v_scale": a["v_scale"],
-        }
-
-    @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         query, values, table = a["query"], a["value_cache"], a["block_tables"]
-        rows = (query.shape[0], query.shape[-2], values.shape[3])
-        return (
-            (jnp.zeros(rows, query.dtype),) if 0 in (*rows, *values.shape, *table.shape) else None
-        )
-
-    @classmethod
-    def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        (o,) = outputs
-        return o if a["query"].ndim == 3 else o[:, None]
+        shape = (*query.shape[:-1], values.shape[3])
+        empty = 0 in (*shape, *values.shape, *table.shape)
+        return (jnp.zeros(shape, query.dtype),) if empty else None

@@ -16,7 +16,7 @@ class RaggedDecodeAttention(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch 1 heads head_dim"] | F[Array, "batch heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],

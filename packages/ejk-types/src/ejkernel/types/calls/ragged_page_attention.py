@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls import settle, values
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls import canonicalize, values
+from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
 
-class RaggedPageAttention(Call):
+class RaggedPageAttention(PagedCall):
     """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
     name = "ragged_page_attention"
@@ -18,7 +19,7 @@ class RaggedPageAttention(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         queries: F[Array, "tokens heads head_dim"],
         kv_pages: Cache[Array, "pages page_size combined_kv_heads head_dim"],
         context_lens: I[Array, " sequences"],
@@ -36,28 +37,28 @@ class RaggedPageAttention(Call):
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        rows = values.known(a["num_seqs"])
-        if rows is not None:  # rows past the valid ones may hold anything
-            total = (*getattr(a["context_lens"], "shape", ()), 0)[0]
-            if rows.size == 1 and not 0 <= int(rows.reshape(())) <= total:
+        count = values.concrete_value(a["num_seqs"])
+        if count is not None:  # rows past the valid ones may hold anything
+            total, value = a["context_lens"].shape[0], int(count.reshape(()))
+            if not 0 <= value <= total:
                 legal = f"0 to {total}, the rows of context_lens"
-                raise out_of_range("num_seqs", legal, int(rows.reshape(())))
-            values.check_sequences(a, "context_lens", rows)
-            values.check_tables(a, "context_lens", "kv_pages", rows=rows)
+                raise out_of_range("num_seqs", legal, value)
+            cls.check_sequences(a, value)
+            cls.check_tables(a, value)
         values.integer_to_array(a, "num_seqs")
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """Pages hold keys and values of each head in turn."""
         heads, odd = divmod(a["kv_pages"].shape[2], 2)
         if odd:
             legal = "an even axis 2: keys and values of each kv head in turn"
             raise invalid("kv_pages", legal, a["kv_pages"])
-        settle.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
-        super().canonicalise(a)
-        settle.scalar_index(a, "num_seqs")
+        canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
+        super().canonicalize(a)
+        canonicalize.scalar_index(a, "num_seqs")
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call, all rows of the table in use."""
+        """Returns samples that use all rows of the table."""
         return super().samples(a, rng) | {"num_seqs": np.int32(a["block_tables"].shape[0])}

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.calls import values
-from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
 
 
-class RaggedPageAttentionv3(Call):
+class RaggedPageAttentionv3(PagedCall):
     """Cache update and mixed prefill/decode attention in one call."""
 
     name = "ragged_page_attention_v3"
@@ -19,7 +20,7 @@ class RaggedPageAttentionv3(Call):
     normal_samples = True
 
     @staticmethod
-    def takes(
+    def signature(
         queries: F[Array, "tokens heads head_dim"],
         keys: F[Array, "tokens kv_heads head_dim"] | Cache[Array, "tokens kv_heads head_dim"],
         values: F[Array, "tokens kv_heads head_dim"] | Cache[Array, "tokens kv_heads head_dim"],
@@ -42,21 +43,21 @@ class RaggedPageAttentionv3(Call):
     @classmethod
     def check_values(cls, a: Arguments) -> None:
         """``distribution``: decode, prefill and all sequence numbers, in order."""
-        ends = values.known(a["distribution"])
+        ends = values.concrete_value(a["distribution"])
         if ends is None or ends.shape != (3,):
             return
-        limit = (*getattr(a["kv_lens"], "shape", ()), 0)[0]
+        limit = a["kv_lens"].shape[0]
         i, j, m = (int(x) for x in ends)
         if not 0 <= i <= j <= m <= limit:
             raise out_of_range("distribution", f"0 <= i <= j <= m <= {limit} sequences", (i, j, m))
         # rows past the valid ones may hold anything
-        values.check_sequences(a, "kv_lens", np.asarray(m))
-        values.check_tables(a, "kv_lens", "kv_cache", rows=np.asarray(m))
+        cls.check_sequences(a, m)
+        cls.check_tables(a, m)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """The cache is plain (rank 4) or packed (rank 5)."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         cache, (_, heads, dim) = a["kv_cache"], a["keys"].shape
         legal: tuple[int, ...] = (2 * heads, dim)
         if cache.ndim != 4:
@@ -78,6 +79,6 @@ class RaggedPageAttentionv3(Call):
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """As of every call, all rows of the table in use."""
+        """Returns samples that use all rows of the table."""
         ends = np.array([0, 0, a["kv_lens"].shape[0]], np.int32)
         return super().samples(a, rng) | {"distribution": ends}

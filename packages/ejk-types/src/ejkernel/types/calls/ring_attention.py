@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ejkernel.types.arrays import MAX_LENGTH
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
-from ejkernel.types.calls.words import Array, F, I, invalid
-from ejkernel.types.combine import mask_of
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.calls.words import Array, F, I, Key, invalid, out_of_range
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.mask_info import MaskInfo
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -20,9 +21,10 @@ class RingAttention(AttentionCall):
 
     name = "ring_attention"
     seeds = ("dropout_seed",)
+    symbolic = ("batch",)  # lengths decide how many hops the ring takes
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],
@@ -39,7 +41,7 @@ class RingAttention(AttentionCall):
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | I[Array, ""] | None = None,
+        dropout_seed: int | I[Array, ""] | Key[Array, ""] | None = None,
         layout: Literal["contiguous", "zigzag"] = "contiguous",
         return_lse: bool = False,
         precision: jax.lax.PrecisionLike = None,
@@ -47,14 +49,14 @@ class RingAttention(AttentionCall):
     ) -> None: ...
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
+    def canonicalize(cls, a: Arguments) -> None:
         """A known layout, lengths that fit it where the arrays are one device's, ids of keys."""
-        super().canonicalise(a)
+        super().canonicalize(a)
         if a["layout"] not in LAYOUTS:
             raise ValueError(f"layout: given {a['layout']!r}, expected one of {', '.join(LAYOUTS)}")
         bound = axis_is_bound(a["axis_name"])
         if bound:
-            check_ring_lengths(a, 1, whole_keys=jax.lax.axis_size(a["axis_name"]))
+            check_ring_lengths(a, 1, shards=jax.lax.axis_size(a["axis_name"]))
         q_ids, kv_ids = a["q_segment_ids"], a["kv_segment_ids"]
         if q_ids is None and kv_ids is not None:
             alone = "given without q_segment_ids, expected both or neither"
@@ -68,7 +70,7 @@ class RingAttention(AttentionCall):
 
 
 def axis_is_bound(name: Any) -> bool:
-    """Whether a mesh axis is bound here, as it is inside ``shard_map``."""
+    """Returns whether a mesh axis is bound here, as it is inside ``shard_map``."""
     try:
         jax.lax.axis_size(name)
     except NameError:
@@ -76,15 +78,22 @@ def axis_is_bound(name: Any) -> bool:
     return True
 
 
-def check_ring_lengths(a: Arguments, devices: int, *, whole_keys: int) -> None:
-    """Lengths divide over the ring; the key axis of a bias is whole."""
+def check_ring_lengths(a: Arguments, devices: int, *, shards: int) -> None:
+    """Lengths fit the ring and divide over it; the key axis of a bias is whole.
+
+    Global arrays are divided over ``devices``; of local ones each of ``shards`` devices has one.
+    """
     step = devices * (2 if a["layout"] == "zigzag" else 1)
     for name in ("query", "key"):
+        if a[name].shape[1] > MAX_LENGTH // shards:
+            ring = f"the {shards} devices of axis {a['axis_name']!r}"
+            legal = f"at most {MAX_LENGTH // shards}, {MAX_LENGTH} on {ring}"
+            raise out_of_range(f"{name}.shape[1]", legal, a[name].shape[1])
         if a[name].shape[1] % step:
             why = f"the {devices} devices of axis {a['axis_name']!r}"
             if a["layout"] == "zigzag":
                 why = f"two chunks on each of {why}" if devices > 1 else "the two chunks of zigzag"
             raise invalid(name, f"a length divisible by {step}, for {why}", a[name])
-    keys = a["key"].shape[1] * whole_keys
+    keys = a["key"].shape[1] * shards
     if a["bias"] is not None and a["bias"].shape[-1] != keys:
         raise invalid("bias", f"all {keys} keys on its last axis", a["bias"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ejkernel.types.calls.softmax import SoftmaxCall
 from ejkernel.types.calls.words import Array, AttentionMask, F, I
-from ejkernel.types.mask_info import MaskInfo
+from ejkernel.types.masks.mask_info import MaskInfo
 
 
 class ScaledDotProductAttention(SoftmaxCall):
@@ -14,7 +14,7 @@ class ScaledDotProductAttention(SoftmaxCall):
     outputs = ("batch q_len heads v_dim",)
 
     @staticmethod
-    def takes(
+    def signature(
         query: F[Array, "batch q_len heads head_dim"],
         key: F[Array, "batch kv_len kv_heads head_dim"],
         value: F[Array, "batch kv_len kv_heads v_dim"],

@@ -22,6 +22,19 @@ from ejkernel.types.errors import InvalidArgument
 TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 REQUIRED = inspect.Parameter.empty
 
+NAMES_ELSEWHERE = {
+    "is_causal": ("causal",),
+    "mask": ("attention_mask", "mask_info=MaskInfo(attention_mask=mask)"),
+    "scale": ("softmax_scale",),
+    "sm_scale": ("softmax_scale",),
+    "segment_ids": ("q_segment_ids", "mask_info=MaskInfo.from_segments(segment_ids)"),
+    "local_window_size": ("sliding_window",),
+    "window_size": ("sliding_window",),
+    "softcap": ("logits_soft_cap",),
+    "sinks": ("softmax_aux",),
+}
+"""Arguments of other attention libraries, and ours that take their place; the first one counts."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -152,12 +165,20 @@ class Boundary:
             named[name] = value
         unknown = [name for name in kwargs if name not in named]
         if unknown:
-            raise TypeError(f"{label}() got an unexpected keyword argument {unknown[0]!r}")
+            text = f"{label}() got an unexpected keyword argument {unknown[0]!r}"
+            raise TypeError(text + self._name_here(unknown[0]))
         named.update(kwargs)
         missing = [name for name, value in named.items() if value is REQUIRED]
         if missing:
             raise TypeError(f"{label}() is missing the argument {missing[0]!r}")
         return named
+
+    def _name_here(self, foreign: str) -> str:
+        """Words an error about an unknown argument: our name for it, or nothing."""
+        for ours in NAMES_ELSEWHERE.get(foreign, ()):
+            if ours.partition("=")[0] in self.names:
+                return f"; here it is {ours}"
+        return ""
 
     def differing(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that are not their defaults: what a call has to carry."""

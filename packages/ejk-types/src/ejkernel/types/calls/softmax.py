@@ -1,4 +1,4 @@
-"""What the calls of flash-type attention leave to a kernel: facts, arrays, results."""
+"""What the calls of flash-type attention leave to a kernel: problem, arrays, results."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, ClassVar
 
 import jax
 
-from ejkernel.types import attention as arg
-from ejkernel.types import softmax
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.calls import settle
+from ejkernel.types.attention import operands as arg
+from ejkernel.types.attention import softmax
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.calls import canonicalize
 from ejkernel.types.calls.spec import Call
-from ejkernel.types.combine import mask_of
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Rules, split_mask
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.structure import Rules, split_mask
 
 QKV = {"q": "query", "k": "key", "v": "value"}
 _MASKS = ("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k")
 
 
 def _packed(a: Mapping[str, Any]) -> bool:
-    """Whether the mask has yet to be joined with cumulative lengths."""
+    """Returns whether the mask has yet to be joined with cumulative lengths."""
     return a.get("cum_seqlens_q") is not None
 
 
@@ -36,8 +36,8 @@ class AttentionCall(Call):
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        return softmax.named(*outputs), softmax.named_lse(saved)
+    def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        return softmax.name_residuals(*outputs), softmax.name_lse(saved)
 
 
 class SoftmaxCall(AttentionCall):
@@ -48,7 +48,7 @@ class SoftmaxCall(AttentionCall):
     ``[1, 3]``; it gives o ``[b, q, h, dv]`` and the natural lse float32 ``[b, h, q]``.
     """
 
-    merged: ClassVar[Mapping[str, str]] = {**settle.MERGED_MASKS, "init_bias": "bias"}
+    merged: ClassVar[Mapping[str, str]] = {**canonicalize.MERGED_MASKS, "init_bias": "bias"}
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Problem:
@@ -73,7 +73,7 @@ class SoftmaxCall(AttentionCall):
 
     @staticmethod
     def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
-        """What ``read`` finds in the mask of a call, from shapes alone. May raise Unsupported."""
+        """Returns what ``read`` finds in the mask, from shapes alone. May raise Unsupported."""
         packed = _packed(a)
         arrays = {name: a.get(name) for name in _MASKS} if packed else a["mask_info"]
         if not jax.tree.leaves(arrays):
@@ -89,11 +89,11 @@ class SoftmaxCall(AttentionCall):
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
         given = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
-        return given | cls.beside(a, problem)
+        return given | cls.other_operands(a, problem)
 
     @staticmethod
-    def beside(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-        """What a kernel gets beside q, k and v."""
+    def other_operands(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+        """Returns the operands of a kernel other than q, k and v."""
         return {
             "bias": arg.bias_of_rows(a.get("bias"), problem.q_len),
             "sink": arg.sink_logit(a.get("softmax_aux")),
@@ -102,8 +102,8 @@ class SoftmaxCall(AttentionCall):
         }
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
-        nothing = softmax.without_work(a["query"], a["key"], a["value"])
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+        nothing = softmax.empty_outputs(a["query"], a["key"], a["value"])
         return None if nothing is None else (nothing[0], nothing[1].swapaxes(1, 2))
 
     @classmethod

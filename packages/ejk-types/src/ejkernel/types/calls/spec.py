@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.arrays import check_int32, is_symbolic
-from ejkernel.types.calls import drawn, settle, values
+from ejkernel.types.arrays import MAX_LENGTH, check_int32, is_symbolic
+from ejkernel.types.calls import canonicalize, drawn, values
 from ejkernel.types.calls.axes import bare
 from ejkernel.types.calls.signature import Boundary, axes_of
-from ejkernel.types.calls.words import invalid
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.calls.words import invalid, out_of_range
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.structure import Unsupported
 
 Arguments = dict[str, Any]
 Step = Callable[[Arguments], None]
@@ -26,35 +26,36 @@ _NUMBER = {int}
 class Call:
     """The calls of one operation; a subclass is used as it is and never instantiated.
 
-    A subclass has ``takes``, a function whose parameters are those of the operation, annotated
+    A subclass has ``signature``, a function whose parameters are those of the operation, annotated
     with the words of ``words``, and overrides the other methods where it needs to. What arguments
-    of one name ask for in every operation, ``values.BY_NAME`` and ``settle.BY_NAME`` say.
+    of one name ask for in every operation, ``values.BY_NAME`` and ``canonicalize.BY_NAME`` say.
 
     Attributes:
         name: of the operation, as users call it.
         algorithm: its name in a registry; default: ``name``.
         symbolic: the axes that an exported program may leave open.
         outputs: axes of every output, in the words of the signature; ``=name``: an argument's.
-        asks_for_more: the flag without which there is only the first output; "": none.
+        extra_outputs_flag: the flag without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
-        indifferent: arguments that change what is computed and not how it is cut into tiles.
-        extents: static integers that say how wide something is.
+        untuned_arguments: arguments that change what is computed and not how it is cut into tiles.
+        size_arguments: static integers that say how wide something is.
         divisors: scales that something is divided by, so that they are never 0.
         normal_samples: whether sample inputs are normal numbers, of both signs.
-        merged: arguments that ``check_values`` or ``canonicalise`` moves into another one, and the
+        merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
-        boundary: the parameters, read from ``takes``.
-        Facts: tuple with a field for every parameter but ``mask_info``.
+        boundary: the parameters, read from ``signature``.
+        StaticArguments: tuple with a field for every parameter but ``mask_info``.
+        Options: tuple with a field for every parameter whose annotation is no array.
         Unsupported: what ``problem`` raises for a call that no kernel of its kind can do.
     """
 
     name: ClassVar[str]
     algorithm: ClassVar[str] = ""
     outputs: ClassVar[tuple[str, ...]] = ()
-    asks_for_more: ClassVar[str] = ""
+    extra_outputs_flag: ClassVar[str] = ""
     seeds: ClassVar[tuple[str, ...]] = ()
-    indifferent: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
-    extents: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
+    untuned_arguments: ClassVar[frozenset[str]] = frozenset({"softmax_scale", "return_lse"})
+    size_arguments: ClassVar[frozenset[str]] = frozenset({"sliding_window", "chunk_size"})
     divisors: ClassVar[tuple[str, ...]] = ()
     normal_samples: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, str]] = {}
@@ -62,27 +63,30 @@ class Call:
         "batch", "states", "q_len", "kv_len", "seq", "tokens", "rows", "q_blocks", "kv_blocks",
         "pages", "max_blocks", "inner", "columns", "channels",
     )  # fmt: skip
-    takes: ClassVar[Any]
+    signature: ClassVar[Any]
     boundary: ClassVar[Boundary]
-    Facts: ClassVar[Any]
+    StaticArguments: ClassVar[Any]
+    Options: ClassVar[Any]
     Unsupported: ClassVar[type[Exception]] = Unsupported
     _before: ClassVar[tuple[Step, ...]] = ()
     _inside: ClassVar[tuple[Step, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "takes" not in vars(cls):
+        if "signature" not in vars(cls):
             return
-        cls.boundary = Boundary.of(cls.name, cls.takes, cls.seeds)
+        cls.boundary = Boundary.of(cls.name, cls.signature, cls.seeds)
         cls.boundary.check_words(cls.outputs)
         cls.algorithm = cls.algorithm or cls.name
         flags = (name for name in cls.boundary.names if name.startswith("return_"))
-        cls.asks_for_more = next(flags, "")
+        cls.extra_outputs_flag = next(flags, "")
         names = [name for name in cls.boundary.names if name != "mask_info"]
-        cls.Facts = namedtuple(f"{cls.__name__}Facts", names)
+        cls.StaticArguments = namedtuple(f"{cls.__name__}Arguments", names)
+        static = [name for name in names if name in cls.boundary.static_names]
+        cls.Options = namedtuple(f"{cls.__name__}Options", static)
         cls._before, cls._inside = (
             tuple(dict.fromkeys(step for name, step in table.items() if name in names))
-            for table in (values.BY_NAME, settle.BY_NAME)
+            for table in (values.BY_NAME, canonicalize.BY_NAME)
         )
 
     # ---- what a subclass says ---------------------------------------------------------------
@@ -94,10 +98,24 @@ class Call:
             step(a)
 
     @classmethod
-    def canonicalise(cls, a: Arguments) -> None:
-        """Check how arguments agree, then settle what is optional, in place."""
+    def canonicalize(cls, a: Arguments) -> None:
+        """Check how arguments agree, then canonicalize what is optional, in place."""
         for step in cls._inside:
             step(a)
+
+    @classmethod
+    def cautions(cls, a: Arguments) -> Iterator[str]:
+        """Yield sentences about a call that is legal, but probably not what its caller wants.
+
+        The arguments have the right form and are not canonical yet.
+        """
+        if a.get("dropout_prob") and any(a[name] is None for name in cls.seeds):
+            yield (
+                f"{cls.name}: dropout_prob without dropout_seed drops the same entries in every "
+                "call; give a key for each call, such as "
+                "dropout_seed=jax.random.fold_in(key, step), or a seed that is made of one, "
+                'jax.random.bits(key, (), "uint32")'
+            )
 
     @classmethod
     def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
@@ -107,16 +125,16 @@ class Call:
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         """Axes of the outputs of this call."""
-        return cls.asked(a, cls.outputs)
+        return cls.select_outputs(a, cls.outputs)
 
     @classmethod
-    def localise(cls, a: Arguments, shard: Any) -> None:
-        """Adapt settled arguments of one shard to what the operation means for all of them.
+    def to_shard(cls, a: Arguments, shard: Any) -> None:
+        """Adapt canonical arguments of one shard to what the operation means for all of them.
 
         ``shard`` has ``parts(word)``, over how many devices an axis is spread, and of this one
         ``offset(word)``, its first index, and ``local(word)``, its size.
         """
-        settle.local_seeds(a, shard, *cls.seeds)
+        canonicalize.local_seeds(a, shard, *cls.seeds)
 
     # ---- the two steps of a call ------------------------------------------------------------
 
@@ -144,48 +162,68 @@ class Call:
         values.seeds_to_arrays(a, *cls.seeds)
         try:
             for name in boundary.index_names:
-                check_int32(a[name], name)
+                if getattr(a[name], "dtype", np.int32) != np.int32:
+                    check_int32(a[name], name)
             for name in boundary.scale_names:
                 values.scale_to_array(a, name, divide=name in cls.divisors)
             cls.check_values(a)
-        except (LookupError, TypeError, ValueError):
-            boundary.check(a)  # a wrong form is why values look wrong, where it is one
+        except (AttributeError, LookupError, TypeError, ValueError):
+            cls.bind(dict(a))  # a wrong form is why values look wrong, where it is one
             raise
         return a
 
     @classmethod
-    def bind(cls, a: Arguments, *, typecheck: bool = True) -> Arguments:
-        """Canonical arguments, inside the trace: dtypes, ranks and axes checked, options settled.
+    def bind(
+        cls,
+        a: Arguments,
+        *,
+        typecheck: bool = True,
+        warn: Callable[[str], object] | None = None,
+    ) -> Arguments:
+        """Canonical arguments, inside the trace: dtypes, ranks and axes checked.
 
-        Canonical arguments stay as they are.
+        Canonical arguments stay as they are. ``warn`` is called with each of the ``cautions``.
 
         Raises:
             InvalidArgument: wrong dtype, rank, axis size or inconsistent axes.
             ValueError: a value out of range, contradictory arguments.
         """
-        cls.check_symbols(a)
+        cls.check_axes(a)
         if typecheck:
             cls.boundary.check(a)
         for name in cls.boundary.index_names:
             value = a[name]
             if hasattr(value, "dtype") and value.dtype != np.int32:
                 a[name] = jnp.asarray(value).astype(jnp.int32)
-        cls.canonicalise(a)
+        cautions = tuple(cls.cautions(a))
+        cls.canonicalize(a)
+        if warn is not None:
+            for caution in cautions:
+                warn(caution)
         return a
 
     @classmethod
-    def check_symbols(cls, a: Arguments) -> None:
-        """InvalidArgument for a symbolic size on an axis that is not among ``symbolic``."""
+    def check_axes(cls, a: Arguments) -> None:
+        """Check the size of every axis of every array.
+
+        Raises:
+            ValueError: an axis longer than ``MAX_LENGTH``.
+            InvalidArgument: a symbolic size on an axis that is not among ``symbolic``.
+        """
         override: Mapping[str, str] | None = None
         for p in cls.boundary.array_parameters:
             shape = getattr(a[p.name], "shape", ())
-            if set(map(type, shape)) <= _NUMBER:
+            if set(map(type, shape)) <= _NUMBER and max(shape, default=0) <= MAX_LENGTH:
                 continue
             override = cls.argument_axes(a) if override is None else override
-            for word, size in zip(axes_of(p, a[p.name], override), shape, strict=True):
-                axis = bare(word)
-                if is_symbolic(size) and axis not in (*cls.symbolic, "_"):
-                    raise invalid(p.name, cls._needs_number(axis), a[p.name])
+            words = map(bare, axes_of(p, a[p.name], override))
+            for i, (axis, size) in enumerate(zip(words, shape, strict=True)):
+                if is_symbolic(size):
+                    if axis not in (*cls.symbolic, "_"):
+                        raise invalid(p.name, cls._needs_number(axis), a[p.name])
+                elif size > MAX_LENGTH:
+                    legal = f"at most {MAX_LENGTH} for axis {axis!r}"
+                    raise out_of_range(f"{p.name}.shape[{i}]", legal, size)
 
     @classmethod
     def _needs_number(cls, axis: str) -> str:
@@ -200,24 +238,40 @@ class Call:
     # ---- what a kernel asks of canonical arguments ------------------------------------------
 
     @classmethod
-    def facts(cls, a: Mapping[str, Any]) -> Any:
+    def static_arguments(cls, a: Mapping[str, Any]) -> Any:
         """All arguments but ``mask_info``, every array as its shape and dtype; hashable.
 
         Dtypes are names: to NumPy ``np.dtype("float64") == None`` is true, and ``jax.jit`` finds
         its programs by the equality of static arguments alone.
         """
         found = []
-        for name in cls.Facts._fields:
+        for name in cls.StaticArguments._fields:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
             found.append(x)
-        return cls.Facts(*found)
+        return cls.StaticArguments(*found)
 
     @classmethod
-    def given(cls, a: Mapping[str, Any]) -> dict[str, Any]:
+    def options(cls, a: Mapping[str, Any]) -> Any:
+        """Returns the arguments that are no arrays, hashable; dtypes are names, as above.
+
+        None stands for a PRNG key, which is an array in canonical form.
+        """
+        found = []
+        for name in cls.Options._fields:
+            x = a[name]
+            if isinstance(x, np.dtype):
+                x = x.name
+            elif hasattr(x, "shape") and hasattr(x, "dtype"):
+                x = None
+            found.append(x)
+        return cls.Options(*found)
+
+    @classmethod
+    def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among the arguments, and the mask, by name."""
         found = {}
         for name in cls.boundary.names:
@@ -228,38 +282,38 @@ class Call:
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
-        """The static facts a kernel asks for, hashable; arrays may be abstract.
+        """The static properties a kernel asks for, hashable; arrays may be abstract.
 
         Raises:
-            Unsupported: facts that no kernel of this kind takes.
+            Unsupported: a call that no kernel of this kind takes.
         """
-        return cls.facts(a)
+        return cls.static_arguments(a)
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
         """The arrays a kernel reads, by the names it knows them by; None for what is not given."""
-        return cls.given(a)
+        return cls.array_arguments(a)
 
     @classmethod
-    def without_work(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """The outputs of a call without rows, keys or heads; None for every other call."""
         return None
 
     @classmethod
-    def named(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+    def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
         """Outputs, and what a gradient needs beside them, under names for ``jax.checkpoint``."""
         return outputs, saved
 
     @classmethod
     def results(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> Any:
-        """What the operation returns, from what a kernel computes."""
-        outputs = cls.asked(a, outputs)
+        """Returns the result of the operation from the outputs of a kernel."""
+        outputs = cls.select_outputs(a, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     @classmethod
-    def asked(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of all outputs that the call wants."""
-        return outputs if a.get(cls.asks_for_more, True) else outputs[:1]
+    def select_outputs(cls, a: Mapping[str, Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the outputs that the call requests."""
+        return outputs if a.get(cls.extra_outputs_flag, True) else outputs[:1]
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

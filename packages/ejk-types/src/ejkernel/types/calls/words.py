@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Annotated as F
     from typing import Annotated as Flags
     from typing import Annotated as I
+    from typing import Annotated as Key
     from typing import Annotated as Weights
 else:
 
@@ -54,6 +55,11 @@ else:
         """Booleans, or integers where nonzero means true."""
 
         dtypes = (*B.dtypes, *Integers.dtypes)
+
+    class Key(AbstractDtype):
+        """Typed PRNG keys, of whatever generator: what ``jax.random.key`` makes."""
+
+        dtypes = ("prng_key",)
 
     class Cache(AbstractDtype):
         """What a key/value cache may hold: floating point, int8, or an 8-bit float."""
@@ -82,6 +88,7 @@ FAMILY = {
     "Integers": "int",
     "B": "bool",
     "Flags": "bool|int",
+    "Key": "key",
     "Cache": "float|int8|float8",
     "Weights": "float|int8|float8",
 }
@@ -147,7 +154,7 @@ def shown(annotation: Any) -> Shown:
 
 
 def given(value: Any) -> str:
-    """What was passed, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
+    """Describes a value, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = type(value)
         ours = isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
@@ -155,10 +162,6 @@ def given(value: Any) -> str:
         return f"{prefix}{value.dtype}[{', '.join(map(str, value.shape))}]"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-MAX_LENGTH = 2**30
-"""No axis is longer; sums of two lengths of at most this still fit int32 positions."""
 
 
 def invalid(name: str, legal: str, value: Any) -> InvalidArgument:

@@ -7,7 +7,7 @@ differences from them are taken before anything is rounded by a factor.
 
 from __future__ import annotations
 
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 
 LARGE = 2.0**16  # logits from here on: a sum that starts from lse rounds by more than a percent
 

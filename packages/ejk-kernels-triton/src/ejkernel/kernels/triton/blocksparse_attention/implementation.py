@@ -9,8 +9,8 @@ from ejkernel.kernels.triton.flash_attention.implementation import FlashAttentio
 from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
 
 # of a tile: fewer make products of matrix instructions too short, or leave warps without any
 LEAST_WALKED, LEAST_HELD = 32, 64

@@ -19,5 +19,5 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 @functools.cache
 def exact_dim(dim: int) -> bool:
-    """Whether ``split_dim`` needs no padding."""
+    """Returns whether ``split_dim`` needs no padding."""
     return sum(split_dim(dim)) == dim

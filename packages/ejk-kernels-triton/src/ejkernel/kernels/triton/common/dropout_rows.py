@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.dropout import P1, P2, P3, P4, fmix
+from ejkernel.types.attention.dropout import P1, P2, P3, P4, fmix
 
 
 def row_words(seed: jax.Array, batch: int, heads: int, rows: int) -> jax.Array:

@@ -43,7 +43,7 @@ def token_places(page, first, pages, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.constexpr_function
 def whole_pages(page, block):
-    """Whether a block is several whole pages."""
+    """Returns whether a block is several whole pages."""
     return page < block and page & (page - 1) == 0
 
 

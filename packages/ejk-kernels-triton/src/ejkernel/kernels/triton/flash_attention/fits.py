@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.flash_attention import single_row
-from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles, neighbours
+from ejkernel.kernels.triton.flash_attention.tiles import FlashTiles, Tiles, pass_neighbours
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 
 REGISTERS = 255  # a thread can name
 
@@ -50,24 +50,24 @@ def needs(kernel: str, tiles: Tiles, problem: Problem, target: Target) -> Needs:
 
 
 def fits(kernel: str, tiles: Tiles, chosen: Tiles, problem: Problem, target: Target) -> bool:
-    """Whether ``tiles`` may be faster than ``chosen``, the heuristic's."""
+    """Returns whether ``tiles`` may be faster than ``chosen``, the heuristic's."""
     need, usual = (needs(kernel, t, problem, target) for t in (tiles, chosen))
     # less than a wave leaves multiprocessors idle
     idle = need.programs < min(target.cores, usual.programs)
     return need.shared <= target.shared_limit and need.registers <= REGISTERS and not idle
 
 
-def near(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
+def neighbours(problem: Problem, target: Target, chosen: FlashTiles) -> list[FlashTiles]:
     """Tiles worth timing beside the chosen ones: a step away in one pass, as far as they fit."""
     found = []
     if chosen.decode is not None:
-        others = single_row.near(problem, target, chosen.decode)
+        others = single_row.neighbours(problem, target, chosen.decode)
         found += [replace(chosen, decode=tiles) for tiles in others]
     for part, kernel in (("fwd", "forward"), ("dkv", "dkv"), ("dq", "dq")):
         if part == "fwd" and chosen.decode is not None:
             continue
         ours = getattr(chosen, part)
-        for tile in neighbours(ours, problem):
+        for tile in pass_neighbours(ours, problem):
             # a config has one number of warps and of stages for both backward kernels
             apart = part == "dq" and not _same_launch(tile, chosen.dkv)
             if not apart and fits(kernel, tile, ours, problem, target):

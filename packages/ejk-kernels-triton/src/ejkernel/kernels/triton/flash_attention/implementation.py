@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.common.dropout_rows import row_words
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.flash_attention import lists, plans, single_row, tiles
 from ejkernel.kernels.triton.flash_attention.dbias_plan import DbiasPlan
-from ejkernel.kernels.triton.flash_attention.fits import near
+from ejkernel.kernels.triton.flash_attention.fits import neighbours
 from ejkernel.kernels.triton.flash_attention.known_lists import known_walks, walk_name
 from ejkernel.kernels.triton.flash_attention.terms import row_terms
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
@@ -26,10 +26,10 @@ from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.mixins import SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
-from ejkernel.types.structure import HULL, LISTED, block_ranges, operands, split_mask
+from ejkernel.types.masks.structure import HULL, LISTED, block_ranges, operands, split_mask
 
 
 class FlashAttention(SoftmaxKernel, TritonKernel):
@@ -45,23 +45,23 @@ class FlashAttention(SoftmaxKernel, TritonKernel):
     call = calls.FlashAttention
     reads = arguments.FLASH | arguments.PACKED | arguments.DROPOUT | {"bias", "precision"}
     choose = staticmethod(tiles.choose)
-    near = staticmethod(near)
+    neighbours = staticmethod(neighbours)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         problem = self.call.problem(a)
         return replace(problem, precision=precision_name(a.get("precision"), problem.dtype))
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         dims = {"query": problem.dim, "value": problem.value_dim}
         reason = unsupported({"query": problem.dtype}, dims, least=8)
         return reason or refused_precision(problem.precision)
 
-    def comments(self, problem: Problem, target: Target) -> tuple[str, ...]:
+    def notes_on(self, problem: Problem, target: Target) -> tuple[str, ...]:
         if walks_lists(problem, target):
             return (LISTED,)
         return (HULL,) if problem.rules.arrays else ()
 
-    def known(self, work: Work, arrays: Arrays) -> Arrays:
+    def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         p, t, pattern = work.problem, work.tiles, arrays.get("pattern")
         if not isinstance(pattern, np.ndarray) or t.decode is not None:
             return arrays
@@ -111,7 +111,7 @@ def _key_passes(work: Work) -> Iterable[tuple[tuple[str, ...], Tiles]]:
 
 
 def walks_lists(problem: Problem, target: Target) -> bool:
-    """Whether tiles are visited by lists."""
+    """Returns whether tiles are visited by lists."""
     # beside the pointers of a dense mask a list spills but on Hopper
     return problem.pattern_blocks is not None or ("mask" in problem.rules.names and target.hopper)
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from ejkernel.kernels.triton.flash_attention.plans import last_first
 from ejkernel.kernels.triton.flash_attention.tiles import Tiles
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.pattern import visited_tiles
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.pattern import visited_tiles
 
 
 def walk_name(tile: Tiles, by_key: bool) -> str:

@@ -20,11 +20,11 @@ from ejkernel.kernels.triton.flash_attention.tiles import Tiles
 from ejkernel.kernels.triton.launch import Batched, In, Launch, Out, power_of_two, struct
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.types.arrays import namespace
-from ejkernel.types.classify import classify_blocks
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.pattern import Blocks, by_element, in_tiles, inside_blocks
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.pattern import Blocks, by_element, in_tiles, inside_blocks
+from ejkernel.types.masks.structure import Band
 
 CHUNK = 1024  # states a program looks at together
 PROGRAMS = 4096  # programs that are ordered together

@@ -29,8 +29,8 @@ from ejkernel.kernels.triton.launch import (
     struct,
 )
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.problem import LOG2E, Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.masks.structure import Band, Rules
 
 Block = tuple[int, int, int]
 FLOAT = jnp.float32
@@ -100,7 +100,7 @@ class AttentionPlan(Named):
 
     @property
     def longest_first(self) -> bool:
-        """Whether the last blocks come first; where an order is given it says so itself."""
+        """Returns whether the last blocks come first; where an order is given it says so itself."""
         return "order" not in self.names and last_first(self.rules, type(self) is DkvPlan)
 
     def neighbours(self) -> int:
@@ -225,7 +225,7 @@ class AttentionPlan(Named):
 
 
 def last_first(rules: Rules, by_key: bool) -> bool:
-    """Whether the last blocks have the most work, by the band alone.
+    """Returns whether the last blocks have the most work, by the band alone.
 
     Under a causal mask the first keys are seen by the most rows: they are first anyway.
     """
@@ -312,7 +312,7 @@ class DkvPlan(AttentionPlan):
     parts: tuple[str, ...] = ("dk", "dv")
 
     def dp_late(self, target: Target) -> bool:
-        """Whether dp = do v^T waits for the exponentials.
+        """Returns whether dp = do v^T waits for the exponentials.
 
         Before them Hopper's product runs while they are computed, which pays for the few bytes
         that a bias then spills: 467 TFLOP/s, 431 without spills. After, it holds fewer registers

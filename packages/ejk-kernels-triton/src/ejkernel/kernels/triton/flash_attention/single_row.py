@@ -21,13 +21,13 @@ from ejkernel.kernels.triton.page_attention.decoding import NAMES, decoder
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 
 LEAST_KEYS = 1024  # below, a second launch costs more than the keys
 
 
 def possible(problem: Problem) -> bool:
-    """Whether decoding can do the call, and there is something to gain."""
+    """Returns whether decoding can do the call, and there is something to gain."""
     p = problem
     plain = not (p.biased or p.dropout or p.rules.arrays or p.rules.chunk or p.pattern_blocks)
     exact = p.dtype != "float32" or p.precision == "tf32"
@@ -60,9 +60,9 @@ def choose(problem: Problem, target: Target) -> Tiles | None:
     return paged_tiles.choose(decoding(problem), target) if possible(problem) else None
 
 
-def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
     """Launches worth timing."""
-    found = paged_tiles.near(decoding(problem), target, chosen)
+    found = paged_tiles.neighbours(decoding(problem), target, chosen)
     return [replace(tiles, pages=None) for tiles in found]
 
 

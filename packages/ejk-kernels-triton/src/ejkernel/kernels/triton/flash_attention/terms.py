@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.attention.problem import LOG2E, Problem
 
 
 def logit_shift(problem: Problem) -> float:

@@ -12,8 +12,8 @@ from ejkernel.kernels.triton.flash_attention import single_row
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.page_attention.tiles import Tiles as DecodeTiles
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
-from ejkernel.types.problem import Problem
+from ejkernel.ops.params import config_field
+from ejkernel.types.attention.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class FlashTiles:
         rows = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": rows | bwd}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> FlashTiles:
         """These tiles with what a config says instead: blocks of queries are the usual kernel's."""
-        fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
+        fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
         decode = self.decode
-        if decode is None or field(fwd, "q_blocksize") is not None:
+        if decode is None or config_field(fwd, "q_blocksize") is not None:
             return FlashTiles(override(self.fwd, fwd), dq, dkv)
-        return FlashTiles(self.fwd, dq, dkv, decode.honouring_block(fwd))
+        return FlashTiles(self.fwd, dq, dkv, decode.apply_block_config(fwd))
 
 
 def choose(problem: Problem, target: Target) -> FlashTiles:
@@ -80,7 +80,7 @@ def _padded(dim: int) -> int:
 
 
 def can_use_tensor_maps(problem: Problem, target: Target) -> bool:
-    """Whether tiles of keys and values can be read by TMA.
+    """Returns whether tiles of keys and values can be read by TMA.
 
     Needs Hopper or newer, two-byte elements, head dims that are one or two powers of two (a box
     of columns must not reach into the next head) and rows of whole 16 bytes.
@@ -314,7 +314,7 @@ def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> T
     return tiles if new == tiles else replace(new, registers=None)
 
 
-def neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
+def pass_neighbours(tiles: Tiles, problem: Problem) -> list[Tiles]:
     """Tiles one step away: half or twice the keys, half the rows with half the warps, a stage."""
     near = [
         replace(tiles, block_kv=tiles.block_kv // 2),

@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import Launch, Unmapped, struct
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
 from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
@@ -44,8 +45,8 @@ class GroupedMatmul(TritonKernel):
             raise self.call.Unsupported(reason)
         return choice.problem_of(a)
 
-    def near(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
-        return (replace(chosen, fwd=t) for t in choice.near(problem, target))
+    def neighbours(self, problem: Problem, target: Target, chosen: Passes) -> Iterable[Passes]:
+        return (replace(chosen, fwd=t) for t in choice.neighbours(problem, target))
 
     def operands(self, a: Mapping[str, Any], problem: Problem) -> Arrays:
         given = super().operands(a, problem)
@@ -151,7 +152,7 @@ class Product:
         return call(plan, *(x for x in arrays if x is not None))[0]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=PROGRAMS_LIMIT)
 def _mapped(product: Product):
     """``Product.run`` with a batching rule: one launch over the groups of all calls."""
     run = custom_vmap(product.run)

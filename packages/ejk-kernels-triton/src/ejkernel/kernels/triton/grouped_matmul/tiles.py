@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
 from ejkernel.kernels.triton.launch import In, Launch, TensorMap, filled, power_of_two
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.ops.params import config_field
 from ejkernel.types.arrays import is_eight_bit, result_dtype
-from ejkernel.types.attention import field
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
@@ -21,7 +21,7 @@ MAX_LANES = 4096  # a program holds two numbers a lane in registers, 16 of 256 t
 
 @dataclass(frozen=True)
 class Problem:
-    """Static facts of a product, ``batch`` calls at once.
+    """Static properties of a product, ``batch`` calls at once.
 
     Attributes:
         rows, inner, columns: of lhs ``[batch * rows, inner]`` and the result.
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def wide(self) -> bool:
-        """Whether sums of sizes, each at most the rows, need 64 bits."""
+        """Returns whether sums of sizes, each at most the rows, need 64 bits."""
         return (self.given + 1) * self.batch * self.rows >= 2**31
 
     @property
@@ -159,9 +159,9 @@ class Passes:
         """As fields of the config: those of the product."""
         return self.fwd.fields
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Passes:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Passes:
         """These launches with what the config says of the product and of the gradient of lhs."""
-        given = {n: int(field(cfg, n)) for n in FIELDS if field(cfg, n) is not None}
+        given = {n: int(config_field(cfg, n)) for n in FIELDS if config_field(cfg, n) is not None}
         if {"block_m", "block_n"} & given.keys():
             given["per_core"] = 1
         return replace(self, fwd=replace(self.fwd, **given), dlhs=replace(self.dlhs, **given))
@@ -326,7 +326,7 @@ def choose_all(p: Problem, target: Target) -> Passes:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
+    """The static properties of a call whose arguments are canonical."""
     lhs, rhs = a["lhs"], a["rhs"]
     transposed = bool(a.get("transpose_rhs"))
     dtype = result_dtype(lhs.dtype, rhs.dtype)
@@ -363,7 +363,7 @@ def refusal(a: Mapping[str, Any]) -> str | None:
     return refused_precision(precision_name(a.get("precision"), dtype))
 
 
-def near(p: Problem, target: Target) -> list[Tiles]:
+def neighbours(p: Problem, target: Target) -> list[Tiles]:
     """Launches worth timing: half and double the rows and columns, that fit."""
     t = choose(p, target)
     found = [t]

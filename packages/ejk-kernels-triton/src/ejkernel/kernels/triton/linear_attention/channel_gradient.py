@@ -45,7 +45,7 @@ from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import Launch, TensorMap, inputs, results
 from ejkernel.kernels.triton.linear_attention.channels import load_cut, middle, near, sees
 from ejkernel.kernels.triton.linear_attention.gather import gather_by_halves, gather_near
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand
 from ejkernel.kernels.triton.linear_attention.tiles import (
@@ -246,7 +246,7 @@ def launch(
     """Of operands (a), b, c, d, the gate, sums of its halves, cuts, (pairs and totals of the other
     gate), states, (their gradients) before every chunk, (cu): a and gradients of states where
     ``wanted``, of dreader, dsource and dgate with their dtypes, are more than what rows read."""
-    known, made = facts(p, t, target), [name for name, _ in wanted]
+    known, made = kernel_params(p, t, target), [name for name, _ in wanted]
     channels, others = (p.value_dim, p.dim) if of_values else (p.dim, p.value_dim)
     mine, other = (p.value_parts, p.key_parts) if of_values else (p.key_parts, p.value_parts)
     gradients = "dsource" in made

@@ -72,7 +72,7 @@ def sees(LATER: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def reads(level, LATER: tl.constexpr, CHUNK: tl.constexpr):
-    """Whether a row reads at its cut, else it is read, ``[row, 1]``."""
+    """Returns whether a row reads at its cut, else it is read, ``[row, 1]``."""
     r = tl.arange(0, CHUNK)[:, None]
     half = (r >> level) & 1
     if LATER:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.rows import FULL
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
@@ -159,7 +159,7 @@ def pair_decays(high, low, LATER: tl.constexpr, CHUNK: tl.constexpr):
 def launch(p: Problem, t: Tiles, target: Target, given: tuple[str, ...], shared: bool) -> Launch:
     """Of the operands ``given`` of gate, constant and cu; ``shared``: one constant for all batch
     rows."""
-    known, block = facts(p, t, target), min(32, power_of_two(p.heads))
+    known, block = kernel_params(p, t, target), min(32, power_of_two(p.heads))
     arguments = {
         **inputs({name: name in given for name in ("gate", "constant", "cu")}),
         "high": Out(0),

@@ -39,9 +39,9 @@ class LinearAttention(TritonKernel):
 
     problem = staticmethod(problem_of)
     choose = staticmethod(choice.choose)
-    near = staticmethod(choice.near)
+    neighbours = staticmethod(choice.neighbours)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return problem.unsupported or None
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:

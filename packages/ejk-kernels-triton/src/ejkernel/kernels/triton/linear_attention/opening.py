@@ -15,7 +15,7 @@ from ejkernel.kernels.triton.targets import Target
 Given = Any  # an operand of a launch; in a kernel a pointer or a descriptor
 
 
-def facts(p: Problem, t: Tiles, target: Target) -> dict[str, Any]:
+def kernel_params(p: Problem, t: Tiles, target: Target) -> dict[str, Any]:
     """Numbers and constants of a call, which kernels ask for by these names."""
     return {
         "rows": p.rows,
@@ -79,5 +79,5 @@ def opening(p: Problem, t: Tiles, target: Target, block: int) -> Opening:
         row_operand(i, p, t.chunk, count, *size, maps)
         for i, (count, size) in enumerate(zip(heads, (dim, dim, columns, columns), strict=True))
     )
-    known = facts(p, t, target) | {"COLUMNS": block, "MAPS": maps}
+    known = kernel_params(p, t, target) | {"COLUMNS": block, "MAPS": maps}
     return filled(Opening, known, *rows, *(In(4 + i) if p.scalar else None for i in range(3)))

@@ -30,7 +30,7 @@ from ejkernel.kernels.triton.linear_attention.channels import (
     sees,
     sums,
 )
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.roles import prepared_results
 from ejkernel.kernels.triton.linear_attention.rows import load_rows, row_operand
@@ -144,7 +144,7 @@ def prepare(
 
 def launch(p: Problem, t: Tiles, target: Target, of_values: bool, reads: bool) -> Launch:
     """Of operands (q), k and the gates of keys, or (do), v and those of values; then cuts, (cu)."""
-    known, channels = facts(p, t, target), p.value_dim if of_values else p.dim
+    known, channels = kernel_params(p, t, target), p.value_dim if of_values else p.dim
     parts = p.value_parts if of_values else p.key_parts
     some = min(CHANNELS, width(channels))
     maps = maps_of(p, t.chunk, ((channels, some),), target)

@@ -1,4 +1,4 @@
-"""What a call of linear attention computes, as static facts: hashable, so that it keys programs."""
+"""The static properties of a call of linear attention, hashable: they key programs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Problem:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
+    """The static properties of a call whose arguments are canonical."""
     q, k, v, cu = a["query"], a["key"], a["value"], a["cu_seqlens"]
     g, constant, unsupported = a.get("g"), (), ""
     if "layer_idx" in a:

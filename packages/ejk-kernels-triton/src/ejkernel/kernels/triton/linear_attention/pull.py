@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.read_gradients import ACROSS, DOWN
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
@@ -108,7 +108,7 @@ def pull(
 
 def launch(p: Problem, t: Tiles, target: Target) -> Launch:
     """Of OPERANDS in their order, cu where there is one."""
-    known, block = facts(p, t, target), min(2, power_of_two(p.heads))
+    known, block = kernel_params(p, t, target), min(2, power_of_two(p.heads))
     arguments = {
         **inputs({name: name != "cu" or p.sequences > 0 for name in OPERANDS}),
         "dgate": Out(0),

@@ -52,7 +52,7 @@ class Roles:
 
     @property
     def swapped(self) -> bool:
-        """Whether the state here is the transposed one of the operation."""
+        """Returns whether the state here is the transposed one of the operation."""
         return ARRAYS[self.key][0] == "value_dim"
 
     def sizes(self, p: Problem) -> tuple[int, int]:

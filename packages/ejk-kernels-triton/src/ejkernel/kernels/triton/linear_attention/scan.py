@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import pieces_of
 from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
@@ -110,4 +110,4 @@ def launch(p: Problem, t: Tiles, target: Target, later: bool, initial: bool) -> 
         "COLUMNS": block,
     }
     grid = (p.batch * p.states * p.heads * -(-p.dim // tall),)
-    return Launch.of(scan, arguments, grid, 4, 1, known=facts(p, t, target))
+    return Launch.of(scan, arguments, grid, 4, 1, known=kernel_params(p, t, target))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from ejkernel.kernels.triton.common.sequences import sequence_start
 from ejkernel.kernels.triton.launch import Launch, Out, inputs
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.tiles import Tiles, width
 from ejkernel.kernels.triton.targets import Target
@@ -130,5 +130,5 @@ def launch(
     owners = p.sequences + 1 if p.sequences else 1
     grid = (p.batch * owners * p.heads * -(-p.value_dim // block),)
     aliases = {given.index("initial"): 1} if in_place else {}
-    known = facts(p, t, target)
+    known = kernel_params(p, t, target)
     return Launch.of(steps, arguments, grid, t.num_warps, 1, known=known, aliases=aliases)

@@ -34,7 +34,7 @@ class Tiles:
         """As fields of the config."""
         return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """These tiles with what the config says instead."""
         changed = overridden(self, cfg, FIELDS)
         if changed == self:
@@ -177,7 +177,7 @@ def whole_state(p: Problem, t: Tiles, target: Target) -> bool:
     return bool(maps) and small and t.chunk <= 64 and not (p.key_parts or p.value_parts)
 
 
-def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Launches worth timing."""
     found = [replace(t, chunk=c) for c in (32, 64, 128)]
     found += [replace(t, columns=n) for n in (32, 64, 128) if n <= width(p.value_dim)]

@@ -57,7 +57,7 @@ from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.common.sequences import find_segment
 from ejkernel.kernels.triton.launch import In, Launch, results
 from ejkernel.kernels.triton.linear_attention.gates import chunk_sums, constant_sums, pair_decays
-from ejkernel.kernels.triton.linear_attention.opening import facts
+from ejkernel.kernels.triton.linear_attention.opening import kernel_params
 from ejkernel.kernels.triton.linear_attention.problem import Problem
 from ejkernel.kernels.triton.linear_attention.products import parts, product
 from ejkernel.kernels.triton.linear_attention.roles import ARRAYS, GATE_SUMS, Roles
@@ -360,7 +360,7 @@ def launch(p: Problem, t: Tiles, target: Target, roles: Roles, shared: bool) -> 
             return row_operand(names.index(name), p, t.chunk, *row_arrays[name], maps)
         return In(names.index(name))
 
-    known = facts(p, t, target)
+    known = kernel_params(p, t, target)
     arguments: dict[str, Any] = {
         **{n: given(n) for n in (*row_arrays, *GATE_SUMS, "constant", *PREPARED, "cu", "starts")},
         **results({name: name in made for name in RESULTS}),

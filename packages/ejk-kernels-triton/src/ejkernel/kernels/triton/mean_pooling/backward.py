@@ -114,4 +114,4 @@ def launch(p: Problem, t: Tiles) -> Launch:
         "LANES": lane_count(p.sequences),
     }
     grid = (p.batch * units * -(-p.channels // channels),)
-    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.facts)
+    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.kernel_params)

@@ -244,7 +244,7 @@ def launch(p: Problem, t: Tiles) -> Launch:
         and p.channels % t.channels == 0,
     }
     grid = (p.batch * units * -(-p.channels // t.channels),)
-    return Launch.of(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.facts)
+    return Launch.of(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.kernel_params)
 
 
 def merge_launch(p: Problem, t: Tiles) -> Launch:
@@ -261,4 +261,4 @@ def merge_launch(p: Problem, t: Tiles) -> Launch:
         "PART": t.part or 1,
     }
     grid = (p.batch * p.groups * -(-p.channels // channels),)
-    return Launch.of(means_of_parts, arguments, grid, 4, 1, known=p.facts)
+    return Launch.of(means_of_parts, arguments, grid, 4, 1, known=p.kernel_params)

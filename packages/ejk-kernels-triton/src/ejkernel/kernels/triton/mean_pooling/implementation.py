@@ -29,9 +29,9 @@ class MeanPooling(TritonKernel):
     reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     problem = staticmethod(choice.problem_of)
     choose = staticmethod(choice.choose)
-    near = staticmethod(choice.near)
+    neighbours = staticmethod(choice.neighbours)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         return unsupported({"x": problem.dtype}, {})
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:

@@ -20,7 +20,7 @@ FIELDS = {"rows": "token_tile", "channels": "channel_tile", "num_warps": "num_wa
 
 @dataclass(frozen=True)
 class Problem:
-    """Static facts of ``batch`` calls.
+    """Static properties of ``batch`` calls.
 
     Attributes:
         rows, channels: of x ``[batch, rows, channels]``.
@@ -59,7 +59,7 @@ class Problem:
         return replace(self, batch=size * self.batch)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def kernel_params(self) -> dict[str, Any]:
         """Numbers and constants that kernels ask for by these names."""
         more = {"per_sequence": self.per_sequence, "groups": self.groups}
         return {**vars(self), **more, "STREAMED": self.streamed}
@@ -85,7 +85,7 @@ class Tiles:
         """As fields of the config."""
         return {theirs: getattr(self, mine) for mine, theirs in FIELDS.items()}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """These tiles with what the config says instead."""
         t = overridden(self, cfg, FIELDS)
         return replace(t, part=max(t.part, t.rows) if t.part else 0)
@@ -125,7 +125,7 @@ def choose(p: Problem, target: Target) -> Tiles:
     return replace(t, part=max(128, min(4096, power_of_two(part))))
 
 
-def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
+def neighbours(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
     """Launches worth timing."""
     found = [replace(t, rows=r) for r in (16, 32, 64, 128)]
     found += [replace(t, num_warps=w) for w in (2, 8)]
@@ -133,7 +133,7 @@ def near(p: Problem, target: Target, t: Tiles) -> list[Tiles]:
 
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
-    """The static facts of a call whose arguments are canonical."""
+    """The static properties of a call whose arguments are canonical."""
     x, cu = a["x"], a["cu_seqlens"]
     batch, rows = (1, x.shape[0]) if cu is not None else x.shape[:2]
     return Problem(

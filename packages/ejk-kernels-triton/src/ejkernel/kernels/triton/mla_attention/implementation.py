@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
+from ejkernel.types import calls
+from ejkernel.types.attention.mixins import FromLatent
 from ejkernel.types.calls import arguments
-from ejkernel.types.latent import FromLatent
 
 
 class FlashMLA(FromLatent, FlashAttention):
@@ -17,6 +18,7 @@ class FlashMLA(FromLatent, FlashAttention):
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
+    call = calls.FlashMLA
     reads = arguments.FLASH_MLA | arguments.DROPOUT | {"bias"}
 
 

@@ -28,8 +28,8 @@ from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_residuals
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named
 
 MAX_LATENT, MAX_ROPE = 512, 128
 
@@ -53,7 +53,7 @@ class MLADecode(CacheKernel):
         | {"query", "latent_cache", "latent_dim", "k_scale", "num_splits", "return_lse"}
     )
     choose = staticmethod(tiles.choose)
-    near = staticmethod(tiles.near)
+    neighbours = staticmethod(tiles.neighbours)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         q, cache = a["query"], a["latent_cache"]
@@ -70,7 +70,7 @@ class MLADecode(CacheKernel):
             lse=a["return_lse"],
         )
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         p = problem
         reason = unsupported({"query": p.query}, {}) or unsupported(
             {"latent_cache": p.key}, {}, among=BYTES
@@ -85,18 +85,15 @@ class MLADecode(CacheKernel):
             return f"latent_cache: a rotary part of {rope} is not a multiple of 8 up to {MAX_ROPE}"
         return None
 
-    def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
         query, p = a["query"], problem
         if 0 not in (*query.shape, p.pages, p.page_size, p.max_pages):
             return None
         lse = jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
         return jnp.zeros((*query.shape[:-1], p.value_dim), query.dtype), lse
 
-    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return tiles.settled(super().honour(chosen, cfg, problem, target), problem, target)
-
-    def options(self, problem: Problem) -> dict[str, Any]:
-        return {"latent_dim": problem.value_dim, "return_lse": problem.lse}
+    def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        return tiles.canonical(super().apply_config(chosen, cfg, problem, target), problem, target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, query = work.problem, arrays["query"]
@@ -112,7 +109,7 @@ class MLADecode(CacheKernel):
             given["k_scale"] = given["v_scale"] = arrays["k_scale"].reshape(1, 1)
         o, *lse = decoder(work)(*(given.get(name) for name in NAMES))
         o = o.reshape(*query.shape[:-1], p.value_dim)
-        return named(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
+        return name_residuals(o, *(x.reshape(query.shape[:-1]) for x in lse)), ()
 
 
 mla_decode = MLADecode()

@@ -47,7 +47,7 @@ def can_map(problem: Problem, tiles: Tiles, target: Target) -> bool:
     )
 
 
-def settled(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
+def canonical(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
     """``tiles`` as they run, whatever a config made of them."""
     maps = tiles.maps and can_map(problem, tiles, target)
     # rows of one matrix instruction leave the multiprocessor to conversions, if there are any
@@ -57,7 +57,7 @@ def settled(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
 
 def choose(problem: Problem, target: Target) -> Tiles:
     """The heuristic launch."""
-    return settled(replace(_chosen(problem, target), maps=True), problem, target)
+    return canonical(replace(_chosen(problem, target), maps=True), problem, target)
 
 
 def _chosen(problem: Problem, target: Target) -> Tiles:
@@ -98,7 +98,7 @@ def _form(problem: Problem, target: Target) -> Tiles:
     return Tiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
 
 
-def near(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
     """Tiles worth timing: steps of half to double the tokens, two to four stages, that fit."""
     size = max(problem.page_size, 1)
     for block in (chosen.block // 2, chosen.block, chosen.block * 2):
@@ -109,4 +109,4 @@ def near(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
                 )
                 fits = held_bytes(problem, tiles, target) <= target.shared_limit
                 if block >= max(16, size) and fits:
-                    yield settled(tiles, problem, target)
+                    yield canonical(tiles, problem, target)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.flash_attention.implementation import FlashAttention
 from ejkernel.ops.differentiate import Arrays
-from ejkernel.types.combine import mask_of
-from ejkernel.types.token_blocks import Blocks, block_means, means_mask
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.token_blocks import Blocks, block_means, means_mask
 
 
 class Branch(FlashAttention):
@@ -43,7 +43,7 @@ def sliding(p: Any, q: Any, k: Any, v: Any, cu: Any) -> Arrays:
 
 
 def _attend(p: Any, name: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> Arrays:
-    o, lse = branch.settled(
+    o, lse = branch.run_canonical(
         query=q, key=k, value=v, mask_info=mask, softmax_scale=p.softmax_scale, return_lse=True
     )
     return {f"o_{name}": o, f"lse_{name}": lse}

@@ -25,10 +25,10 @@ from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work, compiled
 from ejkernel.types import calls
 from ejkernel.types.arrays import result_dtype
+from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
-from ejkernel.types.hidden import cleared
-from ejkernel.types.softmax import named_lse
-from ejkernel.types.token_blocks import (
+from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.token_blocks import (
     Blocks,
     clean_indices,
     find_blocks,
@@ -61,18 +61,20 @@ class NativeSparseAttention(TritonKernel):
     outputs = staticmethod(compiled)
     has_backward = False  # its steps have gradients of their own
 
-    def refuse(self, problem: Any, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Any, target: Target) -> str | None:
         dims = {"query": problem.query.shape[3], "value": problem.value.shape[3]}
         return unsupported({"query": _dtype(problem)}, dims)
 
     def choose(self, problem: Any, target: Target) -> tiles.SparseTiles:
         return tiles.choose(selected_problem(problem), target)
 
-    def near(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
-        return tiles.near(selected_problem(problem), target, chosen)
+    def neighbours(self, problem: Any, target: Target, chosen: Any) -> Iterable[tiles.SparseTiles]:
+        return tiles.neighbours(selected_problem(problem), target, chosen)
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Target) -> tiles.SparseTiles:
-        return chosen.honouring(cfg, selected_problem(problem), target)
+    def apply_config(
+        self, chosen: Any, cfg: Any, problem: Any, target: Target
+    ) -> tiles.SparseTiles:
+        return chosen.apply_config(cfg, selected_problem(problem), target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, cu = work.problem, arrays.get("cu_seqlens")
@@ -110,12 +112,12 @@ def _chosen(p: Any, work: Work, arrays: Arrays, q: Any, k: Any, blocks: Blocks) 
     if p.block_indices is not None:
         if not isinstance(counts, int) and p.max_block_count is not None:
             counts = jnp.minimum(counts, p.max_block_count)
-        return named_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
+        return name_lse(ended(clean_indices(arrays["block_indices"], counts, blocks)))
     chosen = select(work.problem, work.target, q, k, blocks, _sorts(p))
     if not isinstance(counts, int):
         slot = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
         chosen = jnp.where(slot < counts[..., None], chosen, -1)
-    return named_lse(chosen)
+    return name_lse(chosen)
 
 
 def _sorts(p: Any) -> bool:
@@ -129,7 +131,7 @@ def longest(p: Any) -> int:
 
 
 def selected_problem(p: Any) -> Problem:
-    """The selected branch's problem, of the facts of a call."""
+    """The selected branch's problem, of the problem of a call."""
     (b, s, h, d), hk, dv = p.query.shape, p.key.shape[2], p.value.shape[3]
     sequences = 0 if p.cu_seqlens is None else p.cu_seqlens.shape[0] - 1
     if p.block_indices is not None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.types.token_blocks import Blocks
+from ejkernel.types.masks.token_blocks import Blocks
 
 INT32 = 2**31
 

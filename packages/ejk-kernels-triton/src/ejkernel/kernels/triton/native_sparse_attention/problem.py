@@ -1,4 +1,4 @@
-"""Static facts of the kernels of the selected branch."""
+"""Static properties of the kernels of the selected branch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
 
 TINY = 2.0**-120
 

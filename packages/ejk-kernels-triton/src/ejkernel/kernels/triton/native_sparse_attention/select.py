@@ -22,7 +22,7 @@ from ejkernel.kernels.triton.launch import (
 )
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.token_blocks import Blocks, block_means
+from ejkernel.types.masks.token_blocks import Blocks, block_means
 
 MOST = 129
 """Slots that a kernel ranks: the own block, and as many others as registers hold of a tile."""
@@ -161,7 +161,7 @@ def exact_terms(means: jax.Array, more: int) -> tuple[jax.Array, jax.Array]:
 
 
 def must_rank(p: Problem, sorts: bool) -> bool:
-    """Whether blocks have to be ranked to know the best; ``sorts``: to know their order."""
+    """Returns whether blocks have to be ranked to know the best; ``sorts``: to know their order."""
     return sorts or p.slots < -(-p.length // p.size)
 
 

@@ -16,17 +16,17 @@ from ejkernel.kernels.triton.native_sparse_attention.lists import last_tokens, t
 from ejkernel.kernels.triton.native_sparse_attention.plans import OTHERS, SelectedPlan
 from ejkernel.kernels.triton.native_sparse_attention.tiles import Tiles
 from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
-from ejkernel.types.softmax import named, named_out
-from ejkernel.types.token_blocks import Blocks
+from ejkernel.types.attention.softmax import name_output, name_residuals
+from ejkernel.types.masks.token_blocks import Blocks
 
 
 class _Residuals:
     """Names of what the forward pass keeps."""
 
     @staticmethod
-    def named(outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        kept = named(*saved)
-        return (kept[:1] if outputs[0] is saved[0] else (named_out(outputs[0]),)), kept
+    def name_residuals(outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
+        kept = name_residuals(*saved)
+        return (kept[:1] if outputs[0] is saved[0] else (name_output(outputs[0]),)), kept
 
 
 class Selected:

@@ -8,7 +8,7 @@ from typing import Any
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.native_sparse_attention.problem import Problem, padded
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
+from ejkernel.ops.params import config_field
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class SparseTiles:
         found = {theirs: getattr(self.fwd, mine) for mine, theirs in FIELDS.items()}
         return found | {"q_tile": self.dkv.tokens * self.dkv.heads}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> SparseTiles:
         """These tiles with what the config says instead of the forward pass's.
 
         Its keys hold for all passes, warps and stages for the two that walk the lists of tokens;
         ``q_tile``: rows of a step of the key gradients, tokens times query heads.
         """
-        given = {mine: field(cfg, theirs) for mine, theirs in FIELDS.items()}
+        given = {mine: config_field(cfg, theirs) for mine, theirs in FIELDS.items()}
         new = {n: int(x) for n, x in given.items() if x not in (None, getattr(self.fwd, n))}
-        dkv, rows = self.dkv, field(cfg, "q_tile")
+        dkv, rows = self.dkv, config_field(cfg, "q_tile")
         if "keys" in new:
             new["keys"] = min(power_of_two(max(16, new["keys"])), padded(problem.size))
             dkv = replace(dkv, keys=new["keys"])
@@ -138,7 +138,7 @@ def _transposed(p: Problem, target: Target) -> Tiles:
 FIELDS = {"num_warps": "num_warps", "num_stages": "num_stages", "keys": "kv_tile"}
 
 
-def near(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
+def neighbours(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
     """Tiles worth timing: another stage, twice the warps, half the keys."""
     changes = [
         {"num_stages": t.fwd.num_stages + 1},
@@ -147,7 +147,7 @@ def near(p: Problem, target: Target, t: SparseTiles) -> list[SparseTiles]:
     ]
     if t.fwd.keys > 16:
         changes += [{"kv_tile": t.fwd.keys // 2, "num_stages": t.fwd.num_stages + 2}]
-    return [t.honouring(change, p, target) for change in changes]
+    return [t.apply_config(change, p, target) for change in changes]
 
 
 def piece_length(p: Problem) -> int:

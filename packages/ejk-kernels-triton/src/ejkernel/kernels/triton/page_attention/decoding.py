@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,42 +22,29 @@ from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.ops import kernel_registry
 from ejkernel.ops.differentiate import Work
+from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
 
 NAMES = ("q", "k", "v", "lens", "tables", "begins", "sink", "k_scale", "v_scale")
 
 
 class CacheKernel(TritonKernel):
-    """A kernel over a cache; ``words``: the operation's names of arrays that have others here."""
-
-    words: ClassVar[Mapping[str, str]] = {}
-
-    def options(self, problem: Any) -> dict[str, Any]:
-        """Arguments of the operation that are no arrays, beside those that all have."""
-        return {}
+    """A kernel over a cache, differentiated by the XLA implementation of its operation."""
 
     def backward(self, work, arrays, outputs, saved, cotangents):
-        p = getattr(work.problem, "paged", work.problem)
         reference = kernel_registry.get(self.call.name, "xla")
-        given = {self.words.get(name, name): x for name, x in arrays.items()}
+        run = getattr(reference, "run_canonical", reference)  # a function has none
+        options = work.options._asdict()
         smooth = {
             name: x
-            for name, x in given.items()
+            for name, x in arrays.items()
             if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
         }
 
         def plain(smooth: dict[str, Any]) -> Any:
-            return reference(
-                **(given | smooth),
-                softmax_scale=p.scale,
-                logits_soft_cap=p.soft_cap,
-                sliding_window=None if p.left is None else (p.left, 0),
-                cfg=None,
-                **self.options(work.problem),
-            )
+            return run(cfg=None, **options, **(arrays | smooth))
 
         out = cotangents if len(cotangents) > 1 else cotangents[0]
-        found = jax.vjp(plain, smooth)[1](out)[0]
-        return {name: found.get(self.words.get(name, name)) for name in arrays}
+        return jax.vjp(plain, smooth)[1](out)[0]
 
 
 def as_rows(arrays: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -81,7 +68,7 @@ def _launch(work: Work, *arrays: Any) -> tuple[jax.Array, ...]:
     return tuple(call(MergePlan(p, t, shares, shapes_of(merged)), *merged.values()))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=PROGRAMS_LIMIT)
 def decoder(work: Work):
     """``_launch`` with a batching rule: one call over all mapped rows, so that work stays even."""
     run = custom_vmap(partial(_launch, work))

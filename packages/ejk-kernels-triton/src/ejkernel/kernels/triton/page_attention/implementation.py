@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
@@ -30,22 +30,14 @@ class PageAttention(CacheKernel):
         | arguments.CACHE_SCALES
         | {"query", "key_cache", "value_cache", "num_splits"}
     )
-    words: ClassVar[Mapping[str, str]] = {
-        "q": "query",
-        "k": "key_cache",
-        "v": "value_cache",
-        "lens": "context_lens",
-        "tables": "block_tables",
-        "sink": "softmax_aux",
-    }
     choose = staticmethod(tiles.choose)
-    near = staticmethod(tiles.near)
+    neighbours = staticmethod(tiles.neighbours)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
         columns = a["block_tables"].shape[1]
         return problem_of(a, a["query"], a["key_cache"], a["value_cache"], max_pages=columns)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         p = problem
         return unsupported({"query": p.query}, {}) or unsupported(
             {"key_cache": p.key, "value_cache": p.value},
@@ -54,8 +46,19 @@ class PageAttention(CacheKernel):
         )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
-        arrays = arrays | as_rows(arrays, "sink", "k_scale", "v_scale")
-        return decoder(work)(*(arrays.get(name) for name in NAMES)), ()
+        query = arrays["query"]
+        operands = {
+            "q": query if query.ndim == 3 else query[:, 0],
+            "k": arrays["key_cache"],
+            "v": arrays["value_cache"],
+            "lens": arrays["context_lens"],
+            "tables": arrays["block_tables"],
+            **as_rows(arrays, "k_scale", "v_scale"),
+        }
+        if "softmax_aux" in arrays:
+            operands["sink"] = arrays["softmax_aux"][None]
+        (o,) = decoder(work)(*(operands.get(name) for name in NAMES))
+        return (o if query.ndim == 3 else o[:, None],), ()
 
 
 page_attention = PageAttention()

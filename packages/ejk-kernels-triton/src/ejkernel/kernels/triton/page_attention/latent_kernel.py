@@ -233,7 +233,7 @@ def latent_split(
 
 
 def suits(problem: Any, tiles: Any) -> bool:
-    """Whether ``latent_split`` computes what is asked for."""
+    """Returns whether ``latent_split`` computes what is asked for."""
     p, t = problem, tiles
     shape = (t.block, t.num_warps, p.tokens, *p.parts[0]) == (64, 4, 1, 512, 64)
     form = t.form in ("digits", "quads") and t.splits != 1

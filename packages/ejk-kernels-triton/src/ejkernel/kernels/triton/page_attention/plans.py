@@ -56,7 +56,7 @@ def sinks_of(plan: Named) -> Sinks:
     return Sinks(plan.operand("sink"), heads * n if rows > 1 else 0, n, power_of_two(n))
 
 
-def facts(problem: Problem, target: Target, once: bool = False) -> dict[str, Any]:
+def kernel_params(problem: Problem, target: Target, once: bool = False) -> dict[str, Any]:
     """Numbers and constants of every kernel whose products are with cached keys and values."""
     import triton.language as tl
 
@@ -132,7 +132,7 @@ class PagedPlan(Named, Unmapped):
 
     @property
     def direct(self) -> bool:
-        """Whether the first kernel makes the output itself."""
+        """Returns whether the first kernel makes the output itself."""
         return self.tiles.splits == 1 and not self.problem.lse
 
     @property
@@ -196,7 +196,7 @@ class SplitPlan(PagedPlan):
         rows, chunks = query_rows(p, t.most)
         lanes = max(LANES, power_of_two(p.batch) // ROUNDS)
         names = ("lens", "tables", "begins", "rows", "counts")
-        known = facts(p, target, t.once) | {
+        known = kernel_params(p, target, t.once) | {
             "RAW": p.shared and (p.key == p.query or t.once),
             "APART": t.apart,
             "FORM": t.form,

@@ -1,4 +1,4 @@
-"""What one decoding step computes, as static facts: hashable, so that it can key programs."""
+"""What one decoding step computes, as static properties: hashable, so that it can key programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.triton.common.dims import split_dim
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -95,12 +95,12 @@ class Problem:
 
     @property
     def wide(self) -> bool:
-        """Whether a product is in float32."""
+        """Returns whether a product is in float32."""
         return "float32" in (self.number(self.key), self.number(self.value))
 
     @property
     def eight_bit(self) -> bool:
-        """Whether both caches are of 8-bit numbers."""
+        """Returns whether both caches are of 8-bit numbers."""
         return BYTES[self.key] == BYTES[self.value] == 1
 
     def number(self, cache: str) -> str:
@@ -127,7 +127,7 @@ class Problem:
 
     @property
     def narrow(self) -> bool:
-        """Whether a second part is no wider than a product must be."""
+        """Returns whether a second part is no wider than a product must be."""
         (_, k), (_, v) = self.parts
         return k == _least(self.key) or v == _least(self.value)
 
@@ -146,9 +146,11 @@ def _split(dim: int, least: int) -> tuple[int, int]:
     return max(main, least), rest and max(rest, least)
 
 
-def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **facts: Any) -> Problem:
-    """The static facts of a call whose arguments ``a`` are canonical, of its query and its caches;
-    ``facts``: those that the operation has in other places."""
+def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **sizes: Any) -> Problem:
+    """The static properties of a call with canonical arguments ``a``, of its query and its caches.
+
+    ``sizes``: fields that the operation has in other places.
+    """
     window = a["sliding_window"]
     known = {
         "batch": query.shape[0],
@@ -166,4 +168,4 @@ def problem_of(a: Mapping[str, Any], query: Any, key: Any, value: Any, **facts: 
         "left": None if window is None else min(window[0], 2**30),
         "splits": a.get("num_splits"),
     }
-    return Problem(**known | facts)
+    return Problem(**known | sizes)

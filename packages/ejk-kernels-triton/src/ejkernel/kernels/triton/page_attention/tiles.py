@@ -10,8 +10,7 @@ from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.ops.params import TILE_RANGE
-from ejkernel.types.attention import field
+from ejkernel.ops.params import TILE_RANGE, config_field
 
 LAUNCHED = {"num_warps": "num_warps", "num_stages": "num_stages"}  # and a config's names of them
 LEAST_BLOCK = 16  # tokens: a matrix instruction has no fewer columns
@@ -60,21 +59,21 @@ class Tiles:
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
         """These tiles with what a config says instead, then the splits that the call asks for."""
-        tiles, pages = overridden(self, cfg, LAUNCHED), field(cfg, "pages_per_block")
+        tiles, pages = overridden(self, cfg, LAUNCHED), config_field(cfg, "pages_per_block")
         if pages is not None:
             tiles = replace(tiles, block=block_of_pages(int(pages), problem, target))
         splits, least = problem.splits, 1
         if splits is None:
-            splits, least = field(cfg, "num_splits"), LEAST_BLOCK
+            splits, least = config_field(cfg, "num_splits"), LEAST_BLOCK
         if splits is None:
             return tiles
         return replace(tiles, splits=max(1, min(int(splits), -(-problem.capacity // least))))
 
-    def honouring_block(self, params: Any) -> Tiles:
+    def apply_block_config(self, params: Any) -> Tiles:
         """The same with forward params of a config, for caches without pages."""
-        tiles, block = overridden(self, params, LAUNCHED), field(params, "kv_blocksize")
+        tiles, block = overridden(self, params, LAUNCHED), config_field(params, "kv_blocksize")
         if block is not None:
             tiles = replace(tiles, block=max(LEAST_BLOCK, power_of_two(int(block))))
         return tiles
@@ -157,7 +156,7 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     return max(1, min(shares, problem.batch * longest))
 
 
-def near(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
     """Tiles worth timing: steps of half to double the bytes, two to five stages, that fit."""
     size = max(problem.page_size, 1)
     return [

@@ -16,10 +16,10 @@ from ejkernel.kernels.triton.page_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.params import config_field
 from ejkernel.types import calls
-from ejkernel.types.attention import field
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
 
 
 class RaggedDecodeAttention(CacheKernel):
@@ -39,18 +39,18 @@ class RaggedDecodeAttention(CacheKernel):
     def problem(self, a: Mapping[str, Any]) -> Problem:
         return problem_of(a, a["query"], a["key"], a["value"], max_pages=1)
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
         p = problem
         dtypes = {"query": p.query, "key": p.key, "value": p.value}
         return unsupported(dtypes, {"key": p.dim, "value": p.value_dim})
 
-    def without_work(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
         query, value = a["query"], a["value"]
         shape = (*query.shape[:-1], value.shape[3])
         empty = 0 in (*shape, query.shape[-1], value.shape[1])
         return (jnp.zeros(shape, query.dtype),) if empty else None
 
-    def near(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+    def neighbours(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
         return (
             replace(chosen, block=block, num_stages=stages)
             for block in (chosen.block, chosen.block // 2, chosen.block * 2)
@@ -58,8 +58,8 @@ class RaggedDecodeAttention(CacheKernel):
             if block >= 16 and held_bytes(problem, block, stages) <= target.shared_limit
         )
 
-    def honour(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
-        return chosen.honouring_block(field(cfg, "fwd_params"))
+    def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+        return chosen.apply_block_config(config_field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:
         return {"fwd_params": {"kv_blocksize": chosen.block, **chosen.fields}}
@@ -79,7 +79,7 @@ class RaggedDecodeAttention(CacheKernel):
         if "softmax_aux" in arrays:
             given["sink"] = arrays["softmax_aux"][None]
         (o,) = decoder(work)(*(given.get(name) for name in NAMES))
-        return (named_out(o if query.ndim == 3 else o[:, None]),), ()
+        return (name_output(o if query.ndim == 3 else o[:, None]),), ()
 
 
 ragged_decode_attention = RaggedDecodeAttention()

@@ -16,8 +16,8 @@ from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, proble
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
 
 
 class RaggedKernel(CacheKernel):
@@ -28,9 +28,9 @@ class RaggedKernel(CacheKernel):
 
     cache: str
     choose = staticmethod(tiles.choose)
-    near = staticmethod(tiles.near)
+    neighbours = staticmethod(tiles.neighbours)
 
-    def refuse(self, problem: Ragged, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Ragged, target: Target) -> str | None:
         p = problem.paged
         reason = unsupported({"queries": p.query}, {"queries": p.dim})
         reason = reason or unsupported({self.cache: p.key}, {}, among=BYTES)
@@ -40,7 +40,7 @@ class RaggedKernel(CacheKernel):
             return f"{self.cache}: {p.pages} pages of {p.page_size} are not less than 2^31 tokens"
         return None
 
-    def without_work(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
         queries, cache = a["queries"], a[self.cache]
         shapes = (queries.shape, cache.shape, a["block_tables"].shape)
         return (jnp.zeros(queries.shape, queries.dtype),) if 0 in sum(shapes, ()) else None
@@ -78,7 +78,7 @@ class RaggedPageAttention(RaggedKernel):
         if "softmax_aux" in arrays:
             given["sink"] = arrays["softmax_aux"][None]
         o = attend(work, NAMES)(*(given.get(name) for name in NAMES))
-        return (named_out(o),), ()
+        return (name_output(o),), ()
 
 
 ragged_page_attention = RaggedPageAttention()

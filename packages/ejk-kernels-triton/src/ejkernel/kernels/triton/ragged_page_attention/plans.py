@@ -26,7 +26,7 @@ from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
 from ejkernel.kernels.triton.page_attention.plans import (
     SplitPlan,
     expected_parts,
-    facts,
+    kernel_params,
     parts_at_once,
     scale_of,
     sinks_of,
@@ -194,7 +194,7 @@ class PrefillPlan(RaggedPlan):
         if given:
             # most calls leave few pieces
             programs = min(programs, target.cores * max(1, 8 // t.num_warps))
-        known = {**self.sizes, **facts(p, target), "LINES": LINES}
+        known = {**self.sizes, **kernel_params(p, target), "LINES": LINES}
         # float16 has not the range for what it carries along, wide heads not the registers
         known["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
         arguments = {

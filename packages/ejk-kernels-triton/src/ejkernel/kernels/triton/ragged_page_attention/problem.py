@@ -1,4 +1,4 @@
-"""What one ragged call computes, as static facts: hashable, so that it can key programs."""
+"""What one ragged call computes, as static properties: hashable, so that it can key programs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Ragged:
 
 
 def problem_of(a: Mapping[str, Any], cache: str, lengths: str, kv_heads: int) -> Ragged:
-    """The static facts of a call whose arguments are canonical."""
+    """The static properties of a call whose arguments are canonical."""
     q, kv, table, n = a["queries"], a[cache], a["block_tables"], a[lengths].shape[0]
     rows, heads, dim = q.shape
     # packed: [pages, page size, groups, packing, padded dim]

@@ -12,7 +12,7 @@ from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED
 from ejkernel.kernels.triton.ragged_page_attention.problem import Long, Ragged
 from ejkernel.kernels.triton.targets import Target
-from ejkernel.types.attention import field
+from ejkernel.ops.params import config_field
 
 LEAST = 1024  # keys of a part: what it writes and reads again is a quarter of their bytes
 
@@ -42,10 +42,11 @@ class Tiles:
     group: int = 1
     long: Long | None = None
 
-    def honouring(self, cfg: Any, problem: Ragged, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: Ragged, target: Target) -> Tiles:
         """These tiles with what a config says instead."""
         p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
-        queries, pages = field(cfg, "num_queries_per_block"), field(cfg, "num_kv_pages_per_block")
+        queries = config_field(cfg, "num_queries_per_block")
+        pages = config_field(cfg, "num_kv_pages_per_block")
         if queries is not None:
             most = min(256, power_of_two(problem.rows * p.group))
             rows = min(most, power_of_two(int(queries) * self.members))
@@ -179,7 +180,7 @@ def most_pieces(problem: Ragged, tiles: Tiles, fair: int) -> int:
     return t // tiles.tile + prefilled + fair
 
 
-def near(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
     """Tiles worth timing: half or twice the rows with so many warps, a stage more or less."""
     found = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)

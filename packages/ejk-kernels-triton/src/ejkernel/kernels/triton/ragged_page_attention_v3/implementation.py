@@ -28,8 +28,8 @@ from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
 
 BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at together: one compare for each row and each of them
@@ -54,16 +54,16 @@ class RaggedPageAttentionv3(RaggedKernel):
         kinds = tuple(jnp.dtype(a[name].dtype).name for name in ("keys", "values"))
         return replace(found, written=kinds)
 
-    def refuse(self, problem: Ragged, target: Target) -> str | None:
+    def unsupported_reason(self, problem: Ragged, target: Target) -> str | None:
         for name, kind in zip(("keys", "values"), problem.written, strict=True):
             if kind not in BYTES:
                 return f"{name}: {kind} is not supported, only {', '.join(BYTES)}"
         if not problem.paged.heads:
             return "queries: without heads"
-        return super().refuse(problem, target)
+        return super().unsupported_reason(problem, target)
 
-    def without_work(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
-        outputs = super().without_work(a, problem)
+    def empty_outputs(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
+        outputs = super().empty_outputs(a, problem)
         return outputs and (*outputs, a["kv_cache"])
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
@@ -89,7 +89,7 @@ class RaggedPageAttentionv3(RaggedKernel):
             k_scale = scales.get("k_scale", jnp.ones((1, 1)))
             given["logit_scale"] = k_scale.astype(jnp.float32) * scale
         o, cache = write_attend(work, WRITTEN)(*(given.get(name) for name in WRITTEN))
-        return (named_out(o), cache), ()
+        return (name_output(o), cache), ()
 
 
 WRITTEN = (*NAMES, "keys", "values", "logit_scale")

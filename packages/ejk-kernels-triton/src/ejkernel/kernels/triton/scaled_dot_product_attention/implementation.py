@@ -15,7 +15,7 @@ class ScaledDotProductAttention(FlashAttention):
 
     call = calls.ScaledDotProductAttention
     reads = arguments.ATTENTION | arguments.PACKED | {"bias"}
-    own_tiles = True
+    fixed_tiles = True
 
 
 scaled_dot_product_attention = ScaledDotProductAttention()

@@ -31,7 +31,7 @@ from ejkernel.kernels.xla._common.layout import Layout
 from ejkernel.kernels.xla._common.tiles import Blocks
 from ejkernel.ops.second_order import operation
 from ejkernel.ops.varying import vary, varying_axes
-from ejkernel.types.hidden import cleared
+from ejkernel.types.masks.hidden import cleared
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def forward(
     Returns:
         o ``[b, q, h, dv]``, 0 for a row that sees no key, and the normaliser ``[b, q, h]`` in
         ``spec.unit(bias)``. ``softmax.merge`` joins such pairs over disjoint keys;
-        ``softmax.settle`` counts the sinks.
+        ``softmax.finalize_rows`` counts the sinks.
     """
     tiles = _Tiles(spec, q, k, v, bias, mask, dropout)
     layout, dv = tiles.layout, v.shape[-1]

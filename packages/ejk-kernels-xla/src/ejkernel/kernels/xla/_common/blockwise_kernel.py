@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ejkernel.kernels.xla._common.blockwise import row_delta
-from ejkernel.kernels.xla._common.softmax import settle, sink_gradient
+from ejkernel.kernels.xla._common.softmax import finalize_rows, sink_gradient
 from ejkernel.kernels.xla._common.tiles import Passes
 from ejkernel.kernels.xla.flash_attention import tiles
 from ejkernel.kernels.xla.kernel import XlaKernel
@@ -35,7 +35,7 @@ class BlockwiseKernel(XlaKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         o, rows, unit = self.rows(work, arrays)
-        o, lse, shares = settle(o, rows, arrays.get("softmax_aux"), unit)
+        o, lse, shares = finalize_rows(o, rows, arrays.get("softmax_aux"), unit)
         return (o.astype(arrays["query"].dtype), lse), shares
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:

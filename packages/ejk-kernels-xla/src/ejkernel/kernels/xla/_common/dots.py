@@ -26,7 +26,7 @@ def accumulation_dtype(*arrays: Any, at_least: Any = jnp.float32) -> np.dtype:
 
 
 def is_highest(precision: Any) -> bool:
-    """Whether ``precision`` asks for the most exact product."""
+    """Returns whether ``precision`` asks for the most exact product."""
     if isinstance(precision, (tuple, list)):
         return any(is_highest(p) for p in precision)
     return precision in ("highest", "float32") or precision == jax.lax.Precision.HIGHEST

@@ -1,7 +1,7 @@
 """Dropout as a pure function of (seed, batch row, query head, query index, key index).
 
-The same 32-bit mixing on every platform (``ejkernel.types.dropout``), so that masks do not depend
-on blocks, splits, devices or backends.
+The same 32-bit mixing on every platform (``ejkernel.types.attention.dropout``), so that masks do
+not depend on blocks, splits, devices or backends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.types import attention
-from ejkernel.types.dropout import M1, M2, P1, P2, P3, P4, P5, fmix, fold
+from ejkernel.types.attention import operands
+from ejkernel.types.attention.dropout import M1, M2, P1, P2, P3, P4, P5, fmix, fold
 
 
 def seed_words(seed: Any) -> jax.Array:
@@ -22,7 +22,7 @@ def seed_words(seed: Any) -> jax.Array:
     ``seed`` is None (0), an int, an integer array ``[]``, or an integer array ``[3]`` that already
     holds the three words, for a call that is one shard of a larger one.
     """
-    return jax.lax.bitcast_convert_type(attention.seed_words(seed)[0], jnp.uint32)
+    return jax.lax.bitcast_convert_type(operands.seed_words(seed)[0], jnp.uint32)
 
 
 def random_words(base: jax.Array, rows: jax.Array, cols: jax.Array) -> jax.Array:

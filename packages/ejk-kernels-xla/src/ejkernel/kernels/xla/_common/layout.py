@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.blocks import cdiv, pad_to
+from ejkernel.types.masks.blocks import cdiv, pad_to
 
 
 def fit_block(block: int, length: int) -> int:
@@ -34,7 +34,7 @@ def reorder(x: jax.Array, *axes: int) -> jax.Array:
 
     XLA gives a transposed axis of size 1 a layout of its own and then copies to undo it.
     """
-    shape = [x.shape[a] for a in axes]
+    shape = list(map(x.shape.__getitem__, axes))
     moved = [a for a in axes if x.shape[a] != 1]
     kept = sorted(moved)
     if moved != kept:

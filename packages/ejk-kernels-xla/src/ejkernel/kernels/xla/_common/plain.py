@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common.dots import DotPolicy
 from ejkernel.kernels.xla._common.softmax import narrowed
 from ejkernel.types import MaskInfo, prepare_mask
-from ejkernel.types.hidden import cleared
+from ejkernel.types.masks.hidden import cleared
 
 
 def dense_tile(mask: MaskInfo, q_len: int, kv_len: int) -> jax.Array | None:

@@ -110,7 +110,7 @@ def merge(
     return o, Rows(m, jnp.log2(total))
 
 
-def settle(
+def finalize_rows(
     o: jax.Array, rows: Rows, sinks: jax.Array | None, unit: float
 ) -> tuple[jax.Array, jax.Array, Shares]:
     """Output, natural lse and shares of finished rows, with the sinks counted once.

@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from ejkernel.ops import BwdParams, FwdParams
-from ejkernel.types.attention import field
+from ejkernel.ops.params import config_field
 
 
 class Steps:
     """Base of tiles whose fields are fields of the config; None follows from the shapes."""
 
-    def honouring(self, cfg: Any, problem: Any, target: Any) -> Self:
+    def apply_config(self, cfg: Any, problem: Any, target: Any) -> Self:
         """These, with what a config says instead."""
-        given = {f.name: field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
+        given = {f.name: config_field(cfg, f.name) for f in fields(self)}  # ty: ignore[invalid-argument-type]
         given = {name: int(size) for name, size in given.items() if size is not None}
         for name, size in given.items():
             if size < 1:
@@ -37,7 +37,8 @@ class Blocks:
     def given(self, params: Any) -> Blocks:
         """These, with what a config's parameters say instead."""
         return Blocks(
-            int(field(params, "q_blocksize", self.q)), int(field(params, "kv_blocksize", self.kv))
+            int(config_field(params, "q_blocksize", self.q)),
+            int(config_field(params, "kv_blocksize", self.kv)),
         )
 
 
@@ -48,8 +49,8 @@ class Passes:
     fwd: Blocks
     bwd: Blocks
 
-    def honouring(self, cfg: Any, problem: Any, target: Any) -> Passes:
-        fwd, bwd = field(cfg, "fwd_params"), field(cfg, "bwd_params")
+    def apply_config(self, cfg: Any, problem: Any, target: Any) -> Passes:
+        fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         return Passes(self.fwd.given(fwd), self.bwd.given(bwd))
 
     @property

@@ -26,14 +26,14 @@ from ejkernel.kernels.xla._paged.layouts import Arrays, Layout
 from ejkernel.ops.second_order import operation, reverse_once
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.softmax import named
+from ejkernel.types.attention.softmax import name_residuals
 
 NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Static facts. ``tokens`` a step, ``group`` tiles walked together, ``left``: window."""
+    """Static properties. ``tokens`` a step, ``group`` tiles walked together, ``left``: window."""
 
     tokens: int
     group: int
@@ -228,7 +228,7 @@ def _forward(spec: Spec, layout: Layout, q, arrays, scale, sinks, tiles):
         out = group(None, first)[1]
     else:
         out = _flat(jax.lax.scan(group, None, x)[1])
-    out = named(*out)
+    out = name_residuals(*out)
     return out[:3], (q, arrays, scale, sinks, tiles, *out)
 
 

@@ -133,7 +133,7 @@ def attend_call(
     sinks: jax.Array | None, scales: tuple[Any, ...], v_scale: Any = None,
     splits: int = 1, group: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """``attend_rows`` of a call whose facts are ``p``: ``query [n, rows, hk, g, d]``.
+    """``attend_rows`` of a call with problem ``p``: ``query [n, rows, hk, g, d]``.
 
     ``scales`` are multiplied to logits, sinks and scales as the call has them; ``group`` tiles are
     walked together, by default all.

@@ -12,8 +12,8 @@ from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_va
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
 
 
 class Attention(XlaKernel):
@@ -58,7 +58,7 @@ class Attention(XlaKernel):
         if drop > 0.0:
             dropout = Dropout.make(arrays["dropout_rng"], b, h, q_len, kv_len)
             p = jnp.where(dropout.keep(drop), p / (1.0 - drop), 0.0)
-        o = named_out(weighted_values(p, v, dots, sight).astype(dtype))
+        o = name_output(weighted_values(p, v, dots, sight).astype(dtype))
         return (o, p.astype(dtype)), ()
 
 

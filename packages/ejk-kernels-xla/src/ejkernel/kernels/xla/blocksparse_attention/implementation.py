@@ -41,7 +41,7 @@ class BlockSparseAttention(BlockwiseKernel):
     def fields(self, chosen: Passes) -> dict[str, Any]:
         return {}  # tiles that fit a pattern are no powers of two
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         q, k, v = (a[name] for name in ("query", "key", "value"))
         if 0 not in (*q.shape[:3], *k.shape[1:3]):
             return None

@@ -16,11 +16,11 @@ import numpy as np
 
 from ejkernel.kernels.xla._common.blocks import take_block
 from ejkernel.types import MaskInfo, PreparedMask, prepare_mask
-from ejkernel.types.blocks import BlockRange
-from ejkernel.types.fields import with_private
-from ejkernel.types.hidden import seen_keys
-from ejkernel.types.pattern import inside_blocks, visited_tiles
-from ejkernel.types.prepare import Tiling
+from ejkernel.types.masks.blocks import BlockRange
+from ejkernel.types.masks.fields import MaskFields, with_private
+from ejkernel.types.masks.hidden import seen_keys
+from ejkernel.types.masks.pattern import inside_blocks, visited_tiles
+from ejkernel.types.masks.prepare import Tiling
 
 # only tiles are asked of the other masks; the walk is in the lists
 _NO_RANGES = (BlockRange(*(np.zeros(0, np.int32),) * 4),) * 2
@@ -55,7 +55,7 @@ def visible_tiles(grid: Grid, mask: MaskInfo, pattern: jax.Array | None) -> jax.
     return grid.per_head(jnp.asarray(visited_tiles(mask, pattern, blocks, *grid.tiling)[0])).any(2)
 
 
-def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskInfo, ...]:
+def _parts(grid: Grid, mask: MaskInfo) -> tuple[MaskFields, ...]:
     """The masks cut into tiles, with every array ``[#b, #hk, 1, ...]`` as one head needs it."""
 
     def tokens(x: Any) -> Any:
@@ -104,7 +104,7 @@ class HeadMask:
     count: jax.Array
     order: jax.Array | None
     pattern: jax.Array | None
-    parts: tuple[MaskInfo, ...]
+    parts: tuple[MaskFields, ...]
     grid: Grid
     by_key: bool
 

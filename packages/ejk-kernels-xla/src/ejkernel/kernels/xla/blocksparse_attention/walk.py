@@ -28,8 +28,8 @@ from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.ops.differentiate import Arrays
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import size_of
-from ejkernel.types.blocks import cdiv, pad_to
-from ejkernel.types.prepare import Tiling
+from ejkernel.types.masks.blocks import cdiv, pad_to
+from ejkernel.types.masks.prepare import Tiling
 
 
 class Walk:

@@ -17,11 +17,11 @@ import jax
 
 from ejkernel.kernels.xla._common import blockwise
 from ejkernel.kernels.xla._common.blockwise import Spec
-from ejkernel.kernels.xla._common.softmax import settle
+from ejkernel.kernels.xla._common.softmax import finalize_rows
 from ejkernel.kernels.xla.cudnn.support import Pattern
 from ejkernel.kernels.xla.flash_attention.tiles import GPU_BLOCK
 from ejkernel.types import MaskInfo, prepare_mask
-from ejkernel.types.softmax import named_out
+from ejkernel.types.attention.softmax import name_output
 
 _FLAG = re.compile(
     r"--xla_gpu_(exclude_nondeterministic|deterministic)_ops(=(true|1|t|yes|y))?(\s|$)", re.I
@@ -38,11 +38,11 @@ def _cudnn(pattern: Pattern, scale: float, q: jax.Array, k: jax.Array, v: jax.Ar
         local_window_size=None if pattern.left is None else (pattern.left, 0),
         implementation="cudnn",
     )
-    return named_out(o)
+    return name_output(o)
 
 
 def own_backward_repeats(q_len: int, kv_len: int) -> bool:
-    """Whether cuDNN's backward pass takes these lengths and is told to be deterministic."""
+    """Returns whether cuDNN's backward pass takes these lengths and is told to be deterministic."""
     even = q_len % 2 == 0 and kv_len % 2 == 0
     return even and _FLAG.search(os.environ.get("XLA_FLAGS", "")) is not None
 
@@ -77,7 +77,7 @@ def _backward(pattern: Pattern, scale: float, residuals, do):
         block_kv=layout.block_kv,
     )
     none, rows = blockwise.forward(spec, q, k, v[..., :0], mask=mask)
-    _, _, shares = settle(none, rows, None, spec.unit(None))
+    _, _, shares = finalize_rows(none, rows, None, spec.unit(None))
     delta = blockwise.row_delta(o, do, None, rows.m.dtype)
     grads = blockwise.backward(spec, q, k, v, mask=mask, shares=shares, delta=delta, do=do)
     return tuple(g.astype(x.dtype) for g, x in zip(grads[:3], (q, k, v), strict=True))

@@ -13,7 +13,7 @@ from ejkernel.ops import KernelNotSupported
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
+from ejkernel.types.masks.combine import mask_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class CudnnKernel(XlaKernel):
         pattern = pattern_of(mask_of(a), a["query"].shape[1], a["key"].shape[1])
         return Problem(reason, pattern, a["softmax_scale"])
 
-    def refuse(self, problem: Problem, target: Any) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Any) -> str | None:
         return problem.reason
 
-    def refused(self, reason: str) -> Exception:
+    def unsupported_error(self, reason: str) -> Exception:
         return KernelNotSupported(
             algorithm=self.call.name,
             platform="cuda",

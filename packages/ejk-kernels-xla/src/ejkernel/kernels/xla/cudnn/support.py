@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.utils.device import target_device
 from ejkernel.types import MaskInfo
-from ejkernel.types.combine import mask_of
+from ejkernel.types.masks.combine import mask_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _shapes(q: Any, k: Any, v: Any) -> str | None:
 
 
 def reason_against(arguments: Mapping[str, Any]) -> str | None:
-    """Why cuDNN cannot do the call, from static facts; None if it can."""
+    """Why cuDNN cannot do the call, from static properties; None if it can."""
     precision = arguments.get("precision")
     if precision is not None and str(precision).lower() not in ("default", "precision.default"):
         return f"precision: cuDNN has the default only, got {precision}"

@@ -12,7 +12,7 @@ from ejkernel.kernels.xla._common.dropout import Dropout
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls, prepare_mask
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
+from ejkernel.types.masks.combine import mask_of
 
 
 class FlashAttention(BlockwiseKernel):
@@ -35,7 +35,7 @@ class FlashAttention(BlockwiseKernel):
         """The arrays of the call, cumulative lengths joined with the mask."""
         packed = ("cum_seqlens_q", "cum_seqlens_k", "attention_mask")
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
-        arrays = {name: x for name, x in self.call.given(a).items() if name not in packed}
+        arrays = {name: x for name, x in self.call.array_arguments(a).items() if name not in packed}
         return {**arrays, "mask_info": mask}
 
     def rows(self, work: Work, arrays: Arrays) -> tuple[Any, Any, float]:

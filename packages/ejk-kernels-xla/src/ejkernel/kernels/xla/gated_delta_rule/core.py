@@ -24,7 +24,7 @@ from ejkernel.kernels.xla.gated_delta_rule.chunk import (
 )
 from ejkernel.kernels.xla.gated_delta_rule.solve import matmul
 from ejkernel.kernels.xla.linear_attention.core import Links, by_groups, chunk_starts, pullback
-from ejkernel.types.softmax import named_lse
+from ejkernel.types.attention.softmax import name_lse
 
 
 @jax.custom_vjp
@@ -48,7 +48,7 @@ def chunked(rows: Rows, table: jax.Array, links: Links) -> tuple[jax.Array, jax.
 
 def _forward(rows: Rows, table: jax.Array, links: Links):
     o, ends = chunked(rows, table, links)
-    ends = named_lse(ends)  # the gradient needs them as softmax's needs the lse
+    ends = name_lse(ends)  # the gradient needs them as softmax's needs the lse
     return (o, ends), (rows, table, links, ends)
 
 

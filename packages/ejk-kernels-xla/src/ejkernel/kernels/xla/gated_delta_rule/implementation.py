@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from ejkernel.kernels.xla.gated_delta_rule.chunk import Rows
 from ejkernel.kernels.xla.linear_attention.implementation import LinearKernel
 from ejkernel.kernels.xla.linear_attention.inputs import initial_states
 from ejkernel.ops.differentiate import Arrays
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -27,7 +27,7 @@ def normalize_vectors(x: jax.Array) -> jax.Array:
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
-@partial(jax.jit, static_argnames=("dtype", "scale", "normalize"))
+@bounded_jit
 def _rows(
     q: jax.Array,
     k: jax.Array,

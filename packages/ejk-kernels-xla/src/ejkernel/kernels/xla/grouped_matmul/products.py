@@ -25,7 +25,7 @@ from ejkernel.types.arrays import at_most, is_symbolic, result_dtype
 
 @dataclass(frozen=True)
 class Plan:
-    """Static facts of a product.
+    """Static properties of a product.
 
     ``transposed``: the matrices are ``[g, n, k]``. ``tile``: rows per step. ``dtype``: of the
     accumulation and the result.

@@ -13,6 +13,7 @@ the chunk of 64 balances them against the s log2(c) d exponentials.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels.xla.linear_attention.chunk import Rows, additions, decays, outputs
-from ejkernel.types.arrays import is_symbolic
-from ejkernel.types.softmax import named_lse
+from ejkernel.types.arrays import is_symbolic, size_of
+from ejkernel.types.attention.softmax import name_lse
 
 # numbers of a row array treated together: 1 MiB of float32
 GROUP_SIZE = 2**18
@@ -51,7 +52,9 @@ def by_groups(f: Callable, rows: Any, *others: jax.Array) -> Any:
     if is_symbolic(chunks):
         group = 1  # divides any number
     else:
-        fit = max(GROUP_SIZE * chunks // max(rows.q.size, rows.v.size, 1), 1)
+        # a chunk of an exported program may hold any number of batch rows: assume many
+        largest = max(math.prod(map(size_of, x.shape[1:])) for x in (rows.q, rows.v))
+        fit = max(GROUP_SIZE // max(largest, 1), 1)
         group = max(n for n in range(1, min(fit, chunks) + 1) if chunks % n == 0)
     if group == chunks:
         return f(rows, *others)
@@ -81,7 +84,7 @@ def chunked(rows: Rows, table: jax.Array, links: Links) -> tuple[jax.Array, jax.
 
 def _forward(rows: Rows, table: jax.Array, links: Links):
     o, ends = chunked(rows, table, links)
-    ends = named_lse(ends)  # the gradient needs them as softmax's needs the lse
+    ends = name_lse(ends)  # the gradient needs them as softmax's needs the lse
     return (o, ends), (rows, table, links, ends)
 
 

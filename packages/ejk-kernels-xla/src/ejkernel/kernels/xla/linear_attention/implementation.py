@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -16,15 +15,16 @@ from ejkernel.kernels.xla.linear_attention.inputs import rows_and_states
 from ejkernel.kernels.xla.linear_attention.layout import Plain, packed
 from ejkernel.kernels.xla.linear_attention.tiles import Chunk
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_symbolic
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.softmax import named_out
 
 GATES = ("g", "g_gamma", "gk", "gv")
 
 
-@partial(jax.jit, static_argnames=("chunked", "chunk", "reverse"))
+@bounded_jit
 def _in_chunks(
     rows: Any,
     table: jax.Array,
@@ -44,7 +44,7 @@ def _in_chunks(
     return layout.merge(o), layout.final(ends, table)
 
 
-_in_steps = jax.jit(step.stepwise, static_argnames=("advance", "reverse"))
+_in_steps = bounded_jit(step.stepwise)
 
 
 class LinearKernel(XlaKernel):
@@ -89,7 +89,7 @@ class LinearKernel(XlaKernel):
                 chunk=work.tiles.time_tile,
                 reverse=p.reverse,
             )
-        return (named_out(o.astype(dtype)), states), ()
+        return (name_output(o.astype(dtype)), states), ()
 
 
 class RecurrentAttention(LinearKernel):

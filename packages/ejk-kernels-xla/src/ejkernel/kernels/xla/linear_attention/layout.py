@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.xla._common.packed import bucket_of, packing
 from ejkernel.kernels.xla.linear_attention.core import Links
-from ejkernel.types.blocks import cdiv, pad_to
+from ejkernel.types.masks.blocks import cdiv, pad_to
 
 
 class Plain(NamedTuple):

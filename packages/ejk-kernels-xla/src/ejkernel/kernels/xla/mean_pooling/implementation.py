@@ -21,7 +21,7 @@ from ejkernel.ops.call_kernel import CallKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
-from ejkernel.types.blocks import cdiv, pad_to
+from ejkernel.types.masks.blocks import cdiv, pad_to
 
 # rows of the first level: few additions per level up to 64k rows, and one pass over them
 BLOCK = 128
@@ -44,7 +44,7 @@ class MeanPooling(XlaKernel):
     reads = frozenset({"x", "cu_seqlens", "chunk_size", "attention_mask"})
     # rows of a batch and their means, whatever the form of the call
     operands, results = CallKernel.operands, CallKernel.results
-    without_work = CallKernel.without_work
+    empty_outputs = CallKernel.empty_outputs
 
     def choose(self, problem: Any, target: Any) -> RowTile:
         return RowTile(BLOCK)

@@ -15,9 +15,9 @@ from ejkernel.kernels.xla.flash_attention.implementation import flash_attention
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.latent import drop_masked_rows, expanded
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
-from ejkernel.types.latent import expanded, without_hidden_rows
+from ejkernel.types.masks.combine import mask_of
 
 
 class FlashMLA(XlaKernel):
@@ -37,7 +37,7 @@ class FlashMLA(XlaKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, cumulative lengths joined with the mask."""
-        arrays = self.call.given(a)
+        arrays = self.call.array_arguments(a)
         cu = arrays.pop("cu_seqlens", None)
         if cu is not None:
             arrays.pop("attention_mask", None)
@@ -46,12 +46,12 @@ class FlashMLA(XlaKernel):
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem
-        q, k, v = expanded(without_hidden_rows(arrays, arrays["mask_info"]))
+        q, k, v = expanded(drop_masked_rows(arrays, arrays["mask_info"]))
         given = {n: arrays.get(n) for n in ("bias", "softmax_aux", "dropout_seed", "mask_info")}
         options = ("softmax_scale", "dropout_prob", "logits_soft_cap")
         given |= {name: getattr(p, name) for name in options}
         cfg = work.tiles.fields
-        return flash_attention.settled(
+        return flash_attention.run_canonical(
             query=q, key=k, value=v, **given, return_lse=True, cfg=cfg
         ), ()
 

@@ -18,11 +18,17 @@ from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary_alike
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most, is_symbolic
+from ejkernel.types.attention.softmax import name_lse
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
-from ejkernel.types.hidden import cleared
-from ejkernel.types.softmax import named_lse
-from ejkernel.types.token_blocks import Blocks, block_means, clean_indices, find_blocks, means_mask
+from ejkernel.types.masks.combine import mask_of
+from ejkernel.types.masks.hidden import cleared
+from ejkernel.types.masks.token_blocks import (
+    Blocks,
+    block_means,
+    clean_indices,
+    find_blocks,
+    means_mask,
+)
 
 # gathered keys of one step, in elements per batch row: a megabyte or two
 STEP_ELEMENTS = 1 << 18
@@ -39,7 +45,7 @@ def _compressed(q, k, v, blocks: Blocks, scale: float):
     """Output ``[b, s, h, dv]``, lse ``[b, s, h]`` and the block means of the keys."""
     k_cmp, v_cmp = block_means(k, blocks), block_means(v, blocks)
     mask = means_mask(blocks, q.shape[0])
-    o, lse = flash_attention.settled(
+    o, lse = flash_attention.run_canonical(
         query=q, key=k_cmp, value=v_cmp, mask_info=mask, softmax_scale=scale, return_lse=True
     )
     return o, lse, k_cmp
@@ -118,7 +124,7 @@ class NativeSparseAttention(XlaKernel):
             o_cmp, *compressed = _compressed(q, k, v, blocks, scale)
             if g_cmp is not None:
                 out = out + g_cmp * o_cmp.astype(wide)
-        chosen = named_lse(_chosen(p, arrays, q, blocks, compressed))  # a loop of its own
+        chosen = name_lse(_chosen(p, arrays, q, blocks, compressed))  # a loop of its own
         o_slc = _selected(q, k, v, chosen, blocks, scale, work.tiles.q_tile)
         out = out + (1.0 if g_slc is None else g_slc) * o_slc.astype(wide)
         if p.sliding_window is not None:
@@ -132,7 +138,7 @@ class NativeSparseAttention(XlaKernel):
                     "sliding_window": window,
                 }
             )
-            o_swa = flash_attention.settled(
+            o_swa = flash_attention.run_canonical(
                 query=q, key=k, value=v, mask_info=mask, softmax_scale=scale
             )
             out = out + (1.0 if g_swa is None else g_swa) * o_swa.astype(wide)
@@ -154,7 +160,7 @@ def _chosen(p: Any, arrays: Arrays, q: Any, blocks: Blocks, compressed: Any) -> 
     slots = at_most(slots, blocks.count)
     lse, k_cmp = compressed
     grouped, lse = q.reshape(b, s, hk, h // hk, d), lse.reshape(b, s, hk, h // hk)
-    chosen = select_blocks(grouped, k_cmp, lse, blocks, p.softmax_scale, slots)
+    chosen = select_blocks(grouped, k_cmp, lse, blocks, scale=p.softmax_scale, count=slots)
     if isinstance(counts, int):
         return chosen
     number = jnp.arange(slots, dtype=jnp.int32)[None, None, None]

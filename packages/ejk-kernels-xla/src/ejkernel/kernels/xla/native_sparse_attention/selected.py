@@ -22,8 +22,8 @@ from jax import lax
 
 from ejkernel.ops.varying import zeros
 from ejkernel.types.arrays import result_dtype
-from ejkernel.types.blocks import cdiv
-from ejkernel.types.softmax import named
+from ejkernel.types.attention.softmax import name_residuals
+from ejkernel.types.masks.blocks import cdiv
 
 NEG_INF = float("-inf")
 
@@ -160,7 +160,7 @@ def _forward(spec: Spec, q, k, v, rows: Rows):
         return None, _tile_forward(spec, x[0], k, v, x[1])
 
     o, top, rest = (_join(x, q.shape[0]) for x in lax.scan(tile, None, _cut(spec, (q, rows)))[1])
-    o, top, rest = named(o, top, rest)
+    o, top, rest = name_residuals(o, top, rest)
     return o, (q, k, v, rows, o, top, rest)
 
 

@@ -16,9 +16,9 @@ from ejkernel.kernels.xla._paged.decode import attend_call, step_tokens
 from ejkernel.kernels.xla._paged.layouts import Contiguous
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.params import config_field
 from ejkernel.types import calls
 from ejkernel.types.arrays import at_most
-from ejkernel.types.attention import field
 from ejkernel.types.calls import arguments
 
 
@@ -28,9 +28,10 @@ class Step:
 
     keys: int | None = None
 
-    def honouring(self, cfg: Any, problem: Any, target: Any) -> Step:
-        params = field(cfg, "fwd_params")
-        return Step(field(params, "blocksize_keys") or field(params, "kv_blocksize") or self.keys)
+    def apply_config(self, cfg: Any, problem: Any, target: Any) -> Step:
+        params = config_field(cfg, "fwd_params")
+        keys = config_field(params, "blocksize_keys") or config_field(params, "kv_blocksize")
+        return Step(keys or self.keys)
 
     @property
     def fields(self) -> dict[str, Any]:

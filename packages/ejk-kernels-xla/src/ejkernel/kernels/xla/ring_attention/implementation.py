@@ -34,8 +34,8 @@ from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule, walk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.varying import vary, vary_alike, varying_axes
 from ejkernel.types import MaskInfo, calls
-from ejkernel.types.blocks import cdiv
 from ejkernel.types.calls import arguments
+from ejkernel.types.masks.blocks import cdiv
 
 
 class RingAttention(BlockwiseKernel):
@@ -67,7 +67,7 @@ class RingAttention(BlockwiseKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         """The arrays of the call, all constraints as ``parts``."""
-        ring, arrays = _ring(problem), self.call.given(a)
+        ring, arrays = _ring(problem), self.call.array_arguments(a)
         # a MaskInfo without arrays checks the rule's values
         window = a["sliding_window"]
         rule = MaskInfo(

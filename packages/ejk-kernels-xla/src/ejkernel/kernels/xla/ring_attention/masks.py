@@ -16,7 +16,7 @@ import jax
 from ejkernel.kernels.xla.ring_attention.ring import Ring
 from ejkernel.types import MaskInfo, PreparedMask, Rule, prepare_mask
 from ejkernel.types.errors import invalid
-from ejkernel.types.fields import with_private
+from ejkernel.types.masks.fields import with_private
 
 Parts = tuple[MaskInfo, ...]
 

@@ -10,9 +10,9 @@ from ejkernel.kernels.xla._common.plain import Sight, probabilities, weighted_va
 from ejkernel.kernels.xla.kernel import XlaKernel
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
+from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
-from ejkernel.types.combine import mask_of
-from ejkernel.types.softmax import named_out
+from ejkernel.types.masks.combine import mask_of
 
 
 class ScaledDotProductAttention(XlaKernel):
@@ -26,14 +26,14 @@ class ScaledDotProductAttention(XlaKernel):
 
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         mask = a["mask_info"] if a["cum_seqlens_q"] is None else mask_of(a)
-        return {**self.call.given(a), "mask_info": mask}
+        return {**self.call.array_arguments(a), "mask_info": mask}
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         q, k, v = (arrays[name] for name in ("query", "key", "value"))
         dots, sight = DotPolicy.of(q, k, v), Sight.of(arrays["mask_info"], q.shape[1], k.shape[1])
         scale, bias = work.problem.softmax_scale, arrays.get("bias")
         p = probabilities(q, k, bias, None, sight, scale=scale, soft_cap=None, dots=dots)
-        return (named_out(weighted_values(p, v, dots, sight).astype(q.dtype)),), ()
+        return (name_output(weighted_values(p, v, dots, sight).astype(q.dtype)),), ()
 
 
 scaled_dot_product_attention = ScaledDotProductAttention()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ejkernel.kernels.pallas.gpu.common.chip import Chip
 from ejkernel.kernels.pallas.gpu.flash_attention import lists, preference
 from ejkernel.kernels.pallas.gpu.flash_attention.implementation import FlashAttention
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
 
 
 class BlockSparseAttention(FlashAttention):
@@ -26,14 +25,14 @@ class BlockSparseAttention(FlashAttention):
     call = calls.BlockSparseAttention
     reads = arguments.FLASH | arguments.PATTERN
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
-        return super().refuse(problem, target) or lists.refuse(problem)
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
+        return super().unsupported_reason(problem, target) or lists.unsupported_reason(problem)
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where measured."""
-        problem = self.facts(inv)[0]
+        problem = self.problem_of(call)
         if problem.pattern_blocks is None:
-            return super().priority_for(inv)
+            return super().priority_for(call)
         return preference.of_pattern(problem)
 
 

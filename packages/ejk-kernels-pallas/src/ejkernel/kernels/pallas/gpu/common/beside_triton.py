@@ -32,11 +32,11 @@ class BesideTriton(PallasKernel):
         """
         return kernel_registry.get(self.call.name, "triton")
 
-    def missing(self) -> str | None:
-        reason = super().missing()
+    def unavailable_reason(self) -> str | None:
+        reason = super().unavailable_reason()
         if reason is None:
             try:
-                reason = self.rest.missing()
+                reason = self.rest.unavailable_reason()
             except (KernelNotFound, KernelNotSupported) as error:
                 reason = f"part of the work is done by the Triton kernels: {error}"
         return reason
@@ -53,14 +53,14 @@ class BesideTriton(PallasKernel):
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.rest.operands(a, problem)
 
-    def without_work(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        return self.rest.without_work(a, problem)
+    def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        return self.rest.empty_outputs(a, problem)
 
-    def near(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
-        return self.rest.near(problem, target, chosen)
+    def neighbours(self, problem: Any, target: Any, chosen: Any) -> Iterable[Any]:
+        return self.rest.neighbours(problem, target, chosen)
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
-        return self.rest.honour(chosen, cfg, problem, target)
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+        return self.rest.apply_config(chosen, cfg, problem, target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         return self.rest.forward(work, arrays)

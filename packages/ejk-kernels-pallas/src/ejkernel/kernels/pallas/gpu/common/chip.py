@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ejkernel.kernels.pallas import compat
 from ejkernel.ops.utils.device import target_device
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 
 # Shared memory of a Hopper block, bytes (CUDA C++ programming guide, compute capability 9.0).
 SHARED = 232448

@@ -26,7 +26,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     thread_place,
     vector,
 )
-from ejkernel.types.structure import Band
+from ejkernel.types.masks.structure import Band
 
 
 def row_of(ref: Any, *numbers: Any) -> tuple[Any, ...]:

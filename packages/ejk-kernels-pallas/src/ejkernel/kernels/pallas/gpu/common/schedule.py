@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.blocks import structural_ranges
-from ejkernel.types.structure import Band
+from ejkernel.types.masks.blocks import structural_ranges
+from ejkernel.types.masks.structure import Band
 
 Scalar = jax.Array | int
 

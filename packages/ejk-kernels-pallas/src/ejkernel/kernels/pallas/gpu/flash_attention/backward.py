@@ -32,8 +32,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.operands import HIDDEN
 from ejkernel.types.arrays import namespace
-from ejkernel.types.blocks import structural_ranges
-from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.masks.blocks import structural_ranges
 
 SORTED = 512  # programs over lists that are started longest first together
 

@@ -30,7 +30,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.backward_walk import (
     launch,
     needs_masks,
 )
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
 
 
 class Program:

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS
-from ejkernel.types.blocks import matrix_range
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.blocks import matrix_range
+from ejkernel.types.masks.structure import Band
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ OF_QUERIES = BackwardTiles(block_q=128, block_kv=64)  # of the kernel of dq alon
 
 
 def is_wide(problem: Problem) -> bool:
-    """Whether the head is too wide for the fused kernel."""
+    """Returns whether the head is too wide for the fused kernel."""
     return max(problem.dim, problem.value_dim) > 128
 
 
 def holds_rows(problem: Problem) -> bool:
-    """Whether programs of dq hold their rows of q and do in registers.
+    """Returns whether programs of dq hold their rows of q and do in registers.
 
     Wider heads leave no registers for rows; at 64 the compiler (of CUDA 13.0) puts ds where do is.
     """
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def kv_tail(self) -> bool:
-        """Whether the last key block is not whole."""
+        """Returns whether the last key block is not whole."""
         return self.problem.kv_len % self.tiles.block_kv != 0
 
     @property
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def shares(self) -> bool:
-        """Whether query heads share k and v."""
+        """Returns whether query heads share k and v."""
         return self.problem.group > 1
 
     @property

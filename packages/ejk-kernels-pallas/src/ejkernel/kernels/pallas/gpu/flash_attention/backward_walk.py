@@ -23,7 +23,7 @@ from ejkernel.kernels.pallas.gpu.common.masks import (
 from ejkernel.kernels.pallas.gpu.common.tickets import taken_by_warp
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import LIMIT
-from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.attention.problem import LOG2E, Problem
 
 ROWS = 64  # of a warpgroup's product
 CONSUMERS = 2
@@ -55,7 +55,7 @@ def next_place(counter: Any, count: int, place_of: Callable[[Any], Any]) -> Any:
 
 
 def needs_masks(plan: Plan, r: Any) -> bool:
-    """Whether any tile may have hidden pairs."""
+    """Returns whether any tile may have hidden pairs."""
     return plan.kv_tail or not plan.band.empty or hasattr(r, "bits") or hasattr(r, "q_ids")
 
 

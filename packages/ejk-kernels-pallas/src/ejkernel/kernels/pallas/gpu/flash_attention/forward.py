@@ -46,7 +46,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import (
     softmax,
     start,
 )
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
 
 
 @dataclass(frozen=True)

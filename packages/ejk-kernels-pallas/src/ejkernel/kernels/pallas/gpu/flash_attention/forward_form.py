@@ -23,8 +23,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.list_kernel import (
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
-from ejkernel.types.problem import LOG2E, Problem
-from ejkernel.types.structure import Rules
+from ejkernel.types.attention.problem import LOG2E, Problem
+from ejkernel.types.masks.structure import Rules
 
 MEMBER = "member"  # the axis of programs in a cluster
 SORTED = 256  # tiles ordered together by length: two a program, their keys and values fit L2
@@ -148,7 +148,7 @@ class Form:
 
     @property
     def fused(self) -> bool:
-        """Whether probabilities are exponentials of one multiply-add (see ``softmax``)."""
+        """Returns whether probabilities are exponentials of one multiply-add (see ``softmax``)."""
         if self.shift is not None or self.problem.dtype == "float16":
             return False
         # wide heads have no registers for what it keeps of a row: they spill and lose 14%
@@ -179,17 +179,17 @@ class Form:
 
     @property
     def listed(self) -> bool:
-        """Whether tiles walk over lists of blocks."""
+        """Returns whether tiles walk over lists of blocks."""
         return "lists" in self.operands
 
     @property
     def read(self) -> bool:
-        """Whether what a tile visits is read from memory."""
+        """Returns whether what a tile visits is read from memory."""
         return self.listed or self.rules.arrays
 
     @property
     def masks(self) -> bool:
-        """Whether any block may need an element mask."""
+        """Returns whether any block may need an element mask."""
         ragged = self.problem.kv_len % self.tiles.block_kv != 0
         return ragged or self.read or not self.rules.band.empty
 

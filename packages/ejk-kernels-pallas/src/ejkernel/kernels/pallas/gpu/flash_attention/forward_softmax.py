@@ -22,7 +22,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import ROW
 from ejkernel.kernels.pallas.gpu.common.rows import multiply_add
 from ejkernel.kernels.pallas.gpu.common.schedule import Tile
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import Form
-from ejkernel.types.structure import Band
+from ejkernel.types.masks.structure import Band
 
 ROWS = 64  # query rows of one warpgroup
 F32 = jnp.float32
@@ -36,7 +36,7 @@ def only_ids(ids: jax.Array, block: int, other: int) -> jax.Array:
 
 
 def has_one_id(form: Form) -> bool:
-    """Whether steps compare what is known of whole blocks of ids; lists know it already."""
+    """Returns whether steps compare what is known of whole blocks of ids; lists know it already."""
     return "q_ids" in form.operands and not form.listed
 
 

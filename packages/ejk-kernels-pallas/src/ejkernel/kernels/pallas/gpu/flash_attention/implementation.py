@@ -20,14 +20,14 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_form import known_order, with_lists
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import FlashTiles
 from ejkernel.kernels.pallas.kernel import PallasKernel
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.errors import ConfigError
 from ejkernel.types import calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.mixins import FromLatent, SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.latent import FromLatent
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
 
 DTYPES = ("float16", "bfloat16")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -50,7 +50,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
     call = calls.FlashAttention
     reads = arguments.FLASH | arguments.PACKED | {"precision"}
     chip = staticmethod(current_chip)
-    takes_warpgroups = True
+    reads_warpgroups = True
     choose = staticmethod(tiles.choose)
 
     def problem(self, a: Mapping[str, Any]) -> Problem:
@@ -60,7 +60,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             raise self.call.Unsupported(NO_LEVEL)
         return problem
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         d, dv, dtype, rules = problem.dim, problem.value_dim, problem.dtype, problem.rules
         allowed = ", ".join(f"{d} with {dv}" if d != dv else str(d) for d, dv in DIMS)
         lacking = {
@@ -72,11 +72,13 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         }
         return next((reason for reason, lacks in lacking.items() if lacks), None)
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Behind the kernels for every GPU where those are faster."""
-        return preference.priority(self.facts(inv)[0])
+        return preference.priority(self.problem_of(call))
 
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+    def neighbours(
+        self, problem: Problem, target: Chip, chosen: FlashTiles
+    ) -> Iterable[FlashTiles]:
         for given in (
             {"q_blocksize": 128},
             {"kv_blocksize": 128},
@@ -84,9 +86,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             {"num_stages": chosen.fwd.stages + 1},
         ):
             with contextlib.suppress(ConfigError):  # it does not fit
-                yield chosen.honouring({"fwd_params": given}, problem, target)
+                yield chosen.apply_config({"fwd_params": given}, problem, target)
 
-    def known(self, work: Work, arrays: Arrays) -> Arrays:
+    def precompute(self, work: Work, arrays: Arrays) -> Arrays:
         pattern, mask = arrays.get("pattern"), arrays["mask"]
         if not isinstance(pattern, np.ndarray):
             return arrays
@@ -147,7 +149,7 @@ class ScaledDotProductAttention(FlashAttention):
 
     call = calls.ScaledDotProductAttention
     reads = arguments.ATTENTION | arguments.PACKED
-    own_tiles = True
+    fixed_tiles = True
 
 
 class FlashMLA(FromLatent, FlashAttention):
@@ -160,6 +162,7 @@ class FlashMLA(FromLatent, FlashAttention):
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
 
+    call = calls.FlashMLA
     reads = arguments.FLASH_MLA
 
 

@@ -34,7 +34,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
     when,
 )
 from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS, EVERY, LIMIT, SOME
-from ejkernel.types.blocks import cdiv
+from ejkernel.types.masks.blocks import cdiv
 
 math: Any = _math
 

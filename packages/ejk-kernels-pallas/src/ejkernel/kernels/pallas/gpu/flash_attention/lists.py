@@ -16,9 +16,9 @@ from jax import lax
 
 from ejkernel.types import MaskInfo
 from ejkernel.types.arrays import namespace
-from ejkernel.types.blocks import cdiv
-from ejkernel.types.pattern import inside_blocks, visited_tiles
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.blocks import cdiv
+from ejkernel.types.masks.pattern import inside_blocks, visited_tiles
 
 COUNTS = 2  # numbers before the blocks of a list: how many need no element mask, how many there are
 GROUP = 16  # rows and keys of a bit
@@ -26,7 +26,7 @@ LIMIT = 2**15  # blocks of an axis that a visit can name; added where it needs a
 SOME, EVERY = 1, 2  # of a tile: somebody sees it, everybody does
 
 
-def refuse(problem: Problem) -> str | None:
+def unsupported_reason(problem: Problem) -> str | None:
     """Why a pattern of these blocks cannot be walked over, None if it can."""
     if problem.pattern_blocks is None:
         return None

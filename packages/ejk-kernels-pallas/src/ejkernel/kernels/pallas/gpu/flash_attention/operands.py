@@ -13,8 +13,8 @@ from ejkernel.kernels.pallas.gpu.flash_attention.lists import backward_lists, fo
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ForwardTiles
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import MaskInfo
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import block_ranges, operands, split_mask
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.structure import block_ranges, operands, split_mask
 
 HIDDEN = {"q_ids": -1, "kv_ids": -2}  # ids of padding: never equal
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ejkernel.kernels.pallas.gpu.common.schedule import band_costs
-from ejkernel.types.problem import Problem
+from ejkernel.types.attention.problem import Problem
 
 # Kernels that run on every GPU have priority 100; these go before them, or between them and
 # libraries for calls that they do faster.

@@ -8,9 +8,9 @@ from typing import Any
 from ejkernel.kernels.pallas.gpu.common.chip import BARRIERS, Chip
 from ejkernel.kernels.pallas.gpu.flash_attention.backward_plan import BackwardTiles, backward_tiles
 from ejkernel.ops.errors import ConfigError
-from ejkernel.types.attention import field
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Rules
+from ejkernel.ops.params import config_field
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.masks.structure import Rules
 
 REGISTERS = 65536  # of a multiprocessor
 ROWS = 64  # of one warpgroup's product
@@ -105,11 +105,11 @@ class FlashTiles:
             },
         }
 
-    def honouring(self, cfg: Any, problem: Problem, chip: Chip) -> FlashTiles:
+    def apply_config(self, cfg: Any, problem: Problem, chip: Chip) -> FlashTiles:
         """These tiles with what a config says instead."""
         return FlashTiles(
-            override_forward(self.fwd, problem, chip, field(cfg, "fwd_params")),
-            override_backward(self.bwd, problem, chip, field(cfg, "bwd_params")),
+            override_forward(self.fwd, problem, chip, config_field(cfg, "fwd_params")),
+            override_backward(self.bwd, problem, chip, config_field(cfg, "bwd_params")),
         )
 
 
@@ -206,9 +206,9 @@ def override_forward(
     Raises:
         ConfigError: the tiles do not fit shared memory, or their warpgroups not the call.
     """
-    block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
-    stages = field(params, "num_stages")
-    if field(params, "warpgroups") is not None:
+    block_q, block_kv = config_field(params, "q_blocksize"), config_field(params, "kv_blocksize")
+    stages = config_field(params, "num_stages")
+    if config_field(params, "warpgroups") is not None:
         tiles = _uneven(tiles, problem, params)
     else:
         if block_q is not None:
@@ -233,13 +233,13 @@ def override_forward(
 
 def _uneven(tiles: ForwardTiles, problem: Problem, params: Any) -> ForwardTiles:
     """The tiles of a config that gives ``warpgroups``, for the calls that have them."""
-    groups = field(params, "warpgroups")
-    block_q, block_kv = field(params, "q_blocksize"), field(params, "kv_blocksize")
+    groups = config_field(params, "warpgroups")
+    block_q, block_kv = config_field(params, "q_blocksize"), config_field(params, "kv_blocksize")
     given = f"fwd_params: q_blocksize={block_q}, kv_blocksize={block_kv}, warpgroups={groups}"
     if (block_q, block_kv) not in UNEVEN or block_q != ROWS * groups:
         allowed = ", ".join(f"{q} x {kv} of {q // ROWS}" for q, kv in UNEVEN)
         raise ConfigError(f"{given}: the Hopper kernel has {allowed}")
-    if field(params, "num_stages") == 1:
+    if config_field(params, "num_stages") == 1:
         raise ConfigError(f"{given}, num_stages=1: at least 2")
     if block_q == 192:
         if max(problem.dim, problem.value_dim) > 64:
@@ -265,13 +265,13 @@ def override_backward(
     if max(problem.dim, problem.value_dim) > 128:
         return tiles
     for name, only in (("q_blocksize", tiles.block_q), ("kv_blocksize", tiles.block_kv)):
-        given = field(params, name)
+        given = config_field(params, name)
         if given not in (None, only):
             raise ConfigError(
                 f"bwd_params: {name}={given!r}: the Hopper kernel for heads of {problem.dim} "
                 f"takes {only} only"
             )
-    stages = field(params, "num_stages")
+    stages = config_field(params, "num_stages")
     if stages is not None:
         tiles = replace(tiles, stages=stages)
     _check_fits(f"bwd_params: num_stages={tiles.stages}", tiles.shared(problem), chip)

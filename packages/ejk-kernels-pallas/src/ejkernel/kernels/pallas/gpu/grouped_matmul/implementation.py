@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.common.tma import GROUP
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import ACROSS, DOWN, PIECE, ROWS, Weights
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.ops.varying import vary, varying_axes
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
@@ -39,7 +40,7 @@ class WholeGradient:
 
     @staticmethod
     def short(p: Any) -> bool:
-        """Whether most tiles have one step."""
+        """Returns whether most tiles have one step."""
         return p.run <= ROWS
 
     def kernel(self, p: Any) -> Weights:
@@ -85,8 +86,8 @@ class GroupedMatmul(BesideTriton):
     call = calls.GroupedMatmul
     reads = arguments.GROUPED_PRODUCT | {"preferred_element_type", "precision"}
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.stored:
@@ -103,9 +104,9 @@ class GroupedMatmul(BesideTriton):
             )
         return None
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where it was faster than theirs."""
-        p, whole = self.facts(inv)[0], WholeGradient(self.target().cores)
+        p, whole = self.problem_of(call), WholeGradient(self.target().cores)
         kernel = whole.kernel(p)
         large = not whole.short(p) or kernel.piece > PIECE
         return 110 if large and kernel.tiles >= whole.cores else 90

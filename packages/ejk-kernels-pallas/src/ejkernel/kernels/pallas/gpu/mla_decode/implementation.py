@@ -21,9 +21,10 @@ from ejkernel.kernels.pallas.gpu.mla_decode.merge import merge, merged_lse
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 from ejkernel.kernels.pallas.gpu.mla_decode.steps import LATENT, ROPE, Steps
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import LOG2E
 
 DTYPES = ("float16", "bfloat16")
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")  # of caches beside those
@@ -98,10 +99,10 @@ class MLADecode(BesideTriton):
         "k_scale",
         "return_lse",
     }
-    own_tiles = True
+    fixed_tiles = True
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.query not in DTYPES or p.key not in (p.query, *KINDS):
@@ -117,15 +118,15 @@ class MLADecode(BesideTriton):
             return f"latent_cache: pages of {p.page_size} are no power of two from 8 on"
         return None
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU where there is enough to read."""
-        p = self.facts(inv)[0]
+        p = self.problem_of(call)
         return 110 if p.batch * p.capacity >= ENOUGH else 90
 
     def choose(self, problem: Any, target: Any) -> Any:
         return replace(self.rest.choose(problem, target), whole=WholeStep(target.cores))
 
-    def honour(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
+    def apply_config(self, chosen: Any, cfg: Any, problem: Any, target: Any) -> Any:
         return chosen
 
 

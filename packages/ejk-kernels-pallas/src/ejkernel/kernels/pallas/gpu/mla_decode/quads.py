@@ -36,7 +36,7 @@ from ejkernel.kernels.pallas.gpu.common.registers import (
 
 
 def _bit(which: int) -> Any:
-    """Whether this lane's number has a bit."""
+    """Returns whether this lane's number has a bit."""
     return compare("ne", arith.andi(thread(), constant(which)), constant(0))
 
 

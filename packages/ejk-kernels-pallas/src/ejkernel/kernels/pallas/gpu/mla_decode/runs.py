@@ -48,11 +48,11 @@ class Place(NamedTuple):
 
     @property
     def ended(self) -> Any:
-        """Whether it is the sequence's last."""
+        """Returns whether it is the sequence's last."""
         return self.j + 1 == self.steps
 
     def whole(self, n: Any) -> Any:
-        """Whether it is the last, and the first was in this run, whose n-th it is."""
+        """Returns whether it is the last, and the first was in this run, whose n-th it is."""
         return (n >= self.j) & self.ended
 
 

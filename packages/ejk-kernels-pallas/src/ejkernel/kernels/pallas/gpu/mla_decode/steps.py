@@ -66,7 +66,7 @@ from ejkernel.kernels.pallas.gpu.mla_decode.quads import load_rows, store_rows
 from ejkernel.kernels.pallas.gpu.mla_decode.runs import ROWS, STEP, Runs, scale_of, unit
 from ejkernel.kernels.pallas.gpu.mla_decode.shares import CUT
 from ejkernel.kernels.pallas.gpu.mla_decode.softmax import halved, lane_sums, over_lanes, raised
-from ejkernel.types.structure import Band
+from ejkernel.types.masks.structure import Band
 
 F32 = jnp.float32
 LATENT, ROPE = 512, 64

@@ -34,7 +34,7 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import (
     OWN_ROW,
     PROGRAMS,
 )
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.masks.structure import Band, Rules
 
 SIDES = 2  # key heads of an item, buffers, warpgroups
 HALVES = 2  # of a buffer

@@ -32,7 +32,7 @@ from ejkernel.kernels.pallas.gpu.flash_attention.forward import Forward
 from ejkernel.kernels.pallas.gpu.flash_attention.forward_softmax import F32, ROWS
 from ejkernel.kernels.pallas.gpu.ragged_page_attention import decode
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import tile_of
-from ejkernel.types.structure import Band
+from ejkernel.types.masks.structure import Band
 
 COLUMNS = 64  # of values that are looked at together
 TAKEN = 8  # tiles that are remembered: nobody falls half as many behind those who copy

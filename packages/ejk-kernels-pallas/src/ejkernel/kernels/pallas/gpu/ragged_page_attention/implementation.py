@@ -16,10 +16,11 @@ import jax
 from ejkernel.kernels.pallas.gpu.common.beside_triton import BesideTriton
 from ejkernel.kernels.pallas.gpu.flash_attention.tiles import ROWS, ForwardTiles
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.forward import PagedForward
+from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import calls
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.problem import Problem
-from ejkernel.types.structure import Band, Rules
+from ejkernel.types.masks.structure import Band, Rules
 
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128)
@@ -95,8 +96,8 @@ def decodes(paged: Any) -> bool:
 class Ragged(BesideTriton):
     """What both ragged operations have in common."""
 
-    def refuse(self, problem: Any, target: Any) -> str | None:
-        p, reason = problem.paged, self.rest.refuse(problem, target)
+    def unsupported_reason(self, problem: Any, target: Any) -> str | None:
+        p, reason = problem.paged, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
         if p.query not in DTYPES or p.key != p.query:
@@ -110,9 +111,9 @@ class Ragged(BesideTriton):
             return f"queries: {problem.rows} rows are no multiple of 8, or fewer than {enough}"
         return None
 
-    def priority_for(self, inv: Any) -> int:
+    def priority_for(self, call: BoundCall) -> int:
         """Ahead of the kernels for every GPU; behind XLA with pages that no card has compared."""
-        return 110 if self.facts(inv)[0].paged.page_size <= COMPARED else -1
+        return 110 if self.problem_of(call).paged.page_size <= COMPARED else -1
 
     def long(self, problem: Any, target: Any) -> LongRows:
         p = problem.paged
@@ -126,12 +127,12 @@ class Ragged(BesideTriton):
         long = self.long(problem, target)
         return replace(self.rest.choose(problem, target), long=long)
 
-    def heuristic(self, inv: Any) -> dict[str, Any]:
-        problem = self.facts(inv)[0]
+    def heuristic(self, call: BoundCall) -> dict[str, Any]:
+        problem = self.problem_of(call)
         return self.choose(problem, self.target()).fields
 
-    def candidates(self, inv: Any) -> list[dict[str, Any]]:
-        return [self.heuristic(inv)]
+    def candidates(self, call: BoundCall) -> list[dict[str, Any]]:
+        return [self.heuristic(call)]
 
 
 class RaggedPageAttention(Ragged):

@@ -1,4 +1,4 @@
-"""The TPU a kernel is made for: facts tiles are computed from, and whether it is interpreted."""
+"""The TPU a kernel is made for: properties that decide tiles, and whether it is interpreted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.platforms import Backend
 from ejkernel.ops.utils.device import target_device
-from ejkernel.types.structure import Unsupported
+from ejkernel.types.masks.structure import Unsupported
 
 # What interpretation runs with, and the chip it stands for: the one with the least memory.
 _interpreter: ContextVar[tuple[Any, str]] = ContextVar(
@@ -43,7 +43,7 @@ class Chip:
 
 @functools.cache
 def facts_of(kind: str, cores: int | None = 1) -> Chip:
-    """Facts of a chip by JAX's ``device_kind``.
+    """Properties of a chip by JAX's ``device_kind``.
 
     Raises:
         Unsupported: JAX does not know the chip.
@@ -52,7 +52,7 @@ def facts_of(kind: str, cores: int | None = 1) -> Chip:
         with on_chip(kind, cores):
             info = pltpu.get_tpu_info()
     except (ValueError, RuntimeError) as error:
-        raise Unsupported(f"query: no facts about the device: {error}") from error
+        raise Unsupported(f"query: no properties of the device: {error}") from error
     return Chip(info.vmem_capacity_bytes, info.mxu_column_size, info.generation)
 
 
@@ -86,7 +86,7 @@ def current_chip() -> Chip:
         return facts_of(target.name, target.cores)
     if not interpreting():
         raise Unsupported(
-            f"query: these kernels need a TPU, the target device is {target.name!r}; "
+            f"these kernels need a TPU, the target device is {target.name!r}; "
             "EJKERNEL_INTERPRET=1 runs them in an interpreter"
         )
     params, kind = _interpreter.get()

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.mask_info import MaskInfo
-from ejkernel.types.structure import Band, Unsupported, known_ranges, operands, split_mask
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.structure import Band, Unsupported, known_ranges, operands, split_mask
 
 LANES = 128
 # Padding of the two sides of an equality: never equal to an id, nor to each other.
@@ -101,7 +101,7 @@ class Visits:
     some_partial: bool = True
 
     @property
-    def facts(self) -> tuple[int, int, bool, bool]:
+    def static_flags(self) -> tuple[int, int, bool, bool]:
         """All but the table."""
         return self.rows, self.steps, self.some_full, self.some_partial
 

@@ -30,7 +30,7 @@ from ejkernel.kernels.pallas.tpu.common.masks import LANES, column, fit
 from ejkernel.kernels.pallas.tpu.flash_attention.layout import Layout
 from ejkernel.kernels.pallas.tpu.flash_attention.specs import Specs, entry, launch
 from ejkernel.kernels.pallas.tpu.flash_attention.steps import Place, step_of
-from ejkernel.types.problem import LOG2E
+from ejkernel.types.attention.problem import LOG2E
 
 
 def _softmax_strip(

@@ -25,10 +25,10 @@ from ejkernel.kernels.pallas.tpu.flash_attention.tiles import FlashTiles, Tiles
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.arrays import NO_LEVEL, precision_level
+from ejkernel.types.attention.mixins import SoftmaxKernel
+from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
-from ejkernel.types.hidden import cleared, seen_keys
-from ejkernel.types.problem import Problem
-from ejkernel.types.softmax_kernel import SoftmaxKernel
+from ejkernel.types.masks.hidden import cleared, seen_keys
 
 DTYPES = ("bfloat16", "float32")
 MAX_DIM = 256
@@ -57,7 +57,7 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
         self.call.read_mask(a, lambda mask: tile_rules(mask, p.q_len, p.kv_len))
         return p
 
-    def refuse(self, problem: Problem, target: Chip) -> str | None:
+    def unsupported_reason(self, problem: Problem, target: Chip) -> str | None:
         if problem.dtype not in DTYPES:
             return f"query: {problem.dtype} is not supported, only {' and '.join(DTYPES)}"
         for argument, dim in (("query", problem.dim), ("value", problem.value_dim)):
@@ -67,7 +67,9 @@ class FlashAttention(SoftmaxKernel, PallasKernel):
             return NO_LEVEL
         return None
 
-    def near(self, problem: Problem, target: Chip, chosen: FlashTiles) -> Iterable[FlashTiles]:
+    def neighbours(
+        self, problem: Problem, target: Chip, chosen: FlashTiles
+    ) -> Iterable[FlashTiles]:
         for part in ("fwd", "dkv", "dq"):
             for tile in tiles.neighbours(getattr(chosen, part)):
                 yield replace(chosen, **{part: tile})
@@ -106,7 +108,7 @@ def _prepare(
     p = work.problem
     rules, pairs = tile_rules(mask, p.q_len, p.kv_len)
     found = visits(mask, rules, tiles.block_q, tiles.block_kv, transposed)
-    layout = Layout(p, tiles, rules, work.target, *found.facts)
+    layout = Layout(p, tiles, rules, work.target, *found.static_flags)
     rows = [
         (padded(q[:, None], layout.q_padded), padded(kv[:, None], layout.kv_padded))
         for q, kv in pairs.values()

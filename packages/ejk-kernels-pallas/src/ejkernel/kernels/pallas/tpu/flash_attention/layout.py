@@ -1,4 +1,4 @@
-"""Static facts that the three kernels share: sizes after padding, options, names of operands."""
+"""Static properties shared by the three kernels: padded sizes, options, names of operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel.kernels.pallas.common.units import sign, unit
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
 from ejkernel.kernels.pallas.tpu.common.masks import LANES, TileRules
 from ejkernel.kernels.pallas.tpu.flash_attention.tiles import Tiles
-from ejkernel.types.problem import LOG2E, Problem
+from ejkernel.types.attention.problem import LOG2E, Problem
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.types import attention as arg
-from ejkernel.types.problem import Problem
+from ejkernel.ops.params import config_field
+from ejkernel.types.attention.problem import Problem
 
 LANES = 128
 LARGEST = 1024  # a config names no larger tile
@@ -76,9 +76,9 @@ class FlashTiles:
         dq = {theirs: getattr(self.dq, mine) for mine, theirs in DQ_FIELDS.items()}
         return {"fwd_params": fwd, "bwd_params": dkv | dq}
 
-    def honouring(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
+    def apply_config(self, cfg: Any, problem: Problem, target: Chip) -> FlashTiles:
         """These tiles with what a config says instead."""
-        fwd, bwd = arg.field(cfg, "fwd_params"), arg.field(cfg, "bwd_params")
+        fwd, bwd = config_field(cfg, "fwd_params"), config_field(cfg, "bwd_params")
         dq, dkv = override(self.dq, bwd, DQ_FIELDS), override(self.dkv, bwd)
         return FlashTiles(override(self.fwd, fwd), dq, dkv)
 
@@ -178,7 +178,7 @@ DQ_FIELDS = {"block_q": "blocksize_m", "block_kv": "blocksize_n"}
 
 def override(tiles: Tiles, params: Any, fields: Mapping[str, str] = FIELDS) -> Tiles:
     """``tiles`` with what a config says instead, in whole registers of 128 lanes."""
-    given = {mine: arg.field(params, theirs) for mine, theirs in fields.items()}
+    given = {mine: config_field(params, theirs) for mine, theirs in fields.items()}
     sizes = {k: max(LANES, int(v)) for k, v in given.items() if v is not None}
     return replace(tiles, **sizes)
 

@@ -1,0 +1,73 @@
+"""Route: where a call is asked to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ejkernel.ops.errors import InvalidArgument
+from ejkernel.ops.platforms import Platform
+
+EXECUTOR_KEYWORDS = ("cfg", "platform", "mesh", "in_specs", "out_specs")
+"""Keywords that belong to the executor, not to the kernel."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The place where a call is asked to run; None leaves the choice open.
+
+    Attributes:
+        platform: the platform that runs it.
+        backend: the hardware that the implementation is for, as a config names it.
+        mesh, in_specs, out_specs: the mesh over which it is distributed, and how.
+        device: fingerprint of the device it is meant for.
+    """
+
+    platform: Platform | None = None
+    backend: str | None = None
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh, type(None))):
+            raise InvalidArgument(f"mesh: expected jax.sharding.Mesh, given {self.mesh!r}")
+
+    @property
+    def placement(self) -> tuple[Any, Any, Any]:
+        """The mesh, in_specs and out_specs."""
+        return self.mesh, self.in_specs, self.out_specs
+
+    @property
+    def distributed(self) -> bool:
+        """Returns whether a mesh or specs were given."""
+        return self.placement != (None, None, None)
+
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes of the mesh; empty without one."""
+        return () if self.mesh is None else tuple(self.mesh.shape.items())
+
+    def info(self) -> Mapping[str, Any]:
+        """The route by names, as ``Invocation.info`` shows it."""
+        shown: dict[str, Any] = {
+            "requested_platform": None if self.platform is None else self.platform.value
+        }
+        if self.backend is not None:
+            shown["requested_backend"] = self.backend
+        if self.distributed:
+            shown |= {"mesh": self.mesh, "in_specs": self.in_specs, "out_specs": self.out_specs}
+        if self.mesh is not None:
+            shown["mesh_axes"] = self.mesh_axes
+        if self.device is not None:
+            shown["device_fingerprint"] = self.device
+        return shown
+
+
+def specs_key(specs: Any) -> Any:
+    """Partition specs as a hashable."""
+    return tuple(specs) if isinstance(specs, list) else specs

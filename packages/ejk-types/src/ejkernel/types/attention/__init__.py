@@ -1,0 +1,1 @@
+"""What the kernels of softmax attention share, whatever their backend."""

@@ -1,0 +1,91 @@
+"""Keys and values of latent attention, expanded from one row per token, and the way back.
+
+    k_nope = c w_kc,  v = c w_vc,  k = [k_nope, b_k],  q = [query, b_q]          (those given)
+    dc = dk_nope w_kc^T + dv w_vc^T,  dw_kc = c^T dk_nope,  dw_vc = c^T dv
+
+``mixins.FromLatent`` makes a kernel of flash attention one of latent attention. It keeps the latent
+rows for the gradient: the backward pass expands them again, which costs a product of
+``2 * k * r * hk * (dn + dv)`` operations, and no expanded array lives from one pass to the other.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.arrays import result_dtype
+from ejkernel.types.masks.hidden import cleared, seen_keys
+
+Arrays = dict[str, Any]
+LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
+
+
+def product(form: str, a: jax.Array, b: jax.Array, precision: Any = None) -> jax.Array:
+    """An einsum in the common dtype of its operands, summed and returned in float32 or float64."""
+    dtype = result_dtype(a, b)
+    return jnp.einsum(
+        form, a.astype(dtype), b.astype(dtype),
+        preferred_element_type=result_dtype(dtype, jnp.float32), precision=precision,
+    )  # fmt: skip
+
+
+def _expand(latent: jax.Array, weight: jax.Array, precision: Any) -> jax.Array:
+    """``[b, k, hk, n]`` of ``[b, k, r]`` and ``[r, hk, n]``, in their common dtype."""
+    x = product("bkr,rhn->bkhn", latent, weight, precision)
+    return x.astype(result_dtype(latent, weight))
+
+
+def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
+    """One rotary part for every head: ``[b, s, heads, dr]`` of ``[b, s, dr]``."""
+    b, s, dr = rotary.shape
+    return jnp.broadcast_to(rotary[:, :, None], (b, s, heads, dr)).astype(like.dtype)
+
+
+def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
+    """The arrays with rows of 0 where nobody sees them: they may hold NaN, which a product would
+    carry to the gradients of the weights."""
+    seen = seen_keys(mask.conjuncts, arrays["query"].shape[1], arrays["key_value"].shape[1])
+    rows = [name for name in ("key_value", "b_k") if arrays.get(name) is not None]
+    kept = cleared(seen, *(arrays[name] for name in rows))
+    return {**arrays, **dict(zip(rows, kept, strict=True))}
+
+
+def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Array, ...]:
+    """q ``[b, q, h, dn + dr]``, k ``[b, k, hk, dn + dr]``, v ``[b, k, hk, dv]``."""
+    q, latent, w_kc, w_vc = (arrays[name] for name in LATENT[:4])
+    b_q, b_k = arrays.get("b_q"), arrays.get("b_k")
+    k, v = _expand(latent, w_kc, precision), _expand(latent, w_vc, precision)
+    if b_k is not None:
+        k = jnp.concatenate([k, _shared(b_k, w_kc.shape[1], k)], -1)
+    if b_q is not None:
+        q = jnp.concatenate([q, _shared(b_q, q.shape[2], q)], -1)
+    return q, k, v
+
+
+def gradients(
+    arrays: Mapping[str, Any], dq: jax.Array, dk: jax.Array, dv: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the gradients of the arrays that ``expanded`` read, in float32 at least."""
+    latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
+    nope = w_kc.shape[2]
+    dk_nope = dk[..., :nope]
+    found = {
+        "query": dq,
+        "key_value": product("bkhn,rhn->bkr", dk_nope, w_kc) + product("bkhn,rhn->bkr", dv, w_vc),
+        "w_kc": product("bkr,bkhn->rhn", latent, dk_nope),
+        "w_vc": product("bkr,bkhn->rhn", latent, dv),
+    }
+    if "b_k" in arrays:
+        found["b_k"] = _sum_heads(dk[..., nope:])
+    if "b_q" in arrays:
+        found["query"], found["b_q"] = dq[..., :nope], _sum_heads(dq[..., nope:])
+    return found
+
+
+def _sum_heads(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, 2, dtype=result_dtype(x.dtype, jnp.float32))

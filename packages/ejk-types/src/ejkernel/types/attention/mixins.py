@@ -1,0 +1,103 @@
+"""Mixins for kernel objects of softmax attention, which Triton and Mosaic kernels share.
+
+They know masks, which ejk-ops does not, and belong to no backend: hence their place here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ejkernel.types.attention.latent import (
+    LATENT,
+    Arrays,
+    drop_masked_rows,
+    expanded,
+    gradients,
+)
+from ejkernel.types.attention.problem import Problem
+from ejkernel.types.attention.softmax import row_delta, sink_gradient
+from ejkernel.types.masks.hidden import cleared_rows, without_dead_rows
+from ejkernel.types.masks.pattern import inside_blocks
+from ejkernel.types.masks.structure import HULL, LISTED
+
+
+class SoftmaxKernel:
+    """A kernel whose own part of the backward pass are the gradients of q, k and v.
+
+    Rows that see no key are cleared where a kernel would read them: their weights are 0, but
+    0 * NaN is NaN.
+    """
+
+    def notes_on(self, problem: Problem, target: Any) -> tuple[str, ...]:
+        if problem.pattern_blocks is not None:
+            return (LISTED,)
+        return (HULL,) if problem.rules.arrays else ()
+
+    def backward_tiles(self, work: Any) -> Iterable[tuple[int, int]]:
+        """Returns the rows and keys of each tile of the backward pass over a pattern."""
+        return ()
+
+    def finds_delta(self, work: Any) -> bool:
+        """Returns whether ``gradients`` finds delta itself."""
+        return False
+
+    def gradients(self, work: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Returns gradients by name.
+
+        ``arrays`` are those of the call and do, ``base`` (what forward saved) and delta; where
+        ``finds_delta`` is True, o and dlse in place of delta.
+        """
+        raise NotImplementedError
+
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
+        p, q = work.problem, arrays["q"]
+        (o, lse), (do, dlse) = outputs, cotangents
+        if p.pattern_blocks is None:
+            q, do, dlse = without_dead_rows(arrays["mask"], p.kv_len, lse, q, do, dlse)
+        elif p.biased or not all(_rows_see_tiles(p, *tile) for tile in self.backward_tiles(work)):
+            # the gradient of a bias reads every row
+            q, do, dlse = cleared_rows(lse, q, do, dlse)
+        arrays = arrays | {"q": q, "do": do, "base": saved}
+        if "sink" not in arrays and self.finds_delta(work):
+            return self.gradients(work, arrays | {"o": o, "dlse": dlse})
+        delta = row_delta(o, do, dlse)
+        found = self.gradients(work, arrays | {"delta": delta})
+        if "sink" in arrays:
+            found["sink"] = sink_gradient(arrays["sink"], lse, delta)
+        return found
+
+
+def _rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
+    """Returns whether every row of a tile sees a key in every tile of keys that its tile visits.
+
+    Then no row that sees nothing is ever read.
+    """
+    p, band = problem, problem.rules.band
+    if p.pattern_blocks is None or p.rules.arrays or band.lo is not None:
+        return False
+    if not inside_blocks(p.pattern_blocks, p.q_len, p.kv_len, tile_q, tile_kv):
+        return False
+    # the first key of a block is then at or before the last that the tile's first row sees
+    block = p.pattern_blocks[1]
+    return band.hi is None or (band.hi % tile_q == 0 and (block % tile_q == 0 or block >= p.kv_len))
+
+
+class FromLatent:
+    """Latent attention by a kernel of flash attention, the next of its base classes."""
+
+    def forward(self, work: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
+        return super().forward(work, self._flash(work, arrays)[1])  # ty: ignore[missing-attribute]
+
+    def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
+        latent, flash = self._flash(work, arrays)
+        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
+        return gradients(latent, *(found.pop(name) for name in "qkv")) | found
+
+    def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
+        """Returns the arrays that only latent attention has, and the arrays of flash attention."""
+        latent = {name: x for name, x in arrays.items() if name in LATENT}
+        flash = {name: x for name, x in arrays.items() if name not in LATENT}
+        latent = drop_masked_rows(latent, arrays["mask"])
+        q, k, v = (x.astype(work.problem.dtype) for x in expanded(latent))
+        return latent, flash | {"q": q, "k": k, "v": v}

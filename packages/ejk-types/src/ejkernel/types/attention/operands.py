@@ -1,0 +1,38 @@
+"""Canonical arguments of attention in the forms that kernels read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.errors import invalid
+
+
+def bias_of_rows(bias: jax.Array | None, q_len: int) -> jax.Array | None:
+    """The bias with a row for every query, for kernels that read whole tiles of it."""
+    if bias is None or bias.shape[2] == q_len:
+        return bias
+    return jnp.broadcast_to(bias, (*bias.shape[:2], q_len, bias.shape[3]))
+
+
+def sink_logit(sinks: jax.Array | None) -> jax.Array | None:
+    """All sinks of a head as one logit, float32 ``[1, h]``: their sum of exponentials is one."""
+    if sinks is None or sinks.shape[1] == 0:
+        return None
+    return jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None]
+
+
+def seed_words(seed: Any) -> jax.Array:
+    """int32 ``[1, 3]``: seed, global index of batch row 0, global index of head 0."""
+    if seed is None or isinstance(seed, (int, np.integer)):
+        word = int(seed or 0) & 0xFFFFFFFF
+        words = np.array([word, 0, 0], np.uint32).view(np.int32)
+        return jnp.asarray(words)[None]
+    words = jnp.asarray(seed)
+    if not jnp.issubdtype(words.dtype, jnp.integer) or words.shape not in ((), (3,)):
+        raise invalid("dropout_seed", "an int or integer[]", words)
+    words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
+    return (words if words.ndim else jnp.stack([words, words * 0, words * 0]))[None]

@@ -1,0 +1,65 @@
+"""What one attention call computes, as static properties: hashable, so that it can key programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ejkernel.types.masks.structure import Rules
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and options of one attention call.
+
+    Attributes:
+        batch, q_len, kv_len, heads, kv_heads, dim, value_dim: sizes.
+        dtype: of q, k, v and o.
+        scale: factor of the products.
+        soft_cap: cap of the logits or None.
+        dropout: drop probability.
+        precision: of products of float32 inputs, as the backend names it.
+        biased: whether a bias is added.
+        rules: the static part of the mask; no rules where nobody asked.
+        pattern_blocks: rows and keys of a block, where a pattern of blocks is part of the mask.
+        seed_batches: batch rows that share one seed and count from its first index; a vmap axis
+            multiplies ``batch`` but not this.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: str
+    scale: float
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    precision: str = "tf32"
+    biased: bool = False
+    pattern_blocks: tuple[int, int] | None = None
+    seed_batches: int = 1
+    rules: Rules = field(default_factory=Rules)
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def keep_threshold(self) -> int:
+        return round(self.dropout * 2**24)
+
+    @property
+    def keep_scale(self) -> float:
+        return 1.0 / (1.0 - self.dropout)
+
+    def folded(self, size: int) -> Problem:
+        """Returns this problem ``size`` times along the batch axis."""
+        return replace(self, batch=self.batch * size)

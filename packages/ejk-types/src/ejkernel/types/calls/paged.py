@@ -1,0 +1,134 @@
+"""What calls over page tables share: lengths, starts and tables that fit the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
+from ejkernel.types.calls.signature import axes_of
+from ejkernel.types.calls.spec import Arguments, Call
+from ejkernel.types.calls.values import concrete_indices, concrete_value
+from ejkernel.types.calls.words import given, out_of_range
+from ejkernel.types.masks.segments import check_starts
+
+_FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
+"""Where caches of other libraries keep our axes: heads before a page's tokens, or before all."""
+
+
+class PagedCall(Call):
+    """A call that reads a cache of pages, its first array of pages, through ``block_tables``."""
+
+    @classmethod
+    def _lengths(cls) -> str:
+        return "kv_lens" if "kv_lens" in cls.boundary.names else "context_lens"
+
+    @classmethod
+    def _table_columns(cls, a: Arguments) -> Any:
+        """Pages per sequence in ``block_tables``, which may be flat."""
+        shape = a["block_tables"].shape
+        return shape[1] if len(shape) == 2 else shape[0] // max(a[cls._lengths()].shape[0], 1)
+
+    @classmethod
+    def canonicalize(cls, a: Arguments) -> None:
+        """A row of the table names at most ``MAX_LENGTH`` tokens."""
+        super().canonicalize(a)
+        columns, page_size = cls._table_columns(a), a[cls.boundary.pools[0]].shape[1]
+        if not is_symbolic(columns) and columns * page_size > MAX_LENGTH:
+            raise ValueError(
+                f"block_tables: given {columns} pages of {page_size} tokens per sequence, "
+                f"expected at most {MAX_LENGTH} tokens"
+            )
+
+    @classmethod
+    def cautions(cls, a: Arguments) -> Iterator[str]:
+        """Yield also a sentence about an int8 cache whose integers count as they are."""
+        yield from super().cautions(a)
+        pools = cls.boundary.pools
+        caches = {"k_scale": a[pools[0]], "v_scale": a[pools[-1]]}
+        missing = [n for n, x in caches.items() if a.get(n, 1.0) is None and x.dtype == np.int8]
+        if missing:
+            # standard normal keys and values, page_attention over 512 to 4096 keys: the root mean
+            # square of the difference over that of the output
+            yield (
+                f"{cls.name}: an int8 cache without {' and '.join(missing)} counts its integers as "
+                "they are: with standard normal keys and values an error of about 42%, with scales "
+                "of max(abs(x)) / 127 one of 1.6%; give the scales that the cache was written with "
+                "(1.0 if it holds whole numbers)"
+            )
+
+    @classmethod
+    def check_tables(cls, a: Arguments, count: int | None = None) -> None:
+        """Check known lengths, and the table entries that they use, of ``count`` sequences.
+
+        Lengths that only the device knows are clipped to the table later.
+        """
+        lens, table = concrete_indices(a[cls._lengths()]), concrete_value(a["block_tables"])
+        if lens is None:
+            return
+        if table is not None:
+            shape = len(lens), cls._table_columns(a)
+            table = table.reshape(-1)[: math.prod(shape)].reshape(shape)
+            table = table[:count]
+        pool = cls.boundary.pools[0]
+        cache, lens = a[pool], lens[:count]
+        complaint = cls._misfit(a, lens, table, *cache.shape[:2])
+        if complaint is None:
+            return
+        (p,) = (p for p in cls.boundary.parameters if p.name == pool)
+        layout = axes_of(p, cache)
+        form = f"{given(cache)} is read as [{', '.join(layout)}]"
+        for order in _FOREIGN_ORDERS if len(layout) == 4 else ():
+            sizes = [cache.shape[axis] for axis in order]
+            if cls._misfit(a, lens, table, *sizes[:2]) is None:
+                other = ", ".join(layout[order.index(axis)] for axis in range(4))
+                raise ValueError(
+                    f"{pool}: {form}, so that {complaint}; all of them would fit [{other}]: "
+                    "transpose the cache if that is its layout"
+                )
+        raise ValueError(f"{complaint} ({pool} {form})")
+
+    @classmethod
+    def _misfit(
+        cls, a: Arguments, lens: np.ndarray, table: np.ndarray | None, pages: int, page_size: int
+    ) -> str | None:
+        """The first length or table entry that does not fit a cache, in words."""
+        columns = cls._table_columns(a)
+        wrong = np.flatnonzero((lens < 0) | (lens > columns * page_size))
+        if wrong.size:
+            r = int(wrong[0])
+            legal = f"0 to {columns * page_size}, {columns} pages of {page_size} tokens"
+            return f"{cls._lengths()}[{r}]: given {int(lens[r])}, expected {legal}"
+        if table is None:
+            return None
+        used = np.arange(columns) * page_size < lens[:, None]
+        bad = np.argwhere(used & ((table < 0) | (table >= pages)))
+        if not bad.size:
+            return None
+        r, c = map(int, bad[0])
+        entry, legal = int(table[r, c]), f"a page from 0 to {pages - 1}"
+        return f"block_tables[{r}, {c}]: given {entry}, expected {legal}"
+
+    @classmethod
+    def check_sequences(cls, a: Arguments, count: int) -> None:
+        """Check known row starts and cached lengths of the first ``count`` packed sequences."""
+        name, starts = cls._lengths(), concrete_indices(a["query_start_loc"])
+        if starts is None or starts.size == 0:
+            return
+        used, tokens = starts[: count + 1], a["queries"].shape[0]
+        check_starts(used, "query_start_loc")
+        if used[-1] > tokens:
+            last = f"query_start_loc[{len(used) - 1}]"
+            raise out_of_range(last, f"at most the {tokens} rows of queries", int(used[-1]))
+        lens = concrete_indices(a[name])
+        if lens is None:
+            return
+        counts = np.diff(used.astype(np.int64))
+        short = np.flatnonzero(lens[: len(counts)] < counts)
+        if short.size:
+            r = int(short[0])
+            legal = f"at least its {int(counts[r])} query rows"
+            raise out_of_range(f"{name}[{r}]", legal, int(lens[r]))

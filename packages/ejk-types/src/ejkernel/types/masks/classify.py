@@ -1,0 +1,108 @@
+"""What is known of every pair of blocks: whether any pair, and whether all pairs are visible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.arrays import as_bool, namespace
+from ejkernel.types.masks.blocks import block_bounds, block_min_max, in_blocks
+from ejkernel.types.masks.fields import MaskFields, per_head
+from ejkernel.types.masks.rules import both
+
+
+def _valid_tokens(parts: Sequence[MaskFields], name: str) -> Any:
+    """Tokens that no segment rule makes padding, bool ``[#b, #h, len]``; None = all."""
+    valid = None
+    for part in parts:
+        ids = per_head(getattr(part, name))
+        valid = both(valid, None if ids is None else ids >= 0)
+    return valid
+
+
+def _bounds(xp: Any, x: Any, valid: Any, length: int, block: int) -> tuple[Any, Any]:
+    """Least and largest value per block ``[#b, #h, n]``; the array index where ``x`` is None."""
+    if x is None:
+        first, last = block_bounds(length, block)
+        return first.astype(np.int32)[None, None], last.astype(np.int32)[None, None]
+    return block_min_max(xp, x, valid, block)
+
+
+def _outer(q: Any, k: Any) -> tuple[Any, Any]:
+    """Block values ``[#b, #h, n]`` ready to broadcast to ``[#b, #h, nq, nk]``."""
+    return q[..., :, None], k[..., None, :]
+
+
+def _some(xp: Any, valid: Any, block: int) -> tuple[Any, Any]:
+    """Returns whether any and all existing tokens of each block are valid, ``[#b, #h, n]``."""
+    return in_blocks(valid, block, False).any(-1), in_blocks(valid, block, True).all(-1)
+
+
+def _dense(mask: Any, t: tuple[int, int, int, int]) -> tuple[Any, Any]:
+    q_len, kv_len, block_q, block_kv = t
+    mask = as_bool(mask)
+    q_block = block_q if mask.shape[2] == q_len else 1
+    kv_block = block_kv if mask.shape[3] == kv_len else 1
+    result = []
+    for fill, reduce in ((False, "any"), (True, "all")):
+        m = getattr(in_blocks(mask, kv_block, fill), reduce)(-1)
+        m = getattr(in_blocks(m.swapaxes(-1, -2), q_block, fill), reduce)(-1)
+        result.append(m.swapaxes(-1, -2))
+    return result[0], result[1]
+
+
+def classify_blocks(
+    parts: Sequence[MaskFields], q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> tuple[Any, Any]:
+    """``(any, all)`` bool ``[#b, #h, nq, nk]`` for the AND of ``parts``.
+
+    ``any`` False: no visible pair. ``all`` True: every existing pair is visible (what lies past
+    the lengths does not count). Both are conservative. numpy if every array is numpy.
+    """
+    t = (q_len, kv_len, block_q, block_kv)
+    arrays = [
+        x
+        for part in parts
+        for x in (
+            part.attention_mask,
+            part.q_segment_ids,
+            part.kv_segment_ids,
+            part.q_positions,
+            part.kv_positions,
+        )
+    ]
+    xp = namespace(*arrays, q_len, kv_len)
+    nq, nk = -(-q_len // block_q), -(-kv_len // block_kv)
+    any_ = all_ = namespace(nq, nk).ones((1, 1, nq, nk), bool)
+    valid_q = _valid_tokens(parts, "q_segment_ids")
+    valid_k = _valid_tokens(parts, "kv_segment_ids")
+    if valid_q is not None:
+        (some_q, every_q) = _some(xp, valid_q, block_q)
+        (some_k, every_k) = _some(xp, valid_k, block_kv)
+        q, k = _outer(some_q, some_k)
+        any_ = any_ & q & k
+        q, k = _outer(every_q, every_k)
+        all_ = all_ & q & k
+    for part in parts:
+        if part.attention_mask is not None:
+            some, every = _dense(part.attention_mask, t)
+            any_, all_ = any_ & some, all_ & every
+        if part.q_segment_ids is not None:
+            q_min, q_max = block_min_max(xp, per_head(part.q_segment_ids), valid_q, block_q)
+            k_min, k_max = block_min_max(xp, per_head(part.kv_segment_ids), valid_k, block_kv)
+            (q_lo, k_lo), (q_hi, k_hi) = _outer(q_min, k_min), _outer(q_max, k_max)
+            any_ = any_ & (q_lo <= k_hi) & (k_lo <= q_hi)
+            all_ = all_ & (q_lo == q_hi) & (k_lo == k_hi) & (q_lo == k_lo)
+        if not part.rule.trivial:
+            q_min, q_max = _bounds(xp, per_head(part.q_positions), valid_q, q_len, block_q)
+            k_min, k_max = _bounds(xp, per_head(part.kv_positions), valid_k, kv_len, block_kv)
+            (q_lo, k_lo), (q_hi, k_hi) = _outer(q_min, k_min), _outer(q_max, k_max)
+            lo_first, hi_first = part.rule.key_bounds(q_lo)
+            lo_last, hi_last = part.rule.key_bounds(q_hi)
+            if lo_first is not None:
+                any_, all_ = any_ & (k_hi >= lo_first), all_ & (k_lo >= lo_last)
+            if hi_first is not None:
+                any_, all_ = any_ & (k_lo <= hi_last), all_ & (k_hi <= hi_first)
+    return any_, all_

@@ -1,0 +1,186 @@
+"""The one canonical mask of a call, from its ``mask_info`` and its mask arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.types.arrays import mask_array, namespace
+from ejkernel.types.errors import invalid
+from ejkernel.types.masks.apply import NO_POSITIONS, intersect
+from ejkernel.types.masks.fields import (
+    AXES,
+    check_sizes,
+    checked_rule,
+    placed_conjunct,
+    rule_fields,
+    with_private,
+)
+from ejkernel.types.masks.mask_info import MaskInfo
+from ejkernel.types.masks.rules import Rule
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields
+
+EVERYTHING = MaskInfo()
+"""The mask that hides nothing."""
+
+
+@functools.lru_cache(maxsize=256)
+def mask_of_rule(rule: Rule) -> MaskInfo:
+    """The mask of a rule by index, one object for all calls that have it."""
+    return EVERYTHING if rule.trivial else with_private(EVERYTHING, **rule_fields(rule))
+
+
+def _check_one_reading(mask: Any, sizes: Mapping[str, int | None]) -> None:
+    """InvalidArgument for a mask of rank 2 or 3 whose first axis need not be the batch."""
+    first = mask.shape[0]
+    if first in (0, 1) or first != sizes["batch"]:  # one row is the same mask in both readings
+        return
+    if mask.ndim == 2 and mask.shape == (sizes["q_len"], sizes["kv_len"]):
+        readings = {"[batch, kv_len]": "[:, None, None, :]", "[q_len, kv_len]": "[None, None]"}
+    elif mask.ndim == 3 and first == sizes["heads"]:
+        readings = {"[batch, q_len, kv_len]": "[:, None]", "[heads, q_len, kv_len]": "[None]"}
+    else:
+        return
+    legal = ", ".join(f"attention_mask{i} if its axes are {axes}" for axes, i in readings.items())
+    raise invalid("attention_mask", f"a mask that has one reading ({legal})", mask)
+
+
+def _from_mask_argument(mask: Any, sizes: Mapping[str, Any]) -> MaskInfo:
+    """A function's ``attention_mask`` as a mask: padding stays structural."""
+    q_len, kv_len = sizes["q_len"], sizes["kv_len"]
+    axes = "[#batch, #heads, #q_len, #kv_len], [#batch, q_len, kv_len] or [#batch, kv_len]"
+    mask = mask_array(mask, "attention_mask", axes, (2, 3, 4))
+    _check_one_reading(mask, sizes)
+    if mask.ndim == 3:
+        mask = mask[:, None]
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    for axis, size in ((2, q_len), (3, kv_len)):
+        if mask.shape[axis] not in (1, size):
+            name = ("q_len", "kv_len")[axis - 2]
+            raise invalid("attention_mask", f"an array with {name} {size} (or 1)", mask)
+    xp = namespace(mask)
+    if mask.shape[1] == 1 and 1 in mask.shape[2:]:
+        # a padding mask: one axis is hidden, the ids of the other are all zero
+        rows = mask[:, 0, :, 0] if mask.shape[3] == 1 else xp.ones((1, q_len), bool)
+        keys = mask[:, 0, 0, :] if mask.shape[3] != 1 else xp.ones((1, kv_len), bool)
+        if mask.shape[2:] == (1, 1) and kv_len == 1:
+            rows, keys = xp.ones((1, q_len), bool), mask[:, 0, 0, :]
+        rows = xp.broadcast_to(rows, (rows.shape[0], q_len))
+        keys = xp.broadcast_to(keys, (keys.shape[0], kv_len))
+        return MaskInfo(
+            q_segment_ids=xp.where(rows, np.int32(0), np.int32(-1)),
+            kv_segment_ids=xp.where(keys, np.int32(0), np.int32(-1)),
+        )
+    broadcast = mask.shape[2:] != (q_len, kv_len)
+    return with_private(EVERYTHING, attention_mask=mask, _broadcast=broadcast)
+
+
+def _hide_padding(mask: MaskInfo, padding: MaskInfo) -> MaskInfo:
+    """``padding`` (ids 0 / -1) folded into the segment ids that ``mask`` already has."""
+    fields = {}
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        ids, keep = getattr(mask, name), getattr(padding, name)
+        xp = namespace(ids, keep)
+        keep = keep[:, None] if ids.ndim == 3 else keep
+        fields[name] = xp.where(keep < 0, np.int32(-1), ids)
+    return with_private(mask, **fields)
+
+
+def combine_masks(
+    mask_info: MaskInfo | None = None,
+    *,
+    attention_mask: Any = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    chunk_size: int | None = None,
+    cum_seqlens_q: Any = None,
+    cum_seqlens_k: Any = None,
+    q_len: int,
+    kv_len: int,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> MaskInfo:
+    """The one mask of a call: the AND of ``mask_info`` and of every mask argument.
+
+    The result is canonical: given back without further arguments it is returned unchanged.
+    ``causal``, ``sliding_window`` and ``chunk_size`` use the positions of ``cum_seqlens_*`` if
+    given, else those of ``mask_info``, else the array index; each argument keeps its own offset.
+
+    attention_mask: bool or integer ``[#b, #h, #q, #k]``, ``[#b, q, k]`` or, as a key padding
+        mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory. Where the
+        sizes of a call also let it be ``[q, k]`` or ``[h, q, k]``, the missing axes must be given.
+    cum_seqlens_q, cum_seqlens_k: ``[n+1]``; need batch 1; k defaults to q (then equal lengths).
+
+    Raises InvalidArgument naming ``mask_info`` or ``attention_mask`` if an array does not fit
+    ``batch``, ``heads``, ``q_len`` and ``kv_len``; ValueError for negative windows and for
+    ``cum_seqlens_k`` alone.
+    """
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise invalid("mask_info", "a MaskInfo or None", mask_info)
+    rule = checked_rule(causal, causal_offset, sliding_window, chunk_size)
+    result = EVERYTHING
+    if mask_info is not None:
+        result = mask_info
+        check_sizes(result, batch, q_len, kv_len, heads, "mask_info")
+    if cum_seqlens_q is None and cum_seqlens_k is not None:
+        raise ValueError("cum_seqlens_k: needs cum_seqlens_q, got None for it")
+    if cum_seqlens_q is not None:
+        if batch not in (None, 1):
+            raise invalid("cum_seqlens_q", "a query of batch 1", f"batch {batch}")
+        if cum_seqlens_k is None and q_len != kv_len:
+            expected = f"cum_seqlens_k as well when q_len {q_len} differs from kv_len {kv_len}"
+            raise invalid("cum_seqlens_q", expected, cum_seqlens_q)
+        packed = MaskInfo(
+            **cu_seqlens_mask_fields(
+                cum_seqlens_q,
+                cum_seqlens_k,
+                q_len,
+                kv_len,
+                names=("cum_seqlens_q", "cum_seqlens_k"),
+                ranks=(1,),
+            )
+        )
+        axes = {name: getattr(result, name) for name in AXES}
+        packed = with_private(packed, **rule_fields(rule), **axes)
+        same = cum_seqlens_k is None or cum_seqlens_k is cum_seqlens_q
+        if same and rule.chunk is None:
+            # within a sequence positions differ as indices do; kernels skip more by index
+            packed = with_private(packed, **NO_POSITIONS)
+        result = packed if mask_info is None else intersect(packed, result)
+    elif not rule.trivial:
+        own = mask_of_rule(rule)
+        if mask_info is None:
+            result = own
+        else:
+            ruler = placed_conjunct(result)
+            positions = {"q_positions": ruler.q_positions, "kv_positions": ruler.kv_positions}
+            result = intersect(result, with_private(own, **positions))
+    if attention_mask is not None:
+        sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
+        extra = _from_mask_argument(attention_mask, sizes)
+        check_sizes(extra, batch, q_len, kv_len, heads, None)
+        if extra.q_segment_ids is not None and result.q_segment_ids is not None:
+            result = _hide_padding(result, extra)
+        else:
+            result = intersect(result, extra)
+    return result
+
+
+_COMBINED = (
+    *("mask_info", "attention_mask", "cum_seqlens_q", "cum_seqlens_k"),
+    *("causal", "causal_offset", "sliding_window", "chunk_size"),
+)
+
+
+def mask_of(a: Mapping[str, Any]) -> MaskInfo:
+    """The one mask of a call of attention, from its arguments by name."""
+    q, k = a["query"], a["key" if "key" in a else "key_value"]
+    given = {name: a[name] for name in _COMBINED if name in a}
+    return combine_masks(
+        **given, q_len=q.shape[1], kv_len=k.shape[1], batch=q.shape[0], heads=q.shape[2]
+    )

@@ -1,0 +1,82 @@
+"""A pattern of blocks, bool ``[#b, #h, q blocks, kv blocks]``, as kernels with tiles read it.
+
+The last block of an axis may be shorter. Tiles need not fit the blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.arrays import is_symbolic, namespace
+from ejkernel.types.masks.blocks import block_bounds
+from ejkernel.types.masks.classify import classify_blocks
+from ejkernel.types.masks.fields import MaskFields
+from ejkernel.types.masks.rules import smallest
+
+Blocks = tuple[int, int]
+FEW = 8  # blocks of a tile that are joined one by one: XLA turns arrays to reduce axes so short
+
+
+def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
+    """Returns whether no tile holds pairs of two blocks."""
+    axes = zip(blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
+    return all(
+        block % tile == 0 or (not is_symbolic(length) and block >= length)
+        for block, tile, length in axes
+    )
+
+
+def in_tiles(
+    pattern: Any, blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int
+) -> tuple[Any, Any]:
+    """Returns whether any and every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
+    xp = namespace(pattern)
+    some = every = pattern
+    axes = zip((2, 3), blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
+    for axis, block, tile, length in axes:
+        start, end = block_bounds(length, tile)
+        first, last = start // block, end // block
+        most = (tile - 1) // block + 2 if is_symbolic(length) else (last - first).max(initial=0) + 1
+        # as many for every tile: the last block again where there are fewer
+        met = smallest(first[:, None] + np.arange(most), last[:, None]).astype(np.int32)
+        if most <= FEW:
+            some = functools.reduce(operator.or_, (xp.take(some, n, axis) for n in met.T))
+            every = functools.reduce(operator.and_, (xp.take(every, n, axis) for n in met.T))
+        else:
+            some = xp.take(some, met, axis).any(axis + 1)
+            every = xp.take(every, met, axis).all(axis + 1)
+    return some, every
+
+
+def visited_tiles(
+    mask: MaskFields,
+    pattern: Any,
+    blocks: Blocks | None,
+    q_len: int,
+    kv_len: int,
+    tile_q: int,
+    tile_kv: int,
+) -> tuple[Any, Any]:
+    """Returns whether any and every pair of a tile is visible under the mask and the pattern.
+
+    bool ``[#b, #h, nq, nk]``; both conservative. ``blocks``: of the pattern, None if there is none.
+    numpy if every array is.
+    """
+    some, every = classify_blocks(mask.conjuncts, q_len, kv_len, tile_q, tile_kv)
+    if blocks is None:
+        return some, every
+    met, full = in_tiles(pattern, blocks, q_len, kv_len, tile_q, tile_kv)
+    return met & some, full & every
+
+
+def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:
+    """The pattern pair by pair, ``[#b, #h, q, k]``."""
+    for axis, block, length in zip((2, 3), blocks, (q_len, kv_len), strict=True):
+        pattern = jnp.take(pattern, (np.arange(length) // block).astype(np.int32), axis)
+    return pattern
