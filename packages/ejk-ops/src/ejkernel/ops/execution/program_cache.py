@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,10 +25,11 @@ PLANS_LIMIT = 1024
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A program, and when it was last used."""
+    """A program, what it is known by, and when it was last used."""
 
+    program: Hashable
     function: Callable[..., Any]
-    last_use: int
+    last_use: int = 0
 
 
 class ProgramCache:
@@ -55,7 +57,7 @@ class ProgramCache:
 
     def get(self, program: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The function under ``program``, made if need be."""
-        entry = self._programs.get(program) or _Entry(make(), 0)
+        entry = self._programs.get(program) or _Entry(program, make())
         with self._lock:
             entry = self._programs.setdefault(program, entry)
             entry.last_use = next(self._uses)
@@ -73,9 +75,9 @@ class ProgramCache:
                 del self._plans[next(iter(self._plans))]
 
     def _drop_oldest(self) -> None:
-        oldest = min(self._programs, key=lambda program: self._programs[program].last_use)
-        dropped = self._programs.pop(oldest)
-        for call in [call for call, entry in self._plans.items() if entry is dropped]:
+        oldest = min(self._programs.values(), key=attrgetter("last_use"))
+        del self._programs[oldest.program]
+        for call in [call for call, entry in self._plans.items() if entry is oldest]:
             del self._plans[call]
 
 
