@@ -54,7 +54,11 @@ _SIZES: dict[str, dict[str, int]] = {
          "scaled_dot_product_attention"),
         _SELF_ATTENTION,
     ),
-    **dict.fromkeys(("gla_attention", "lightning_attention", "recurrent_attention"), _LINEAR),
+    **dict.fromkeys(
+        ("gated_delta_rule", "gla_attention", "lightning_attention", "recurrent_attention"),
+        _LINEAR,
+    ),
+    "causal_conv1d": {"batch": 1, "seq": 128, "channels": 16, "width": 4},
     **dict.fromkeys(("ragged_page_attention", "ragged_page_attention_v3"), _SERVER),
     "grouped_matmul": {"rows": 256, "inner": 256, "columns": 256, "groups": 4},
     "mla_attention": _SELF_ATTENTION | _LATENT,
@@ -145,6 +149,9 @@ def _of_every_operation() -> dict[str, list[Case]]:
         g_gamma=f32(2),
         gk=f32(1, 128, 2, 16),
         gv=f32(1, 128, 2, 16),
+        beta=f32(1, 128, 2),
+        normalize_qk=True,
+        activation="silu",
         initial_state=f32(1, 2, 16, 16),
         reverse=True,
         return_state=True,
@@ -188,6 +195,8 @@ _OF_OPERATION: dict[tuple[str, str], list[Case]] = {
     ("attention", "dropout_prob"): [
         Case(0.3, {name: x for name, x in _RANDOM.items() if name != "dropout_prob"})
     ],
+    ("causal_conv1d", "bias"): [Case(bf16(16), {})],
+    ("causal_conv1d", "initial_state"): [Case(bf16(1, 16, 3), {})],
     ("attention", "precision"): [Case("highest", {})],
     ("grouped_matmul", "precision"): [
         Case("highest", {"lhs": f32(256, 256), "rhs": f32(4, 256, 256)}),

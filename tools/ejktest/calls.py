@@ -39,6 +39,7 @@ SIZES = {
     "head_dim": D, "key_dim": D, "v_dim": DV, "sinks": 2, "pages": 7, "page_size": 4,
     "max_blocks": 3, "cache_dim": D + 4, "tokens": 6, "q_dim": D + 4, "latent": 5,
     "nope_dim": D, "rope_dim": 4, "rows": 8, "inner": 5, "columns": 6, "groups": 3,
+    "channels": D, "width": 4, "history": 3,
 }  # fmt: skip
 DECAYS = ("g", "g_gamma", "gk", "gv")
 
@@ -85,6 +86,8 @@ CALLS: dict[str, Form] = {
     "recurrent_attention": Form((*DECAYS, "initial_state"), _STATE),
     "gla_attention": Form(("g", "g_gamma", "initial_state"), _STATE),
     "lightning_attention": Form(("initial_state",), {**_STATE, "layer_idx": 1, "num_layers": 4}),
+    "gated_delta_rule": Form(("g", "beta", "initial_state"), _STATE),
+    "causal_conv1d": Form(("bias", "initial_state"), {"activation": "silu", **_STATE}),
     "mla_attention": Form(("b_k",), {"causal": True}),
     "mla_decode": Form((), {"latent_dim": D}, _PAGED),
     "mean_pooling": Form((), {"chunk_size": 5}),
@@ -96,7 +99,7 @@ CALLS: dict[str, Form] = {
 def call(
     operation: str, *, batch: int = B, length: int = S, heads: int = H, kv_heads: int = HK
 ) -> Call:
-    """Returns the call of an operation: normal float32 arrays, decays below 0."""
+    """Returns the call of an operation: normal float32 arrays, decays below 0, beta in [0, 1)."""
     form, blocks = CALLS[operation], -(-length // 4)
     sizes = SIZES | {"batch": batch, "heads": heads, "kv_heads": kv_heads}
     sizes |= dict.fromkeys(("q_len", "kv_len", "seq"), length)
@@ -108,6 +111,8 @@ def call(
     }
     required = ("x",) if operation == "mean_pooling" else ()
     special = {n: shapes[n] for n in (*form.optional, *required) if n in shapes}
+    if operation == "causal_conv1d":  # a bias per channel
+        special = {}
     abstract = abstract_call(
         operation, sizes, *form.optional, arrays=special, dtype=F32, trained=True
     )
@@ -118,7 +123,13 @@ def call(
             arrays[name] = array(np.resize(form.integers[name], struct.shape), jnp.int32)
         elif struct.dtype == bool:
             arrays[name] = array(rng.random(struct.shape) < 0.6)
+        elif name == "beta":
+            arrays[name] = array(rng.random(struct.shape), jnp.float32)
         else:
             x = rng.standard_normal(struct.shape)
-            arrays[name] = array(-np.abs(x) if name in DECAYS else x, jnp.float32)
+            if name in DECAYS:
+                x = -np.abs(x)
+            elif (operation, name) == ("gated_delta_rule", "key"):
+                x = x * D**-0.5  # of about length 1: the states stay bounded
+            arrays[name] = array(x, jnp.float32)
     return Call(operation, arrays, form.static, abstract.gradients)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejktest.abstract import F32, AbstractCall, abstract_call
-from ejktest.drawn import array
+from ejktest.drawn import array, normal
 from ejktest.oracles import linear
 from ejktest.tolerance import check_close
 
@@ -70,6 +70,32 @@ def check_linear(
     for name, x in args.items():
         assert grads[name].dtype == x.dtype
         check_close(grads[name], want.grads[name], dtype=x.dtype, name=f"d{name}")
+
+
+def cotangents(o: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns random cotangents of an output and of a state."""
+    return normal(*o.shape, seed=1, dtype=o.dtype), normal(*state.shape, seed=2, dtype=state.dtype)
+
+
+def check_recurrence(
+    args: Mapping[str, jax.Array],
+    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    want: linear.Result,
+    plain: linear.Result | None = None,
+    *,
+    state_dtype: Any = None,
+) -> None:
+    """Compares output, state and gradients with the oracle's.
+
+    ``plain``: results of the reference dtype, as in ``check_close``.
+    """
+    o, state, grads = found
+    check_close(o, want.o, plain and plain.o, name="o")
+    check_close(state, want.state, plain and plain.state, dtype=state_dtype, name="state")
+    for name, x in args.items():
+        assert grads[name].dtype == x.dtype
+        expected = plain and plain.grads[name]
+        check_close(grads[name], want.grads[name], expected, name=f"d{name}")
 
 
 # ---- ahead of time -------------------------------------------------------------------------------
