@@ -149,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "one rule's mask serves another", f"{TYPES}/masks/combine.py",
-        "own = mask_of_rule(rule)", "own = mask_of_rule(type(rule)(True))",
+        "rule_mask = mask_of_rule(rule)", "rule_mask = mask_of_rule(type(rule)(True))",
         f"{TYPES_TESTS}/test_combine.py",
     ),
     # ---- flash attention on Triton, and what every backend shares

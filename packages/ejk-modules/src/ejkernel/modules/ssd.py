@@ -31,7 +31,7 @@ def _signature(
 ) -> None: ...
 
 
-_BOUNDARY = Boundary.of("ssd_attention", _signature)
+_BOUNDARY = Boundary.from_function("ssd_attention", _signature)
 
 
 def ssd_attention(

@@ -19,7 +19,7 @@ from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
-from ejkernel.types.calls.words import Array, F, I, Key, given
+from ejkernel.types.calls.words import Array, F, I, Key, describe_value
 
 _asking: ContextVar[bool] = ContextVar("ejkernel_ring_asking", default=False)
 """Whether a call is only asked about, so that arrays without a mesh stand for one device's."""
@@ -163,7 +163,7 @@ def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:
     if axis_size < 1:
         raise ValueError(f"axis_size: given {axis_size!r}, expected an integer >= 1")
     if not hasattr(x, "ndim"):
-        raise InvalidArgument(f"x: expected an array, given {given(x)}")
+        raise InvalidArgument(f"x: expected an array, given {describe_value(x)}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: given {axis}, expected within the {x.ndim} axes of x")
     axis %= x.ndim
