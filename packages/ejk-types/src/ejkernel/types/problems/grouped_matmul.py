@@ -19,7 +19,7 @@ class GroupedProblem:
         rows: rows of ``lhs [batch * rows, inner]`` in one call.
         inner: length of the contracted axis.
         columns: columns of the result.
-        held: matrices of one call.
+        held: number of matrices of one call.
         groups: group sizes of one call; more than ``held`` with a group offset.
         transposed: whether matrices are ``[columns, inner]``.
         dtype: dtype of both operands of the matmul.
@@ -27,7 +27,7 @@ class GroupedProblem:
         precision: precision of float32 matmuls, as the backend names it.
         batch: number of calls.
         shared: whether all calls have the same matrices.
-        added: whether ``existing_out`` is added to the product.
+        added: whether ``existing_out`` is added to the result.
         stored: the 8-bit dtype of the matrices, "" where it is ``dtype``.
     """
 
