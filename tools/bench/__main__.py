@@ -34,6 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--target-s", type=float, default=0.2, help="seconds per round and contender")
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-out"))
+    p.add_argument("--shapes", type=int, default=2000, help="shapes: how many new ones")
     p.add_argument("--limit", type=float, help="first_call: most seconds over JAX's own, warm")
     p.add_argument("--list", action="store_true", help="show the cases and stop")
     return p.parse_args(argv)

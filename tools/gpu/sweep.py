@@ -19,7 +19,6 @@ did not run; 2: nothing to sweep.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import itertools
 import sys
@@ -167,7 +166,8 @@ def subject_of(call: Call, platform: str | None) -> Subject:
     near = (chosen, *kernel.neighbours(problem, target, chosen))
 
     def function(tiles: Any) -> Callable[..., Any]:
-        fixed: Any = copy.copy(kernel)  # one more kernel, whose choice is fixed
+        fixed: Any = object.__new__(type(kernel))  # copy.copy gives the kernel itself
+        fixed.__dict__.update(kernel.__dict__)
         fixed.choose = lambda problem, target: tiles
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)

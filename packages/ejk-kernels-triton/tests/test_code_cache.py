@@ -124,6 +124,16 @@ def test_memory_then_disk_then_compiler(cache, tmp_path, compilations) -> None:
     assert code.name == "double" and ".target sm_90a" in code.text
 
 
+def test_the_memory_holds_a_bounded_number_of_codes(
+    cache, tmp_path, compilations, monkeypatch
+) -> None:
+    source = source_of(load(tmp_path / "kernels"))
+    monkeypatch.setattr(compiled, "CODES_LIMIT", 0)
+    code = compile_kernel(source, HOPPER)
+    assert compile_kernel(source, HOPPER) == code and not compiled._memory
+    assert len(compilations) == 1
+
+
 HUGE = 4 * 2**40
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -48,6 +49,27 @@ def test_starting_imports_no_jax():
     code = "import sys, ejkernel.modules.cli.app as a; a.parser(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_doctor_names_a_package_that_replaces_a_kernel(monkeypatch):
+    from ejkernel import ops
+
+    package = EntryPoint("xla", "fancy:register", "ejkernel.kernels")
+
+    def register(registry):
+        for _ in range(2):
+
+            @registry.register("op", "xla", "any", replace=True)
+            def op(x, *, cfg=None):
+                return x
+
+    ours = EntryPoint("xla", "mine:register", "ejkernel.kernels")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: register)
+    registry = ops.KernelRegistry(discover=lambda: (ours, package))
+    monkeypatch.setattr(ops, "kernel_registry", registry)
+    (found,) = (check for check in trials.packages() if check.what == "replaced")
+    assert found.status == "warn" and "uninstall fancy:register" in found.fix
+    assert found.found == "fancy:register replaces op/xla/any of mine:register"
 
 
 def test_help_and_unknown_words(capsys):

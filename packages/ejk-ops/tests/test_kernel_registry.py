@@ -1,3 +1,6 @@
+import warnings
+from types import SimpleNamespace
+
 import pytest
 
 from ejkernel.ops import (
@@ -116,6 +119,31 @@ def test_forced_platform_without_its_hardware_names_the_device(registry):
     with pytest.raises(KernelNotSupported, match=r"needs a gpu.*cpu") as caught:
         registry.get("op", "triton")
     assert (caught.value.argument, caught.value.nearest) == ("platform", "xla")
+
+
+def test_a_forced_platform_names_the_reason_of_the_call_before_the_hardware(registry):
+    add(registry, "xla", "any")
+    add(registry, "triton", "gpu", 100, supports=lambda inv: f"bias: {inv.why}")
+    inv = SimpleNamespace(arguments={"q": 0, "bias": 1}, why="no gradient of a dense one")
+    with pytest.raises(KernelNotSupported) as caught:
+        registry.get("op", "triton", inv=inv)
+    reason, hardware = caught.value.reason.split("; besides, ")
+    assert reason == "bias: no gradient of a dense one" and hardware.startswith("it needs a gpu")
+    assert (caught.value.argument, caught.value.nearest) == ("bias", "xla")
+
+
+@pytest.mark.parametrize("answer", ["no such device", ZeroDivisionError], ids=str)
+def test_the_hardware_a_forced_platform_needs_is_named_once(registry, answer):
+    def supports(inv):
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    add(registry, "triton", "gpu", 100, supports=supports)
+    with warnings.catch_warnings(), pytest.raises(KernelNotSupported) as caught:
+        warnings.simplefilter("error")
+        registry.get("op", "triton", inv=SimpleNamespace(arguments={"q": 0}))
+    assert caught.value.reason.startswith("it needs a gpu") and caught.value.argument == "platform"
 
 
 def test_interpretation_serves_forced_platforms_only(registry, monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+import warnings
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ import pytest
 
 from ejkernel.ops import (
     ConfigCache,
+    ConfigError,
     ConfigSelectorChain,
     EjkernelWarning,
     Executor,
@@ -21,6 +26,8 @@ from ejkernel.ops import (
     KernelRegistry,
     RegisteredKernel,
 )
+from ejkernel.ops.core.invocation import BoundCall
+from ejktest.device import H200, on
 
 PLUGIN = """
 import sys
@@ -94,6 +101,21 @@ def fault(*_):
     raise RuntimeError("my own fault")
 
 
+@dataclass(frozen=True)
+class Tiles:
+    platform: str = "auto"
+    tile: int = 1
+
+    def __post_init__(self):
+        if not isinstance(self.tile, int):
+            raise ConfigError(f"tile={self.tile!r}")
+
+
+class Tiled(RegisteredKernel[Tiles, jax.Array]):
+    def run(self, x, *, cfg):
+        raise NotImplementedError
+
+
 class Op(RegisteredKernel[dict, jax.Array]):
     def run(self, x, *, cfg):
         raise NotImplementedError
@@ -155,6 +177,117 @@ def test_one_whose_tuning_fails(what):
         given = kernel.sample_inputs(inv, np.random.default_rng(0))[1]
     assert [c["tile"] for c in configs if "tile" in c] == [1, 2]
     assert given["x"].shape == (3,)
+
+
+class Package(EntryPoint):
+    """One of a distribution, loaded already."""
+
+    def load(self):
+        found = {"ours:it": sound, "fancy:replace": replaces, "fancy:again": replaces_again}
+        return found[self.value]
+
+
+def replaces(registry):
+    @registry.register("op", "xla", "any", 0, replace=True, notes=lambda inv: ["doubled"])
+    def op(x, *, cfg=None):
+        return 2 * x
+
+
+def replaces_again(registry):
+    replaces(registry)
+    registry.register("op", "triton", "gpu", 0, supports=lambda inv: "x: no", replace=True)(double)
+
+
+def double(x, *, cfg=None):
+    return 2 * x
+
+
+def entry_point(distribution, value, version="2.0"):
+    point = Package("xla", value, "ejkernel.kernels")
+    vars(point)["dist"] = SimpleNamespace(name=distribution, version=version)
+    return point
+
+
+def test_one_that_replaces_ours_is_named_with_its_distribution():
+    ours = entry_point("ejk-kernels-xla", "ours:it", "0.1")
+    points = (ours, entry_point("fancy", "fancy:replace"))
+    registry = KernelRegistry(discover=lambda: points)
+    kernel, x = Op("op", registry=registry), jnp.ones(3)
+    text = "op/xla/any of fancy 2.0 replaces that of ejk-kernels-xla 0.1"
+    with pytest.warns(EjkernelWarning) as caught:
+        executor = Executor(ConfigSelectorChain(ConfigCache(), autotune=False))
+        for _ in range(2):
+            assert float(executor(kernel, x)[0]) == 2
+        assert registry.get("op", "xla")(1) == 2
+    assert [str(w.message) for w in caught] == [text]
+    assert executor.explanation(kernel, x).notes == (text, "doubled")
+    assert [i.replacement for i in registry.replacements()] == [text]
+
+
+def test_one_that_replaces_ours_is_named_where_it_is_not_chosen():
+    points = (entry_point("ejk-kernels-xla", "ours:it", "0.1"), entry_point("fancy", "fancy:again"))
+    registry = KernelRegistry(discover=lambda: points)
+    with pytest.warns(EjkernelWarning, match="of fancy 2.0 replaces"):
+        told = Executor().explanation(Op("op", registry=registry), jnp.ones(3))
+    text = "op/triton/gpu of fancy 2.0 replaces that of ejk-kernels-xla 0.1"
+    assert dict(told.skipped)["op/triton/gpu"].endswith(f"({text})")
+
+
+def test_what_a_caller_replaces_is_no_cause_of_a_warning():
+    registry = KernelRegistry()
+    sound(registry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replaces(registry)
+        registry.get("op")
+    assert registry.replacements() == []  # of the same module
+
+    def op(x, *, cfg=None):
+        return 3 * x
+
+    op.__module__ = "notebook"
+    for _ in range(2):
+        registry.register("op", "xla", "any", replace=True)(op)
+    (told,) = registry.replacements()
+    assert told.replacement == f"op/xla/any of module notebook replaces that of module {__name__}"
+
+
+@pytest.mark.parametrize("platform, backend", [("pallas", "gpu"), ("xla", "cpu")])
+@pytest.mark.parametrize("failing", [fault, lambda inv: {"tile": "wide"}], ids=["raises", "not"])
+def test_one_whose_heuristic_fails_is_passed_over(platform, backend, failing):
+    registry = with_plugin(platform, backend, heuristic=failing)
+    executor = Executor(ConfigSelectorChain(ConfigCache(), autotune=False))
+    kernel, x = Tiled("op", registry=registry), jnp.ones(3)
+    name = f"op/{platform}/{backend}"
+    with (
+        on(H200) if backend == "gpu" else contextlib.nullcontext(),
+        pytest.warns(EjkernelWarning, match=f"{name} of module .* is passed over: ") as caught,
+    ):
+        for length in (3, 4):
+            assert float(executor(kernel, jnp.ones(length))[0]) == 2
+        told = executor.explanation(kernel, x)
+    assert len(caught) == 1 and told.implementation == "op/xla/any"
+    assert dict(told.skipped)[name].startswith("its heuristic failed: ")
+
+
+def test_arguments_that_do_not_fit_are_no_fault_of_a_heuristic():
+    registry = with_plugin("xla", "cpu", heuristic=lambda inv: {"tile": inv.arguments["x"].size})
+    with warnings.catch_warnings(), pytest.raises(TypeError, match="missing a required argument"):
+        warnings.simplefilter("error")
+        kernel = Op("op", registry=registry)
+        kernel.heuristic_cfg(BoundCall(kernel, ()))
+
+
+def test_a_heuristic_that_fails_with_nobody_else_is_the_cause_of_the_error():
+    registry = with_plugin("xla", "cpu", heuristic=fault)
+    registry.register("op", "xla", "any", replace=True, supports=lambda inv: "x: no")(double)
+    kernel = Op("op", registry=registry)
+    with (
+        pytest.warns(EjkernelWarning, match="passed over") as warned,
+        pytest.raises(KernelNotSupported, match=r"its heuristic failed.*my own fault") as caught,
+    ):
+        Executor()(kernel, jnp.ones(3))
+    assert len(warned) == 1 and str(caught.value.__cause__) == "my own fault"
 
 
 @pytest.mark.parametrize("priority", ["high", None, True, math.inf, 1j])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 import jax
@@ -233,3 +234,24 @@ def test_binding_errors_come_at_trace_time(kernel):
     with pytest.raises(TypeError, match="rank 1 or 2"):
         jax.eval_shape(lambda x: Executor()(kernel, x), jnp.ones((1, 1, 1)))
     assert "rank 1 or 2" in kernel.supports(jnp.ones((1, 1, 1))).reason
+
+
+def test_a_kernel_without_run_says_which_signature_is_missing():
+    class Bare(RegisteredKernel):
+        algorithm = "double"
+
+    registry = KernelRegistry()
+    text = r"Bare defines no run method.*'double': add def run\(self, \.\.\., \*, cfg\)"
+    with pytest.raises(TypeError, match=text):
+        Bare(registry=registry)(jnp.ones(3))
+    registry.register_lazy("double", "triton", "gpu", 100, target="no.such.module:double")
+
+    @registry.register("double", "xla", "any")
+    def double(x, factor: float = 2.0, *, axis=None, cfg=None, **more):
+        return x * factor
+
+    signature = "run(self, x, factor=2.0, *, axis=None, cfg, **more), as double/xla/any takes them"
+    for call in (lambda k: k(jnp.ones(3)), lambda k: Executor().explanation(k, jnp.ones(3))):
+        with pytest.raises(TypeError, match=re.escape(signature)):
+            call(Bare(registry=registry))
+    assert signature in Bare(registry=registry).supports(jnp.ones(3)).reason

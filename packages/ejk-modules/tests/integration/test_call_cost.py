@@ -104,7 +104,8 @@ def test_a_binding_leaves_with_its_call(monkeypatch):
     executor = create_default_executor(autotune=False)
     for x in (jnp.asarray(q), q, q.astype(np.float64)):  # one program, compiled once or twice
         executor(FlashAttention(), x, x, x, platform="xla")
-    programs = [inspect.unwrap(function) for function in executor._functions.values()]
+    entries = executor._programs._programs.values()
+    programs = [inspect.unwrap(entry.function) for entry in entries]
     assert programs and not any(isinstance(x, Binding) for p in programs for x in vars(p).values())
     binds, bind = [], FlashAttention.bind
     monkeypatch.setattr(FlashAttention, "bind", lambda *call: binds.append(call) or bind(*call))

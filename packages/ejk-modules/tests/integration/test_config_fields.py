@@ -1,6 +1,7 @@
 """Which config fields each implementation reads: as registered, as documented, as run."""
 
 import re
+import warnings
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import ejkernel.modules as modules
 from ejkernel.modules import explain
 from ejkernel.modules._table import OPERATIONS, operation_class
-from ejkernel.ops import BwdParams, WarpgroupParams, kernel_registry
+from ejkernel.ops import BwdParams, EjkernelWarning, WarpgroupParams, kernel_registry
 from ejkernel.ops.implementation import LazyFunction
 from ejktest.calls import CALLS, call
 
@@ -101,3 +102,21 @@ def test_explain_names_the_fields_of_a_given_config_that_have_no_effect(capsys):
     assert line in capsys.readouterr().out
     assert explain("flash_attention", q, q, q, cfg={"fwd_params": {"q_blocksize": 32}}).unused == ()
     assert explain("flash_attention", q, q, q).unused == ()
+
+
+def test_config_fields_that_have_no_effect_are_named_in_one_warning():
+    q = jax.numpy.ones((1, 16, 2, 16), "float32")
+    cfg = {"fwd_params": {"q_blocksize": 32, "num_warps": 4}, "bwd_params": {"num_stages": 2}}
+    with pytest.warns(EjkernelWarning) as caught:
+        out = modules.flash_attention(q, q, q, cfg=cfg, platform="xla")
+        jax.jit(lambda q: modules.flash_attention(q, q, q, cfg=cfg, platform="xla"))(q)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "flash_attention: fields of cfg without effect: fwd_params.num_warps, "
+        "bwd_params.num_stages (flash_attention/xla/any does not read them)"
+    )
+    cfg = {"fwd_params": {"q_blocksize": 32}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = modules.flash_attention(q, q, q, cfg=cfg, platform="xla")
+    assert (read == out).all()

@@ -79,6 +79,11 @@ class CallKernel:
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__name__}"
 
+    def __reduce__(self) -> Any:
+        # as for a function: the kernel of this name in its module is not copied
+        shared = getattr(inspect.getmodule(type(self)), self.__name__, None) is self
+        return self.__name__ if shared else (type(self), ())
+
     # ---- what a backend says ----------------------------------------------------------------
 
     def unavailable_reason(self) -> str | None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejkernel.ops.compat import Tracer
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.execution.lowering import lowering_error
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.execution.progress import first_line
 from ejkernel.ops.second_order import differentiable_once, running
 from ejkernel.ops.varying import vary_alike
@@ -117,13 +118,17 @@ def _as(gradient: Any, primal: Any) -> Any:
 differentiable.defvjp(_forward, _backward)
 
 
-@partial(jax.jit, static_argnums=0)
-def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
-    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
+@bounded_jit
+def _compiled(arrays: Arrays, *, work: Work) -> tuple[Any, ...]:
     with running(work.operation):
         if work.kernel.has_backward:
             return differentiable(work, arrays)
         return work.kernel.forward(work, arrays)[0]
+
+
+def compiled(work: Work, arrays: Arrays) -> tuple[Any, ...]:
+    """The outputs as one program: JAX keeps its derivative and traces it once, outside jit too."""
+    return _compiled(arrays, work=work)
 
 
 def same_axes(arrays: Arrays) -> Arrays:

@@ -10,9 +10,11 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from ejkernel.ops.errors import warn_once
 from ejkernel.ops.platforms import Platform
+from ejkernel.ops.utils.copying import Copyable
 
 GROUP = "ejkernel.kernels"
 
@@ -31,7 +33,12 @@ _ORDER = {name: i for i, name in enumerate(("triton", "pallas", "cuda", "xla"))}
 def installed() -> tuple[EntryPoint, ...]:
     """The entry points of all installed kernel packages, each once, in loading order."""
     found = {(e.name, e.value): e for e in entry_points(group=GROUP)}
-    return tuple(sorted(found.values(), key=lambda e: (_ORDER.get(e.name, 9), e.name, e.value)))
+
+    def order(e: EntryPoint) -> tuple[Any, ...]:
+        # ours first: a package that replaces a kernel of ours finds it there
+        return _ORDER.get(e.name, 9), e.name, not e.value.startswith("ejkernel."), e.value
+
+    return tuple(sorted(found.values(), key=order))
 
 
 def install_line(platform: Platform | None = None) -> str:
@@ -39,7 +46,7 @@ def install_line(platform: Platform | None = None) -> str:
     return "pip install ejk-modules" if platform is None else _INSTALL[platform]
 
 
-class Packages:
+class Packages(Copyable):
     """The kernel packages of one registry: each is loaded once, when it is first needed."""
 
     def __init__(self, discover: Callable[[], Sequence[EntryPoint]]):
@@ -57,7 +64,7 @@ class Packages:
         words = []
         for point in self.points():
             failed = ", failed to load" if (point.name, point.value) in self._failures else ""
-            words.append(f"{point.name} ({_whose(point)}){failed}")
+            words.append(f"{point.name} ({whose(point)}){failed}")
         return ", ".join(words) or "none"
 
     def load(self, platforms: Sequence[Platform], use: Callable[[EntryPoint], None]) -> None:
@@ -95,13 +102,14 @@ class Packages:
         for point, error in self.failures():
             warn_once(
                 ("load", point.name, point.value),
-                f"kernel package {point.name!r} ({_whose(point)}) is installed but failed to "
+                f"kernel package {point.name!r} ({whose(point)}) is installed but failed to "
                 f"load, its kernels are not used: {type(error).__name__}: {error}",
                 stacklevel=6,
             )
 
 
-def _whose(point: EntryPoint) -> str:
+def whose(point: EntryPoint) -> str:
+    """The distribution of an entry point with its version; without one, what it loads."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
 
 

@@ -51,6 +51,9 @@ class LazyFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolve()(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LazyFunction, (self.target,)
+
     def __repr__(self) -> str:
         return f"<lazy {self.target}>"
 
@@ -81,6 +84,8 @@ class Implementation:
         config_fields: the config fields that it reads, those of nested configs with a dot
             (``"fwd_params.num_warps"``); None = not said.
         order: position among all registrations, breaks ties.
+        origin: who registered it: an installed package with its version, or a module.
+        replaces: the origin of the implementation that it was registered in place of, else empty.
     """
 
     algorithm: str
@@ -100,6 +105,15 @@ class Implementation:
     config_fields: Sequence[str] | None = None
     order: int = 0
     on_load: Callable[[Implementation], None] | None = field(default=None, repr=False)
+    origin: str = ""
+    replaces: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that its function is in."""
+        if isinstance(self.function, LazyFunction):
+            return self.function.target.partition(":")[0]
+        return getattr(self.function, "__module__", None) or type(self.function).__module__
 
     @property
     def loaded(self) -> bool:
@@ -148,7 +162,13 @@ class Implementation:
 
     def notes_on(self, inv: Any) -> tuple[str, ...]:
         """Returns its notes on a call that it supports."""
-        return () if self.notes is None else tuple(self.notes(inv))
+        replaced = (self.replacement,) if self.replaces else ()
+        return replaced if self.notes is None else (*replaced, *self.notes(inv))
+
+    @property
+    def replacement(self) -> str:
+        """A sentence that says who registered it in whose place."""
+        return f"{self.name} of {self.origin} replaces that of {self.replaces}"
 
     @property
     def name(self) -> str:
@@ -227,6 +247,16 @@ def signature_of(fn: Callable[..., Any], name: str) -> inspect.Signature:
     if cfg is None or cfg.kind in (cfg.VAR_POSITIONAL, cfg.VAR_KEYWORD):
         raise ValueError(f"{name}: needs a keyword parameter 'cfg', has {signature}")
     return signature
+
+
+def run_signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
+    """Signature of the ``run`` method of a kernel that has this implementation; no annotations."""
+    kind = inspect.Parameter
+    self = kind("self", kind.POSITIONAL_OR_KEYWORD)
+    cfg = kind("cfg", kind.KEYWORD_ONLY)
+    parameters = [p.replace(annotation=kind.empty) for p in _others(signature_of(fn, name))]
+    last = len(parameters) - any(p.kind is kind.VAR_KEYWORD for p in parameters)
+    return inspect.Signature([self, *parameters[:last], cfg, *parameters[last:]])
 
 
 def _others(signature: inspect.Signature) -> list[inspect.Parameter]:

@@ -20,7 +20,7 @@ from ejkernel.ops.implementation import (
 )
 from ejkernel.ops.lookup import Refusal, Survey, filtered, misplaced, platforms_for, rank
 from ejkernel.ops.platforms import Backend, Platform, parse_backend, parse_platform
-from ejkernel.ops.registrations import Registrations
+from ejkernel.ops.registrations import Registrations, package_loading
 from ejkernel.ops.utils.device import TargetDevice, target_device
 
 __all__ = ["Implementation", "KernelRegistry", "KernelSpec", "Survey", "kernel_registry"]
@@ -37,6 +37,13 @@ class KernelRegistry(Registrations):
     def __init__(self, *, discover: Callable[[], Sequence[EntryPoint]] | None = None):
         super().__init__()
         self._packages = discovery.Packages(discover or tuple)
+        self._replacements: list[Implementation] = []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Kernels refer to the shared registry: their copies do too, and other processes have one.
+        if self is kernel_registry:
+            return "kernel_registry"
+        return super().__reduce_ex__(protocol)
 
     # Loading of installed packages
 
@@ -52,15 +59,35 @@ class KernelRegistry(Registrations):
         self._packages.load(platforms, self._use)
 
     def _use(self, point: EntryPoint) -> None:
-        register = point.load()  # outside the lock: its modules may register when imported
+        package = discovery.whose(point)
+        token = package_loading.set(package)
+        try:
+            register = point.load()  # outside the lock: its modules may register when imported
+            with self._lock:
+                before = {name: list(known) for name, known in self._by_algorithm.items()}
+                tables = list(self._config_tables)
+                try:
+                    register(self)
+                except BaseException:
+                    self._by_algorithm, self._config_tables = before, tables
+                    raise
+        finally:
+            package_loading.reset(token)
+        self._replacements += [i for i in self.replacements() if i.origin == package]
+
+    def replacements(self) -> list[Implementation]:
+        """Implementations that were registered in place of another package's or module's."""
         with self._lock:
-            before = {name: list(known) for name, known in self._by_algorithm.items()}
-            tables = list(self._config_tables)
-            try:
-                register(self)
-            except BaseException:
-                self._by_algorithm, self._config_tables = before, tables
-                raise
+            every = [i for known in self._by_algorithm.values() for i in known]
+        return [i for i in every if i.replaces]
+
+    def _warn_packages(self) -> None:
+        self._packages.warn_failures()
+        self._warn_replacements()
+
+    def _warn_replacements(self) -> None:
+        for i in self._replacements:
+            warn_once(("replaced", i.name, i.origin), i.replacement, stacklevel=6)
 
     def failure(self, platform: str | Platform) -> Exception | None:
         """Why the installed package of ``platform`` could not be loaded; None if it could."""
@@ -95,6 +122,8 @@ class KernelRegistry(Registrations):
         self.load(platforms_for(target.kind) if forced is None else (forced,))
         if forced is None:
             self._packages.warn_failures()
+        if self._replacements:
+            self._warn_replacements()
 
     def _survey(
         self,
@@ -110,9 +139,11 @@ class KernelRegistry(Registrations):
         for implementation in known:
             if forced is not None and implementation.platform is not forced:
                 continue
-            reason = filtered(implementation, wanted) or misplaced(
-                implementation, target, forced is not None
-            )
+            reason = filtered(implementation, wanted)
+            if reason is None:
+                reason = misplaced(implementation, target, forced is not None)
+                if reason is not None and forced is not None:
+                    reason = lookup.with_reason_of_call(implementation, inv, reason)
             if reason is None:
                 try:
                     reason = implementation.why_not(inv)
@@ -205,9 +236,9 @@ class KernelRegistry(Registrations):
             return lookup.unknown_algorithm(algorithm, names, self._packages)
         everything = self._survey(algorithm, None, None, inv, survey.target)
         if forced is None:
-            return lookup.nobody_supports(survey, everything)
+            return lookup.nobody_supports(survey, everything, inv)
         if survey.refused:
-            return lookup.forced_refuses(survey, everything)
+            return lookup.forced_refuses(survey, everything, inv)
         if failure is not None:
             return lookup.package_failed(survey, everything, failure)
         return lookup.nothing_registered(survey, everything, known, self._packages)
@@ -217,14 +248,14 @@ class KernelRegistry(Registrations):
     def list_algorithms(self) -> list[str]:
         """Names of all algorithms, sorted. Loads every installed package, no kernel."""
         self.load()
-        self._packages.warn_failures()
+        self._warn_packages()
         with self._lock:
             return sorted(self._by_algorithm)
 
     def list_implementations(self, algorithm: str) -> list[Implementation]:
         """All implementations of an algorithm, highest ``priority`` first; empty when unknown."""
         self.load()
-        self._packages.warn_failures()
+        self._warn_packages()
         with self._lock:
             known = self._by_algorithm.get(normalized(algorithm), [])
             return sorted(known, key=lambda i: (-i.priority, i.order))

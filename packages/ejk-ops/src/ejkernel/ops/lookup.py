@@ -69,6 +69,19 @@ def misplaced(i: Implementation, target: TargetDevice, forced: bool) -> str | No
     return reason
 
 
+def with_reason_of_call(i: Implementation, inv: Any, misplaced: str) -> str:
+    """The reason why the hardware cannot run it, after the one why it cannot do the call if any.
+
+    What it says of its own requirements, naming no argument, the first reason says already.
+    """
+    try:
+        reason = i.why_not(inv)
+    except Exception:  # it need not work where it cannot run
+        return misplaced
+    about_call = reason is not None and argument_of((i, reason), inv) is not None
+    return f"{reason}; besides, {misplaced}" if about_call else misplaced
+
+
 def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int | bool, ...]:
     """Sort key, best first.
 
@@ -82,12 +95,12 @@ def rank(i: Implementation, target: TargetDevice, inv: Any = None) -> tuple[int 
     return (interpreted, -i.priority_of(inv), not native, other, i.order)
 
 
-def argument_of(refusal: Refusal) -> str | None:
+def argument_of(refusal: Refusal, inv: Any) -> str | None:
     """The parameter a reason is about: the one whose name it mentions first."""
     implementation, reason = refusal
-    if not implementation.loaded:
-        return None
-    names = set(inspect.signature(implementation.fn).parameters) - {"cfg"}
+    names: set[str] = set(getattr(inv, "arguments", ()))
+    if implementation.loaded:
+        names |= set(inspect.signature(implementation.fn).parameters) - {"cfg"}
     return next((word for word in re.findall(r"\w+", reason) if word in names), None)
 
 
@@ -102,24 +115,24 @@ def unknown_algorithm(
     )
 
 
-def nobody_supports(survey: Survey, everything: Survey) -> KernelNotSupported:
+def nobody_supports(survey: Survey, everything: Survey, inv: Any) -> KernelNotSupported:
     """Automatic choice, implementations exist, none can do the call here."""
     reasons: Sequence[Refusal] = survey.refused or everything.refused
     text = "; ".join(f"{i.platform.value}/{i.backend.value}: {reason}" for i, reason in reasons)
-    argument = argument_of(reasons[0]) if len(reasons) == 1 else None
+    argument = argument_of(reasons[0], inv) if len(reasons) == 1 else None
     return KernelNotSupported(
         algorithm=survey.algorithm, platform=None, reason=text, argument=argument
     )
 
 
-def forced_refuses(survey: Survey, everything: Survey) -> KernelNotSupported:
+def forced_refuses(survey: Survey, everything: Survey, inv: Any) -> KernelNotSupported:
     """The forced platform has implementations, none can do the call here."""
     reasons = survey.refused
-    hardware = all(misplaced(i, survey.target, True) for i, _ in reasons)
+    hardware = all(reason == misplaced(i, survey.target, True) for i, reason in reasons)
     return KernelNotSupported(
         **_named(survey, everything),
         reason="; ".join(dict.fromkeys(reason for _, reason in reasons)),
-        argument="platform" if hardware else argument_of(reasons[0]),
+        argument="platform" if hardware else argument_of(reasons[0], inv),
     )
 
 

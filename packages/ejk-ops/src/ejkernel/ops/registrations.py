@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +20,15 @@ from ejkernel.ops.implementation import (
 )
 from ejkernel.ops.platforms import Backend, Platform
 from ejkernel.ops.utils.allowed import allow_in_files
+from ejkernel.ops.utils.copying import Copyable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+package_loading: ContextVar[str] = ContextVar("ejkernel_package_loading", default="")
+"""The installed package that is being loaded, as the origin of what it registers."""
 
-class Registrations:
+
+class Registrations(Copyable):
     """The part of a registry that packages write to. Thread safe."""
 
     def __init__(self) -> None:
@@ -55,8 +60,10 @@ class Registrations:
 
         All implementations of an algorithm have the same parameters, ``cfg`` aside: same names,
         order and kinds. Convention for ``priority``: native code 100, other accelerator paths 50,
-        XLA 0; ``priority_for`` moves between them from call to call. The meaning of the other
-        arguments is that of the attributes of ``Implementation``.
+        XLA 0; ``priority_for`` moves between them from call to call. ``replace`` takes the place
+        of a registration for the same algorithm, platform and backend; an installed package that
+        does so is named in a warning. The meaning of the other arguments is that of the attributes
+        of ``Implementation``.
 
         Raises:
             ValueError: unknown platform or backend, a backend the platform cannot run on, a
@@ -144,7 +151,12 @@ class Registrations:
             others = [i for i in known if i not in same]
             if implementation.loaded:
                 self._check_signature(implementation, others)
+            origin = package_loading.get() or f"module {implementation.module}"
             object.__setattr__(implementation, "order", self._count)
+            object.__setattr__(implementation, "origin", origin)
+            for old in same:  # registered again by the same module: it still replaces the first
+                replaces = old.replaces if old.origin == origin else old.origin
+                object.__setattr__(implementation, "replaces", replaces)
             self._count += 1
             self._by_algorithm[implementation.algorithm] = [*others, implementation]
 

@@ -41,6 +41,7 @@ from ejkernel.kernels.triton.launch import (
     rebuilt,
 )
 from ejkernel.kernels.triton.targets import current_target
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.interpret import interpreting
 
 TRITON_TYPES = {
@@ -74,14 +75,14 @@ def _abstract(*avals, plan):
     return [compat.result_aval(avals, o.shape, o.dtype) for o in plan.outputs()]
 
 
-@functools.cache
-def _eager(plan):
-    return jax.jit(lambda *arrays: _primitive.bind(*arrays, plan=plan))
+@bounded_jit
+def _eager(*arrays, plan):
+    return _primitive.bind(*arrays, plan=plan)
 
 
 @_primitive.def_impl
 def _run(*arrays, plan):
-    return _eager(plan)(*arrays)
+    return _eager(*arrays, plan=plan)
 
 
 def _batch(arrays, dims, *, plan):

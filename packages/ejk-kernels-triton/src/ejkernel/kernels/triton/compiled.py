@@ -81,6 +81,9 @@ class Code:
     tensor_maps: tuple[dict, ...]
 
 
+CODES_LIMIT = 1024
+"""Compiled kernels held in memory; the oldest is dropped first, the disk keeps it."""
+
 _memory: dict[str, Code] = {}
 _lock = threading.Lock()
 _making: dict[str, threading.Lock] = {}  # by key: who compiles it, others wait
@@ -212,6 +215,8 @@ def _load_or_compile(key: str, source: Source, target: Target) -> Code:
             _write(path, code)
     with _lock:
         _memory[key] = code
+        while len(_memory) > CODES_LIMIT:
+            del _memory[next(iter(_memory))]
         _making.pop(key, None)
     return code
 

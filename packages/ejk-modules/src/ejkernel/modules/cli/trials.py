@@ -52,6 +52,14 @@ def packages() -> Iterator[Check]:
                 f"python -m pip install --force-reinstall {distribution}   # or uninstall it",
             )  # fmt: skip
         names = registry.list_algorithms()
+    replaced: dict[tuple[str, str], list[str]] = {}
+    for i in registry.replacements():
+        replaced.setdefault((i.origin, i.replaces), []).append(i.name)
+    for (origin, replaces), kernels in replaced.items():
+        yield Check(
+            "kernels", "replaced", "warn", f"{origin} replaces {', '.join(kernels)} of {replaces}",
+            f"python -m pip uninstall {origin.partition(' ')[0]}   # brings them back",
+        )  # fmt: skip
     text = f"{', '.join(registry.installed())}: {len(names)} algorithms"
     if names:
         yield Check("kernels", "registered", "ok", text)

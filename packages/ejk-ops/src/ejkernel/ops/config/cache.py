@@ -11,6 +11,7 @@ from typing import Any
 
 from ejkernel.ops.execution.freeze import ByIdentity
 from ejkernel.ops.interpret import interpret_override
+from ejkernel.ops.utils.copying import Copyable
 
 _serials = itertools.count()
 
@@ -23,7 +24,7 @@ class _Latch:
         self.users = 0
 
 
-class ConfigCache:
+class ConfigCache(Copyable, process_local={"_latches": dict, "_serial": _serials.__next__}):
     """Configs by key, in memory. Any hashable key, any config object. Thread safe.
 
     ``get`` never waits. Whoever may tune a key does so under ``tuning(key)``, so that other

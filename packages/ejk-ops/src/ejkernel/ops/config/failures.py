@@ -19,13 +19,14 @@ from ejkernel.ops.config.store import (
     key_file,
 )
 from ejkernel.ops.config.versions import versions
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import short_hash
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.persistent import PersistentCache
 
 
-class FailureCache:
+class FailureCache(Copyable, process_local={"_files": dict}):
     """Reasons by call and config, in memory and, with a persistent cache, beside its files.
 
     Thread safe. A file that cannot be read or written costs a second try, nothing else.

@@ -24,12 +24,13 @@ from ejkernel.ops.config.store import (
     remember_class,
 )
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import stable_json
 
 _ABSENT = object()
 
 
-class PersistentCache:
+class PersistentCache(Copyable, process_local={"_files": dict}):
     """Configs by key, in JSON files. Same interface as ConfigCache. Thread and process safe.
 
     Nothing is created before the first ``put``. A file that cannot be written (read-only folder,

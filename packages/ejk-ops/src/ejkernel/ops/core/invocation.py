@@ -89,6 +89,14 @@ class Invocation:
         """The executor's knowledge by names: ``requested_platform``, ``mesh_axes``, ..."""
         return MappingProxyType(self.route.info())
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was derived from the fields may hold parts of a trace.
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
     @functools.cached_property
     def arguments(self) -> Mapping[str, Any]:
         """The arguments by name, defaults of the kernel's ``run`` applied, without ``cfg``.
@@ -197,6 +205,9 @@ class BoundCall(Invocation):
         if self.made is None:
             made = Invocation(self.kernel, self.args, self.kwargs, route=self.route, prepared=True)
             object.__setattr__(self, "made", made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"binding": None}  # it holds a trace
 
     @functools.cached_property
     def info(self) -> Mapping[str, Any]:

@@ -254,7 +254,7 @@ class Kernel(Generic[Cfg, Out]):
     def signature(self) -> inspect.Signature:
         """The arguments of ``run`` without ``cfg``."""
         own = self._own_methods()
-        method = own.get("run") or next(iter(own.values()), self.run)
+        method = own.get("run") or next(iter(own.values()), None) or self._undefined_run()
         return _signature(getattr(method, "__func__", method))
 
     def convert_config(self, cfg: Any, inv: Invocation | None = None) -> Cfg:
@@ -296,6 +296,10 @@ class Kernel(Generic[Cfg, Out]):
             return None  # a user's config may mean something else by the word
 
     # ---- helpers ---------------------------------------------------------------------------
+
+    def _undefined_run(self) -> Callable[..., Any]:
+        """The method whose signature counts where the subclass defines none."""
+        return self.run
 
     def _own_methods(self) -> dict[str, Callable[..., Any]]:
         """The run methods that the subclass defines, by name."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -11,19 +12,25 @@ from ejkernel.ops.core.invocation import BoundCall, Invocation
 from ejkernel.ops.core.kernel import Kernel, Support
 from ejkernel.ops.core.samples import random_like
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError, KernelNotFound, warn_once
-from ejkernel.ops.implementation import Implementation, Resolved
+from ejkernel.ops.errors import ConfigError, KernelNotFound, KernelNotSupported, warn_once
+from ejkernel.ops.implementation import Implementation, LazyLoadError, Resolved, run_signature
 from ejkernel.ops.interpret import interpreting
 from ejkernel.ops.kernel_registry import KernelRegistry, Survey, kernel_registry
 from ejkernel.ops.platforms import Backend, Platform, parse_platform
 from ejkernel.ops.utils.device import target_device
 
 
+def _passed_over(call: BoundCall) -> dict[str, Exception]:
+    """Names of implementations whose heuristic failed for this call, and the errors."""
+    return call.remember("passed over", dict)
+
+
 class RegisteredKernel(Kernel[Cfg, Out]):
     """Looks up its implementations by name; knowledge of tiles stays with each of them.
 
     Heuristics, candidates and sample inputs are those of the implementations that support the
-    call. Every config made here names the platform it was made for.
+    call. Every config made here names the platform it was made for. A subclass defines ``run`` for
+    its signature, which names the arguments; it is never called.
 
     Args:
         name: name of the algorithm in the registry; None = the class attribute ``algorithm``.
@@ -45,6 +52,22 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         super().__init__(name or self.algorithm, version=version, config_cls=config_cls)
         self.registry = kernel_registry if registry is None else registry
 
+    def _undefined_run(self) -> NoReturn:
+        """TypeError with the signature that ``run`` is to have."""
+        text = (
+            f"{type(self).__name__} defines no run method, whose signature names the arguments of "
+            f"{self.name!r}"
+        )
+        for impl in self.registry.list_implementations(self.name):
+            try:
+                taken = run_signature(impl.load(), impl.name)
+            except (LazyLoadError, ValueError):
+                continue
+            raise TypeError(
+                f"{text}: add def run{taken}, as {impl.name} takes them; it is never called"
+            )
+        raise TypeError(f"{text}: add def run(self, ..., *, cfg); it is never called")
+
     # ---- which implementation --------------------------------------------------------------
 
     def implementation(self, inv: Invocation, platform: Platform | None) -> Resolved:
@@ -57,9 +80,31 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         """Every implementation with the reason why it can or cannot do the call."""
         target, registry = target_device(), self.registry
         registry.load_for(platform, target)
-        return call.remember(
+        found = call.remember(
             (Survey, self, platform, registry.version, target, interpreting()),
             lambda: registry.survey(self.name, platform, call.route.backend, inv=call),
+        )
+        passed = _passed_over(call)
+        if passed:
+            refused = [
+                (i, _why_passed_over(passed[i.name])) for i in found.usable if i.name in passed
+            ]
+            usable = tuple(i for i in found.usable if i.name not in passed)
+            found = replace(found, usable=usable, refused=(*found.refused, *refused))
+        return found
+
+    def _pass_over(self, impl: Implementation, call: BoundCall, error: Exception) -> None:
+        """Take the next implementation for this call, as the heuristic of ``impl`` failed.
+
+        Raises:
+            TypeError: the arguments do not fit the kernel, which is no fault of the heuristic.
+        """
+        call.arguments  # noqa: B018 (binds them)
+        _passed_over(call)[impl.name] = error
+        warn_once(
+            ("heuristic", impl.name, impl.origin),
+            f"{impl.name} of {impl.origin} is passed over: {_why_passed_over(error)}",
+            stacklevel=6,
         )
 
     def supports(
@@ -95,20 +140,38 @@ class RegisteredKernel(Kernel[Cfg, Out]):
         return cls.from_dict(named) if hasattr(cls, "from_dict") else cls(**named)
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
-        """The heuristic config of the implementation that automatic choice would take."""
+        """The heuristic config of the implementation that automatic choice would take.
+
+        An implementation whose heuristic fails is named in a warning, and this call does without
+        it.
+        """
         call = inv.bound
-        impl = self.registry.pick(self.survey(call, call.route.platform), call)
-        return self.make_config(impl.heuristic(call) if impl.heuristic else None, impl)
+        while True:
+            try:
+                impl = cast(Implementation, self.implementation(call, call.route.platform).impl)
+            except KernelNotSupported as error:
+                failed = [error.__cause__, *_passed_over(call).values()]
+                raise error from failed[-1]
+            try:
+                return self.make_config(_heuristic_fields(impl, call), impl)
+            except Exception as error:
+                self._pass_over(impl, call, error)
 
     def config_space(self, inv: Invocation) -> Sequence[Cfg]:
         """Candidates of every implementation that supports the call, best platform first."""
         call = inv.bound
         configs: list[Cfg] = []
         for impl in self.survey(call, call.route.platform).usable:
+            # an interpreted kernel's time says nothing about the hardware it is written for
+            at_home = impl.backend in (Backend.ANY, target_device().kind)
+            candidates = impl.candidates if at_home else None
             try:
-                proposed = list(self._candidates(impl, call))
+                proposed = list(candidates(call) if candidates else [_heuristic_fields(impl, call)])
             except Exception as error:  # of one implementation: the others compete without it
-                _warn(impl, "candidates", error)
+                if candidates:
+                    _warn(impl, "candidates", error)
+                else:
+                    self._pass_over(impl, call, error)
                 continue
             for fields in proposed:
                 try:
@@ -118,13 +181,6 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                 if cfg not in configs:
                     configs.append(cfg)
         return configs
-
-    def _candidates(self, impl: Implementation, call: BoundCall) -> Sequence[Mapping[str, Any]]:
-        # an interpreted kernel's time says nothing about the hardware it is written for
-        at_home = impl.backend in (Backend.ANY, target_device().kind)
-        if impl.candidates is not None and at_home:
-            return impl.candidates(call)
-        return [impl.heuristic(call) if impl.heuristic else {}]
 
     def sample_inputs(self, inv: Invocation, rng: np.random.Generator) -> tuple[tuple, dict]:
         """Valid inputs made by the implementation; what it leaves out is taken from the call."""
@@ -174,9 +230,17 @@ class RegisteredKernel(Kernel[Cfg, Out]):
                 reason = f"the config is for platform {configured.value!r}"
             else:
                 reason = "another one of the same priority goes first"
-            rows.append((impl.name, reason))
-        rows += [(i.name, why) for i, why in survey.refused if i is not chosen]
-        return tuple(rows)
+            rows.append((impl, reason))
+        rows += [(i, why) for i, why in survey.refused if i is not chosen]
+        return tuple((i.name, f"{why} ({i.replacement})" if i.replaces else why) for i, why in rows)
+
+
+def _why_passed_over(error: Exception) -> str:
+    return f"its heuristic failed: {type(error).__name__}: {error}"
+
+
+def _heuristic_fields(impl: Implementation, call: BoundCall) -> Mapping[str, Any]:
+    return impl.heuristic(call) if impl.heuristic else {}
 
 
 def _warn(impl: Implementation, what: str, error: Exception) -> None:

@@ -19,6 +19,7 @@ from ejkernel.ops.execution.progress import Reporter
 from ejkernel.ops.execution.search import Gate, Search
 from ejkernel.ops.execution.timing import check_counts
 from ejkernel.ops.execution.trials import AutotuneResult, Trial
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import target_device
 from ejkernel.ops.utils.serialization import to_plain
 
@@ -43,7 +44,7 @@ class TuningInterrupted(KeyboardInterrupt):
         self.results: list[AutotuneResult] = []
 
 
-class Autotuner:
+class Autotuner(Copyable, process_local={"_running": set}):
     """Finds the fastest sound config of a call. Stores nothing but failures.
 
     The heuristic config is candidate 0 and the numeric reference; if it fails, the first

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ejkernel.ops.config.cache import ConfigCache, selection_state
 from ejkernel.ops.config.choice import Choice, ConfigChooser
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.binding import array_types
 from ejkernel.ops.core.invocation import AnyKernel, BoundCall, Invocation
 from ejkernel.ops.core.parts import Parts
 from ejkernel.ops.core.route import EXECUTOR_KEYWORDS, Route, specs_key
@@ -31,8 +32,10 @@ from ejkernel.ops.execution.program import (
     offer_binding,
     resolve,
 )
+from ejkernel.ops.execution.program_cache import ProgramCache
 from ejkernel.ops.implementation import Resolved
 from ejkernel.ops.platforms import Platform, parse_platform
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.device import ambient_device, device_fingerprint, target_device
 from ejkernel.ops.utils.serialization import abstractify
 
@@ -40,12 +43,6 @@ __all__ = ["ConfigChooser", "Executor", "Explanation"]
 
 How = tuple[Any, ...]
 """``cfg``, ``platform``, ``mesh``, ``in_specs`` and ``out_specs`` of a call."""
-
-PLANS_LIMIT = 4096
-"""Calls (shapes included) whose choice is remembered; the oldest are forgotten first."""
-
-FUNCTIONS_LIMIT = 1024
-"""Compiled functions kept; each serves all shapes of one call."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class _Decision:
         return resolve(self.call.kernel, self.call, self.choice.cfg)
 
 
-class Executor:
+class Executor(Copyable, process_local={"_programs": ProgramCache}):
     """Runs kernels: chooses a config, dispatches to an implementation, remembers both.
 
     ``executor(kernel, *args, **kwargs)`` works eagerly and under every JAX transformation. The
@@ -76,9 +73,7 @@ class Executor:
         if selector is not None and not hasattr(selector, "choose"):
             raise TypeError(f"selector must have a method choose(inv, kernel), got {selector!r}")
         self.selector: ConfigChooser = ConfigSelectorChain() if selector is None else selector
-        self._plans: dict[Hashable, Callable[..., Any]] = {}
-        self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._programs = ProgramCache()
 
     def __call__(
         self,
@@ -130,23 +125,37 @@ class Executor:
                 settings.jax_enable_x64,
             )
             state = self._state()
-            plan = None if state is None else self._plans.get((call_key, flat.signature, state))
+            call = (call_key, flat.signature, state)
+            function = None if state is None else self._programs.find(call)
         except Unhashable:
             return self._run_unremembered(kernel, args, kwargs, how)
+        arrays = flat.parts.arrays
         try:
-            if plan is not None:
-                return plan(*flat.parts.arrays)
+            if function is not None:
+                return function(*arrays)
             decision = self._decide(kernel, args, kwargs, how)
+            if cfg is not None:
+                _warn_unread(decision)
+            binding = decision.call.binding
+            types = array_types(arrays) if binding is None else binding.types
             try:
-                plan = self._function(call_key, decision, flat.parts.without_arrays())
+                program_key = _program_key(call_key, decision, flat.parts.positions, types)
             except Unhashable:  # the chosen config
-                state, plan = None, self._program(decision, flat.parts)
-            # Choosing may have stored a config or loaded a package: the state is that of now.
-            now = (call_key[0], kernel.state, *call_key[2:])
-            if state is not None:
-                self._remember((now, flat.signature, self._state()), plan)
-            with offer_binding(inspect.unwrap(plan), decision.call.binding):
-                return plan(*flat.parts.arrays)
+                function = self._program(decision, flat.parts)
+            else:
+                parts = flat.parts.without_arrays()
+                # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a
+                # second layer of a model is one equation; XLA inlines calls before it optimises.
+                function = self._programs.get(
+                    program_key, lambda: jax.jit(self._program(decision, parts, True))
+                )
+                if state is not None:
+                    # Choosing may have stored a config or loaded a package: the state is that of
+                    # now.
+                    now = (call_key[0], kernel.state, *call_key[2:])
+                    self._programs.remember((now, flat.signature, self._state()), program_key)
+            with offer_binding(inspect.unwrap(function), binding):
+                return function(*arrays)
         except OtherOutputs:
             return self._run_unremembered(kernel, args, kwargs, how)
 
@@ -245,32 +254,13 @@ class Executor:
             choice.may_be_from_file,
         )
 
-    def _function(self, call_key: tuple, decision: _Decision, parts: Parts) -> Callable[..., Any]:
-        """The compiled function of a call: one per config and implementation, for all shapes."""
-        # A stamp carries the key, which differs between buckets.
-        stamp = decision.choice.key if env.ops_stamp() != "none" else None
-        impl = decision.resolved.impl
-        key = (call_key, freeze(decision.choice.cfg), impl, parts.positions, stamp)
-        function = self._functions.get(key)
-        if function is None:
-            # Not inlined: JAX then keeps its derivative too, traced and compiled once, and a second
-            # layer of a model is one equation; XLA inlines calls before it optimises.
-            function = jax.jit(self._program(decision, parts, True))
-            with self._lock:
-                function = self._functions.setdefault(key, function)
-                _trim(self._functions, FUNCTIONS_LIMIT)
-        return function
-
-    def _remember(self, key: Hashable, plan: Callable[..., Any]) -> None:
-        with self._lock:
-            self._plans[key] = plan
-            _trim(self._plans, PLANS_LIMIT)
-
     def _run_unremembered(
         self, kernel: AnyKernel, args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> Any:
         """Traces again: a static value may change under our hands, or outputs are no arrays."""
         decision = self._decide(kernel, args, kwargs, how)
+        if how[0] is not None:
+            _warn_unread(decision)
         flat = flatten(args, kwargs, hashable=False)
         program = self._program(decision, flat.parts)
         with offer_binding(program, decision.call.binding):
@@ -307,9 +297,14 @@ def _route(kernel: AnyKernel, how: How) -> tuple[Any, Route]:
     return cfg, Route(wanted or named, backend, mesh, in_specs, out_specs)
 
 
-def _trim(cache: dict[Hashable, Any], limit: int) -> None:
-    while len(cache) > limit:
-        del cache[next(iter(cache))]
+def _program_key(
+    call_key: Hashable, decision: _Decision, positions: tuple[int, ...], types: Hashable
+) -> Hashable:
+    """Everything that decides a compiled program; Unhashable where the config has no key."""
+    # A stamp carries the key, which also holds the shardings.
+    stamp = decision.choice.key if env.ops_stamp() != "none" else None
+    how = freeze(decision.choice.cfg), decision.resolved.impl, stamp
+    return call_key, how, positions, types
 
 
 def _record(kernel: AnyKernel, inv: Invocation) -> None:
@@ -326,6 +321,19 @@ def _unused(resolved: Any, cfg: Any) -> tuple[str, ...]:
         return ()
     known = {"platform", "backend", *read}
     return tuple(name for name in given_fields(cfg) if name not in known)
+
+
+def _warn_unread(decision: _Decision) -> None:
+    """Warn about fields of the caller's config that have no effect on this call."""
+    names = _unused(decision.resolved, decision.choice.cfg)
+    if names:
+        name = decision.resolved.name
+        warn_once(
+            ("unread", name, names),
+            f"{decision.call.kernel.name}: fields of cfg without effect: {', '.join(names)} "
+            f"({name} does not read them)",
+            stacklevel=5,
+        )
 
 
 _default: Executor | None = None

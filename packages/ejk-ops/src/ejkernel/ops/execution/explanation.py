@@ -63,7 +63,10 @@ class Explanation:
 
 
 def given_fields(cfg: Any, prefix: str = "") -> list[str]:
-    """The fields of a config that are not None, those of nested configs with a dot."""
+    """The fields of a config that are neither None nor their default.
+
+    Fields of nested configs are named with a dot.
+    """
     if not is_dataclass(cfg) or isinstance(cfg, type):
         return []
     names: list[str] = []
@@ -71,7 +74,7 @@ def given_fields(cfg: Any, prefix: str = "") -> list[str]:
         value = getattr(cfg, f.name)
         if is_dataclass(value):
             names += given_fields(value, f"{prefix}{f.name}.")
-        elif value is not None:
+        elif value is not None and value != f.default:
             names.append(prefix + f.name)
     return names
 

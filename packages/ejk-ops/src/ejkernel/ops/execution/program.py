@@ -146,7 +146,7 @@ def _no_array(leaf: Any) -> bool:
     return not (isinstance(leaf, arrays) or hasattr(leaf, "__jax_array__"))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)  # jax.jit asks for the text of every callable
 class Program:
     """A kernel with everything fixed but the arrays; what the executor hands to ``jax.jit``.
 
@@ -171,9 +171,8 @@ class Program:
     compiled: bool = False
     from_file: bool = False
 
-    @property
-    def __name__(self) -> str:
-        return self.kernel.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", self.kernel.name)  # JAX names the program by it
 
     def __call__(self, *arrays: Any) -> Any:
         kernel, route = self.kernel, self.route

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 import jax
 
 from ejkernel.ops.errors import warn_once
+from ejkernel.ops.utils.copying import Copyable
 from ejkernel.ops.utils.serialization import stable_json
 
 PREFIX = "ejkernel#"
@@ -29,7 +30,7 @@ _LABEL = re.compile(re.escape(PREFIX) + r"([\w.~%#:=+-]+)", re.ASCII)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class label:
+class label(Copyable, process_local={"_entered": threading.local}):
     """Decorator and context manager that labels everything traced within.
 
         @label("my_attention")

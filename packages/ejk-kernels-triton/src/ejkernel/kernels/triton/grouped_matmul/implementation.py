@@ -18,6 +18,7 @@ from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import Launch, Unmapped, struct
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
 from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.second_order import not_differentiable
 from ejkernel.types import calls
@@ -151,7 +152,7 @@ class Product:
         return call(plan, *(x for x in arrays if x is not None))[0]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=PROGRAMS_LIMIT)
 def _mapped(product: Product):
     """``Product.run`` with a batching rule: one launch over the groups of all calls."""
     run = custom_vmap(product.run)

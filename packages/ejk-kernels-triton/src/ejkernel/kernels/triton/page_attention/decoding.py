@@ -22,6 +22,7 @@ from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.ops import kernel_registry
 from ejkernel.ops.differentiate import Work
+from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
 
 NAMES = ("q", "k", "v", "lens", "tables", "begins", "sink", "k_scale", "v_scale")
 
@@ -67,7 +68,7 @@ def _launch(work: Work, *arrays: Any) -> tuple[jax.Array, ...]:
     return tuple(call(MergePlan(p, t, shares, shapes_of(merged)), *merged.values()))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=PROGRAMS_LIMIT)
 def decoder(work: Work):
     """``_launch`` with a batching rule: one call over all mapped rows, so that work stays even."""
     run = custom_vmap(partial(_launch, work))

@@ -14,6 +14,7 @@ from ejkernel.kernels.triton.bridge import call
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans
 from ejkernel.ops.differentiate import Work
+from ejkernel.ops.execution.program_cache import PROGRAMS_LIMIT
 from ejkernel.ops.in_turn import in_turn
 
 # [T, h, d], cache, [n], [n, columns], [n + 1], [1 or 3], [1, h, sinks], [1, 1 or hk] twice
@@ -64,7 +65,7 @@ def attended(work: Work, arrays: dict[str, Any], *cache: str) -> tuple[jax.Array
     )  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(maxsize=PROGRAMS_LIMIT)
 def looped(run: Callable[..., Any], work: Work, names: tuple[str, ...]) -> Callable[..., Any]:
     """``run(work, arrays)`` of arrays in the order of ``names``, None for those not given.
 

@@ -34,7 +34,7 @@ def reorder(x: jax.Array, *axes: int) -> jax.Array:
 
     XLA gives a transposed axis of size 1 a layout of its own and then copies to undo it.
     """
-    shape = [x.shape[a] for a in axes]
+    shape = list(map(x.shape.__getitem__, axes))
     moved = [a for a in axes if x.shape[a] != 1]
     kept = sorted(moved)
     if moved != kept:

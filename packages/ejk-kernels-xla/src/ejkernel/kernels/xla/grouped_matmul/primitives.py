@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ejkernel.kernels.xla.grouped_matmul.products import Plan, groups_product, rows_product
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.in_turn import in_turn
 from ejkernel.ops.varying import vary_alike
 
@@ -94,7 +95,7 @@ def _define(primitive: Primitive, function: Callable, shape: Callable, transpose
         mapped = [i is not None for i in axes]
         return in_turn(lambda *each: _bind(primitive, each, plan), front, mapped), 0
 
-    primitive.def_impl(jax.jit(function, static_argnames="plan"))
+    primitive.def_impl(bounded_jit(function))
     primitive.def_abstract_eval(aval)
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
     ad.primitive_jvps[primitive] = tangent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from ejkernel.kernels.xla.linear_attention.layout import Plain, packed
 from ejkernel.kernels.xla.linear_attention.step import stepwise
 from ejkernel.kernels.xla.linear_attention.tiles import Chunk
 from ejkernel.ops.differentiate import Arrays, Work
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types import calls
 from ejkernel.types.arrays import is_symbolic
 from ejkernel.types.attention.softmax import name_output
@@ -26,7 +26,7 @@ from ejkernel.types.calls import arguments
 GATES = ("g", "g_gamma", "gk", "gv")
 
 
-@partial(jax.jit, static_argnames=("chunk", "reverse"))
+@bounded_jit
 def _in_chunks(
     rows: Rows, table: jax.Array, cu_seqlens: jax.Array | None, *, chunk: int, reverse: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +40,7 @@ def _in_chunks(
     return layout.merge(o), layout.final(ends, table)
 
 
-_in_steps = jax.jit(stepwise, static_argnames="reverse")
+_in_steps = bounded_jit(stepwise)
 
 
 class LinearKernel(XlaKernel):

@@ -7,7 +7,6 @@ the kernels need gradients for the canonical arrays only.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from ejkernel.kernels.xla._common.dots import accumulation_dtype
 from ejkernel.kernels.xla.linear_attention.chunk import Rows
 from ejkernel.ops.differentiate import Arrays
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.ops.varying import vary_alike
 
 
@@ -24,7 +24,7 @@ def _add(*gates: jax.Array | None) -> jax.Array | None:
     return sum(given[1:], given[0]) if given else None
 
 
-@partial(jax.jit, static_argnames=("dtype", "scale", "groups"))
+@bounded_jit
 def _rows(
     q: jax.Array,
     k: jax.Array,

@@ -160,7 +160,7 @@ def _chosen(p: Any, arrays: Arrays, q: Any, blocks: Blocks, compressed: Any) -> 
     slots = at_most(slots, blocks.count)
     lse, k_cmp = compressed
     grouped, lse = q.reshape(b, s, hk, h // hk, d), lse.reshape(b, s, hk, h // hk)
-    chosen = select_blocks(grouped, k_cmp, lse, blocks, p.softmax_scale, slots)
+    chosen = select_blocks(grouped, k_cmp, lse, blocks, scale=p.softmax_scale, count=slots)
     if isinstance(counts, int):
         return chosen
     number = jnp.arange(slots, dtype=jnp.int32)[None, None, None]

@@ -7,12 +7,11 @@ so that every platform sees the same ones; no gradient passes.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.ops.execution.program_cache import bounded_jit
 from ejkernel.types.arrays import at_most, result_dtype, size_of
 from ejkernel.types.masks.token_blocks import Blocks
 
@@ -52,8 +51,8 @@ def _best(score, count: int):
     return tuple(jnp.moveaxis(x, 0, -1) for x in found)
 
 
-@partial(jax.jit, static_argnames=("scale", "count"))
-def select_blocks(q, k_cmp, lse, blocks: Blocks, scale: float, count: int) -> jax.Array:
+@bounded_jit
+def select_blocks(q, k_cmp, lse, blocks: Blocks, *, scale: float, count: int) -> jax.Array:
     """The ``count`` best blocks ``int32 [b, s, hk, count]``, numbered in the sequence; -1 = none.
 
     q ``[b, s, hk, g, d]``, k_cmp ``[b, n, hk, d]``, lse ``[b, s, hk, g]`` of the compressed branch.

@@ -86,7 +86,7 @@ def current_chip() -> Chip:
         return facts_of(target.name, target.cores)
     if not interpreting():
         raise Unsupported(
-            f"query: these kernels need a TPU, the target device is {target.name!r}; "
+            f"these kernels need a TPU, the target device is {target.name!r}; "
             "EJKERNEL_INTERPRET=1 runs them in an interpreter"
         )
     params, kind = _interpreter.get()
