@@ -37,9 +37,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
+from ejkernel.kernels.triton.bound_launch import In, Out, TensorMap, leaves  # noqa: E402
 from ejkernel.kernels.triton.bridge import describe  # noqa: E402
 from ejkernel.kernels.triton.compiled import CONSTANT, stages  # noqa: E402
-from ejkernel.kernels.triton.launch import In, Out, TensorMap, leaves  # noqa: E402
+from ejkernel.kernels.triton.resources import launch_source  # noqa: E402
 from ejkernel.kernels.triton.targets import Target, compile_for  # noqa: E402
 from ejktest import triton_calls  # noqa: E402
 from ejktest.ahead import as_finished  # noqa: E402
@@ -109,11 +110,11 @@ def parameters_of(launch: Any, source: Any, avals: list[Any], outs: Any) -> list
 
 
 def triton_launches(programs: Any, target: Target) -> tuple[Launches, Texts]:
-    """Compiles the launches of a program, (plan, operand types) each."""
+    """Compiles the launches of a program, (launch, operand types) each."""
     found, texts = [], []
     known: dict[Any, tuple[str, dict[str, Any]]] = {}
-    for plan, avals in programs:
-        launch, outs = plan.launch(target), plan.outputs()
+    for described, avals in programs:
+        launch, outs = described.bind(target), described.result_types()
         source = describe(launch, avals, outs)
         if source not in known:
             known[source] = code_of(source, target)
@@ -161,8 +162,8 @@ def small_operation(operation: str) -> dict[str, tuple[Launches, Texts]]:
             continue
         programs = triton_calls.launches_of(program, target).values()
         sources = tuple(
-            (describe(plan.launch(target), avals, plan.outputs()), plan.launch(target).grid)
-            for plan, avals in programs
+            (launch_source(launch, avals, target), launch.bind(target).grid)
+            for launch, avals in programs
         )
         if sources not in seen:
             seen.add(sources)

@@ -21,7 +21,7 @@ from ejktest.tolerance import check_close
 pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
 from ejkernel.kernels.triton.ragged_page_attention.problem import problem_of
@@ -167,7 +167,7 @@ def test_queue_of_another_kernels_tiles(rows):
     shapes = shapes_of(dict(zip(("starts", "lens", "valid"), given, strict=True)))
     plan = plans.SchedulePlan(problem, chosen, target, shapes)
     names = plans.SCHEDULE + plans.QUEUE
-    found = dict(zip(names, call(plan, *given), strict=True))
+    found = dict(zip(names, call_plan(plan, *given), strict=True))
     single, has = int(found["facts"][5]), sum(m for m in rows if m >= 128) >= 256
     mine = np.asarray(rows) >= (128 if has else 10**6)
     near = plans.NEAR // (8 * d)
