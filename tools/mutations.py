@@ -90,8 +90,18 @@ FAULTS = (
     ),
     Fault(
         "value gate forgotten", f"{XLA}/linear_attention/chunk.py",
-        "return o + _times_exp(q @ start, value and value.since)", "return o + q @ start",
+        "return o + times_exp(q @ start, value and value.since)", "return o + q @ start",
         f"{XLA_TESTS}/test_linear_attention.py",
+    ),
+    Fault(
+        "delta rule without beta inside a chunk", f"{XLA}/gated_delta_rule/chunk.py",
+        "system=jnp.tril(rows.beta * gram, -1)", "system=jnp.tril(gram, -1)",
+        f"{XLA_TESTS}/test_gated_delta_rule.py",
+    ),
+    Fault(
+        "a packed convolution that forgets its state", f"{XLA}/causal_conv1d/implementation.py",
+        'z = z.at[row].add(first, mode="drop")', "z = z + 0 * row[0, 0]",
+        f"{XLA_TESTS}/test_causal_conv1d.py",
     ),
     Fault(
         "selection ignores the own block", f"{XLA}/native_sparse_attention/select.py",

@@ -59,7 +59,9 @@ _NATIVE_SPARSE = _qkv(128, 16, 64, 1)
 REQUIRED: dict[str, dict[str, Any]] = {
     "attention": _qkv(),
     "blocksparse_attention": _qkv(),
+    "causal_conv1d": {"x": bf16(1, 128, 16), "weight": bf16(16, 4)},
     "flash_attention": _qkv(),
+    "gated_delta_rule": _LINEAR,
     "gla_attention": _LINEAR,
     "grouped_matmul": {"lhs": bf16(256, 256), "rhs": bf16(4, 256, 256), "group_sizes": i32(4)},
     "lightning_attention": {**_LINEAR, "layer_idx": 1, "num_layers": 4},
@@ -172,6 +174,9 @@ def _of_every_operation() -> dict[str, list[Case]]:
         g_gamma=f32(2),
         gk=f32(1, 128, 2, 16),
         gv=f32(1, 128, 2, 16),
+        beta=f32(1, 128, 2),
+        normalize_qk=True,
+        activation="silu",
         initial_state=f32(1, 2, 16, 16),
         reverse=True,
         return_state=True,
@@ -215,6 +220,8 @@ _OF_OPERATION: dict[tuple[str, str], list[Case]] = {
     ("attention", "dropout_prob"): [
         Case(0.3, {name: x for name, x in _RANDOM.items() if name != "dropout_prob"})
     ],
+    ("causal_conv1d", "bias"): [Case(bf16(16), {})],
+    ("causal_conv1d", "initial_state"): [Case(bf16(1, 16, 3), {})],
     ("attention", "precision"): [Case("highest", {})],
     ("grouped_matmul", "precision"): [
         Case("highest", {"lhs": f32(256, 256), "rhs": f32(4, 256, 256)}),

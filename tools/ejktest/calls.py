@@ -145,6 +145,29 @@ def _linear(operation: str, *names: str, **static: Any) -> Call:
     return Call(operation, arrays, {"return_state": True, **static}, tuple(arrays))
 
 
+def _delta() -> Call:
+    arrays = {
+        "query": _normal(1, B, S, HK, D),
+        "key": _normal(2, B, S, HK, D) * D**-0.5,  # of about length 1
+        "value": _normal(3, B, S, H, DV),
+        "g": _decay(6, B, S, H),
+        "beta": array(np.random.default_rng(7).random((B, S, H)), jnp.float32),
+        "initial_state": _normal(10, B, H, D, DV),
+    }
+    return Call("gated_delta_rule", arrays, {"return_state": True}, tuple(arrays))
+
+
+def _convolution() -> Call:
+    arrays = {
+        "x": _normal(1, B, S, D),
+        "weight": _normal(2, D, 4),
+        "bias": _normal(3, D),
+        "initial_state": _normal(4, B, D, 3),
+    }
+    static = {"activation": "silu", "return_state": True}
+    return Call("causal_conv1d", arrays, static, tuple(arrays))
+
+
 def _mla() -> Call:
     arrays = {
         "query": _normal(1, B, S, H, D + 4),
@@ -197,6 +220,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "lightning_attention": lambda: _linear(
         "lightning_attention", "initial_state", layer_idx=1, num_layers=4
     ),
+    "gated_delta_rule": _delta,
+    "causal_conv1d": _convolution,
     "mla_attention": _mla,
     "mla_decode": _mla_decode,
     "mean_pooling": _pooling,

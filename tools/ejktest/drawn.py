@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.oracles import linear, pooling
+from ejktest.oracles import convolution, delta, linear, pooling
 from ejktest.tolerance import check_close
 
 
@@ -107,6 +107,115 @@ def check_linear(
     for name, x in args.items():
         assert grads[name].dtype == x.dtype
         check_close(grads[name], want.grads[name], dtype=x.dtype, name=f"d{name}")
+
+
+# ---- delta rule, convolution -------------------------------------------------------------------
+
+
+def delta_arguments(
+    gate: str,
+    *,
+    b: int,
+    s: int,
+    h: int,
+    hk: int,
+    dk: int,
+    dv: int,
+    states: int | None = None,
+    seed: int = 0,
+    dtype: Any = np.float32,
+) -> dict[str, jax.Array]:
+    """Arguments by name: keys of length 1, beta between 0 and 1, log decays <= 0, a state.
+
+    ``gate``: "none", which also leaves out beta, "head" or "channel".
+    """
+    rng = np.random.default_rng(seed)
+    drawn = {
+        "query": rng.standard_normal((b, s, hk, dk)),
+        "key": rng.standard_normal((b, s, hk, dk)),
+        "value": rng.standard_normal((b, s, h, dv)),
+    }
+    drawn["key"] /= np.linalg.norm(drawn["key"], axis=-1, keepdims=True)
+    if gate != "none":
+        size = (b, s, h, dk) if gate == "channel" else (b, s, h)
+        drawn["g"] = -np.abs(rng.standard_normal(size)) / 4
+        drawn["beta"] = rng.random((b, s, h))
+    drawn["initial_state"] = rng.standard_normal((states or b, h, dk, dv))
+    return {name: array(x, dtype) for name, x in drawn.items()}
+
+
+def cotangents(o: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Random gradients of an output and of a state."""
+    return normal(*o.shape, seed=1, dtype=o.dtype), normal(*state.shape, seed=2, dtype=state.dtype)
+
+
+def check_recurrence(
+    args: Mapping[str, jax.Array],
+    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    want: linear.Result,
+    plain: linear.Result | None = None,
+    *,
+    state_dtype: Any = None,
+) -> None:
+    """Output, state and gradients against the oracle's.
+
+    ``plain``: results whose errors say what may be expected, as in ``check_close``.
+    """
+    o, state, grads = found
+    check_close(o, want.o, plain and plain.o, name="o")
+    check_close(state, want.state, plain and plain.state, dtype=state_dtype, name="state")
+    for name, x in args.items():
+        assert grads[name].dtype == x.dtype
+        expected = plain and plain.grads[name]
+        check_close(grads[name], want.grads[name], expected, name=f"d{name}")
+
+
+def check_delta(
+    args: Mapping[str, jax.Array],
+    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    *,
+    state_dtype: Any = None,
+    rounded_beta: bool = False,
+    **options: Any,
+) -> None:
+    """Output, state and gradients, pulled through ``cotangents``, against the oracle.
+
+    ``rounded_beta``: as close as the result for a beta that is one float32 rounding larger. Where
+    keys repeat and ``beta |k|^2`` is about 2, no float32 computation of ``beta k k^T`` is closer.
+    """
+    do, dstate = cotangents(*found[:2])
+    options |= {"do": do, "dstate": dstate}
+    want = delta.gated_delta_rule(**args, **options)
+    plain = None
+    if rounded_beta:
+        beta = np.asarray(args["beta"]).astype(np.float64) * (1 + 2.0**-23)
+        plain = delta.gated_delta_rule(**{**args, "beta": beta}, **options)
+    check_recurrence(args, found, want, plain, state_dtype=state_dtype)
+
+
+def convolution_arguments(
+    *, b: int, s: int, c: int, width: int, states: int | None = None, dtype: Any = np.float32
+) -> dict[str, jax.Array]:
+    """Returns normally distributed arguments by name."""
+    shapes = {
+        "x": (b, s, c),
+        "weight": (c, width),
+        "bias": (c,),
+        "initial_state": (states or b, c, width - 1),
+    }
+    drawn = {name: normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    return {name: array(x, dtype) for name, x in drawn.items()}
+
+
+def check_convolution(
+    args: Mapping[str, jax.Array],
+    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    **options: Any,
+) -> None:
+    """Output, state and gradients, pulled through ``cotangents``, against the oracle."""
+    do, dstate = cotangents(*found[:2])
+    want = convolution.causal_conv1d(**args, do=do, dstate=dstate, **options)
+    check_recurrence(args, found, want)
 
 
 # ---- mean pooling ------------------------------------------------------------------------------

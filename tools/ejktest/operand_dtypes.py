@@ -30,6 +30,7 @@ SIZES = {
     "rows": 64, "columns": 64, "channels": 16, "groups": 3, "all_groups": 3, "inner": 64,
     "head_dim": 64, "v_dim": 64, "key_dim": 64, "nope_dim": 48, "rope_dim": 16, "q_dim": 64,
     "latent": 32, "padded_head_dim": 128, "sinks": 2, "selected": 2,
+    "width": 4, "history": 3,
 }  # fmt: skip
 
 
@@ -93,6 +94,7 @@ _LATENT = Path({"cache_dim": 576, "page_size": 64}, {"latent_dim": 512})
 # ways through the kernels of an operation, where there is more than one or it has static arguments
 PATHS = {
     "flash_attention": (Path(), Path({"q_len": 1})),
+    "gated_delta_rule": _LINEAR,
     "gla_attention": _LINEAR_GATES,
     "lightning_attention": tuple(path | _LAYER for path in _LINEAR),
     "mean_pooling": (

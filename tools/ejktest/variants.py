@@ -146,6 +146,14 @@ def options(value_dim: int = DV) -> dict[str, list[tuple[str, Call]]]:
         "recurrent_attention": linear,
         "gla_attention": [*linear, ("gate_of_heads", {"g": -jnp.abs(normal(B, S, H))})],
         "lightning_attention": linear,
+        "gated_delta_rule": [
+            *linear,
+            ("gate_of_channels", {"g": -jnp.abs(normal(B, S, H, D)), "normalize_qk": True}),
+        ],
+        "causal_conv1d": [
+            ("no_activation", {"activation": None}),
+            ("cu", {"cu_seqlens": cu, "initial_state": normal(3, D, 3)}),
+        ],
         "mean_pooling": [
             ("whole", {"chunk_size": None, "attention_mask": jnp.ones((B, S), jnp.int32)}),
         ],

@@ -115,6 +115,7 @@ def test_peers_agree_with_the_operation():
     for operation, words in {
         "flash_attention": ["s=32", "h=2", "hk=1", "d=16"],
         "gla_attention": ["s=16", "h=2", "d=8"],
+        "gated_delta_rule": ["s=16", "h=2", "d=8", "hk=1"],
         "mean_pooling": ["s=16", "d=8", "chunk=4"],
     }.items():
         case = case_of(find.from_words(operation, [*words, "dtype=float32"]))

@@ -30,7 +30,8 @@ def untuned(monkeypatch):
 
 
 SPREAD = {
-    **dict.fromkeys(("heads", "kv_heads", "combined_kv_heads", "columns", "channels_0"), "tp"),
+    **dict.fromkeys(("heads", "kv_heads", "combined_kv_heads", "columns"), "tp"),
+    **dict.fromkeys(("channels", "channels_0"), "tp"),
     "batch": "dp",
 }
 SMALL = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -91,6 +92,8 @@ OUTPUTS = {
     "ragged_page_attention": [[None, "tp"]],
     "ragged_page_attention_v3": [[None, "tp"], [None, None, "tp"]],
     "recurrent_attention": [["dp", None, "tp"], ["dp", "tp"]],
+    "gated_delta_rule": [["dp", None, "tp"], ["dp", "tp"]],
+    "causal_conv1d": [["dp", None, "tp"], ["dp", "tp"]],
     "gla_attention": [["dp", None, "tp"], ["dp", "tp"]],
     "lightning_attention": [["dp", None, "tp"], ["dp", "tp"]],
     "mla_decode": [["dp", "tp"]],

@@ -19,7 +19,7 @@ class Result(NamedTuple):
     grads: dict[str, np.ndarray]
 
 
-def _tokens(b, s, cu_seqlens, reverse):
+def tokens_in_time(b, s, cu_seqlens, reverse):
     """(batch row, state row, token numbers in the order of time) of every sequence."""
     if cu_seqlens is None:
         runs = [(i, i, np.arange(s)) for i in range(b)]
@@ -29,15 +29,18 @@ def _tokens(b, s, cu_seqlens, reverse):
     return [(i, m, t[::-1] if reverse else t) for i, m, t in runs]
 
 
-def _outer(x, y):
+def outer(x, y):
+    """``x y^T`` per head."""
     return x[:, :, None] * y[:, None, :]
 
 
-def _left(x, matrix):
+def left_product(x, matrix):
+    """``x^T matrix`` per head."""
     return (x[:, None, :] @ matrix)[:, 0]
 
 
-def _right(matrix, x):
+def right_product(matrix, x):
+    """``matrix x`` per head."""
     return (matrix @ x[:, :, None])[:, :, 0]
 
 
@@ -91,21 +94,21 @@ def linear_attention(
         return x.reshape(h // groups, groups, -1).sum(1)
 
     keys, values = (np.repeat(x, groups, 2) for x in (k, v))
-    for i, m, tokens in _tokens(b, s, cu_seqlens, reverse):  # all heads at once: [h, dk, dv]
+    for i, m, tokens in tokens_in_time(b, s, cu_seqlens, reverse):  # all heads at once: [h, dk, dv]
         states, decays = [table[m]], []
         for t in tokens:
             decays.append(np.exp(log_decay(i, t)))
-            states.append(decays[-1] * states[-1] + _outer(keys[i, t], values[i, t]))
-            o[i, t] = scale * _left(q[i, t], states[-1])
+            states.append(decays[-1] * states[-1] + outer(keys[i, t], values[i, t]))
+            o[i, t] = scale * left_product(q[i, t], states[-1])
         state[m] = states[-1]
 
         later = dstate[m].copy()
         for step in range(len(tokens) - 1, -1, -1):
             t = tokens[step]
-            later += scale * _outer(q[i, t], do[i, t])
-            grads["query"][i, t] = scale * _right(states[step + 1], do[i, t])
-            grads["key"][i, t] = per_kv_head(_right(later, values[i, t]))
-            grads["value"][i, t] = per_kv_head(_left(keys[i, t], later))
+            later += scale * outer(q[i, t], do[i, t])
+            grads["query"][i, t] = scale * right_product(states[step + 1], do[i, t])
+            grads["key"][i, t] = per_kv_head(right_product(later, values[i, t]))
+            grads["value"][i, t] = per_kv_head(left_product(keys[i, t], later))
             later = later * decays[step]
             through = later * states[step]
             if "g" in given:

@@ -251,6 +251,54 @@ class LinearShape(Shape):
 
 
 @dataclass(frozen=True)
+class DeltaShape(Shape):
+    """One call of the gated delta rule; ``heads`` are value heads.
+
+    ``kv_heads`` (of queries and keys) None = ``heads``, ``v_dim`` None = ``head_dim``.
+    ``per_channel``: one gate per key channel. ``sequences``: packed into one row, their lengths
+    log-normal. ``state``: from a float32 state and back to one, as decoding does; nothing is
+    differentiated.
+    """
+
+    operations = ("gated_delta_rule",)
+    builder = "delta.delta_rule"
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    kv_heads: int | None = None
+    v_dim: int | None = None
+    per_channel: bool = False
+    sequences: int | None = None
+    state: bool = False
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+
+@dataclass(frozen=True)
+class ConvolutionShape(Shape):
+    """A causal convolution with silu; ``state``: from a state and back to one, as in decoding."""
+
+    operations = ("causal_conv1d",)
+    builder = "delta.convolution"
+
+    batch: int
+    length: int
+    channels: int
+    width: int = 4
+    dtype: str = "bfloat16"
+    state: bool = False
+
+
+@dataclass(frozen=True)
 class GroupedShape(Shape):
     """``m`` rows in ``groups`` runs, each times its own ``[k, n]``.
 

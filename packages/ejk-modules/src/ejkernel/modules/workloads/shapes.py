@@ -11,7 +11,9 @@ from typing import Any
 
 from ejkernel.modules.workloads.families import (
     AttentionShape,
+    ConvolutionShape,
     DecodeShape,
+    DeltaShape,
     GroupedShape,
     LatentDecodeShape,
     LatentShape,
@@ -262,6 +264,23 @@ LINEAR = (
     LinearShape("minimax-01-b1-32k", 1, 32768, 64, 128, source="MiniMax-01"),
 )
 
+DELTA = (
+    DeltaShape("cpu-delta-2k", 1, 2048, 8, 64, "float32", device="cpu"),
+    DeltaShape("qwen3-next-b1-8k", 1, 8192, 32, 128, kv_heads=16, source="Qwen3-Next"),
+    DeltaShape("qwen3-next-b1-32k", 1, 32768, 32, 128, kv_heads=16, source="Qwen3-Next"),
+    DeltaShape("delta-b2-8k", 2, 8192, 16, 128),
+    DeltaShape("kimi-linear-b1-8k", 1, 8192, 32, 128, per_channel=True, source="Kimi Linear"),
+    DeltaShape("delta-channels-b2-8k", 2, 8192, 16, 128, per_channel=True),
+    DeltaShape("delta-packed-64k", 1, 65536, 32, 128, kv_heads=16, sequences=32),
+    DeltaShape("delta-decode-b64", 64, 1, 32, 128, kv_heads=16, state=True, source="Qwen3-Next"),
+)
+
+CONVOLUTION = (
+    ConvolutionShape("cpu-conv-2k", 1, 2048, 512, dtype="float32", device="cpu"),
+    ConvolutionShape("conv-b2-8k", 2, 8192, 8192, source="Qwen3-Next"),
+    ConvolutionShape("conv-decode-b64", 64, 1, 8192, state=True, source="Qwen3-Next"),
+)
+
 GROUPED = (
     GroupedShape("cpu-g64", 16384, 512, 512, 64, "float32", device="cpu"),
     GroupedShape("cpu-g64-even", 16384, 512, 512, 64, "float32", even=True, device="cpu"),
@@ -303,6 +322,8 @@ SHAPES: tuple[Shape, ...] = (
     *LATENT,
     *LATENT_DECODE,
     *LINEAR,
+    *DELTA,
+    *CONVOLUTION,
     *GROUPED,
     *POOL,
 )

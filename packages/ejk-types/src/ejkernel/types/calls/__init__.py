@@ -14,9 +14,11 @@ from typing import Any
 MODULES = {
     "Attention": "attention",
     "BlockSparseAttention": "blocksparse_attention",
+    "CausalConv1D": "causal_conv1d",
     "FlashAttention": "flash_attention",
     "FlashMLA": "mla_attention",
     "GLAttention": "linear",
+    "GatedDeltaRule": "gated_delta_rule",
     "GroupedMatmul": "grouped_matmul",
     "LightningAttention": "linear",
     "MLADecode": "mla_decode",

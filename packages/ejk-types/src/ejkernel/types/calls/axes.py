@@ -74,6 +74,8 @@ AXES: dict[str, Axis] = {
     **_all(Kind.FEATURE, "head_dim v_dim key_dim q_dim nope_dim rope_dim latent latent_dim"),
     **_all(Kind.FEATURE, "cache_dim padded_head_dim packing page_size sinks selected"),
     **_all(Kind.FEATURE, "groups all_groups inner"),
+    # of a convolution over tokens: taps, and the tokens before the present one
+    **_all(Kind.FEATURE, "width history"),
 }
 
 _UNNAMED = Axis(Kind.FEATURE)

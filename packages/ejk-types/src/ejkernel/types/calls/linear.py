@@ -17,6 +17,11 @@ class LinearCall(Call):
 
     symbolic = (*Call.symbolic, "sequences_plus_1")
 
+    @classmethod
+    def num_heads(cls, a: Mapping[str, Any]) -> int:
+        """Returns the number of heads that have a state of their own."""
+        return a["query"].shape[2]
+
     @staticmethod
     def _state(a: Arguments) -> str:
         return ("batch" if a["cu_seqlens"] is None else "states") + " heads key_dim v_dim"
@@ -42,7 +47,8 @@ class LinearCall(Call):
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zeros and the initial states where an axis has no entries."""
-        (b, s, h, dk), dv, cu = a["query"].shape, a["value"].shape[3], a["cu_seqlens"]
+        (b, s, _, dk), dv, cu = a["query"].shape, a["value"].shape[3], a["cu_seqlens"]
+        h = cls.num_heads(a)
         states = b if cu is None else cu.shape[0] - 1
         if 0 not in (b, s, h, dk, dv, states):
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -61,11 +62,11 @@ class Layout:
         bq, bk = fit_block(block_q, q_len), fit_block(block_kv, kv_len)
         return cls(b, q_len, kv_len, hk, h // hk if hk else 0, bq, bk)
 
-    @property
+    @cached_property
     def nq(self) -> int:
         return cdiv(self.q_len, self.block_q)
 
-    @property
+    @cached_property
     def nk(self) -> int:
         return cdiv(self.kv_len, self.block_kv)
 
