@@ -251,7 +251,7 @@ def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
     assert len(kinds) == 4
     merge = kinds[-1].launch(card)
     # 64 warps fit a multiprocessor; no program loads many more parts than a row has
-    assert merge.grid[0] * merge.num_warps <= 132 * 64 and merge.constants["PARTS"] == 4
+    assert merge.grid[0] * merge.options["num_warps"] <= 132 * 64 and merge.constants["PARTS"] == 4
 
 
 def test_long_walks_are_cut_into_parts(monkeypatch):
