@@ -43,8 +43,8 @@ from ejkernel.kernels.triton.compiled import CONSTANT, stages  # noqa: E402
 from ejkernel.kernels.triton.resources import launch_source  # noqa: E402
 from ejkernel.kernels.triton.targets import Target, compile_for  # noqa: E402
 from ejktest import triton_calls  # noqa: E402
+from ejktest.abstract import AbstractCall  # noqa: E402
 from ejktest.ahead import as_finished  # noqa: E402
-from ejktest.called import Called  # noqa: E402
 from ejktest.device import H200, on  # noqa: E402
 from ejktest.operand_dtypes import dtype_cases  # noqa: E402
 
@@ -140,7 +140,7 @@ def triton_case(call: str, target: str) -> tuple[Launches, Texts]:
     return triton_launches(programs, triton_calls.TARGETS[target])
 
 
-def small_cases() -> Iterator[tuple[str, Called]]:
+def small_cases() -> Iterator[tuple[str, AbstractCall]]:
     """Small calls by name: every operand of every operation in every dtype, on each path."""
     for entry in triton.PACKAGE.entries:
         kernel: Any = triton.PACKAGE.load(entry)
@@ -171,7 +171,7 @@ def small_operation(operation: str) -> dict[str, tuple[Launches, Texts]]:
     return found
 
 
-def _traced(called: Called) -> Any:
+def _traced(called: AbstractCall) -> Any:
     """The program of a call with its gradients, without where it has none, or why it is refused."""
     smooth = tuple(
         name
