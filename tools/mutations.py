@@ -149,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "one rule's mask serves another", f"{TYPES}/masks/combine.py",
-        "own = mask_of_rule(rule)", "own = mask_of_rule(type(rule)(True))",
+        "rule_mask = mask_of_rule(rule)", "rule_mask = mask_of_rule(type(rule)(True))",
         f"{TYPES_TESTS}/test_combine.py",
     ),
     # ---- flash attention on Triton, and what every backend shares
@@ -279,7 +279,7 @@ def plant(fault: Fault, folder: pathlib.Path) -> None:
 
 
 def caught(fault: Fault) -> tuple[bool, float, str]:
-    """Whether the tests fail with the fault planted; seconds; the first failing test."""
+    """Returns whether the tests fail with the fault planted, seconds, and the first failing test."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         plant(fault, pathlib.Path(folder))

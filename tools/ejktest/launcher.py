@@ -23,15 +23,15 @@ HOPPER = cuda_target(90)
 
 @dataclass
 class Recorder:
-    """What jaxlib's GPU plugin offers for launching, writing down what it is told."""
+    """Stands in for jaxlib's GPU plugin and records launches."""
 
     launches: list[Any] = field(default_factory=list)
-    facts: int = 9  # 7 before scratch memory was known
+    arity: int = 9  # of TritonKernel; 7 before scratch memory was known
 
-    def TritonKernel(self, *facts):
-        assert len(facts) in (7, self.facts)
+    def TritonKernel(self, *fields):
+        assert len(fields) in (7, self.arity)
         names = ("name", "num_warps", "num_ctas", "shared", "text", "ttir", "capability")
-        return dict(zip(names, facts, strict=False))
+        return dict(zip(names, fields, strict=False))
 
     def TritonKernelCall(self, kernel, x, y, z, parameters):
         launch = SimpleNamespace(kernel=kernel, grid=(x, y, z), parameters=parameters)

@@ -1,4 +1,4 @@
-"""The calls that the TPU check compiles: ours in every shipped shape, and JAX's kernels."""
+"""Kernels whose cost the TPU check counts: ours, and JAX's own."""
 
 from __future__ import annotations
 
@@ -8,30 +8,15 @@ from functools import partial
 from typing import Any
 
 from ejkernel.kernels import pallas
-from ejktest.called import F32, flash
+from ejktest.cases.attention import flash
 
-BATCH, HEADS, LENGTH = 4, 16, 4096  # too much for VMEM, so that arrays stay in HBM
+BATCH, HEADS, LENGTH = 4, 16, 4096
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
-CALLS = {
-    "d64": _flash(64),
-    "d128": _flash(),
-    "d256": _flash(256),
-    "d192 values 128": _flash(192, 128),
-    "causal gqa": _flash(kv_heads=4, causal=True),
-    "window offset": _flash(sliding_window=(1024, 0), causal_offset=64),
-    "segments causal": _flash(128, None, "segments", causal=True),
-    "cap sinks": _flash(128, None, "softmax_aux", logits_soft_cap=30.0, causal=True),
-    "length 1000": _flash(q=1000, causal=True),
-    "length 72 d80": _flash(80, q=72),
-    "float32": _flash(dtype=F32, causal=True),
-    "float32 highest": _flash(dtype=F32, precision="highest"),
-    "float32 d256": _flash(256, dtype=F32),
-}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel whose steady code is counted: one tile of ``pairs`` by ``products`` times ``dim``.
+    """A kernel whose steady code is counted: ``matmuls`` matmuls of ``pairs`` by ``dim`` a tile.
 
     ``function`` takes q, k, v ``[b, h, s, d]`` (``[b, s, h, d]`` for ours).
     """
@@ -40,12 +25,12 @@ class Cost:
     kernel: str
     tiles: str
     pairs: int
-    products: int
+    matmuls: int
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
 
 
-KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # products of a tile
+KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile
 
 
 def ours(dim: int) -> Iterator[Cost]:
@@ -60,14 +45,12 @@ def ours(dim: int) -> Iterator[Cost]:
     )
     problem = Problem(**sizes, dim=dim, value_dim=dim, dtype="bfloat16", scale=1.0)
     choices = {"fwd": tiles.forward_tiles, "dq": tiles.dq_tiles, "dkv": tiles.dkv_tiles}
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         t = choices[kernel](problem, current_chip())
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
-        yield Cost(
-            "ejkernel", name, text, t.block_q * t.block_kv, products, function, call.shapes()
-        )
+        yield Cost("ejkernel", name, text, t.block_q * t.block_kv, matmuls, function, call.shapes())
 
 
 def jax_flash(dim: int, block: int) -> Iterator[Cost]:
@@ -112,10 +95,10 @@ def _others(
 ) -> Iterator[Cost]:
     import jax
 
-    def gradients(*given: Any) -> Any:
-        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*given)
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*arrays)
 
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        yield Cost(who, names[kernel], text, block * block, products, function, shapes)
+        yield Cost(who, names[kernel], text, block * block, matmuls, function, shapes)

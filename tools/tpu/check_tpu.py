@@ -4,11 +4,11 @@ python tools/tpu/check_tpu.py                           # every chip: some fifte
 python tools/tpu/check_tpu.py --chips v5e --dims 128    # one chip, static cost at one head dim
 python tools/tpu/check_tpu.py --no-cost                 # only: does everything compile
 
-Needs the libtpu wheel beside jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
+Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
 
 1. Every shipped call, forward and backward, is compiled. Exit status 1 if one is not (vector
    memory that does not suffice is such a failure), or takes longer than ``--slowest`` seconds.
-2. The code of one tile without element mask is counted, beside JAX's flash and splash kernels at
+2. The code of one tile without element mask is counted, next to JAX's flash and splash kernels at
    their best block size. A core issues a bundle a cycle; *bundles per pass* divides by the useful
    matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
    unless ours already need no more than the matrix units take (such cases are named).
@@ -38,9 +38,8 @@ JAX_BLOCKS = (512, 1024)
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
-    from tools.tpu.calls import CALLS
-
     from ejkernel.kernels import pallas
+    from ejktest.cases.attention import COMPILED_TPU as CALLS
 
     device = chips.device(chip)
     rows = []
@@ -106,7 +105,7 @@ def _count(device: Any, dump: Path, source: Any, dim: int, chip: str) -> list[di
             failed = cost.function
             print(f"{chip} d{dim} {cost}: {str(error)[:300]}", file=sys.stderr, flush=True)
             continue
-        useful = cost.products * cost.pairs * dim / PASS
+        useful = cost.matmuls * cost.pairs * dim / PASS
         rows.append(
             {
                 "dim": dim,
@@ -202,23 +201,23 @@ def main() -> None:
     parser.add_argument("--slowest", type=float, default=60.0)
     parser.add_argument("--calls", nargs="+", default=[], help="compile only these calls")
     parser.add_argument("--child", choices=("compile", "cost"))
-    given = parser.parse_args()
-    if given.child:
-        (chip,) = given.chips
-        if given.child == "compile":
-            rows = compile_all(chip, given.calls)
+    args = parser.parse_args()
+    if args.child:
+        (chip,) = args.chips
+        if args.child == "compile":
+            rows = compile_all(chip, args.calls)
         else:
-            rows = count_all(chip, given.dims)
+            rows = count_all(chip, args.dims)
         print(json.dumps(rows))
         return
     faults = []
-    calls = ["--calls", *given.calls] if given.calls else []
-    for chip in given.chips:
-        if not given.no_compile:
+    calls = ["--calls", *args.calls] if args.calls else []
+    for chip in args.chips:
+        if not args.no_compile:
             rows = in_child("--child", "compile", "--chips", chip, *calls)
-            faults += report_compiled(chip, rows, given.slowest)
-        if not given.no_cost:
-            dims = [str(d) for d in given.dims]
+            faults += report_compiled(chip, rows, args.slowest)
+        if not args.no_cost:
+            dims = [str(d) for d in args.dims]
             rows = in_child("--child", "cost", "--chips", chip, "--dims", *dims)
             faults += report_cost(chip, rows)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.attention import Call, arrays, check, run, with_mask_info
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -99,19 +99,7 @@ CALLS = [
     small("d256_float16", d=256, q=20, k=40, dtypes=F16),
     small("large_logits", amplitude=8.0, mask={"causal": True}),
 ]
-FIELDS = ("q_segment_ids", "q_positions", "kv_positions", "chunk_size")
-
-
-def attend(*args, **options):
-    """The operation, which takes these rules inside a MaskInfo."""
-    given = {name: options.pop(name) for name in FIELDS if name in options}
-    if given:
-        if "q_segment_ids" in given:
-            given["kv_segment_ids"] = given["q_segment_ids"]
-        if "q_positions" in given:
-            given["causal"] = options.pop("causal")
-        options["mask_info"] = MaskInfo(**given)
-    return flash_attention(*args, **options)
+attend = with_mask_info(flash_attention)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)

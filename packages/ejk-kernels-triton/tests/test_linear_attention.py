@@ -19,8 +19,8 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejkernel.types.masks.structure import Unsupported
-from ejktest.drawn import check_linear, linear_cotangents
-from ejktest.drawn import linear_arguments as make
+from ejktest.cases.linear import check_linear, linear_cotangents
+from ejktest.cases.linear import linear_arguments as make
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_transformations

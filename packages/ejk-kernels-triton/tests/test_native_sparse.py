@@ -19,10 +19,10 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.masks.token_blocks import block_means, find_blocks, means_mask
+from ejktest.cases.sparse import check_chosen, compare
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
 from ejktest.programs import equations_of, sizes_of
-from ejktest.sparse_cases import check_chosen, compare
 from ejktest.tolerance import check_close
 from ejktest.triton_calls import plans as plans_of
 

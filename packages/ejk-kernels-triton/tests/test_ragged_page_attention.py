@@ -13,8 +13,9 @@ import pytest
 
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejktest import ragged_cases, triton_calls
+from ejktest import triton_calls
 from ejktest.bound import bound, struct
+from ejktest.cases import ragged as ragged_cases
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 

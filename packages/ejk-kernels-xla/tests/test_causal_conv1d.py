@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import causal_conv1d
-from ejktest.drawn import check_convolution, cotangents
-from ejktest.drawn import convolution_arguments as make
+from ejktest.cases.convolution import check_convolution
+from ejktest.cases.convolution import convolution_arguments as make
+from ejktest.cases.linear import cotangents
 from ejktest.transforms import check_shard_map, check_transformations
 
 # an empty sequence, one shorter than the taps, two longer ones, rows of padding

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import gated_delta_rule
 from ejkernel.kernels.xla.gated_delta_rule.solve import solve
-from ejktest.drawn import array, check_delta, cotangents, normal
-from ejktest.drawn import delta_arguments as make
+from ejktest.cases.delta import check_delta
+from ejktest.cases.delta import delta_arguments as make
+from ejktest.cases.linear import cotangents
+from ejktest.drawn import array, normal
 from ejktest.oracles import delta as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_shard_map, check_transformations

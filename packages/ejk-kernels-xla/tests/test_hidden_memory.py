@@ -59,7 +59,7 @@ def test_dense_mask(op) -> None:
     aux = {"softmax_aux": normal(4, 2, 1)}
     cfg = CFG if op is flash_attention else None
     function = partial(op, attention_mask=PAIRS, cfg=cfg)
-    check(function, QKV | aux, DEAD, UNSEEN, whole=("softmax_aux",))
+    check(function, QKV | aux, DEAD, UNSEEN, without_rows=("softmax_aux",))
 
 
 def test_by_structure() -> None:
@@ -102,7 +102,7 @@ def test_latent_rows() -> None:
         "w_kc": normal(7, 6, 2, 5), "w_vc": normal(8, 6, 2, 4),
     }  # fmt: skip
     function = partial(mla_attention, cu_seqlens=CU)
-    check(function, arrays, TAIL, TAIL, whole=("w_kc", "w_vc"))
+    check(function, arrays, TAIL, TAIL, without_rows=("w_kc", "w_vc"))
 
 
 def test_native_sparse() -> None:

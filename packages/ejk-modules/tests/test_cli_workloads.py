@@ -173,7 +173,7 @@ def test_the_device_times_what_has_rested(monkeypatch):
     monkeypatch.setattr(timing.time, "sleep", seen.append)
     monkeypatch.setattr(compat, "kernel_times", times)
     timed = timing.device_timing(program)
-    assert seen == [timing.REST_S, timing.KERNEL_CALLS]
+    assert seen == [timing.PAUSE_S, timing.KERNEL_CALLS]
     assert (timed.median, timed.clock) == (pytest.approx(2.5e-4), "device")
 
 

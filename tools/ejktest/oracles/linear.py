@@ -20,13 +20,13 @@ class Result(NamedTuple):
 
 
 def tokens_in_time(b, s, cu_seqlens, reverse):
-    """(batch row, state row, token numbers in the order of time) of every sequence."""
+    """Returns (batch row, state row, token indices in the order of time) of every sequence."""
     if cu_seqlens is None:
-        runs = [(i, i, np.arange(s)) for i in range(b)]
+        sequences = [(i, i, np.arange(s)) for i in range(b)]
     else:
         cu = np.asarray(cu_seqlens)
-        runs = [(0, m, np.arange(cu[m], cu[m + 1])) for m in range(len(cu) - 1)]
-    return [(i, m, t[::-1] if reverse else t) for i, m, t in runs]
+        sequences = [(0, m, np.arange(cu[m], cu[m + 1])) for m in range(len(cu) - 1)]
+    return [(i, m, t[::-1] if reverse else t) for i, m, t in sequences]
 
 
 def outer(x, y):
@@ -61,9 +61,9 @@ def linear_attention(
     dstate=None,
 ) -> Result:
     """``do`` and ``dstate`` are the gradients of the output and of the final states (default 0)."""
-    given = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
-    given = {n: np.asarray(x).astype(np.float64) for n, x in given.items() if x is not None}
-    q, k, v = given["query"], given["key"], given["value"]
+    arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+    arrays = {n: np.asarray(x).astype(np.float64) for n, x in arrays.items() if x is not None}
+    q, k, v = arrays["query"], arrays["key"], arrays["value"]
     b, s, h, dk = q.shape
     dv, groups = v.shape[-1], h // k.shape[2]
     scale = dk**-0.5 if softmax_scale is None else softmax_scale
@@ -74,20 +74,20 @@ def linear_attention(
     dstate = zeros if dstate is None else np.asarray(dstate).astype(np.float64)
 
     o, state = np.zeros((b, s, h, dv)), table.copy()
-    grads = {name: np.zeros_like(x) for name, x in given.items()}
+    grads = {name: np.zeros_like(x) for name, x in arrays.items()}
     grads["initial_state"] = np.zeros_like(table)
 
     def log_decay(i, t):
         total = np.zeros((h, dk, dv))
-        if "g" in given:
-            gate = given["g"][i, t]
+        if "g" in arrays:
+            gate = arrays["g"][i, t]
             total += gate[:, :, None] if gate.ndim == 2 else gate[:, None, None]
-        if "g_gamma" in given:
-            total += given["g_gamma"][:, None, None]
-        if "gk" in given:
-            total += given["gk"][i, t][:, :, None]
-        if "gv" in given:
-            total += given["gv"][i, t][:, None, :]
+        if "g_gamma" in arrays:
+            total += arrays["g_gamma"][:, None, None]
+        if "gk" in arrays:
+            total += arrays["gk"][i, t][:, :, None]
+        if "gv" in arrays:
+            total += arrays["gv"][i, t][:, None, :]
         return total
 
     def per_kv_head(x):
@@ -111,14 +111,14 @@ def linear_attention(
             grads["value"][i, t] = per_kv_head(left_product(keys[i, t], later))
             later = later * decays[step]
             through = later * states[step]
-            if "g" in given:
-                rank = given["g"].ndim
+            if "g" in arrays:
+                rank = arrays["g"].ndim
                 grads["g"][i, t] = through.sum(2) if rank == 4 else through.sum((1, 2))
-            if "g_gamma" in given:
+            if "g_gamma" in arrays:
                 grads["g_gamma"] += through.sum((1, 2))
-            if "gk" in given:
+            if "gk" in arrays:
                 grads["gk"][i, t] = through.sum(2)
-            if "gv" in given:
+            if "gv" in arrays:
                 grads["gv"][i, t] = through.sum(1)
         grads["initial_state"][m] = later
     return Result(o, state, grads)

@@ -31,7 +31,7 @@ def _signature(
 ) -> None: ...
 
 
-_BOUNDARY = Boundary.of("ssd_attention", _signature)
+_BOUNDARY = Boundary.from_function("ssd_attention", _signature)
 
 
 def ssd_attention(
@@ -88,7 +88,7 @@ def ssd_attention(
         x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias, initial_state=initial_state
     )
     operands |= dict(cu_seqlens=cu_seqlens, dt_softplus=dt_softplus, return_state=return_state)
-    with own_errors:
+    with own_errors():
         if env.typecheck():
             _BOUNDARY.check(operands)
         heads, groups = x.shape[2], B.shape[2]

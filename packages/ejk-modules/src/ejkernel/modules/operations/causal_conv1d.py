@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import CausalConv1DConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -62,22 +62,7 @@ def causal_conv1d(
 
     Source: the depthwise convolution of Gu and Dao 2023, "Mamba" (arXiv 2312.00752), section 3.4.
     """
-    return get_default_executor()(
-        CausalConv1D.shared(),
-        x=x,
-        weight=weight,
-        bias=bias,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        activation=activation,
-        return_state=return_state,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(CausalConv1D.shared(), **flatten(locals()))
 
 
 class CausalConv1D(Operation[CausalConv1DConfig]):

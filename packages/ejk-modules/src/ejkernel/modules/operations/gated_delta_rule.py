@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import GatedDeltaRuleConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -77,26 +77,7 @@ def gated_delta_rule(
     Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464), section 3; Kimi Team 2025,
     "Kimi Linear" (arXiv 2510.26692), section 3.
     """
-    return get_default_executor()(
-        GatedDeltaRule.shared(),
-        query=query,
-        key=key,
-        value=value,
-        g=g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        normalize_qk=normalize_qk,
-        reverse=reverse,
-        return_state=return_state,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(GatedDeltaRule.shared(), **flatten(locals()))
 
 
 class GatedDeltaRule(Operation[GatedDeltaRuleConfig]):

@@ -1,6 +1,6 @@
 """The named cases: real models, sweeps, and small ones that a CPU can time.
 
-The one list that benchmarks, tuning, shipped tables and tests share. Sizes of models are those of
+The one list that benchmarks, tuning, shipped tables and tests share. Sizes of models come from
 their published configurations.
 """
 
@@ -107,7 +107,7 @@ SHORT = tuple(
 
 _BASE: dict[str, Any] = {"batch": 1, "q_len": 16384, "heads": 16, "kv_heads": 16, "head_dim": 128}
 _GQA4: dict[str, Any] = {**_BASE, "kv_heads": 4}
-# beside sweep-d128-s4096-causal: a bias of 16k tokens takes 8 GB
+# next to sweep-d128-s4096-causal: a bias of 16k tokens takes 8 GB
 _AT_4K: dict[str, Any] = {**_BASE, "batch": 4, "q_len": 4096}
 OPTIONS = (
     AttentionShape("option-plain", **_BASE),
@@ -246,7 +246,7 @@ LATENT_DECODE = (
     ),
 )  # fmt: skip
 
-# ---- linear attention, grouped products, pooling --------------------------------------------
+# ---- linear attention, grouped matmul, pooling ----------------------------------------------
 
 LINEAR = (
     LinearShape("cpu-b1-4k", 1, 4096, 4, 64, "float32", device="cpu"),

@@ -1,4 +1,4 @@
-"""The calls of all recurrent operations: a state a batch row or packed sequence."""
+"""The calls of all recurrent operations: one state per batch row or packed sequence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -60,8 +60,8 @@ class LinearCall(Call):
     @classmethod
     def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
         """The output, and the states that a gradient starts from."""
-        o, *rest = outputs
-        return (softmax.name_output(o), *rest), softmax.name_lse(saved)
+        o, *states = outputs
+        return (softmax.name_output(o), *states), softmax.name_lse(saved)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class PageAttention(PagedCall, AttentionCall):
     def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
         columns = a["block_tables"].shape[1]
         arrays = (a["query"], a["key_cache"], a["value_cache"])
-        return PagedProblem.of(a, *arrays, max_pages=columns)
+        return PagedProblem.from_arguments(a, *arrays, max_pages=columns)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

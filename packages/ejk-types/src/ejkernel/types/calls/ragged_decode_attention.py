@@ -38,7 +38,7 @@ class RaggedDecodeAttention(Call):
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
         """The problem of a paged cache: every sequence has one page, its row of the cache."""
-        return PagedProblem.of(a, a["query"], a["key"], a["value"], max_pages=1)
+        return PagedProblem.from_arguments(a, a["query"], a["key"], a["value"], max_pages=1)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -50,10 +50,10 @@ class RaggedPageAttention(RaggedCall):
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
-        """Pages hold keys and values of each head in turn."""
+        """Checks that pages interleave keys and values: one row of each per head."""
         heads, odd = divmod(a["kv_pages"].shape[2], 2)
         if odd:
-            legal = "an even axis 2: keys and values of each kv head in turn"
+            legal = "an even axis 2: keys and values of each kv head, interleaved"
             raise invalid("kv_pages", legal, a["kv_pages"])
         canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalize(a)
@@ -62,7 +62,7 @@ class RaggedPageAttention(RaggedCall):
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:
         cache = a["kv_pages"]
-        return RaggedProblem.of(a, cache, a["context_lens"], cache.shape[2] // 2)
+        return RaggedProblem.from_arguments(a, cache, a["context_lens"], cache.shape[2] // 2)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

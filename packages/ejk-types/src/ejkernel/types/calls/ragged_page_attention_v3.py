@@ -43,7 +43,7 @@ class RaggedPageAttentionv3(RaggedCall):
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        """``distribution``: decode, prefill and all sequence numbers, in order."""
+        """Checks ``distribution``: ends of the decode, prefill and all sequences, in order."""
         ends = values.concrete_value(a["distribution"])
         if ends is None or ends.shape != (3,):
             return
@@ -82,7 +82,7 @@ class RaggedPageAttentionv3(RaggedCall):
     def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:
         keys, lengths = a["keys"], a["kv_lens"]
         written = tuple(np.dtype(a[name].dtype).name for name in ("keys", "values"))
-        return RaggedProblem.of(a, a["kv_cache"], lengths, keys.shape[1], written)
+        return RaggedProblem.from_arguments(a, a["kv_cache"], lengths, keys.shape[1], written)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -29,7 +29,7 @@ class KVLayout:
 
     @classmethod
     def interleaved(cls, heads: int, width: int) -> KVLayout:
-        """Returns the layout of one array with the key and the value of each head in turn.
+        """Returns the layout of one array that interleaves the key and the value of each head.
 
         ``width`` is the number of elements of a key in memory, at least the head dim.
         """
@@ -42,10 +42,10 @@ class KVLayout:
 
     @property
     def is_separate(self) -> bool:
-        """Whether keys and values are two arrays."""
+        """Returns whether keys and values are two arrays."""
         return self.value_offset is None
 
     @property
     def is_latent(self) -> bool:
-        """Whether the first columns of a key are its value."""
+        """Returns whether the first columns of a key are its value."""
         return self.value_offset == 0

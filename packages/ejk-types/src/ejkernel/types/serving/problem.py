@@ -61,7 +61,9 @@ class PagedProblem:
     return_lse: bool = False
 
     @classmethod
-    def of(cls, a: Mapping[str, Any], query: Any, key: Any, value: Any, **sizes: Any) -> Self:
+    def from_arguments(
+        cls, a: Mapping[str, Any], query: Any, key: Any, value: Any, **sizes: Any
+    ) -> Self:
         """Returns the problem of a call with canonical arguments ``a``.
 
         ``query``, ``key`` and ``value`` are its query and its caches, arrays or their types.
@@ -110,7 +112,7 @@ class PagedProblem:
 
     @property
     def is_eight_bit(self) -> bool:
-        """Whether keys and values are stored in 8 bits."""
+        """Returns whether keys and values are stored in 8 bits."""
         return ITEMSIZE[self.key_dtype] == ITEMSIZE[self.value_dtype] == 1
 
     def folded(self, size: int, pages: int) -> Self:
@@ -151,18 +153,18 @@ class RaggedProblem:
     written_dtypes: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, a: Mapping[str, Any], cache: Any, lengths: Any, kv_heads: int,
         written_dtypes: tuple[str, ...] = (),
     ) -> Self:  # fmt: skip
         """Returns the problem of a call with canonical arguments ``a``.
 
-        ``cache`` holds the key and the value of each head in turn, and may be packed:
+        ``cache`` interleaves the key and the value of each head, and may be packed:
         ``[pages, page_size, packed_kv_heads, packing, padded_head_dim]``.
         """
         queries, table, n = a["queries"], a["block_tables"], lengths.shape[0]
         heads = math.prod(cache.shape[2:-1]) // 2
-        paged = PagedProblem.of(
+        paged = PagedProblem.from_arguments(
             a,
             queries,
             cache,

@@ -138,7 +138,7 @@ def walk_operands(
     if pattern is not None:
         some, every = in_tiles(jnp.asarray(pattern), _blocks(p), *sizes)
     if rules.arrays:
-        seen, whole = map(jnp.asarray, classify_blocks(mask.conjuncts, *sizes))
+        seen, whole = map(jnp.asarray, classify_blocks(mask.terms, *sizes))
         some, every = some & seen, every & whole
     state = some.astype(jnp.int8) + (some & every).astype(jnp.int8)
     plan = ListsPlan(*state.shape[:2], sizes[:2], sizes[2:], rules.band, by_key)

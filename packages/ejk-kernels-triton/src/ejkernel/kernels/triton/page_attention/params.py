@@ -72,7 +72,7 @@ def layout_params(problem: PagedProblem) -> dict[str, int]:
 
 
 def logit_params(problem: PagedProblem) -> dict[str, float]:
-    """Returns the factors from products to logits, in base 2; tanh of a soft cap takes base e."""
+    """Returns the factors from dot products to base-2 logits; the tanh of a cap takes base e."""
     cap = problem.soft_cap
     return {
         "scale": float(problem.scale if cap else problem.scale * LOG2E),

@@ -1,4 +1,4 @@
-"""Grouped products: awkward groups against the oracle, and those of models at their sizes."""
+"""Calls of grouped matmul: awkward groups against the oracle, and models at their sizes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.abstract import BF16, F32, AbstractCall, abstract_call
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
 
 ROWS, MATRICES = 385, 6
-# sizes, group offset, whether something is added to the product
+# sizes, group offset, whether something is added to the output
 SIZES: dict[str, tuple[list[int], int | None, bool]] = {
     "around a tile": ([0, 1, 127, 128, 129, 0], None, False),
     "one group": ([0, 385, 0, 0, 0, 0], None, False),
@@ -21,7 +22,7 @@ SIZES: dict[str, tuple[list[int], int | None, bool]] = {
     "none": ([0, 0, 0, 0, 0, 0], None, False),
     "some of eight": ([60, 70, 65, 1, 63, 64, 20, 9], 2, True),
 }
-# inner, columns, dtype, relative error of the norm: tf32 products for float32
+# inner, columns, dtype, relative error of the norm: TF32 matmuls for float32
 KINDS: dict[str, tuple[int, int, str, float]] = {
     "bfloat16": (192, 264, "bfloat16", 6e-3),
     "odd bfloat16": (90, 130, "bfloat16", 6e-3),
@@ -29,21 +30,21 @@ KINDS: dict[str, tuple[int, int, str, float]] = {
     "float32": (96, 72, "float32", 1e-3),
     "odd float32": (33, 41, "float32", 1e-3),
 }
-# of kernels that ask for whole columns of 64, and rows in eights
-WHOLE: dict[str, tuple[int, int, str, float]] = {
+# for kernels that need columns in multiples of 64 and rows in multiples of 8
+ALIGNED: dict[str, tuple[int, int, str, float]] = {
     "whole bfloat16": (256, 320, "bfloat16", 6e-3),
     "whole float16": (576, 256, "float16", 1e-3),
 }
 
 
 def _kind(name: str) -> tuple[int, int, str, float]:
-    return (KINDS | WHOLE)[name]
+    return (KINDS | ALIGNED)[name]
 
 
 def operands(
     sizes_name: str, kind: str, transposed: bool, rows: int = ROWS
 ) -> tuple[jax.Array, ...]:
-    """lhs, rhs and the cotangent; rows behind the groups hold NaN and infinity."""
+    """Returns lhs, rhs and the cotangent; rows behind the groups hold NaN and infinity."""
     used = sum(SIZES[sizes_name][0])
     inner, columns, dtype, _ = _kind(kind)
     rng = np.random.default_rng(0)
@@ -63,7 +64,7 @@ def _added(sizes_name: str, kind: str, rows: int) -> Any:
     return _added_to((rows, _kind(kind)[1])) * SIZES[sizes_name][2]
 
 
-def pull(
+def case_of(
     fn: Callable[..., Any],
     sizes_name: str,
     kind: str,
@@ -72,16 +73,16 @@ def pull(
     rows: int = ROWS,
     **options: Any,
 ):
-    """A jitted function of ``operands``: the product and the gradients of lhs and rhs."""
+    """Returns a jitted function that gives the output and its gradients, and its arrays."""
     sizes, offset, added = SIZES[sizes_name]
 
     @jax.jit
     def run(lhs, rhs, dout, sizes, add):
-        def product(lhs, rhs):
+        def forward(lhs, rhs):
             existing = add if added else None
             return fn(lhs, rhs, sizes, offset, existing, transpose_rhs=transposed, **options)
 
-        out, back = jax.vjp(product, lhs, rhs)
+        out, back = jax.vjp(forward, lhs, rhs)
         return out, *back(dout)
 
     group_sizes, add = np.asarray(sizes, np.int32), _added(sizes_name, kind, rows)
@@ -91,29 +92,29 @@ def pull(
 def errors(
     fn: Callable[..., Any], sizes_name: str, kind: str, transposed: bool, **options: Any
 ) -> dict[str, float]:
-    """Relative errors of the product and its gradients; inf where one is not finite."""
-    run, arrays = pull(fn, sizes_name, kind, transposed, **options)
+    """Returns relative errors of the output and its gradients; inf where one is not finite."""
+    run, arrays = case_of(fn, sizes_name, kind, transposed, **options)
     sizes, offset, _ = SIZES[sizes_name]
     lhs, rhs, dout, _, add = arrays
     want = oracle.grouped_matmul(
         lhs, rhs, sizes, offset, add, transpose_rhs=transposed, dout=dout
     )  # fmt: skip
-    found = {}
+    ratios = {}
     for name, got in zip(("out", "dlhs", "drhs"), run(*arrays), strict=True):
         exact = getattr(want, name)
         miss = np.linalg.norm(np.asarray(got).astype(np.float64) - exact)
         miss /= np.linalg.norm(exact) or 1.0
-        found[name] = float(miss) if np.isfinite(miss) else np.inf
-    return found
+        ratios[name] = float(miss) if np.isfinite(miss) else np.inf
+    return ratios
 
 
 def runner(case: tuple[str, str, bool], grouped_matmul: Callable[..., Any]):
-    """A case through an implementation, as a jitted function of ``draw(case)``."""
-    return pull(grouped_matmul, *case)[0]
+    """Returns a case of an implementation, as a jitted function of ``draw(case)``."""
+    return case_of(grouped_matmul, *case)[0]
 
 
 def draw(case: tuple[str, str, bool]) -> tuple[Any, ...]:
-    return pull(oracle.grouped_matmul, *case)[1]
+    return case_of(oracle.grouped_matmul, *case)[1]
 
 
 # shape of the scales of 8-bit matrices, by the number of groups and of columns
@@ -127,7 +128,7 @@ SCALES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 def stored(
     stored_as: str, scale: str, rows: int, matrices: tuple[int, int, int], dtype: str, used: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """lhs, 8-bit rhs ``[groups, inner, columns]`` and scales; rows from ``used`` on are NaN."""
+    """Returns lhs, 8-bit rhs ``[groups, inner, columns]`` and scales; unused rows are NaN."""
     groups, inner, columns = matrices
     rng = np.random.default_rng(0)
     lhs = rng.standard_normal((rows, inner))
@@ -135,11 +136,11 @@ def stored(
     rhs = rng.integers(-128, 128, matrices) if stored_as == "int8" else rng.normal(0, 8, matrices)
     scales = rng.uniform(0.01, 0.1, SCALES[scale](groups, columns))
     # all by numpy: nothing is compiled for inputs
-    numbers = rhs.astype(jnp.dtype(stored_as))
-    return jnp.asarray(lhs, dtype), jnp.asarray(numbers), jnp.asarray(scales, jnp.float32)
+    weights = rhs.astype(jnp.dtype(stored_as))
+    return jnp.asarray(lhs, dtype), jnp.asarray(weights), jnp.asarray(scales, jnp.float32)
 
 
-def pull_stored(
+def case_of_8_bits(
     fn: Callable[..., Any],
     stored_as: str,
     scale: str,
@@ -153,7 +154,7 @@ def pull_stored(
     added: bool = False,
     **options: Any,
 ):
-    """A jitted product with 8-bit matrices and its arrays, and the same of float64."""
+    """Returns a jitted call with 8-bit matrices, its arrays, and the result in float64."""
     lhs, rhs, scales = stored(stored_as, scale, rows, matrices, dtype, sum(sizes))
     rhs = jnp.asarray(np.asarray(rhs).swapaxes(1, 2)) if transposed else rhs
     add = _added_to((rows, matrices[2])) if added else None
@@ -171,9 +172,9 @@ def pull_stored(
     return run, arrays, want
 
 
-def check_stored(fn: Callable[..., Any], stored_as: str, scale: str, *case: Any, **given: Any):
-    """8-bit matrices, with everything traced, against float64 of what they stand for."""
-    run, arrays, want = pull_stored(fn, stored_as, scale, *case, **given)
+def check_stored(fn: Callable[..., Any], stored_as: str, scale: str, *case: Any, **options: Any):
+    """Compares a call with 8-bit matrices, all traced, with float64 of their scaled values."""
+    run, arrays, want = case_of_8_bits(fn, stored_as, scale, *case, **options)
     out = run(*arrays)
     assert out.dtype == arrays[0].dtype
     check_close(out, want, name=f"{stored_as} {scale}")
@@ -195,12 +196,12 @@ STORED: dict[str, tuple[str, str, int, int, bool, dict[str, Any]]] = {
 
 
 def stored_case(fn: Callable[..., Any], case: str):
-    """``pull_stored`` of some of eight groups around the sizes of a tile, something added."""
+    """Returns ``case_of_8_bits`` of some of eight groups around a tile's sizes, with an addend."""
     stored_as, scale, inner, columns, transposed, options = STORED[case]
     sizes = [3, 0, 9, 1, 7, 5, 0, 2] if "rows" in options else [3, 0, 129, 1, 64, 17, 128, 20]
     matrices = MATRICES, inner, columns
-    given: dict[str, Any] = {"transposed": transposed, "offset": 1, "added": True, **options}
-    return pull_stored(fn, stored_as, scale, sizes, matrices, **given)
+    usual: dict[str, Any] = {"transposed": transposed, "offset": 1, "added": True}
+    return case_of_8_bits(fn, stored_as, scale, sizes, matrices, **{**usual, **options})
 
 
 # groups, rows, inner, columns: Mixtral 8x7B, DeepSeek V3 and Qwen3 30B-A3B
@@ -212,7 +213,7 @@ AT_SIZE: dict[str, tuple[int, int, int, int]] = {
 
 
 def sizes_at(name: str, zipf: bool) -> np.ndarray:
-    """Even runs, or runs of which the i-th longest has 1 / i of the rows of the longest."""
+    """Returns even sizes, or sizes of which the i-th largest is 1 / i of the largest."""
     groups, rows, _, _ = AT_SIZE[name]
     share = np.random.default_rng(0).permutation(1 / np.arange(1, groups + 1) ** zipf)
     sizes = np.floor(rows * share / share.sum()).astype(np.int32)
@@ -222,7 +223,7 @@ def sizes_at(name: str, zipf: bool) -> np.ndarray:
 
 @jax.jit
 def _errors_of_group(g, sizes, x, w, dy, out, dx, dw):
-    """Relative errors of what belongs to group g, of the three results."""
+    """Returns relative errors of the three results inside group g."""
     ends = jnp.cumsum(sizes)
     row = jnp.arange(x.shape[0])
     inside = ((row < ends[g]) & (row >= ends[g] - sizes[g]))[:, None]
@@ -241,7 +242,7 @@ def _errors_of_group(g, sizes, x, w, dy, out, dx, dw):
 
 
 def check_at_size(fn: Callable[..., Any], name: str, zipf: bool) -> None:
-    """First, last, smallest, middle and largest group in bfloat16; two runs have the same bits."""
+    """Checks first, last, smallest, middle and largest group; two runs have the same bits."""
     groups, rows, inner, columns = AT_SIZE[name]
     counts = sizes_at(name, zipf)
     sizes = jnp.asarray(counts)
@@ -259,12 +260,12 @@ def check_at_size(fn: Callable[..., Any], name: str, zipf: bool) -> None:
         out, back = jax.vjp(lambda x, w: fn(x, w, sizes), x, w)
         return out, *back(dy)
 
-    given = draw()
-    found = run(*given)
-    assert all(jnp.array_equal(a, b) for a, b in zip(found, run(*given), strict=True))
+    operands = draw()
+    results = run(*operands)
+    assert all(jnp.array_equal(a, b) for a, b in zip(results, run(*operands), strict=True))
     order = np.argsort(counts)
     for g in {0, groups - 1, int(order[0]), int(order[groups // 2]), int(order[-1])}:
-        errors = _errors_of_group(g, sizes, *given, *found)
+        errors = _errors_of_group(g, sizes, *operands, *results)
         print(f"{name} group {g}, {counts[g]} rows: {errors}")
         assert all(e <= KINDS["bfloat16"][-1] for e in errors.values()), (g, errors)
 
@@ -272,3 +273,18 @@ def check_at_size(fn: Callable[..., Any], name: str, zipf: bool) -> None:
 CASES = [
     (sizes, kind, transposed) for kind in KINDS for sizes in SIZES for transposed in (False, True)
 ]
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+
+def _grouped(rows: int, inner: int, columns: int, groups: int, dtype: str) -> AbstractCall:
+    sizes = {"rows": rows, "inner": inner, "columns": columns, "groups": groups}
+    return abstract_call("grouped_matmul", sizes, dtype=dtype, trained=True)
+
+
+COMPILED = {
+    "grouped": _grouped(16384, 4096, 14336, 8, BF16),
+    "grouped many": _grouped(65536, 7168, 2048, 256, BF16),
+    "grouped float32": _grouped(8192, 1024, 1024, 8, F32),
+}

@@ -1,4 +1,4 @@
-"""Ragged attention over pages at real size: mixes of prefill and decoding, and their oracle."""
+"""Calls of ragged attention over pages: mixes of prefill and decoding, and their reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.attention_at_size import reference_rows
+from ejktest.abstract import AbstractCall, abstract_call
+from ejktest.at_size import reference_rows
+from ejktest.cases.paged import SERVER
 from ejktest.drawn import wild_tables
 from ejktest.oracles.paged import gather
 
-SAMPLED = 96  # query rows that the oracle looks at
+SAMPLED = 96  # query rows that are compared
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Mix:
 
 
 def draw(m: Mix, seed: int = 0) -> dict[str, jax.Array]:
-    """q, new keys and values, cache of the pages needed, lens, tables, starts; 5 rows of none."""
+    """Draws q, new keys and values, a cache, lens, tables and starts; 5 rows are of no sequence."""
     rng = np.random.default_rng(seed)
     tables, pages = wild_tables(rng, m.lens, m.ps)
     t = sum(m.rows) + 5
@@ -83,29 +85,29 @@ def draw(m: Mix, seed: int = 0) -> dict[str, jax.Array]:
 
 
 def reading(fn: Callable[..., Any], m: Mix, x: dict[str, jax.Array]) -> tuple[Any, tuple]:
-    """``ragged_page_attention`` as a function of arrays, and these."""
+    """Returns ``ragged_page_attention`` as a function of arrays, and the arrays."""
     names = ("q", "cache", "lens", "tables", "starts", "count")
     return partial(fn, **m.options), tuple(x[name] for name in names)
 
 
 def writing(fn: Callable[..., Any], m: Mix, x: dict[str, jax.Array]) -> tuple[Any, tuple]:
-    """``ragged_page_attention_v3`` as a function of arrays, and these."""
+    """Returns ``ragged_page_attention_v3`` as a function of arrays, and the arrays."""
     names = ("q", "keys", "values", "cache", "lens", "tables", "starts")
     ends = jnp.stack([x["count"] * 0, x["count"] * 0, x["count"]])
     return partial(fn, **m.options), (*(x[name] for name in names), ends)
 
 
 def sample(m: Mix) -> np.ndarray:
-    """Packed rows to look at: the ends of every sequence, and others."""
+    """Returns packed rows to compare: the ends of every sequence, and others."""
     rng, starts = np.random.default_rng(1), np.cumsum([0, *m.rows])
     ends = {int(r) for s, n in zip(starts, m.rows, strict=False) if n for r in (s, s + n - 1)}
     ends = set(sorted(ends)[: SAMPLED // 2])
-    rest = rng.permutation(int(starts[-1]))[: SAMPLED - len(ends)]
-    return np.asarray(sorted(ends | {int(r) for r in rest}), np.int32)
+    others = rng.permutation(int(starts[-1]))[: SAMPLED - len(ends)]
+    return np.asarray(sorted(ends | {int(r) for r in others}), np.int32)
 
 
-def oracle(m: Mix, x: dict[str, jax.Array], cache: jax.Array) -> tuple[np.ndarray, jax.Array]:
-    """(rows, their exact output): sampled rows in float32, with full products."""
+def reference(m: Mix, x: dict[str, jax.Array], cache: jax.Array) -> tuple[np.ndarray, jax.Array]:
+    """Returns sampled rows and their output in float32."""
     rows = sample(m)
     r = np.searchsorted(np.cumsum(m.rows), rows, side="right")
     starts = np.cumsum([0, *m.rows])
@@ -123,20 +125,20 @@ def oracle(m: Mix, x: dict[str, jax.Array], cache: jax.Array) -> tuple[np.ndarra
         )  # fmt: skip
         return o[0] * scale
 
-    given = x["q"][rows], jnp.asarray(position), x["tables"][jnp.asarray(r)]
-    return rows, jax.jit(lambda args: jax.lax.map(row, args))(given)
+    operands = x["q"][rows], jnp.asarray(position), x["tables"][jnp.asarray(r)]
+    return rows, jax.jit(lambda args: jax.lax.map(row, args))(operands)
 
 
 def error(m: Mix, x: dict[str, jax.Array], cache: jax.Array, out: jax.Array) -> float:
-    """RMS error of sampled rows over their RMS; inf where rows of no sequence are not 0."""
-    rows, want = oracle(m, x, cache)
+    """Returns the RMS error of sampled rows over their RMS; inf where other rows are not 0."""
+    rows, want = reference(m, x, cache)
     got = out[rows].astype(jnp.float32)
     if bool(jnp.any(out[sum(m.rows) :] != 0)) or not bool(jnp.all(jnp.isfinite(out))):
         return float("inf")
     return float(jnp.sqrt(jnp.mean((got - want) ** 2) / jnp.mean(want**2)))
 
 
-# of the outputs' and the probabilities' rounding; float32 products are three of tf32
+# rounding of outputs and probabilities; a float32 matmul is three of TF32
 BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-5}
 
 UNEVEN = Mix((1, 0, 700, 1, 3, 130, 1, 64), (4096, 5, 3000, 16, 777, 130, 1, 6000))
@@ -158,23 +160,50 @@ CASES = {
     "e5m2 d256 page 64": replace(UNEVEN, kv="float8_e5m2", h=16, d=256, ps=64),
 }
 READ = ("page 16", "float16 mha d64 page 128")  # also without writing: all else is the same
+# for Hopper: single rows among others that the same launch has, and single rows that Triton's has
+HOPPER = {
+    "singles": Mix((1, 1, 2000, 1, 104), (500, 70, 2100, 129, 1000), h=16, hk=4),
+    "rows": Mix((1130, 0, 3, 974), (1130, 5, 777, 1200), h=16, hk=2, ps=64, cap=20.0),
+}
+SMALL = {
+    "singles": Mix((1, 1, 137), (100, 70, 200), h=8, hk=2, ps=32),
+    "rows": Mix((259, 0, 3, 133), (259, 5, 77, 300), h=4, hk=2, ps=64, cap=20.0),
+}
 
 
 def queue(
     first: np.ndarray, last: np.ndarray, length: np.ndarray, mine: np.ndarray,
     block_q: int, block_kv: int, heads: int, kv_heads: int, near: int, most: int,
 ) -> np.ndarray:  # fmt: skip
-    """The queue of a kernel that has the sequences ``mine``, line by line, of ``most`` tiles.
+    """Returns the queue of a kernel for the sequences ``mine``, with room for ``most`` tiles.
 
-    The longest walk first, of a sequence the last rows; as many key heads together as ``near``
-    tokens of one have room for.
+    The tile with most keys first, of a sequence the last rows; as many key heads together as fit
+    into ``near`` tokens of one head.
     """
-    lines: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
     for i in np.argsort(-length // block_kv, kind="stable"):
         begins = range(first[i] // 8 * 8, last[i], block_q) if mine[i] else ()
         together = max(k for k in range(1, kv_heads + 1)
                        if kv_heads % k == 0 and (k == 1 or length[i] <= near // k))  # fmt: skip
-        facts = (len(lines), len(begins), together * heads // kv_heads)
-        lines += [(i, row, first[i], last[i], length[i], *facts) for row in reversed(begins)]
-    lines += [(0, 0, 0, 0, 0, 0, 0, 1)] * (most + 1 - len(lines))
-    return np.asarray(lines, np.int32)
+        header = (len(tiles), len(begins), together * heads // kv_heads)
+        tiles += [(i, row, first[i], last[i], length[i], *header) for row in reversed(begins)]
+    tiles += [(0, 0, 0, 0, 0, 0, 0, 1)] * (most + 1 - len(tiles))
+    return np.asarray(tiles, np.int32)
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+
+def _ragged(cache: str = "bfloat16", page: int = 16) -> AbstractCall:
+    sizes = {"tokens": 16440, "sequences": 64, "page_size": page, "max_blocks": 8192 // page}
+    scales = {} if cache == "bfloat16" else {"k_scale": 0.05, "v_scale": 0.05}
+    return abstract_call(
+        "ragged_page_attention_v3", SERVER | sizes, dtypes={"kv_cache": cache}, options=scales
+    )
+
+
+COMPILED = {
+    "ragged": _ragged(),
+    "ragged page 64": _ragged(page=64),
+    "ragged int8": _ragged("int8"),
+}

@@ -1,4 +1,7 @@
-"""Making shipped tables: winners of tuning, written so that a run may stop and go on any time."""
+"""Tables of tuned configs, each file complete after every call.
+
+The table of one device is spread over the kernel packages: each ships the entries of its platform.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,15 @@ from ejkernel.ops.utils.files import replace_text
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
     from ejkernel.ops.execution.trials import AutotuneResult, Trial
+
+
+KERNELS = Path(__file__).resolve().parents[2] / "packages"
+FOLDERS = {
+    "triton": "ejk-kernels-triton/src/ejkernel/kernels/triton/tables",
+    "pallas": "ejk-kernels-pallas/src/ejkernel/kernels/pallas/tables",
+    "cuda": "ejk-kernels-xla/src/ejkernel/kernels/xla/cudnn/tables",
+    "xla": "ejk-kernels-xla/src/ejkernel/kernels/xla/tables",
+}
 
 
 class TableBuilder:
@@ -35,23 +47,23 @@ class TableBuilder:
         self.path = Path(path)
         self.device = device
         header, self.entries = self.read()
-        found = header.get("device", device)
-        if found != device:
-            raise ValueError(f"{path} is a table for {found!r}, the device here is {device!r}")
+        owner = header.get("device", device)
+        if owner != device:
+            raise ValueError(f"{path} is a table for {owner!r}, the device here is {device!r}")
 
     def read(self) -> tuple[Mapping[str, Any], dict[str, Entry]]:
-        """Header and entries of the table so far."""
+        """Returns header and entries of the table so far."""
         return read_table(self.path) if self.path.exists() else ({}, {})
 
-    def done(self, key: str) -> bool:
-        """Whether the table has a call already, tuned with the versions installed now."""
+    def is_tuned(self, key: str) -> bool:
+        """Returns whether the table has a call, tuned with the versions installed now."""
         entry = self.entries.get(key)
         return entry is not None and (entry.measured or {}).get("versions") == versions_text()
 
     def add(self, inv: Invocation, result: AutotuneResult, case: str) -> None:
-        """Add the outcome of tuning one call, with its trials, and write the file.
+        """Adds the outcome of tuning one call, with its trials, and writes the file.
 
-        The payload of ``inv`` is what later calls are compared with; ``case``: its name.
+        Later calls are compared with the payload of ``inv``; ``case`` is its name.
         """
         payload = dict(inv.payload)
         made = {"date": today(), "versions": versions_text()}
@@ -74,7 +86,7 @@ class TableBuilder:
 
 
 def write_table(path: Path, device: str, entries: Mapping[str, Entry]) -> None:
-    """Replace a table as a whole; a killed run leaves the old one or the new one."""
+    """Replaces a table; a killed run leaves the old one or the new one."""
     header = {"device": device, "provenance": {"date": today(), "versions": versions()}}
     ordered = dict(sorted(entries.items(), key=_order))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,13 +104,57 @@ def _best_by_platform(kernel: Any, result: AutotuneResult) -> dict[Any, Trial]:
         platform = kernel.config_platform(trial.cfg)
         if trial.ms is None or platform is None:
             continue
-        known = best.get(platform)
-        if known is None or known.ms is None or trial.ms < known.ms:
+        before = best.get(platform)
+        if before is None or before.ms is None or trial.ms < before.ms:
             best[platform] = trial
     return best
 
 
 def table_name(device: str) -> str:
-    """File name of the table of a device, e.g. "nvidia_h200.json" for "gpu:nvidia-h200:9.0"."""
+    """Returns the file name of a device's table: "nvidia_h200.json" for "gpu:nvidia-h200:9.0"."""
     parts = device.split(":")
     return (parts[1] if len(parts) > 1 else device).replace("-", "_") + ".json"
+
+
+def shipped_names(root: Path = KERNELS) -> list[str]:
+    """Returns the file names of all tables that packages ship, one a device."""
+    return sorted({p.name for f in FOLDERS.values() for p in (root / f).glob("*.json")})
+
+
+def read_shipped(name: str, root: Path = KERNELS) -> tuple[Mapping[str, Any], dict[str, Entry]]:
+    """Returns header and entries of one device, of all packages together.
+
+    Raises:
+        ValueError, OSError: one of the files is no table, or cannot be read.
+    """
+    header: Mapping[str, Any] = {}
+    entries: dict[str, Entry] = {}
+    for folder in FOLDERS.values():
+        path = root / folder / name
+        if path.exists():
+            header, part = read_table(path)
+            entries |= part
+    return header, entries
+
+
+class ShippedTable(TableBuilder):
+    """A table spread over the packages of a checkout."""
+
+    def __init__(self, device: str, root: Path = KERNELS):
+        self.root = root
+        super().__init__(root / "*/tables" / table_name(device), device)
+
+    def read(self) -> tuple[Mapping[str, Any], dict[str, Entry]]:
+        return read_shipped(self.path.name, self.root)
+
+    def write(self) -> None:
+        """Replaces every package's file; one without entries is not made."""
+        for platform, folder in FOLDERS.items():
+            path = self.root / folder / self.path.name
+            entries = {k: e for k, e in self.entries.items() if _platform(e) == platform}
+            if entries or path.exists():
+                write_table(path, self.device, entries)
+
+
+def _platform(entry: Entry) -> Any:
+    return entry.plain["config"].get("platform")

@@ -1,4 +1,4 @@
-"""Latent decoding at the sizes a GPU is for: cases, and a float32 reference that runs there."""
+"""Calls of latent decoding and latent attention, with a float32 reference for GPUs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejktest.attention_at_size import BF, F32, HALF, reference, reference_rows, relative
+from ejktest import at_size
+from ejktest.abstract import BF16, AbstractCall, abstract_call
+from ejktest.at_size import reference_rows, relative
+from ejktest.cases.paged import (
+    BF,
+    E4,
+    E5,
+    F32,
+    HALF,
+    I8,
+    UNEVEN,
+    draw_caches,
+    jitted,
+    reference_options,
+    run_thrice,
+)  # fmt: skip
 from ejktest.oracles.paged import gather
-from ejktest.paged_at_size import E4, E5, I8, UNEVEN, called, drawn, repeated, seen_and_capped
 
 
 @dataclass(frozen=True)
@@ -60,33 +74,33 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "scaled, 64 heads": (Shape(UNEVEN[4:], h=64), dict(k_scale=-0.5)),
     "int8, 128 heads": (Shape(kv=I8), dict(k_scale=-0.025, logits_soft_cap=20.0)),
 }
-# output rounding is 2e-3 in bfloat16; probabilities rounded to it add as much. One tf32 product
+# output rounding is 2e-3 in bfloat16; probabilities rounded to it add as much. One TF32 matmul
 BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-3}
 
 
 def bound(name: str) -> float:
-    """The largest relative error that is accepted."""
+    """Returns the largest relative error that is accepted."""
     return BOUND[jnp.dtype(CASES[name][0].q).name]
 
 
 def draw(name: str) -> tuple[jax.Array, ...]:
-    """The arrays of a case."""
+    """Returns the arrays of a case."""
     s = CASES[name][0]
     width, rows = s.latent + s.rope, () if s.rows is None else (s.rows,)
-    return drawn(name, s, (*rows, s.h, width), (width,))
+    return draw_caches(name, s, (*rows, s.h, width), (width,))
 
 
 def runner(name: str, mla_decode: Callable[..., Any]):
-    """A case through an implementation, as a jitted function of ``draw(name)``."""
+    """Returns a case of an implementation, as a jitted function of ``draw(name)``."""
     s, options = CASES[name]
-    return called(mla_decode, s, options, latent_dim=s.latent, return_lse=True)
+    return jitted(mla_decode, s, options, latent_dim=s.latent, return_lse=True)
 
 
-def truth(name: str):
-    """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
+def reference(name: str):
+    """Returns a case in float32, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
     scale = o.get("softmax_scale", (s.latent + s.rope) ** -0.5)
-    options = seen_and_capped(s, o) | {"scale": scale}
+    options = reference_options(s, o) | {"scale": scale}
     rows = s.rows or 1
 
     def row(c, q, n, table):
@@ -102,11 +116,11 @@ def truth(name: str):
 
 
 def check(name: str, mla_decode: Callable[..., Any]) -> None:
-    """Within the bound, and ``repeated``."""
+    """Asserts that a case is within the bound, and ``run_thrice``."""
     q, c, lens, tables = draw(name)
     run = runner(name, mla_decode)
-    o, lse = repeated(run, CASES[name][0].lens, q, c, n=lens, tables=tables)
-    want, want_lse = truth(name)(q, c, lens, tables)
+    o, lse = run_thrice(run, CASES[name][0].lens, q, c, n=lens, tables=tables)
+    want, want_lse = reference(name)(q, c, lens, tables)
     assert jnp.array_equal(lse == -jnp.inf, want_lse == -jnp.inf)
     finite = want_lse > -jnp.inf
     off = float(jnp.max(jnp.where(finite, jnp.abs(lse - want_lse), 0.0)))
@@ -122,21 +136,21 @@ EXPANDED = ("key", "both", "window")
 
 
 def draw_expanded(form: str) -> dict[str, jax.Array]:
-    """Arguments of ``mla_attention`` with 8 heads of DeepSeek V3."""
+    """Returns arguments of ``mla_attention`` with 8 heads of DeepSeek V3."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
         return (jax.random.normal(next(keys), shape, F32) * scale).astype(BF)
 
     q_dim = 128 if form == "both" else 192
-    found = {
+    arguments = {
         "query": normal(2, 1037, 8, q_dim),
         "key_value": normal(2, 1037, 512),
         "w_kc": normal(512, 8, 128, scale=512**-0.5),
         "w_vc": normal(512, 8, 128, scale=512**-0.5),
         "b_k": normal(2, 1037, 64),
     }
-    return found | ({"b_q": normal(2, 1037, 64)} if form == "both" else {})
+    return arguments | ({"b_q": normal(2, 1037, 64)} if form == "both" else {})
 
 
 def _plain(x: dict[str, jax.Array], left: int | None) -> jax.Array:
@@ -146,11 +160,11 @@ def _plain(x: dict[str, jax.Array], left: int | None) -> jax.Array:
     q, k, v = expanded(wide, "highest")
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = j <= i if left is None else (j <= i) & (j >= i - left)
-    return reference(q, k, v, mask=seen)[0]
+    return at_size.reference(q, k, v, mask=seen)[0]
 
 
 def check_expanded(form: str, mla_attention: Callable[..., Any]) -> None:
-    """o and the gradient of every array within the bound; two runs have the same bits."""
+    """Asserts that o and all gradients are within the bound; two runs have the same bits."""
     x = draw_expanded(form)
     left = 100 if form == "window" else None
     window = None if left is None else (left, 0)
@@ -172,3 +186,23 @@ def check_expanded(form: str, mla_attention: Callable[..., Any]) -> None:
     errors = {"o": relative(o, want)} | {n: relative(grads[n], exact[n]) for n in x}
     print(form, {n: f"{e:.1e}" for n, e in errors.items()})
     assert {n: e for n, e in errors.items() if not e <= 1e-2} == {}
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+
+def _latent(heads: int, cache: str = BF16, page: int = 64, **options: Any) -> AbstractCall:
+    sizes = {"batch": 64, "heads": heads, "cache_dim": 576, "pages": 8192, "page_size": page}
+    sizes["max_blocks"] = 8192 // page
+    return abstract_call("mla_decode", sizes, dtypes={"latent_cache": cache}, options=options)
+
+
+COMPILED = {
+    "latent 128 heads": _latent(128),
+    "latent 16 heads": _latent(16),
+    "latent page 16": _latent(128, page=16, sliding_window=1000, logits_soft_cap=30.0),
+    "latent int8": _latent(128, "int8", k_scale=0.05),
+    "latent int8 16 heads": _latent(16, "int8", k_scale=0.05),
+    "latent e4m3": _latent(128, "float8_e4m3fn", k_scale=0.05),
+    "latent e4m3 page 16": _latent(16, "float8_e4m3fn", 16, k_scale=0.05),
+}

@@ -1,4 +1,4 @@
-"""Paged decoding at the sizes a GPU is for: cases, and a float32 reference that runs on the GPU."""
+"""Calls of decoding over pages and over contiguous caches, with a float32 reference for GPUs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejktest.attention_at_size import BF, F32, HALF, reference_rows, relative
+from ejktest.abstract import AbstractCall, abstract_call
+from ejktest.at_size import reference_rows, relative
 from ejktest.drawn import wild_tables
 from ejktest.oracles.paged import gather
 
+BF, HALF, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 I8, E4, E5 = jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -33,7 +35,7 @@ class Shape:
 
 UNEVEN = (4096, 16, 1, 0, 777, 2048, 3000, 65)
 SCALES: dict[str, Any] = dict(k_scale=0.5, v_scale=2.0)
-SMALL: dict[str, Any] = dict(k_scale=0.025, v_scale=0.03)  # for numbers up to 127
+SMALL: dict[str, Any] = dict(k_scale=0.025, v_scale=0.03)  # for values up to 127
 # name: shape, options of the operation; ``sinks`` is their number
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "page 16": (Shape(UNEVEN), {}),
@@ -82,15 +84,18 @@ BOUND = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 2e-5}
 
 
 def bound(name: str) -> float:
-    """The largest relative error that is accepted."""
+    """Returns the largest relative error that is accepted."""
     s = CASES[name][0]
     if s.q is F32 and s.d > 128:
-        return 2e-3  # one tf32 product instead of three
+        return 2e-3  # one TF32 matmul instead of three
     return BOUND[jnp.dtype(s.q).name]
 
 
-def drawn(name: str, s: Any, query: tuple[int, ...], *rows: tuple[int, ...]) -> tuple:
-    """q, caches with such rows of the pages that are needed and three more, lengths, tables."""
+def draw_caches(name: str, s: Any, query: tuple[int, ...], *rows: tuple[int, ...]) -> tuple:
+    """Returns q, a cache for each shape of a token's row, lengths and tables.
+
+    A cache has the pages that are needed and three more.
+    """
     tables, pages = wild_tables(np.random.default_rng(len(name)), s.lens, s.ps)
 
     @jax.jit
@@ -108,19 +113,19 @@ def drawn(name: str, s: Any, query: tuple[int, ...], *rows: tuple[int, ...]) -> 
 
 
 def draw(name: str) -> tuple[jax.Array, ...]:
-    """The arrays of a case."""
+    """Returns the arrays of a case."""
     s = CASES[name][0]
-    return drawn(name, s, (s.h, s.d), (s.hk, s.d), (s.hk, s.dv))
+    return draw_caches(name, s, (s.h, s.d), (s.hk, s.d), (s.hk, s.dv))
 
 
-def drawn_sinks(heads: int, options: Mapping[str, Any]) -> jax.Array | None:
-    """The sinks of a case whose options give their number."""
+def _draw_sinks(heads: int, options: Mapping[str, Any]) -> jax.Array | None:
+    """Returns the sinks of a case whose options give their number."""
     shape = (heads, options.get("sinks", 0))
     return jax.random.normal(jax.random.key(3), shape, F32) if shape[1] else None
 
 
 def in_context(lens: Sequence[int], tables: Any, pages: int, page_size: int) -> np.ndarray:
-    """Which tokens of a cache are in a context, bool ``[pages, page_size]``."""
+    """Returns which tokens of a cache are in a context, bool ``[pages, page_size]``."""
     seen = np.zeros((pages, page_size), bool)
     for n, row in zip(lens, np.asarray(tables), strict=True):
         j = np.arange(n)
@@ -128,28 +133,28 @@ def in_context(lens: Sequence[int], tables: Any, pages: int, page_size: int) -> 
     return seen
 
 
-def called(function: Callable[..., Any], s: Any, given: Mapping[str, Any], **more: Any):
-    """A jitted function of the arrays of a case with these options."""
-    aux = drawn_sinks(s.h, given)
-    options = {n: x for n, x in given.items() if n != "sinks"} | more
-    return jax.jit(lambda *x: function(*x, softmax_aux=aux, **options))
+def jitted(function: Callable[..., Any], s: Any, options: Mapping[str, Any], **others: Any):
+    """Returns a jitted function of the arrays of a case with these options."""
+    aux = _draw_sinks(s.h, options)
+    arguments = {n: x for n, x in options.items() if n != "sinks"} | others
+    return jax.jit(lambda *x: function(*x, softmax_aux=aux, **arguments))
 
 
-def seen_and_capped(s: Any, o: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reference is told of a case's window, cap and sinks."""
-    sinks = drawn_sinks(s.h, o)
+def reference_options(s: Any, o: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a case's window, cap and sinks as ``reference_rows`` takes them."""
+    sinks = _draw_sinks(s.h, o)
     return {"window": o.get("sliding_window"), "cap": o.get("logits_soft_cap"), "sinks": sinks}
 
 
 def runner(name: str, page_attention: Callable[..., Any]):
-    """A case through an implementation, as a jitted function of ``draw(name)``."""
-    return called(page_attention, *CASES[name])
+    """Returns a case of an implementation, as a jitted function of ``draw(name)``."""
+    return jitted(page_attention, *CASES[name])
 
 
-def truth(name: str):
-    """A case in float32 with full products, row by row, as a jitted function of ``draw(name)``."""
+def reference(name: str):
+    """Returns a case in float32, row by row, as a jitted function of ``draw(name)``."""
     s, o = CASES[name]
-    options = seen_and_capped(s, o) | {"scale": s.d**-0.5 * o.get("k_scale", 1.0)}
+    options = reference_options(s, o) | {"scale": s.d**-0.5 * o.get("k_scale", 1.0)}
 
     def row(k, v, q, n, table):
         out, _ = reference_rows(q[None], gather(k, table), gather(v, table), n[None] - 1, **options)
@@ -158,36 +163,64 @@ def truth(name: str):
     return jax.jit(lambda q, k, v, n, t: jax.lax.map(lambda x: row(k, v, *x), (q, n, t)))
 
 
-def repeated(run: Callable[..., Any], lens: Sequence[int], q, *caches, n, tables):
-    """What a call gives; another has the same bits, and so has one with NaN in unseen memory."""
-    found = run(q, *caches, n, tables)
+def run_thrice(run: Callable[..., Any], lens: Sequence[int], q, *caches, n, tables):
+    """Returns the results of a call, of which two more have the same bits.
+
+    One of them has NaN in memory that no context covers.
+    """
+    results = run(q, *caches, n, tables)
     seen = in_context(lens, tables, *caches[0].shape[:2])
     hidden = caches
     if jnp.issubdtype(caches[0].dtype, jnp.floating):
         nan = jnp.asarray(jnp.nan, caches[0].dtype)
         hidden = [jnp.where(seen.reshape(*seen.shape, *[1] * (c.ndim - 2)), c, nan) for c in caches]
     for again in (caches, hidden):
-        jax.tree.map(np.testing.assert_array_equal, found, run(q, *again, n, tables))
-    return found
+        jax.tree.map(np.testing.assert_array_equal, results, run(q, *again, n, tables))
+    return results
 
 
 def check(name: str, page_attention: Callable[..., Any]) -> None:
-    """Within the bound, and ``repeated``."""
+    """Asserts that a case is within the bound, and ``run_thrice``."""
     *arrays, lens, tables = draw(name)
     run = runner(name, page_attention)
-    first = repeated(run, CASES[name][0].lens, *arrays, n=lens, tables=tables)
-    error = relative(first, truth(name)(*arrays, lens, tables))
+    first = run_thrice(run, CASES[name][0].lens, *arrays, n=lens, tables=tables)
+    error = relative(first, reference(name)(*arrays, lens, tables))
     print(f"{name}: {error:.1e}")
     assert error <= bound(name)
 
 
 def every_code(kind: Any, page_attention: Callable[..., Any]) -> int:
-    """Numbers read inexactly, of all that 8 bits can say: each is the only key of its row."""
+    """Returns how many 8-bit values are read inexactly; each is the only key of its row."""
     codes = np.arange(256, dtype=np.uint8).view(np.dtype(kind))
     v = jnp.asarray(codes.reshape(16, 1, 1, 16))
     q, k = jnp.ones((16, 1, 16), BF), jnp.zeros_like(v)
     lens, tables = jnp.ones(16, jnp.int32), jnp.arange(16)[:, None]
     got = jax.jit(lambda *x: page_attention(*x, num_splits=1))(q, k, v, lens, tables)
     got, want = np.asarray(got, np.float32).ravel(), codes.astype(np.float32)
-    # a number that is not finite spoils the row of 16 only by itself
+    # a value that is not finite spoils only itself in the row of 16
     return int((~((got == want) | (np.isnan(got) & ~np.isfinite(want)))).sum())
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+SERVER = {"heads": 32, "kv_heads": 8, "head_dim": 128, "pages": 4096, "page_size": 16}
+
+
+def _paged(cache: str = "bfloat16") -> AbstractCall:
+    sizes = SERVER | {"batch": 64, "max_blocks": 512}
+    dtypes = {"key_cache": cache, "value_cache": cache}
+    return abstract_call("page_attention", sizes, dtypes=dtypes, forms={"query": 1})
+
+
+PAGED = {
+    "paged": _paged(),
+    "paged int8": _paged("int8"),
+    "paged e4m3": _paged("float8_e4m3fn"),
+}
+CONTIGUOUS = {
+    "contiguous": abstract_call(
+        "ragged_decode_attention",
+        {"batch": 64, "heads": 32, "kv_heads": 8, "kv_len": 8192, "head_dim": 128},
+        forms={"query": 1},
+    ),
+}

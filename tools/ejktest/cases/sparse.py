@@ -1,5 +1,4 @@
-"""Calls of native sparse attention for a GPU: what must be right, and what memory checkers run; and
-how a call is compared with its definition."""
+"""Calls of native sparse attention, and how a call is compared with its definition."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.abstract import AbstractCall, abstract_call
 from ejktest.drawn import array
 from ejktest.tolerance import check_close
 
@@ -40,8 +40,8 @@ CASES = {
 
 
 def draw(case: Case) -> dict[str, Any]:
-    """query, key, value, the output's cotangent, and lists: the own block, the first block, and
-    others of which some come twice or lie ahead."""
+    """Draws query, key, value, the output's cotangent, and lists: the row's own block, the first
+    block, and others of which some come twice or lie ahead."""
     rng = np.random.default_rng(0)
     s, h, hk = case.length, case.heads, case.kv_heads
 
@@ -60,8 +60,8 @@ def draw(case: Case) -> dict[str, Any]:
     }
 
 
-def pull(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A jitted (o, dq, dk, dv) of a case, and its arrays."""
+def case_of(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns a jitted (o, dq, dk, dv) of a case, and its arrays."""
     case = CASES[name]
 
     @jax.jit
@@ -75,29 +75,46 @@ def pull(function: Callable[..., Any], name: str) -> tuple[Callable[..., Any], d
     return run, draw(case)
 
 
-def check_chosen(found, score, rtol, atol=0.0):
-    """Lists ``[s, hk, slots]`` have the blocks of the best scores ``[s, hk, n]``, each once: place
-    by place a score within the tolerance of the one that float64 puts there."""
-    found, slots = np.asarray(found), found.shape[-1]
+def check_chosen(lists, score, rtol, atol=0.0):
+    """Asserts that lists ``[s, hk, slots]`` have the blocks of the best scores, each once.
+
+    Place by place a score ``[s, hk, n]`` is close to the one that float64 puts there.
+    """
+    lists, slots = np.asarray(lists), lists.shape[-1]
     best = -np.sort(-score, axis=-1)[..., :slots]
-    got = np.where(found < 0, -1.0, np.take_along_axis(score, np.maximum(found, 0), -1))
+    got = np.where(lists < 0, -1.0, np.take_along_axis(score, np.maximum(lists, 0), -1))
     np.testing.assert_allclose(got, best, rtol=rtol, atol=atol)
-    assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in found.reshape(-1, slots))
+    assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in lists.reshape(-1, slots))
 
 
-def pulled(fn, args, weight):
-    """Output, and ``weight`` pulled back to the arguments."""
+def _with_gradients(fn, args, weight):
+    """Returns the output, and ``weight`` pulled back to the arguments."""
     out, pull = jax.vjp(fn, *args)
     return out, pull(weight.astype(out.dtype))
 
 
 def compare(ours, theirs, args):
-    """A call and its gradients against its definition, which computes in float64."""
+    """Compares a call and its gradients with its definition, which computes in float64."""
     weight = np.random.default_rng(1).standard_normal(jax.eval_shape(ours, *args).shape)
     with jax.enable_x64(True):
         exact_args = [array(a, jnp.float64) for a in args]
-        reference, exact = pulled(theirs, exact_args, array(weight))
-    out, grads = jax.jit(partial(pulled, ours))(args, weight.astype(np.float32))
+        reference, exact = _with_gradients(theirs, exact_args, array(weight))
+    out, grads = jax.jit(partial(_with_gradients, ours))(args, weight.astype(np.float32))
     check_close(out, reference)
     for i, (g, r) in enumerate(zip(grads, exact, strict=True)):
         check_close(g, r, name=f"gradient {i}", rms_limit=4e-5)
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+
+def _sparse(*optional: str) -> AbstractCall:
+    sizes = {"batch": 1, "seq": 32768, "heads": 64, "kv_heads": 4, "head_dim": 128, "selected": 16}
+    options = {"block_size": 64}
+    return abstract_call("native_sparse_attention", sizes, *optional, trained=True, options=options)
+
+
+COMPILED = {
+    "lists": _sparse("block_indices"),
+    "branches": _sparse("g_cmp", "g_slc"),
+}
