@@ -46,10 +46,10 @@ class CausalConv1D(TritonKernel):
         # the gradient of a state that nobody gets is 0
         dstate = dstate if p.returns_state else None
         found = call(launch, **_operands(arrays), dy=dy, dstate=dstate)
-        sums, width = jnp.sum(found["sums"], 0), p.width
-        gradients = {"x": found["dx"], "weight": sums[:width].T}
+        dtaps, width = jnp.sum(found["partials"], 0), p.width
+        gradients = {"x": found["dx"], "weight": dtaps[:width].T}
         if "bias" in arrays:
-            gradients["bias"] = sums[width]
+            gradients["bias"] = dtaps[width]
         if "initial_state" in arrays:
             gradients["initial_state"] = found["dinitial"]
         return gradients
