@@ -38,8 +38,9 @@ from ejkernel.kernels.triton.launch import BATCHED, SHARED, Launch, struct
 
 @triton.jit
 def convolve_backward(
-    x, weight, bias, initial_state, dy, dstate, cu, dx, dinitial, partials, sizes, SILU: tl.constexpr
-):
+    x, weight, bias, initial_state, dy, dstate, cu, dx, dinitial, partials, sizes,
+    SILU: tl.constexpr,
+):  # fmt: skip
     WIDTH: tl.constexpr = sizes.WIDTH
     STEP: tl.constexpr = sizes.STEP
     BEFORE: tl.constexpr = WIDTH - 1
