@@ -25,19 +25,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ejkernel.kernels.triton.gated_delta_rule.chunks import FACTORS, ChunkLaunch, find_chunk
-from ejkernel.kernels.triton.gated_delta_rule.gates import (
-    is_earlier,
-    load_gates,
-    pair_decays,
-    prefix_sums,
-)
+from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.solve import invert
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import BATCHED, struct
 from ejkernel.kernels.triton.linear_attention.rows import load_rows
 
 EPSILON = tl.constexpr(1e-6)
-SMALLEST_BETA = tl.constexpr(2.0**-40)
+SMALLEST_BETA = tl.constexpr(2.0**-30)
 
 
 @triton.jit
@@ -51,7 +46,7 @@ def reciprocal_lengths(x):
 def load_beta(beta, at, valid):
     """Loads beta in float32, 0 for tokens that are not ``valid``.
 
-    A beta of 0 is taken as 2^-40: an update divided by beta is then the error of its value.
+    A beta of 0 is taken as 2^-30: an update divided by beta is then the error of its value.
     """
     if beta is None:
         strength = valid.to(tl.float32)
@@ -88,11 +83,11 @@ def prepare_chunks(
     other = tl.trans(k.to(sizes.DTYPE))
     seen = tl.dot(q.to(sizes.DTYPE), other, input_precision=sizes.PRECISION)
     gram = tl.dot(k.to(sizes.DTYPE), other, input_precision=sizes.PRECISION)
-    seen = seen * q_factor[:, None] * k_factor[None, :]
-    gram = gram * k_factor[:, None] * k_factor[None, :]
-
-    earlier = is_earlier(CHUNK, sizes.REVERSED)
-    same = token[:, None] == token[None, :]
+    seen = seen * q_factor[:, None]
+    if NORMALIZE:
+        seen = seen * k_factor[None, :]
+        gram = gram * k_factor[:, None] * k_factor[None, :]
+    up_to = is_up_to(CHUNK, sizes.REVERSED)
     row = token[:, None]
     column = token[None, :]
     groups = sizes.heads // sizes.kv_heads
@@ -103,16 +98,21 @@ def prepare_chunks(
         strength = load_beta(beta, at, valid)
         since = valid.to(tl.float32)
         until = since
-        decayed = tl.where(earlier, 1.0, 0.0)
-        total = 0.0
+        decayed = tl.where(up_to, 1.0, 0.0)
+        total = 1.0
         if gate is not None:
-            g = load_gates(gate, at, valid)
-            high, low, total_high, total_low = prefix_sums(g, sizes.REVERSED)
-            decayed = pair_decays(high, low, earlier)
-            since = tl.where(valid, tl.exp(high + low), 0.0)
-            until = tl.where(valid, tl.exp((total_high - high) + (total_low - low)), 0.0)
-            total = total_high + total_low
-        system = strength[:, None] * gram * decayed
+            high, low, since, until, total = load_gates(gate, at, valid, sizes.REVERSED)
+            decayed = pair_decays(high, low, up_to)
+        place = factors + number * (FACTORS * CHUNK) + token
+        tl.store(place, q_factor * since)
+        tl.store(place + CHUNK, k_factor * since)
+        tl.store(place + 2 * CHUNK, k_factor * until)
+        tl.store(place + 3 * CHUNK, strength)
+        tl.store(decays + number, total)
+        square = scores + number * (CHUNK * CHUNK) + row * CHUNK + column
+        tl.store(square, (seen * decayed).to(scores.dtype.element_ty))
+        # ``invert`` reads nothing on the diagonal and above
+        system = strength[:, None] * (gram * decayed)
         if sizes.REVERSED:
             system = tl.trans(system)
         found = invert(system, CHUNK, INVERSE_PRECISION)
@@ -121,15 +121,6 @@ def prepare_chunks(
             tl.store(square + column * CHUNK + row, found.to(inverse.dtype.element_ty))
         else:
             tl.store(square + row * CHUNK + column, found.to(inverse.dtype.element_ty))
-        weights = seen * tl.where(same, 1.0, decayed)
-        square = scores + number * (CHUNK * CHUNK) + row * CHUNK + column
-        tl.store(square, weights.to(scores.dtype.element_ty))
-        place = factors + number * (FACTORS * CHUNK) + token
-        tl.store(place, q_factor * since)
-        tl.store(place + CHUNK, k_factor * since)
-        tl.store(place + 2 * CHUNK, k_factor * until)
-        tl.store(place + 3 * CHUNK, strength)
-        tl.store(decays + number, tl.exp(total))
 
 
 class PrepareLaunch(ChunkLaunch):

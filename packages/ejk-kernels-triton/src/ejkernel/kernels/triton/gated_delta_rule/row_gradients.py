@@ -25,15 +25,11 @@ heads of 128, chunks of 64 in bfloat16: 268 + 201 MB, with q, k and their gradie
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from ejkernel.kernels.triton.bound_launch import TensorMap
 from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch, find_chunk
-from ejkernel.kernels.triton.gated_delta_rule.gates import (
-    is_earlier,
-    load_gates,
-    pair_decays,
-    prefix_sums,
-)
+from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta, reciprocal_lengths
 from ejkernel.kernels.triton.gated_delta_rule.tiles import padded
 from ejkernel.kernels.triton.language import tl, triton
@@ -46,120 +42,187 @@ OPERANDS = (
 
 
 @triton.jit
+def load_state(states, number, sizes):
+    """Loads state ``number`` of ``[numbers, dim, value_dim]``."""
+    return load_rows(
+        states, number * sizes.dim, sizes.dim, 0, 0, 1, 0, sizes.value_dim, sizes.DIM,
+        sizes.COLUMNS, sizes.MAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_tile(x, base, tokens, head, heads, columns, WIDTH: tl.constexpr, sizes):
+    """Loads the rows of a chunk."""
+    return load_rows(
+        x, base, tokens, 0, head, heads, 0, columns, sizes.CHUNK, WIDTH, sizes.MAPS
+    )
+
+
+@triton.jit
+def inner_product(x, y, number, sizes):
+    """Returns the sum of the products of two states, a few rows at a time to save registers."""
+    d = tl.arange(0, 16)[:, None]
+    c = tl.arange(0, sizes.COLUMNS)[None, :]
+    total = tl.zeros([16, sizes.COLUMNS], tl.float32)
+    for i in range(0, sizes.dim, 16):
+        place = (number * sizes.dim + i + d) * sizes.value_dim + c
+        inside = (i + d < sizes.dim) & (c < sizes.value_dim)
+        row = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        total += row * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(tl.sum(total, 1), 0)
+
+
+@triton.jit
+def load_decays(gate, at, valid, sizes):
+    """Returns decays between tokens, from the chunk start, to the chunk end, and of the chunk."""
+    since = valid.to(tl.float32)
+    until = since
+    up_to = is_up_to(sizes.CHUNK, sizes.REVERSED)
+    decayed = tl.where(up_to, 1.0, 0.0)
+    total = 1.0
+    if gate is not None:
+        high, low, since, until, total = load_gates(gate, at, valid, sizes.REVERSED)
+        decayed = pair_decays(high, low, up_to)
+    return decayed, since, until, total
+
+
+@triton.jit
 def row_gradients(
-    query, key, gate, beta, dout, updates, dvalue, states, dstates, cu, dquery, dkey, dgate, dbeta,
-    sizes, scale, NORMALIZE: tl.constexpr,
+    query, key, gate, beta, dout, updates, dvalue, states, dstates, state_rows, cu, dquery, dkey,
+    dgate, dbeta, sizes, scale, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = sizes.CHUNK
-    DIM: tl.constexpr = sizes.DIM
-    COLUMNS: tl.constexpr = sizes.COLUMNS
     DTYPE: tl.constexpr = sizes.DTYPE
     PRECISION: tl.constexpr = sizes.PRECISION
+    kv_heads = sizes.kv_heads
+    heads = sizes.heads
     program = tl.program_id(0)
-    kv_head = program % sizes.kv_heads
-    slot = (program // sizes.kv_heads).to(tl.int64)
+    kv_head = program % kv_heads
+    slot = (program // kv_heads).to(tl.int64)
     base, tokens, rows = find_chunk(cu, slot, sizes)
     token = tl.arange(0, CHUNK)
     valid = token < tokens
-    earlier = is_earlier(CHUNK, sizes.REVERSED)
-    q = load_rows(
-        query, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-    )
-    k = load_rows(
-        key, base, tokens, 0, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-    )
-    q_factor = tl.zeros([CHUNK], tl.float32) + scale
-    k_factor = tl.zeros([CHUNK], tl.float32) + 1.0
+    in_rows = token < rows
+    row = token[:, None]
+    column = token[None, :]
+    q = load_tile(query, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+    k = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+    q_factor = tl.zeros([CHUNK], tl.float32) + 1.0
+    k_factor = q_factor
     if NORMALIZE:
-        q_factor = q_factor * reciprocal_lengths(q)
+        q_factor = reciprocal_lengths(q)
         k_factor = reciprocal_lengths(k)
-    d = tl.arange(0, DIM)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
-    inside = (d < sizes.dim) & (c < sizes.value_dim)
-    state_size = sizes.dim * sizes.value_dim
-    dq_sum = tl.zeros([CHUNK, DIM], tl.float32)
-    dk_sum = tl.zeros([CHUNK, DIM], tl.float32)
-    groups = sizes.heads // sizes.kv_heads
-    for i in tl.range(0, groups, num_stages=1):
+        q = q.to(tl.float32) * q_factor[:, None]
+        k = k.to(tl.float32) * k_factor[:, None]
+    q = q.to(DTYPE)
+    k = k.to(DTYPE)
+    groups = heads // kv_heads
+    # weights of a token for itself; ``dq`` and ``dk`` are without them until the end
+    itself = tl.zeros([CHUNK], tl.float32)
+
+    dq = tl.zeros([CHUNK, sizes.DIM], tl.float32)
+    along_before = tl.zeros([CHUNK], tl.float32)
+    for i in tl.range(0, groups, num_stages=1, disable_licm=True):
         head = kv_head * groups + i
-        at = (base + token) * sizes.heads + head
-        since = valid.to(tl.float32)
-        until = since
-        decayed = tl.where(earlier, 1.0, 0.0)
-        total = 0.0
-        if gate is not None:
-            g = load_gates(gate, at, valid)
-            high, low, total_high, total_low = prefix_sums(g, sizes.REVERSED)
-            decayed = pair_decays(high, low, earlier)
-            since = tl.where(valid, tl.exp(high + low), 0.0)
-            until = tl.where(valid, tl.exp((total_high - high) + (total_low - low)), 0.0)
-            total = total_high + total_low
-        place = (slot * sizes.heads + head) * state_size + d * sizes.value_dim + c
-        state = tl.load(states + place, mask=inside, other=0.0)
-        dstate = tl.load(dstates + place, mask=inside, other=0.0)
-        do = load_rows(
-            dout, base, tokens, 0, head, sizes.heads, 0, sizes.value_dim, CHUNK, COLUMNS, sizes.MAPS
-        ).to(DTYPE)
-        u = load_rows(
-            updates, base, tokens, 0, head, sizes.heads, 0, sizes.value_dim, CHUNK, COLUMNS,
-            sizes.MAPS,
-        )  # fmt: skip
-        dv = load_rows(
-            dvalue, base, tokens, 0, head, sizes.heads, 0, sizes.value_dim, CHUNK, COLUMNS,
-            sizes.MAPS,
-        )  # fmt: skip
-        ended = 0.0
+        at = (base + token) * heads + head
+        decayed, since, _, _ = load_decays(gate, at, valid, sizes)
+        do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        pairs = tl.dot(do.to(DTYPE), tl.trans(u), input_precision=PRECISION) * (decayed * scale)
+        itself += tl.sum(tl.where(row == column, pairs, 0.0), 1)
+        pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
+        do = (do.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
+        state = load_state(states, slot * heads + head, sizes)
+        dq = tl.dot(do, tl.trans(state), acc=dq, input_precision=PRECISION)
+        dq = tl.dot(pairs, k, acc=dq, input_precision=PRECISION)
         if dgate is not None:
-            through = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            ended = tl.exp(total) * tl.sum(through, 0)
+            # loaded again: in registers it would stay there
+            x = load_tile(query, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            along = tl.sum(dq * x.to(tl.float32), 1)
+            tl.store(dgate + at, (along - along_before) * q_factor, mask=in_rows)
+            along_before = along
+    store_gradient(
+        dquery, dq, query, key, itself, q_factor, k_factor, base, tokens, rows, kv_head, sizes,
+        NORMALIZE,
+    )  # fmt: skip
+    # what other threads stored to ``dgate`` is read below
+    tl.debug_barrier()
+
+    dk = tl.zeros([CHUNK, sizes.DIM], tl.float32)
+    along_before = tl.zeros([CHUNK], tl.float32)
+    for i in tl.range(0, groups, num_stages=1, disable_licm=True):
+        head = kv_head * groups + i
+        number = slot * heads + head
+        at = (base + token) * heads + head
+        decayed, since, until, total = load_decays(gate, at, valid, sizes)
+        u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        dv = load_tile(dvalue, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        # keys that read the state
+        pairs = tl.dot(dv, tl.trans(u), input_precision=PRECISION)
         if dbeta is not None:
-            strength = load_beta(beta, at, valid)
-            strength = tl.where(valid, strength, 1.0)[:, None]
-            gain = tl.sum(dv.to(tl.float32) / strength * (u.to(tl.float32) / strength), 1)
-            tl.store(dbeta + at, gain, mask=token < rows)
-
-        pairs = tl.dot(do, tl.trans(u), input_precision=PRECISION)
-        itself = tl.sum(tl.where(token[:, None] == token[None, :], pairs, 0.0), 1)
-        pairs = pairs * decayed
-        read = tl.dot(dv, tl.trans(u), input_precision=PRECISION) * -decayed
-        # queries and keys that read the state: gradients of k of unit length, and of scale q
-        weights = (pairs * k_factor[None, :]).to(DTYPE)
-        dq = tl.dot(do, tl.trans(state), input_precision=PRECISION) * since[:, None]
-        dq = tl.dot(weights, k.to(DTYPE), acc=dq, input_precision=PRECISION)
-        moved = tl.sum(dq * q.to(tl.float32), 1) * q_factor
-        dq_sum += dq + (itself * k_factor)[:, None] * k.to(tl.float32)
-        weights = (read * k_factor[None, :]).to(DTYPE)
-        dk = tl.dot(dv, tl.trans(state), input_precision=PRECISION) * -since[:, None]
-        dk = tl.dot(weights, k.to(DTYPE), acc=dk, input_precision=PRECISION)
-        moved += tl.sum(dk * k.to(tl.float32), 1) * k_factor
-        dk_sum += dk
-        # keys that enter it
-        dk = tl.dot(u, tl.trans(dstate), input_precision=PRECISION) * until[:, None]
-        ended += tl.sum(tl.sum(dk * k.to(tl.float32), 1) * k_factor, 0)
-        weights = tl.trans((pairs * q_factor[:, None]).to(DTYPE))
-        dk = tl.dot(weights, q.to(DTYPE), acc=dk, input_precision=PRECISION)
-        weights = tl.trans((read * k_factor[:, None]).to(DTYPE))
-        dk = tl.dot(weights, k.to(DTYPE), acc=dk, input_precision=PRECISION)
-        moved -= tl.sum(dk * k.to(tl.float32), 1) * k_factor
-        dk_sum += dk + (itself * q_factor)[:, None] * q.to(tl.float32)
+            strength = tl.where(valid, load_beta(beta, at, valid), 1.0)
+            gain = tl.sum(tl.where(row == column, pairs, 0.0), 1)
+            tl.store(dbeta + at, gain / strength / strength, mask=in_rows)
+        read = tl.where(row == column, 0.0, pairs * -decayed).to(DTYPE)
+        dv = (dv.to(tl.float32) * -since[:, None]).to(DTYPE)
+        state = load_state(states, number, sizes)
+        dk = tl.dot(dv, tl.trans(state), acc=dk, input_precision=PRECISION)
+        dk = tl.dot(read, k, acc=dk, input_precision=PRECISION)
         if dgate is not None:
+            x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            along_read = tl.sum(dk * x.to(tl.float32), 1)
+        # keys that enter it
+        do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
+        pairs = tl.dot(do.to(DTYPE), tl.trans(u), input_precision=PRECISION) * (decayed * scale)
+        pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
+        u = (u.to(tl.float32) * until[:, None]).to(DTYPE)
+        dstate = load_state(dstates, number, sizes)
+        dk = tl.dot(u, tl.trans(dstate), acc=dk, input_precision=PRECISION)
+        if dgate is not None:
+            x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            ended = tl.sum((tl.sum(dk * x.to(tl.float32), 1) - along_read) * k_factor, 0)
+        dk = tl.dot(tl.trans(pairs), q, acc=dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(read), k, acc=dk, input_precision=PRECISION)
+        if dgate is not None:
+            ended += total * inner_product(state_rows.before, state_rows.after, number, sizes)
+            x = load_tile(key, base, tokens, kv_head, kv_heads, sizes.dim, sizes.DIM, sizes)
+            along = tl.sum(dk * x.to(tl.float32), 1)
+            moved = tl.load(dgate + at, mask=valid, other=0.0)
+            moved += (2.0 * along_read - along_before - along) * k_factor
+            along_before = along
             moved = tl.cumsum(tl.where(valid, moved, 0.0), 0, reverse=not sizes.REVERSED)
-            tl.store(dgate + at, tl.where(valid, moved + ended, 0.0), mask=token < rows)
+            tl.store(dgate + at, tl.where(valid, moved + ended, 0.0), mask=in_rows)
+    store_gradient(
+        dkey, dk, key, query, itself, k_factor, q_factor, base, tokens, rows, kv_head, sizes,
+        NORMALIZE,
+    )  # fmt: skip
 
+
+@triton.jit
+def store_gradient(
+    target, gradient, x, partner, itself, factor, partner_factor, base, tokens, rows, kv_head,
+    sizes, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds the pairs of a token with itself, takes a gradient through the normalization of x, and
+    stores it."""
+    partner = load_tile(partner, base, tokens, kv_head, sizes.kv_heads, sizes.dim, sizes.DIM, sizes)
+    gradient += (itself * partner_factor)[:, None] * partner.to(tl.float32)
     if NORMALIZE:
-        # of x / |x|: what is along x does not count
-        x = q.to(tl.float32) * reciprocal_lengths(q)[:, None]
-        dq_sum = (dq_sum - x * tl.sum(x * dq_sum, 1)[:, None]) * q_factor[:, None]
-        x = k.to(tl.float32) * k_factor[:, None]
-        dk_sum = (dk_sum - x * tl.sum(x * dk_sum, 1)[:, None]) * k_factor[:, None]
-    else:
-        dq_sum = dq_sum * scale
+        # what lies along a vector does not change its direction
+        x = load_tile(x, base, tokens, kv_head, sizes.kv_heads, sizes.dim, sizes.DIM, sizes)
+        unit = x.to(tl.float32) * factor[:, None]
+        gradient = (gradient - unit * tl.sum(gradient * unit, 1)[:, None]) * factor[:, None]
     store_rows(
-        dquery, dq_sum, base, rows, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-    )
-    store_rows(
-        dkey, dk_sum, base, rows, kv_head, sizes.kv_heads, 0, sizes.dim, CHUNK, DIM, sizes.MAPS
-    )
+        target, gradient, base, rows, kv_head, sizes.kv_heads, 0, sizes.dim, sizes.CHUNK, sizes.DIM,
+        sizes.MAPS,
+    )  # fmt: skip
+
+
+class StateRows(NamedTuple):
+    """States before the chunks, and gradients of states after them, as pointers."""
+
+    before: Any
+    after: Any
 
 
 class RowGradientsLaunch(ChunkLaunch):
@@ -192,12 +255,23 @@ class RowGradientsLaunch(ChunkLaunch):
         return (self.slots * self.problem.kv_heads,)
 
     def options(self, target):
-        return {"num_warps": 8, "num_stages": 1}
+        return {"num_warps": 4, "num_stages": 1}
 
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
+        if self.maps(target):
+            rows |= {name: self._states(name) for name in ("states", "dstates")}
         return rows | {
+            "state_rows": StateRows(self.operand("states"), self.operand("dstates")),
             "sizes": self.sizes(target),
             "scale": float(self.problem.scale),
             "NORMALIZE": self.problem.normalize,
         }
+
+    def _states(self, name: str) -> TensorMap | None:
+        """Returns an operand ``[slots, heads, dim, value_dim]``, loaded a state at a time."""
+        p, operand = self.problem, self.operand(name)
+        if operand is None:
+            return None
+        height = self.slots * p.heads * p.dim
+        return TensorMap(operand.index, (height, p.value_dim), (p.dim, p.value_dim))
