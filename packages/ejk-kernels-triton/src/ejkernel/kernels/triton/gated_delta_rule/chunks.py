@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ejkernel.kernels.triton.bound_launch import In, TensorMap
+from ejkernel.kernels.triton.bound_launch import In, TensorMap, runs_map
 from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.common.sequences import find_segment, pieces_of, sequence_start
 from ejkernel.kernels.triton.gated_delta_rule.problem import Problem
@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.gated_delta_rule.tiles import Tiles, padded
 from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.launch import Launch
 from ejkernel.kernels.triton.linear_attention import tiles as linear_tiles
-from ejkernel.kernels.triton.linear_attention.rows import FULL
+from ejkernel.kernels.triton.linear_attention.rows import POINTERS
 from ejkernel.kernels.triton.targets import Target
 
 FACTORS = 4
@@ -77,11 +77,10 @@ class ChunkLaunch(Launch):
         return min(self.tiles.columns, padded(self.problem.value_dim))
 
     def maps(self, target: Target) -> int:
-        """Returns how rows are loaded: full chunks through the copy engine where there is one."""
+        """Returns how rows are loaded: through the copy engine where there is one."""
         p, t = self.problem, self.tiles
         sizes = ((p.dim, padded(p.dim)), (p.value_dim, self.columns), (t.chunk, t.chunk))
-        found = linear_tiles.maps_of(p, t.chunk, sizes, target)
-        return found if found == linear_tiles.FULL else linear_tiles.POINTERS
+        return linear_tiles.maps_of(p, t.chunk, sizes, target)
 
     def sizes(self, target: Target) -> Sizes:
         p = self.problem
@@ -108,24 +107,26 @@ class ChunkLaunch(Launch):
         return {name: self._rows(name, target) for name in names}
 
     def _rows(self, name: str, target: Target) -> In | TensorMap | None:
-        operand, shape = self.operand(name), self.shape(name)
-        if operand is None or shape is None or self.maps(target) != linear_tiles.FULL:
+        operand, shape, maps = self.operand(name), self.shape(name), self.maps(target)
+        if operand is None or shape is None or not maps:
             return operand
         batch, rows, heads, channels = shape
-        block = padded(channels) if name in ("query", "key") else self.columns
-        return TensorMap(operand.index, (batch * rows, heads * channels), (self.tiles.chunk, block))
+        width = padded(channels) if name in ("query", "key") else self.columns
+        block = (self.tiles.chunk, width)
+        if maps == linear_tiles.FULL:
+            return TensorMap(operand.index, (batch * rows, heads * channels), block)
+        return runs_map(operand.index, heads * channels, block)
 
-    def square_tiles(self, target: Target, *names: str) -> dict[str, In | TensorMap | None]:
-        """Returns operands ``[slots, heads, chunk, chunk]`` by name."""
-        found: dict[str, In | TensorMap | None] = {}
-        for name in names:
-            operand, chunk = self.operand(name), self.tiles.chunk
-            if operand is not None and self.maps(target) == linear_tiles.FULL:
-                height = self.slots * self.problem.heads * chunk
-                found[name] = TensorMap(operand.index, (height, chunk), (chunk, chunk))
-            else:
-                found[name] = operand
-        return found
+    def matrices(self, target: Target, *names: str) -> dict[str, In | TensorMap | None]:
+        """Returns operands ``[slots, heads, height, width]`` by name, loaded a matrix at a time."""
+        return {name: self._matrices(name, target) for name in names}
+
+    def _matrices(self, name: str, target: Target) -> In | TensorMap | None:
+        operand, shape = self.operand(name), self.shape(name)
+        if operand is None or shape is None or not self.maps(target):
+            return operand
+        slots, heads, height, width = shape
+        return TensorMap(operand.index, (slots * heads * height, width), (height, width))
 
 
 @triton.jit
@@ -164,12 +165,23 @@ def find_sequence(cu, owner, sizes):
 
 
 @triton.jit
-def load_square(x, at, sizes):
-    """Loads matrix number ``at`` of ``[numbers, CHUNK, CHUNK]``."""
-    if sizes.MAPS == FULL:
-        tile = x.load([(at * sizes.CHUNK).to(tl.int32), 0])
+def load_matrix(
+    x, number, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MAPS: tl.constexpr
+):
+    """Loads a matrix of ``[numbers, height, width]``, padded with zeros."""
+    if MAPS == POINTERS:
+        row = tl.arange(0, HEIGHT)[:, None]
+        column = tl.arange(0, WIDTH)[None, :]
+        place = number * height * width + row * width + column
+        tile = tl.load(x + place, mask=(row < height) & (column < width), other=0.0)
     else:
-        row = tl.arange(0, sizes.CHUNK)[:, None]
-        column = tl.arange(0, sizes.CHUNK)[None, :]
-        tile = tl.load(x + at * (sizes.CHUNK * sizes.CHUNK) + row * sizes.CHUNK + column)
+        tile = x.load([(number * height).to(tl.int32), 0])
     return tile
+
+
+@triton.jit
+def load_square(x, number, sizes):
+    """Loads a matrix of ``[numbers, CHUNK, CHUNK]``."""
+    return load_matrix(
+        x, number, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.CHUNK, sizes.MAPS
+    )

@@ -130,5 +130,5 @@ class ReverseScanLaunch(ChunkLaunch):
 
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "dout")
-        squares = self.square_tiles(target, "inverse", "scores")
+        squares = self.matrices(target, "inverse", "scores")
         return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}

@@ -27,8 +27,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
 
-from ejkernel.kernels.triton.bound_launch import TensorMap
-from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch, find_chunk
+from ejkernel.kernels.triton.gated_delta_rule.chunks import ChunkLaunch, find_chunk, load_matrix
 from ejkernel.kernels.triton.gated_delta_rule.gates import is_up_to, load_gates, pair_decays
 from ejkernel.kernels.triton.gated_delta_rule.prepare import load_beta, reciprocal_lengths
 from ejkernel.kernels.triton.gated_delta_rule.tiles import padded
@@ -43,11 +42,10 @@ OPERANDS = (
 
 @triton.jit
 def load_state(states, number, sizes):
-    """Loads state ``number`` of ``[numbers, dim, value_dim]``."""
-    return load_rows(
-        states, number * sizes.dim, sizes.dim, 0, 0, 1, 0, sizes.value_dim, sizes.DIM,
-        sizes.COLUMNS, sizes.MAPS,
-    )  # fmt: skip
+    """Loads a matrix of ``[numbers, dim, value_dim]``."""
+    return load_matrix(
+        states, number, sizes.dim, sizes.value_dim, sizes.DIM, sizes.COLUMNS, sizes.MAPS
+    )
 
 
 @triton.jit
@@ -175,6 +173,7 @@ def row_gradients(
         do = load_tile(dout, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
         pairs = tl.dot(do.to(DTYPE), tl.trans(u), input_precision=PRECISION) * (decayed * scale)
         pairs = tl.where(row == column, 0.0, pairs).to(DTYPE)
+        u = load_tile(updates, base, tokens, head, heads, sizes.value_dim, sizes.COLUMNS, sizes)
         u = (u.to(tl.float32) * until[:, None]).to(DTYPE)
         dstate = load_state(dstates, number, sizes)
         dk = tl.dot(u, tl.trans(dstate), acc=dk, input_precision=PRECISION)
@@ -259,19 +258,10 @@ class RowGradientsLaunch(ChunkLaunch):
 
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "dout", "updates", "dvalue")
-        if self.maps(target):
-            rows |= {name: self._states(name) for name in ("states", "dstates")}
+        rows |= self.matrices(target, "states", "dstates")
         return rows | {
             "state_rows": StateRows(self.operand("states"), self.operand("dstates")),
             "sizes": self.sizes(target),
             "scale": float(self.problem.scale),
             "NORMALIZE": self.problem.normalize,
         }
-
-    def _states(self, name: str) -> TensorMap | None:
-        """Returns an operand ``[slots, heads, dim, value_dim]``, loaded a state at a time."""
-        p, operand = self.problem, self.operand(name)
-        if operand is None:
-            return None
-        height = self.slots * p.heads * p.dim
-        return TensorMap(operand.index, (height, p.value_dim), (p.dim, p.value_dim))

@@ -162,7 +162,7 @@ class ScanLaunch(ChunkLaunch):
 
     def arguments(self, target):
         rows = self.row_tiles(target, "query", "key", "value")
-        squares = self.square_tiles(target, "inverse", "scores")
+        squares = self.matrices(target, "inverse", "scores")
         return rows | squares | {"sizes": self.sizes(target), "FACTORS": FACTORS}
 
 
