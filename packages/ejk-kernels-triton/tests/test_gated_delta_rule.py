@@ -88,6 +88,11 @@ def test_packed(reverse):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
+def test_packed_through_the_copy_engine(reverse):
+    check(make("head", **{**PACKED, "dk": 16, "dv": 32}), CU, reverse=reverse, normalize_qk=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
 def test_packed_tokens_of_many_sequences(reverse):
     """One after the other, the state read and written once; gradients as of more tokens."""
     o, *_ = check(make("head", **{**PACKED, "s": 8}), np.array([0, 1, 1, 4, 5, 6]), reverse=reverse)

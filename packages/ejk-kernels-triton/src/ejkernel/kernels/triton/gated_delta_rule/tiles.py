@@ -64,14 +64,17 @@ def choose(p: Problem, target: Target) -> Tiles:
     if few_tokens(p):
         # the state of one token is all memory: 64 bytes of it in flight per thread
         return Tiles(16, max(16, min(wide, 8192 // padded(p.dim))), 4, 1)
+    # 64 rows fill one asynchronous matmul of four warps. Operands of synchronous ones lie in
+    # registers, and the three parts of float32 operands take those of smaller tiles
     narrow = p.compute_dtype == "bfloat16"
-    # 64 rows fill one asynchronous matmul of four warps; elsewhere the operands of larger tiles lie
-    # in registers
-    chunk = MAX_CHUNK if target.hopper and narrow else 32
+    chunk, columns = 32, min(wide, 64 if narrow else 32)
+    if narrow and target.hopper:
+        chunk = MAX_CHUNK
+    elif p.dtype == "float32" and target.platform == "cuda":
+        chunk, columns = 16, 16
     chunk = min(chunk, max(16, power_of_two(p.rows // p.states)))
     # a scan waits for its own matmuls: more programs of fewer columns, as long as every
     # multiprocessor has but one
-    columns = min(wide, 64)
     while columns > 16 and 2 * p.batch * p.states * p.heads * -(-wide // columns) <= target.cores:
         columns //= 2
     return Tiles(chunk, columns, 4, 2)
