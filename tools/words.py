@@ -29,7 +29,7 @@ CEILINGS = {
     "ejk-modules": 102,
     "ejk-ops": 2,
     "ejk-types": 1,
-    "tools": 129,
+    "tools": 160,
 }
 """The most findings in each part of the tree; 0 for a part without an entry."""
 

@@ -18,7 +18,7 @@ import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejktest import ahead, at_size
 from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
-from gpu import compare, named
+from gpu import compare, compare_code, named
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def launched(memory, monkeypatch):
     """What calls launch outside of jit; every launch gives zeros."""
     found = []
 
-    def triton(*arrays, plan):
-        found.append(type(plan).__name__)
-        return [jnp.zeros(o.shape, o.dtype) for o in plan.outputs()]
+    def triton(*arrays, launch):
+        found.append(type(launch).__name__)
+        return [jnp.zeros(o.shape, o.dtype) for o in launch.result_types()]
 
     def mosaic(*arrays, **params):
         found.append(call := memory.alone.mosaic_call(arrays, params))
@@ -200,3 +200,53 @@ def test_a_job_that_fails_gives_its_error():
         "ZeroDivisionError: integer division or modulo by zero",
         8,
     ]
+
+
+PTX = """
+//
+.version 8.7
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry {name}(.param .u64 .ptr .global .align 1 {name}_param_0)
+{{
+\t.loc\t1 {line} 5 // {name}.py:{line}
+$L__tmp1:
+\tld.param.b64 \t%rd1, [{name}_param_0]; // a comment
+\tadd.s32 \t%r1, %r2, {added};
+}}
+\t.file\t1 "/somewhere/{name}.py"
+\t.section\t.debug_abbrev
+\t{{
+.b8 {line}
+\t}}
+"""
+
+
+def test_code_is_compared_without_names_and_places():
+    def text(name, line, added):
+        return compare_code.normalized_ptx(PTX.format(name=name, line=line, added=added))
+
+    assert text("one", 3, 1) == text("another", 44, 1)
+    assert text("one", 3, 1) != text("one", 3, 2)
+    assert "one" not in text("one", 3, 1)
+    assert ".debug" not in text("one", 3, 1)
+
+
+def test_code_comparison_tells_which_launches_changed():
+    def launches(name, code, *parameters):
+        return [{"kernel": name, "code": code, "grid": [4], "parameters": list(parameters)}]
+
+    before = launches("walk", "a1", "i32 5", "i32 7")
+    assert list(compare_code.differences(before, launches("loop", "a1", "i32 5", "i32 7"))) == []
+    (swapped,) = compare_code.differences(before, launches("walk", "a1", "i32 7", "i32 5"))
+    assert "parameters" in swapped
+    (changed,) = compare_code.differences(before, launches("walk", "b2", "i32 5", "i32 7"))
+    assert changed.endswith("code")
+    assert "1 launches, now 2" in next(compare_code.differences(before, before + before))
+
+
+def test_a_dump_holds_every_launch(tmp_path):
+    pytest.importorskip("triton")
+    launches, texts = compare_code.triton_case("pooling", "sm_90")
+    assert [launch["kernel"] for launch in launches] == ["sums_of_groups", "spread"]
+    assert len({launch["code"] for launch in launches}) == len(texts) == 2
+    assert launches[0]["parameters"][0] == "operand bfloat16[8, 8192, 2048] *bf16"
