@@ -200,7 +200,7 @@ def sweep_case(
     )
     (programs,) = compile_ahead([(case, mode)])
     arrays = case.inputs()
-    failed, wrong, programs, reference = {}, {}, {}, None
+    failed, wrong, valid, reference = {}, {}, {}, None
     factor = GRADIENT_FACTOR if mode == "fwd+bwd" else 1.0
     for label, made in programs.items():
         if isinstance(made, str):
@@ -215,12 +215,12 @@ def sweep_case(
             continue
         if why is None:
             reference = value if first else reference
-            programs[label] = Program(made[0], arrays)
+            valid[label] = Program(made[0], arrays)
         else:
             wrong[label] = why
-    ships, times = next(iter(candidates)), time_programs(programs, rounds)
-    if ships in programs and len(programs) > 2:  # dropped programs have few samples
-        pair = {label: programs[label] for label in (ships, min(times, key=lambda x: times[x][0]))}
+    ships, times = next(iter(candidates)), time_programs(valid, rounds)
+    if ships in valid and len(valid) > 2:  # dropped programs have few samples
+        pair = {label: valid[label] for label in (ships, min(times, key=lambda x: times[x][0]))}
         times |= time_programs(pair, rounds)
     rows = [(label, *times[label]) for label in sorted(times, key=lambda x: times[x][0])]
     return Outcome(ships, rows, failed, wrong)

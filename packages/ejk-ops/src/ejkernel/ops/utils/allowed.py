@@ -83,7 +83,7 @@ def _look_up(name: str) -> type | None:
     cls = _classes.get(name)
     if cls is None and name not in _offers and name.startswith(_DECLARED_THERE):
         try:
-            importlib.import_module(_DECLARES)  # a fixed module, whatever the file names
+            importlib.import_module(_DECLARES)  # a fixed module
         except ImportError:  # ejk-ops alone
             return None
         cls = _classes.get(name)
