@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from ejkernel.kernels import pallas
-from ejktest.called import F32, flash
+from ejktest.called import BF, F32, I32, Called, flash
 
+LANES = 128
 BATCH, HEADS, LENGTH = 4, 16, 4096  # too much for VMEM, so that arrays stay in HBM
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
 CALLS = {
@@ -29,18 +30,59 @@ CALLS = {
 }
 
 
+def _grouped(
+    rows: int,
+    inner: int,
+    columns: int,
+    groups: int,
+    dtype: str = BF,
+    stored: str = "",
+    **options: Any,
+) -> Called:
+    """A grouped matmul; with ``stored`` of 8-bit matrices with scales of their columns."""
+    shape = (columns, inner) if options.get("transpose_rhs") else (inner, columns)
+    arrays = {
+        "lhs": ((rows, inner), dtype),
+        "rhs": ((groups, *shape), stored or dtype),
+        "group_sizes": ((groups,), I32),
+    }
+    if stored:
+        arrays["rhs_scale"] = ((groups, columns), F32)
+    return Called("grouped_matmul", arrays, options, () if stored else ("lhs", "rhs"))
+
+
+CALLS |= {
+    "grouped 8k x 8": _grouped(8192, 4096, 14336, 8),
+    "grouped one row each": _grouped(512, 4096, 1536, 512),
+    "grouped transposed": _grouped(4096, 7168, 2048, 64, transpose_rhs=True),
+    "grouped odd": _grouped(1000, 2880, 5760, 32),
+    "grouped float32": _grouped(4096, 2048, 2048, 16, F32, precision="highest"),
+    "grouped int8": _grouped(2048, 4096, 2048, 64, stored="int8"),
+    "grouped e4m3": _grouped(2048, 4096, 2048, 64, stored="float8_e4m3fn"),
+    "grouped e5m2": _grouped(2048, 4096, 2048, 64, stored="float8_e5m2"),
+}
+
+
 @dataclass(frozen=True)
 class Cost:
-    """A kernel whose steady code is counted: one tile of ``pairs`` by ``products`` times ``dim``.
+    """A kernel whose steady code is counted.
 
-    ``function`` takes q, k, v ``[b, h, s, d]`` (``[b, s, h, d]`` for ours).
+    Attributes:
+        who: whose kernel it is.
+        row: what it computes; kernels of one row are compared.
+        kernel: part of its name.
+        tiles: its tiles, for the table.
+        work: useful multiply-adds of the steady code.
+        depth: contracted length of its matmuls, at most that of a matrix unit.
+        function: a call that runs it, for arrays of these ``shapes``.
     """
 
     who: str
+    row: str
     kernel: str
     tiles: str
-    pairs: int
-    products: int
+    work: int
+    depth: int
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
 
@@ -65,9 +107,8 @@ def ours(dim: int) -> Iterator[Cost]:
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
-        yield Cost(
-            "ejkernel", name, text, t.block_q * t.block_kv, products, function, call.shapes()
-        )
+        work = t.block_q * t.block_kv * products * dim
+        yield Cost("ejkernel", kernel, name, text, work, dim, function, call.shapes())
 
 
 def jax_flash(dim: int, block: int) -> Iterator[Cost]:
@@ -81,7 +122,7 @@ def jax_flash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return fa.flash_attention(q, k, v, sm_scale=dim**-0.5, block_sizes=blocks)
 
-    yield from _others("jax flash", _FLASH, forward, block, (shape,) * 3)
+    yield from _others("jax flash", _FLASH, forward, block, dim, (shape,) * 3)
 
 
 def jax_splash(dim: int, block: int) -> Iterator[Cost]:
@@ -100,7 +141,7 @@ def jax_splash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return jax.vmap(kernel)(q * dim**-0.5, k, v)
 
-    yield from _others("jax splash", _SPLASH, forward, block, (shape,) * 3)
+    yield from _others("jax splash", _SPLASH, forward, block, dim, (shape,) * 3)
 
 
 _FLASH = {"fwd": "flash_attention", "dq": "flash_mha_bwd_dq", "dkv": "flash_mha_bwd_dkv"}
@@ -108,7 +149,7 @@ _SPLASH = {"fwd": "splash_mha_fwd", "dq": "splash_mha_dq", "dkv": "splash_mha_dk
 
 
 def _others(
-    who: str, names: dict[str, str], forward: Any, block: int, shapes: tuple
+    who: str, names: dict[str, str], forward: Any, block: int, dim: int, shapes: tuple
 ) -> Iterator[Cost]:
     import jax
 
@@ -118,4 +159,62 @@ def _others(
     for kernel, products in KERNELS.items():
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        yield Cost(who, names[kernel], text, block * block, products, function, shapes)
+        work = block * block * products * dim
+        yield Cost(who, kernel, names[kernel], text, work, dim, function, shapes)
+
+
+GROUPED = CALLS["grouped 8k x 8"]
+
+
+def our_grouped() -> Iterator[Cost]:
+    from ejkernel.kernels.pallas.tpu.common.chip import current_chip
+    from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
+    from ejkernel.types.problems.grouped_matmul import GroupedProblem
+
+    (rows, inner), (groups, _, columns) = (GROUPED.arrays[n][0] for n in ("lhs", "rhs"))
+    problem = GroupedProblem(rows, inner, columns, groups, groups, False, BF, BF, "default")
+    t = tiles.choose(problem, current_chip())
+    operands = GROUPED.shapes()
+    for row, one, depth, function in (
+        ("grouped", t.fwd, t.fwd.chunk, GROUPED.forward(pallas)),
+        ("grouped weights", t.drhs, t.drhs.inner, GROUPED.backward(pallas)),
+    ):
+        name = "ejkernel_" + row.replace("grouped", "grouped_matmul").replace(" ", "_")
+        text = f"{one.rows}x{one.columns}x{one.inner}"
+        work = one.rows * one.columns * depth
+        yield Cost("ejkernel", row, name, text, work, LANES, function, operands)
+
+
+def jax_grouped(tile: tuple[int, int, int]) -> Iterator[Cost]:
+    """JAX's megablox with tiles of these rows, inner and columns."""
+    import importlib
+
+    import jax
+
+    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    shapes = tuple(jax.ShapeDtypeStruct(*GROUPED.arrays[n]) for n in GROUPED.arrays)
+    rows, (_, columns) = shapes[0].shape[0], shapes[1].shape[1:]
+    dout = jax.ShapeDtypeStruct((rows, columns), BF)
+
+    def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return megablox.gmm(lhs, rhs, sizes, lhs.dtype, tile)
+
+    def weights(lhs: Any, dout: Any, sizes: Any) -> Any:
+        return megablox.tgmm(lhs.swapaxes(0, 1), dout, sizes, lhs.dtype, tile)
+
+    work, text = tile[0] * tile[1] * tile[2], "x".join(map(str, tile))
+    yield Cost("megablox", "grouped", "gmm", text, work, LANES, forward, shapes)
+    operands = shapes[0], dout, shapes[2]
+    yield Cost("megablox", "grouped weights", "tgmm", text, work, LANES, weights, operands)
+
+
+def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
+    """The kernels of a part of the count: "d64" and the like, or "grouped"."""
+    if name == "grouped":
+        others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
+        return [our_grouped, *others]
+    dim = int(name.removeprefix("d"))
+    found: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
+    for block in (512, 1024):
+        found += [partial(jax_flash, dim, block), partial(jax_splash, dim, block)]
+    return found
