@@ -1,4 +1,4 @@
-"""The calls that the TPU check compiles: ours in every shipped shape, and JAX's kernels."""
+"""Kernels whose cost the TPU check counts: ours, and JAX's own."""
 
 from __future__ import annotations
 
@@ -8,59 +8,13 @@ from functools import partial
 from typing import Any
 
 from ejkernel.kernels import pallas
-from ejktest.called import BF, F32, I32, Called, flash
+from ejktest.abstract import BF16
+from ejktest.cases import grouped
+from ejktest.cases.attention import flash
 
 LANES = 128
-BATCH, HEADS, LENGTH = 4, 16, 4096  # too much for VMEM, so that arrays stay in HBM
+BATCH, HEADS, LENGTH = 4, 16, 4096
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
-CALLS = {
-    "d64": _flash(64),
-    "d128": _flash(),
-    "d256": _flash(256),
-    "d192 values 128": _flash(192, 128),
-    "causal gqa": _flash(kv_heads=4, causal=True),
-    "window offset": _flash(sliding_window=(1024, 0), causal_offset=64),
-    "segments causal": _flash(128, None, "segments", causal=True),
-    "cap sinks": _flash(128, None, "softmax_aux", logits_soft_cap=30.0, causal=True),
-    "length 1000": _flash(q=1000, causal=True),
-    "length 72 d80": _flash(80, q=72),
-    "float32": _flash(dtype=F32, causal=True),
-    "float32 highest": _flash(dtype=F32, precision="highest"),
-    "float32 d256": _flash(256, dtype=F32),
-}
-
-
-def _grouped(
-    rows: int,
-    inner: int,
-    columns: int,
-    groups: int,
-    dtype: str = BF,
-    stored: str = "",
-    **options: Any,
-) -> Called:
-    """A grouped matmul; with ``stored`` of 8-bit matrices with scales of their columns."""
-    shape = (columns, inner) if options.get("transpose_rhs") else (inner, columns)
-    arrays = {
-        "lhs": ((rows, inner), dtype),
-        "rhs": ((groups, *shape), stored or dtype),
-        "group_sizes": ((groups,), I32),
-    }
-    if stored:
-        arrays["rhs_scale"] = ((groups, columns), F32)
-    return Called("grouped_matmul", arrays, options, () if stored else ("lhs", "rhs"))
-
-
-CALLS |= {
-    "grouped 8k x 8": _grouped(8192, 4096, 14336, 8),
-    "grouped one row each": _grouped(512, 4096, 1536, 512),
-    "grouped transposed": _grouped(4096, 7168, 2048, 64, transpose_rhs=True),
-    "grouped odd": _grouped(1000, 2880, 5760, 32),
-    "grouped float32": _grouped(4096, 2048, 2048, 16, F32, precision="highest"),
-    "grouped int8": _grouped(2048, 4096, 2048, 64, stored="int8"),
-    "grouped e4m3": _grouped(2048, 4096, 2048, 64, stored="float8_e4m3fn"),
-    "grouped e5m2": _grouped(2048, 4096, 2048, 64, stored="float8_e5m2"),
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +41,7 @@ class Cost:
     shapes: tuple[Any, ...]
 
 
-KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # products of a tile
+KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile
 
 
 def ours(dim: int) -> Iterator[Cost]:
@@ -102,12 +56,12 @@ def ours(dim: int) -> Iterator[Cost]:
     )
     problem = Problem(**sizes, dim=dim, value_dim=dim, dtype="bfloat16", scale=1.0)
     choices = {"fwd": tiles.forward_tiles, "dq": tiles.dq_tiles, "dkv": tiles.dkv_tiles}
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         t = choices[kernel](problem, current_chip())
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
-        work = t.block_q * t.block_kv * products * dim
+        work = t.block_q * t.block_kv * matmuls * dim
         yield Cost("ejkernel", kernel, name, text, work, dim, function, call.shapes())
 
 
@@ -153,17 +107,17 @@ def _others(
 ) -> Iterator[Cost]:
     import jax
 
-    def gradients(*given: Any) -> Any:
-        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*given)
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*arrays)
 
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        work = block * block * products * dim
+        work = block * block * matmuls * dim
         yield Cost(who, kernel, names[kernel], text, work, dim, function, shapes)
 
 
-GROUPED = CALLS["grouped 8k x 8"]
+GROUPED = grouped.COMPILED_TPU["grouped 8 x 1k"]
 
 
 def our_grouped() -> Iterator[Cost]:
@@ -172,7 +126,7 @@ def our_grouped() -> Iterator[Cost]:
     from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
     (rows, inner), (groups, _, columns) = (GROUPED.arrays[n][0] for n in ("lhs", "rhs"))
-    problem = GroupedProblem(rows, inner, columns, groups, groups, False, BF, BF, "default")
+    problem = GroupedProblem(rows, inner, columns, groups, groups, False, BF16, BF16, "default")
     t = tiles.choose(problem, current_chip())
     operands = GROUPED.shapes()
     for row, one, depth, function in (
@@ -192,9 +146,9 @@ def jax_grouped(tile: tuple[int, int, int]) -> Iterator[Cost]:
     import jax
 
     megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    shapes = tuple(jax.ShapeDtypeStruct(*GROUPED.arrays[n]) for n in GROUPED.arrays)
+    shapes = tuple(GROUPED.structs()[name] for name in ("lhs", "rhs", "group_sizes"))
     rows, (_, columns) = shapes[0].shape[0], shapes[1].shape[1:]
-    dout = jax.ShapeDtypeStruct((rows, columns), BF)
+    dout = jax.ShapeDtypeStruct((rows, columns), BF16)
 
     def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
         return megablox.gmm(lhs, rhs, sizes, lhs.dtype, tile)

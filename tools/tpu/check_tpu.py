@@ -4,14 +4,14 @@ python tools/tpu/check_tpu.py                           # every chip: some fifte
 python tools/tpu/check_tpu.py --chips v5e --parts d128  # one chip, static cost at one head dim
 python tools/tpu/check_tpu.py --no-cost                 # only: does everything compile
 
-Needs the libtpu wheel beside jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
+Needs the libtpu wheel next to jax (``libtpu==0.0.42.*`` for jax 0.10.2), no TPU.
 
 1. Every shipped call, forward and backward, is compiled. Exit status 1 if one is not (vector
    memory that does not suffice is such a failure), or takes longer than ``--slowest`` seconds.
 2. The code of one tile without element mask is counted, next to JAX's flash, splash and megablox
    kernels at their best block size. A core issues a bundle a cycle; *bundles per pass* divides by
-   the useful matrix products in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs
-   fewer, unless ours already need no more than the matrix units take (such cases are named).
+   the useful matmuls in units of 128 x 128 x 128. Exit status 1 if JAX's better one needs fewer,
+   unless ours already need no more than the matrix units take (such cases are named).
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ PASS = 128**3
 def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
-    from tools.tpu.calls import CALLS
-
     from ejkernel.kernels import pallas
+    from ejktest.cases import attention, grouped
+
+    calls = attention.COMPILED_TPU | grouped.COMPILED_TPU
 
     device = chips.device(chip)
     rows = []
-    for name, call in ((n, c) for n, c in CALLS.items() if not names or n in names):
+    for name, call in ((n, c) for n, c in calls.items() if not names or n in names):
         passes = [("forward", call.forward)]
         if call.gradients:
             passes.append(("gradients", call.backward))
@@ -200,23 +201,23 @@ def main() -> None:
     parser.add_argument("--slowest", type=float, default=60.0)
     parser.add_argument("--calls", nargs="+", default=[], help="compile only these calls")
     parser.add_argument("--child", choices=("compile", "cost"))
-    given = parser.parse_args()
-    if given.child:
-        (chip,) = given.chips
-        if given.child == "compile":
-            rows = compile_all(chip, given.calls)
+    args = parser.parse_args()
+    if args.child:
+        (chip,) = args.chips
+        if args.child == "compile":
+            rows = compile_all(chip, args.calls)
         else:
-            rows = count_all(chip, given.parts)
+            rows = count_all(chip, args.parts)
         print(json.dumps(rows))
         return
     faults = []
-    calls = ["--calls", *given.calls] if given.calls else []
-    for chip in given.chips:
-        if not given.no_compile:
+    calls = ["--calls", *args.calls] if args.calls else []
+    for chip in args.chips:
+        if not args.no_compile:
             rows = in_child("--child", "compile", "--chips", chip, *calls)
-            faults += report_compiled(chip, rows, given.slowest)
-        if not given.no_cost:
-            rows = in_child("--child", "cost", "--chips", chip, "--parts", *given.parts)
+            faults += report_compiled(chip, rows, args.slowest)
+        if not args.no_cost:
+            rows = in_child("--child", "cost", "--chips", chip, "--parts", *args.parts)
             faults += report_cost(chip, rows)
     print("\n" + ("\n".join(faults) if faults else "nothing is wrong"))
     sys.exit(bool(faults))

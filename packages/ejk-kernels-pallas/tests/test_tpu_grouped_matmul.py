@@ -22,7 +22,7 @@ from ejkernel.kernels.pallas.tpu.grouped_matmul.segments import segment_bounds, 
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
-from ejktest import grouped_cases as cases
+from ejktest.cases import grouped as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close
@@ -187,7 +187,7 @@ def test_lowers(kind):
             assert made.mlir_module().count("tpu_custom_call") == kernels
 
 
-def test_a_config_names_tiles_in_whole_registers():
+def test_a_config_names_tiles_in_full_registers():
     p = GroupedProblem(100, 300, 200, 4, 4, False, "bfloat16", "bfloat16", "default")
     chip = facts_of("TPU v4")
     chosen = tiles.choose(p, chip)

@@ -16,10 +16,12 @@ from ejkernel.kernels.triton.mean_pooling import backward, forward, tiles
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
-from ejktest.drawn import check_pool, normal
+from ejktest.abstract import AbstractCall
+from ejktest.cases.pooling import check_pool
+from ejktest.drawn import normal
 from ejktest.oracles import pooling as oracle
 from ejktest.transforms import check_transformations
-from ejktest.triton_calls import Called, resources
+from ejktest.triton_calls import resources
 
 # an empty sequence, one of a single row, rows of padding
 CU = np.array([0, 9, 9, 10, 21], np.int32)
@@ -105,7 +107,9 @@ def test_refuses():
 
 
 def pooled(*shape, dtype="bfloat16", chunk=None, **arrays):
-    return Called("mean_pooling", {"x": (shape, dtype), **arrays}, {"chunk_size": chunk}, ("x",))
+    return AbstractCall(
+        "mean_pooling", {"x": (shape, dtype), **arrays}, {"chunk_size": chunk}, ("x",)
+    )
 
 
 COMPILED = {

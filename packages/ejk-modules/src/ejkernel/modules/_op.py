@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -32,21 +33,19 @@ from ejkernel.types.calls.words import shown
 Arguments = dict[str, Any]
 
 
-class OwnErrors:
-    """Within it, what ejk-types raises for a wrong argument is the framework's of the same meaning.
-
-    A class: a generator would cost an eager call a microsecond.
-    """
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, InvalidCall):
-            raise InvalidArgument(str(error)) from None
+def flatten(parameters: Arguments) -> Arguments:
+    """Returns a public function's parameters with the arguments in its ``**unknown`` as entries."""
+    parameters.update(parameters.pop("unknown"))
+    return parameters
 
 
-own_errors = OwnErrors()
+@contextmanager
+def own_errors() -> Generator[None]:
+    """Raises errors of ejk-types about an argument as the framework's class of the same name."""
+    try:
+        yield
+    except InvalidCall as error:
+        raise InvalidArgument(str(error)) from None
 
 
 class Operation(RegisteredKernel[Cfg, Any]):
@@ -112,13 +111,15 @@ class Operation(RegisteredKernel[Cfg, Any]):
         # only what differs from its default is carried, which keeps the eager path short
         default = self.spec.boundary.defaults.get
         kwargs = {name: value for name, value in kwargs.items() if value is not default(name, self)}
-        with own_errors:
+        try:  # eager calls run this each time: a context manager would cost them a microsecond
             arguments = self.spec.prepare(args, kwargs)
+        except InvalidCall as error:
+            raise InvalidArgument(str(error)) from None
         return (), self.spec.boundary.differing(arguments)
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.spec.boundary.by_name(args, kwargs)
-        with own_errors:
+        with own_errors():
             self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 

@@ -47,12 +47,14 @@ def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
 
 
 def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
-    """The arrays with rows of 0 where nobody sees them: they may hold NaN, which a product would
-    carry to the gradients of the weights."""
-    seen = seen_keys(mask.conjuncts, arrays["query"].shape[1], arrays["key_value"].shape[1])
+    """Returns the arrays with zeros in rows that no query sees.
+
+    Such rows may hold NaN, which a matmul would carry to the gradients of the weights.
+    """
+    seen = seen_keys(mask.terms, arrays["query"].shape[1], arrays["key_value"].shape[1])
     rows = [name for name in ("key_value", "b_k") if arrays.get(name) is not None]
-    kept = cleared(seen, *(arrays[name] for name in rows))
-    return {**arrays, **dict(zip(rows, kept, strict=True))}
+    values = cleared(seen, *(arrays[name] for name in rows))
+    return {**arrays, **dict(zip(rows, values, strict=True))}
 
 
 def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Array, ...]:

@@ -23,7 +23,7 @@ from ejkernel.types.masks.structure import HULL, LISTED
 
 
 class SoftmaxKernel:
-    """A kernel whose own part of the backward pass are the gradients of q, k and v.
+    """A kernel that implements the gradients of q, k and v.
 
     Rows that see no key are cleared where a kernel would read them: their weights are 0, but
     0 * NaN is NaN.
@@ -45,8 +45,8 @@ class SoftmaxKernel:
     def gradients(self, work: Any, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns gradients by name.
 
-        ``arrays`` are those of the call and do, ``base`` (what forward saved) and delta; where
-        ``finds_delta`` is True, o and dlse in place of delta.
+        ``arrays`` has the arrays of the call, do, ``base`` (saved by the forward pass) and delta;
+        where ``finds_delta`` is True, o and dlse in place of delta.
         """
         raise NotImplementedError
 

@@ -42,6 +42,6 @@ class MLADecode(PagedCall):
     def canonicalize(cls, a: Arguments) -> None:
         """The value part lies inside a cache row."""
         super().canonicalize(a)
-        dim, whole = a["latent_dim"], a["latent_cache"].shape[-1]
-        if not 1 <= dim <= whole:
-            raise out_of_range("latent_dim", f"1 to {whole}, the last axis of latent_cache", dim)
+        dim, limit = a["latent_dim"], a["latent_cache"].shape[-1]
+        if not 1 <= dim <= limit:
+            raise out_of_range("latent_dim", f"1 to {limit}, the last axis of latent_cache", dim)

@@ -1,4 +1,4 @@
-"""What calls over page tables share: lengths, starts and tables that fit the cache."""
+"""The shared part of calls over page tables: checks of lengths, starts and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
-from ejkernel.types.calls.words import given, out_of_range
+from ejkernel.types.calls.words import describe_value, out_of_range
 from ejkernel.types.masks.segments import check_starts
 
 _FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
@@ -80,7 +80,7 @@ class PagedCall(Call):
             return
         (p,) = (p for p in cls.boundary.parameters if p.name == pool)
         layout = axes_of(p, cache)
-        form = f"{given(cache)} is read as [{', '.join(layout)}]"
+        form = f"{describe_value(cache)} is read as [{', '.join(layout)}]"
         for order in _FOREIGN_ORDERS if len(layout) == 4 else ():
             sizes = [cache.shape[axis] for axis in order]
             if cls._misfit(a, lens, table, *sizes[:2]) is None:

@@ -49,10 +49,10 @@ class RaggedPageAttention(PagedCall):
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
-        """Pages hold keys and values of each head in turn."""
+        """Checks that pages interleave keys and values: one row of each per head."""
         heads, odd = divmod(a["kv_pages"].shape[2], 2)
         if odd:
-            legal = "an even axis 2: keys and values of each kv head in turn"
+            legal = "an even axis 2: keys and values of each kv head, interleaved"
             raise invalid("kv_pages", legal, a["kv_pages"])
         canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalize(a)

@@ -42,7 +42,7 @@ class RaggedPageAttentionv3(PagedCall):
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        """``distribution``: decode, prefill and all sequence numbers, in order."""
+        """Checks ``distribution``: ends of the decode, prefill and all sequences, in order."""
         ends = values.concrete_value(a["distribution"])
         if ends is None or ends.shape != (3,):
             return

@@ -127,10 +127,10 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _check_fields(mask: Any) -> None:
     if (mask.q_segment_ids is None) != (mask.kv_segment_ids is None):
-        given, absent = "q_segment_ids", "kv_segment_ids"
+        present, absent = "q_segment_ids", "kv_segment_ids"
         if mask.q_segment_ids is None:
-            given, absent = absent, given
-        raise ValueError(f"{absent}: must be given together with {given}, got None")
+            present, absent = absent, present
+        raise ValueError(f"{absent}: must be given together with {present}, got None")
     check_sizes(mask, None, None, None)
 
 
@@ -168,8 +168,8 @@ class MaskFields:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _CHECKS}
-        self._store(_checked(given) | {"_and": (), "_broadcast": False})
+        fields = {name: value for name, value in locals().items() if name in _CHECKS}
+        self._store(_checked(fields) | {"_and": (), "_broadcast": False})
         _check_fields(self)
 
     def _store(self, fields: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ class MaskFields:
         return new
 
     @property
-    def conjuncts(self) -> tuple[Self, ...]:
+    def terms(self) -> tuple[Self, ...]:
         """The masks whose AND this mask is; each consists of its fields alone."""
         if not self._and:
             return (self,)
@@ -317,9 +317,9 @@ def is_placed(part: Any) -> bool:
     return part.q_positions is not None or part.kv_positions is not None
 
 
-def placed_conjunct(mask: Any) -> Any:
-    """The first conjunct with positions, by which further rules count; else the mask itself."""
-    return next((part for part in mask.conjuncts if is_placed(part)), mask)
+def term_with_positions(mask: Any) -> Any:
+    """The first term with positions, by which further rules count; else the mask itself."""
+    return next((part for part in mask.terms if is_placed(part)), mask)
 
 
 def lengths_of(mask: Any) -> Lengths:

@@ -11,12 +11,13 @@ Bound: dx is written once, dout is read once: memory, as in ``forward``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
 from ejkernel.kernels.triton.common.pieces import lane_count, piece_count
 from ejkernel.kernels.triton.common.sequences import find_piece
-from ejkernel.kernels.triton.launch import Launch, Out, inputs, power_of_two
+from ejkernel.kernels.triton.language import tl, triton
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.mean_pooling.tiles import BYTES, Problem, Tiles
+from ejkernel.kernels.triton.plan import bound, inputs
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def spread(
     tl.store(pointers, value.to(dx.dtype.element_ty), mask=written, cache_modifier=through)
 
 
-def launch(p: Problem, t: Tiles) -> Launch:
+def launch(p: Problem, t: Tiles) -> BoundLaunch:
     """Of operands dout, then count and what is kept together, and cu, as far as they are given."""
     block = max(16, min(64, t.rows))
     one = p.per_sequence == 1 or (not p.sequences and p.chunk % block == 0)
@@ -114,4 +115,4 @@ def launch(p: Problem, t: Tiles) -> Launch:
         "LANES": lane_count(p.sequences),
     }
     grid = (p.batch * units * -(-p.channels // channels),)
-    return Launch.of(spread, arguments, grid, t.num_warps, 1, known=p.kernel_params)
+    return bound(spread, arguments, grid, t.num_warps, 1, known=p.kernel_params)

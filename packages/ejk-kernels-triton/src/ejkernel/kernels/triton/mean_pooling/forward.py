@@ -17,12 +17,12 @@ larger than the cache, are not to be kept there). Parts add their float32 sums t
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
 from ejkernel.kernels.triton.common.pieces import lane_count
 from ejkernel.kernels.triton.common.sequences import find_piece, pieces_of, sequence_start
-from ejkernel.kernels.triton.launch import Launch, inputs, results
+from ejkernel.kernels.triton.language import tl, triton
 from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.triton.plan import bound, inputs, results
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def means_of_parts(
     tl.store(out + at, mean.to(out.dtype.element_ty), mask=column < channels)
 
 
-def launch(p: Problem, t: Tiles) -> Launch:
+def launch(p: Problem, t: Tiles) -> BoundLaunch:
     """Of operands x, then what is kept and cu as far as they are given."""
     units, parts = t.split(p)
     groups, each = t.shape(p)
@@ -244,10 +244,10 @@ def launch(p: Problem, t: Tiles) -> Launch:
         and p.channels % t.channels == 0,
     }
     grid = (p.batch * units * -(-p.channels // t.channels),)
-    return Launch.of(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.kernel_params)
+    return bound(sums_of_groups, arguments, grid, t.num_warps, 1, known=p.kernel_params)
 
 
-def merge_launch(p: Problem, t: Tiles) -> Launch:
+def merge_launch(p: Problem, t: Tiles) -> BoundLaunch:
     """Of operands sums, then counts and cu as far as they are given."""
     slots, parts = t.split(p)
     channels = min(64, t.channels)  # parts are few: more programs rather than whole lines
@@ -261,4 +261,4 @@ def merge_launch(p: Problem, t: Tiles) -> Launch:
         "PART": t.part or 1,
     }
     grid = (p.batch * p.groups * -(-p.channels // channels),)
-    return Launch.of(means_of_parts, arguments, grid, 4, 1, known=p.kernel_params)
+    return bound(means_of_parts, arguments, grid, 4, 1, known=p.kernel_params)

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bound_launch import BoundLaunch
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.kernel import TritonKernel, unsupported
-from ejkernel.kernels.triton.launch import Batched, KernelPlan, Launch, struct
+from ejkernel.kernels.triton.launch import struct
 from ejkernel.kernels.triton.mean_pooling import tiles as choice
 from ejkernel.kernels.triton.mean_pooling.tiles import Problem, Tiles
+from ejkernel.kernels.triton.plan import Batched, KernelPlan
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
@@ -38,9 +40,9 @@ class MeanPooling(TritonKernel):
         p, t = work.problem, work.tiles
         cu = [arrays["cu_seqlens"][None]] if p.sequences else []
         kept = [arrays["kept"]] if p.masked else []
-        found = call(PoolPlan(p, t, "sums"), arrays["x"], *kept, *cu)
+        found = call_plan(PoolPlan(p, t, "sums"), arrays["x"], *kept, *cu)
         if t.part:
-            found = call(PoolPlan(p, t, "merge"), *found, *cu)
+            found = call_plan(PoolPlan(p, t, "merge"), *found, *cu)
         mean, *count = found
         return (mean,), tuple(count)
 
@@ -48,7 +50,7 @@ class MeanPooling(TritonKernel):
         p = work.problem
         cu = [arrays["cu_seqlens"][None]] if p.sequences else []
         kept = [*saved, arrays["kept"]] if p.masked else []
-        return {"x": call(PoolPlan(p, work.tiles, "spread"), cotangents[0], *kept, *cu)[0]}
+        return {"x": call_plan(PoolPlan(p, work.tiles, "spread"), cotangents[0], *kept, *cu)[0]}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class PoolPlan(Batched, KernelPlan):
         found = (struct(dtype, rows, p.channels),)
         return (*found, struct("float32", rows)) if p.masked else found
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.mean_pooling import backward, forward
 
         kinds = {"sums": forward.launch, "merge": forward.merge_launch, "spread": backward.launch}

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import Launch, Out, power_of_two, struct
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
+from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.page_attention.decoding import as_rows
 from ejkernel.kernels.triton.page_attention.plans import scale_of
 from ejkernel.kernels.triton.page_attention.problem import BYTES
+from ejkernel.kernels.triton.plan import bound
 from ejkernel.kernels.triton.ragged_page_attention.attend import (
     NAMES,
     attended,
@@ -119,7 +121,7 @@ class WritePlan(RaggedPlan):
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (struct(self.problem.paged.key, *dict(self.shapes)["k"]),)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import ragged_write
 
         p, (key, value) = self.problem.paged, self.problem.written
@@ -153,7 +155,7 @@ class WritePlan(RaggedPlan):
         grid = (-(-self.problem.rows // BLOCK), p.kv_heads)
         aliases = {self.names.index("k"): 0}
         more: Any = {"known": p.places, "interpreted": {"PTX": 0}, "aliases": aliases}
-        return Launch.of(ragged_write, arguments, grid, 4, 1, **more)
+        return bound(ragged_write, arguments, grid, 4, 1, **more)
 
 
 ragged_page_attention_v3 = RaggedPageAttentionv3()
