@@ -6,6 +6,7 @@ its gradients where it has a kernel for them; what its program launches is compi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -74,8 +75,9 @@ def named_launches(program: Any) -> dict[str, tuple[Any, list[Any]]]:
     """The launches of a program by the names of their plans, numbered where there are several."""
     found: dict[str, tuple[Any, list[Any]]] = {}
     for plan, avals in plans(program.jaxpr):
-        name = type(plan).__name__.removesuffix("Plan").removesuffix("Launch").lower()
-        again = sum(earlier.split()[0] == name for earlier in found)
+        name = type(plan).__name__.removesuffix("Plan").removesuffix("Launch")
+        name = re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
+        again = sum(re.sub(r" \d+$", "", earlier) == name for earlier in found)
         found[f"{name} {again + 1}" if again else name] = plan, avals
     return found
 
