@@ -26,8 +26,8 @@ CEILINGS = {
     "ejk-kernels-pallas": 640,
     "ejk-kernels-triton": 1240,
     "ejk-kernels-xla": 205,
-    "ejk-modules": 103,
-    "ejk-ops": 201,
+    "ejk-modules": 102,
+    "ejk-ops": 2,
     "ejk-types": 1,
     "tools": 160,
 }

@@ -15,7 +15,7 @@ from ejkernel.modules._specs import explicit_mesh
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.ops.config.nearness import Likeness
+from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
@@ -70,7 +70,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
             return
         cls.__doc__ = cls.__doc__ or f"Kernel of :func:`{cls.spec.name}`."
         cls.algorithm = cls.spec.algorithm
-        cls.likeness = Likeness(
+        cls.similarity = SimilarityRules(
             cls.spec.untuned_arguments, cls.spec.size_arguments, frozenset(cls.spec.boundary.pools)
         )
         cls._instance = None

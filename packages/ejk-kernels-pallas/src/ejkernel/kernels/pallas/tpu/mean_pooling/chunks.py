@@ -86,9 +86,7 @@ def mask_blocks(t: Tiles, row_mask: jax.Array) -> jax.Array:
 
 def parameters(chip: Chip, p: Problem, t: Tiles) -> Any:
     limit = min(chip.vmem, max(2 * t.vmem(p), 16 * 2**20))
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel",) * 3, vmem_limit_bytes=int(limit)
-    )
+    return pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=int(limit))
 
 
 def pool_chunks(
