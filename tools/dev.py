@@ -31,7 +31,7 @@ COMMANDS = {
     "demo": "train a small model on real text with packed attention, then decode with it",
     "test": "run the test suite; arguments go to pytest, such as -k mask",
     "bench": "time an operation against its bound and its peers: bench flash_attention",
-    "lint": "ruff check, ruff format --check and the layering contracts",
+    "lint": "ruff check, ruff format --check, the layering contracts and the words",
     "fix": "let ruff repair what it can",
     "types": "type check",
     "cov": "run the test suite with coverage",

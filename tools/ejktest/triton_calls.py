@@ -19,7 +19,17 @@ from ejkernel.kernels.triton.flash_attention.tiles import can_use_tensor_maps
 from ejkernel.kernels.triton.resources import Resources, launch_source, measure
 from ejkernel.kernels.triton.targets import Target, compile_for, cuda_target, rocm_target
 from ejktest.abstract import AbstractCall
-from ejktest.cases import attention, grouped, latent, linear, paged, pooling, ragged, sparse
+from ejktest.cases import (
+    attention,
+    convolution,
+    grouped,
+    latent,
+    linear,
+    paged,
+    pooling,
+    ragged,
+    sparse,
+)
 
 TARGETS = {
     "sm_80": cuda_target(80, 108),
@@ -37,7 +47,7 @@ TARGETS = {
 FLASH = attention.COMPILED
 OTHERS = {
     **latent.COMPILED, **paged.PAGED, **ragged.COMPILED, **paged.CONTIGUOUS, **grouped.COMPILED,
-    **linear.COMPILED, **pooling.COMPILED, **sparse.COMPILED,
+    **linear.COMPILED, **convolution.COMPILED, **pooling.COMPILED, **sparse.COMPILED,
 }  # fmt: skip
 CALLS = FLASH | OTHERS
 # one of each kind of code path, for every run of the tests

@@ -149,8 +149,8 @@ def hopper_latent(name: str) -> Call:
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
     p = SimpleNamespace(
-        tokens=tokens, page_size=page, query=dtype, key=key, scale=576**-0.5, soft_cap=None,
-        lse=True, capacity=page * columns,
+        tokens=tokens, page_size=page, query_dtype=dtype, key_dtype=key, scale=576**-0.5,
+        soft_cap=None, return_lse=True, capacity=page * columns,
     )  # fmt: skip
     operands = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
     run = jax.jit(functools.partial(WholeStep(min(2, rows // 64) * SMALL_CORES), p))

@@ -13,10 +13,11 @@ from ejkernel.kernels.triton import compat
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
-from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.page_attention.tiles import share_count
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import LatentProblem
 
 pytest.importorskip("triton")
 
@@ -29,21 +30,21 @@ TARGETS = {
 CASES = {
     "128 heads": (128, 64, "bfloat16", {}),
     "16 heads": (16, 64, "bfloat16", {}),
-    "page 16": (128, 16, "bfloat16", dict(tokens=2, left=1000, soft_cap=30.0)),
+    "page 16": (128, 16, "bfloat16", dict(tokens=2, window_left=1000, soft_cap=30.0)),
     "int8": (128, 64, "int8", {}),
     "int8, 16 heads": (16, 64, "int8", {}),
     "e4m3, 16 heads": (16, 64, "float8_e4m3fn", {}),
-    "int8, 16 heads, splits": (16, 64, "int8", dict(splits=4)),
-    "three parts": (16, 16, "bfloat16", dict(splits=3)),
+    "int8, 16 heads, splits": (16, 64, "int8", dict(num_splits=4)),
+    "three parts": (16, 16, "bfloat16", dict(num_splits=3)),
 }
 
 
 def planned(name, target):
     heads, page, cache, options = CASES[name]
     b, pages, columns, kind = 64, 8192, 128, "bfloat16"
-    p = Problem(
-        b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, shared=True, lse=True,
-        **options,
+    p = LatentProblem(
+        b, heads, 1, 576, 512, pages, page, columns, kind, cache, cache, 0.1, KVLayout.latent(576),
+        return_lse=True, **options,
     )  # fmt: skip
     t = tiles.choose(p, target).apply_config(None, p, target)
     given = {
@@ -142,14 +143,18 @@ def test_warps_find_their_share_alone():
     ("changed", "tiles_changed", "kernel"),
     [
         ({}, {}, "latent_split"),
-        ({"key": "float8_e4m3fn", "value": "float8_e4m3fn", "heads": 9}, {}, "latent_split"),
+        (
+            {"key_dtype": "float8_e4m3fn", "value_dtype": "float8_e4m3fn", "heads": 9},
+            {},
+            "latent_split",
+        ),
         ({}, {"splits": 4}, "latent_split"),
         ({}, {"splits": 1}, "paged_split"),
         ({}, {"num_warps": 8}, "paged_split"),
         ({"tokens": 2, "heads": 8}, {}, "paged_split"),
         ({"dim": 320, "value_dim": 256}, {}, "paged_split"),
-        ({"key": "float8_e5m2", "value": "float8_e5m2"}, {}, "paged_split"),
-        ({"left": 100}, {}, "paged_split"),
+        ({"key_dtype": "float8_e5m2", "value_dtype": "float8_e5m2"}, {}, "paged_split"),
+        ({"window_left": 100}, {}, "paged_split"),
         ({"page_size": 16}, {}, "paged_split"),
         ({"batch": 4096}, {}, "latent_split"),
         ({"batch": 4097}, {}, "paged_split"),

@@ -9,9 +9,10 @@ import pytest
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
-from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import PagedProblem
 
 pytest.importorskip("triton")
 
@@ -23,7 +24,7 @@ TARGETS = {
 # heads, kv heads, dim, page, cache, then window and cap
 CASES = {
     "d128": (32, 8, 128, 16, "bfloat16", {}),
-    "d80 page 1": (32, 8, 80, 1, "bfloat16", dict(left=1000, soft_cap=30.0)),
+    "d80 page 1": (32, 8, 80, 1, "bfloat16", dict(window_left=1000, soft_cap=30.0)),
     "d256 page 64": (16, 8, 256, 64, "bfloat16", {}),
     "int8": (32, 8, 128, 16, "int8", {}),
     "e4m3": (32, 8, 128, 16, "float8_e4m3fn", {}),
@@ -36,9 +37,9 @@ def planned(name, target):
     heads, kv_heads, dim, page, cache, options = CASES[name]
     b, pages, columns = 64, 4096, 512
     kind = "bfloat16"
-    p = Problem(
-        b, heads, kv_heads, dim, dim, pages, page, columns, kind, cache, cache, 0.1, **options
-    )
+    layout = KVLayout.separate(kv_heads, dim, dim)
+    sizes = (b, heads, kv_heads, dim, dim, pages, page, columns)
+    p = PagedProblem(*sizes, kind, cache, cache, 0.1, layout, **options)
     t = tiles.choose(p, target)
     shares = tiles.share_count(p, t, target)
     given = {

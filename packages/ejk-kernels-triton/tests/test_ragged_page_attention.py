@@ -25,7 +25,6 @@ from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention
 from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
-from ejkernel.kernels.triton.ragged_page_attention.problem import problem_of
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +160,7 @@ def test_queue_of_another_kernels_tiles(rows):
         "sliding_window": None, "logits_soft_cap": None,
     }  # fmt: skip
     given = np.r_[0, last].astype(np.int32), length, np.asarray([n], np.int32)
-    problem = problem_of(args | {"context_lens": given[1]}, "kv_pages", "context_lens", hk)
+    problem = ragged_page_attention.problem(args | {"context_lens": given[1]})
     target = ragged_page_attention.target()
     long = Sevens(128, 256, True, 128, 128)
     chosen = replace(tiles.choose(problem, target), long=long)

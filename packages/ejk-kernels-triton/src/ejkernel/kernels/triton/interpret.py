@@ -218,7 +218,13 @@ def _prepare() -> None:
             value = rt.TensorHandle(bits, value.dtype)
         return old_store(self, pointers, value, mask, *args, **kwargs)
 
+    def splat(self, kind, x):
+        # the handle of a comparison names the dtype of its operands, but its data are bool, as
+        # masks must be
+        return rt.TensorHandle(np.full(kind.shape, x.data, x.data.dtype), x.dtype.scalar)
+
     rt._get_np_dtype = np_dtype
+    builder.create_splat = splat
     builder.cast_impl = builder.create_fp_ext = cast
     builder.create_fp_trunc = builder.create_fp_to_fp = cast
     builder.create_dot = dot

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
@@ -111,6 +112,17 @@ class PagedCall(Call):
         r, c = map(int, bad[0])
         entry, legal = int(table[r, c]), f"a page from 0 to {pages - 1}"
         return f"block_tables[{r}, {c}]: given {entry}, expected {legal}"
+
+
+class RaggedCall(PagedCall):
+    """A call of packed query rows of several sequences over a cache of pages."""
+
+    @classmethod
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """Zero where an axis of the queries, the cache or the table has no entries."""
+        queries, cache = a["queries"], a[cls.boundary.pools[0]]
+        shapes = (*queries.shape, *cache.shape, *a["block_tables"].shape)
+        return (jnp.zeros(queries.shape, queries.dtype),) if 0 in shapes else None
 
     @classmethod
     def check_sequences(cls, a: Arguments, count: int) -> None:

@@ -48,6 +48,7 @@ from ejkernel.kernels.triton.page_attention.latent_products import (
     sum_of_digits,
 )
 from ejkernel.kernels.triton.page_attention.merge_kernel import average, part_logit
+from ejkernel.kernels.triton.page_attention.params import column_parts
 from ejkernel.kernels.triton.plan import bound
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -237,7 +238,7 @@ def latent_split(
 def suits(problem: Any, tiles: Any) -> bool:
     """Returns whether ``latent_split`` computes what is asked for."""
     p, t = problem, tiles
-    shape = (t.block, t.num_warps, p.tokens, *p.parts[0]) == (64, 4, 1, 512, 64)
+    shape = (t.block, t.num_warps, p.tokens, *column_parts(p)[0]) == (64, 4, 1, 512, 64)
     form = t.form in ("digits", "quads") and t.splits != 1
     return shape and form and p.heads <= ROWS.value and p.batch <= MAX_LANES * MAX_ROUNDS
 
