@@ -25,7 +25,7 @@ CEILINGS = {
     "docs": 160,
     "ejk-kernels-pallas": 640,
     "ejk-kernels-triton": 1240,
-    "ejk-kernels-xla": 205,
+    "ejk-kernels-xla": 0,
     "ejk-modules": 102,
     "ejk-ops": 2,
     "ejk-types": 1,
