@@ -38,9 +38,9 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from ejkernel.kernels import pallas
-    from ejktest.cases import attention, grouped
+    from ejktest.cases import attention, grouped, pooling
 
-    calls = attention.COMPILED_TPU | grouped.COMPILED_TPU
+    calls = attention.COMPILED_TPU | grouped.COMPILED_TPU | pooling.COMPILED_TPU
 
     device = chips.device(chip)
     rows = []
