@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("packages/*/src/**/*.py", "tools/**/*.py")
 TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
-    "README.md": 4,
-    "docs": 159,
+    "README.md": 0,
+    "docs": 0,
     "ejk-kernels-pallas": 640,
     "ejk-kernels-triton": 1150,
     "ejk-kernels-xla": 0,
