@@ -56,13 +56,11 @@ class Operation(RegisteredKernel[Cfg, Any]):
         spec: what a call takes and how it is canonicalized.
         function: the public function.
         aliases: other names of the function.
-        whole_groups: whether a device needs whole groups of query heads per key head.
     """
 
     spec: ClassVar[type[Call]]
     function: ClassVar[Callable[..., Any]]
     aliases: ClassVar[tuple[str, ...]] = ()
-    whole_groups: ClassVar[bool] = False
     _instance: ClassVar[Operation | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

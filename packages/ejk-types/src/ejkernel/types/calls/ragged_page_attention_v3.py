@@ -18,6 +18,7 @@ class RaggedPageAttentionv3(PagedCall):
     outputs = ("tokens heads head_dim", "=kv_cache")
     divisors = ("q_scale", "k_scale", "v_scale")
     normal_samples = True
+    whole_groups = True  # every device writes the keys it holds
 
     @staticmethod
     def signature(
