@@ -16,7 +16,7 @@ from ejkernel.ops.differentiate import Arrays, Work, differentiable, same_axes
 from ejkernel.ops.errors import ConfigError, warn_caution
 from ejkernel.ops.params import warpgroups_of
 from ejkernel.ops.partition import may_be_sharded
-from ejkernel.ops.partitioned import PartitionedKernel
+from ejkernel.ops.partitioned import run_partitioned
 from ejkernel.ops.second_order import operation
 
 
@@ -219,9 +219,10 @@ class CallKernel:
             raise self.unsupported_error(reason)
         outputs = self.empty_outputs(a, problem)
         sharded = self.partitioned and may_be_sharded(self.call.array_arguments(a))
-        if sharded and self.on_shards(a)[0] is not self:
-            kernel, arguments = self.on_shards(a)
-            return kernel.run_canonical(cfg=cfg, **arguments)
+        if sharded:
+            kernel, same = self.on_shards(a)
+            if kernel is not self:
+                return kernel.run_canonical(cfg=cfg, **same)
         if outputs is None:
             tiles = self.tiles(problem, target, cfg)
             # an explicit config has none: where it fails, the call fails
@@ -229,7 +230,7 @@ class CallKernel:
             options, name = self.call.options(a), operation(self.call.name)
             work = Work(self, problem, options, tiles, target, name, fallback)
             if sharded:
-                outputs = PartitionedKernel(self, a).run(work)
+                outputs = run_partitioned(work, a)
             else:
                 operands = self.operands(a, problem)
                 arrays = {name: x for name, x in operands.items() if x is not None}

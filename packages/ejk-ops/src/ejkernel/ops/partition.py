@@ -11,14 +11,17 @@ mesh and in exported programs the region is inlined, and nothing of it remains.
 from __future__ import annotations
 
 import contextvars
+import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
@@ -30,10 +33,14 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 
 from ejkernel.ops import compat
+from ejkernel.ops.config.versions import versions_text
 from ejkernel.ops.interpret import interpreting
 
 Words = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 Function = Callable[..., tuple[Any, ...]]
+Arrays = Iterable[tuple[Words, Any]]
+"""Arrays with the words of their axes."""
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("ejkernel_region", default=False)
 
@@ -50,14 +57,16 @@ class Region:
         summed: whether the devices' results are summed over mesh axes that the words of a result
             do not have; otherwise those results are alike.
         context: in which ``function`` is traced for the devices, while the program is compiled.
+        settings: those of JAX for that trace, which takes place in another thread.
     """
 
-    function: Function
+    function: Function = field(repr=False)
     rule: Any
     operands: tuple[Words, ...]
     results: tuple[Words, ...]
     summed: bool = False
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    context: contextvars.Context = field(default_factory=contextvars.copy_context, repr=False)
+    settings: Callable[[], Any] = field(default_factory=compat.trace_settings, repr=False)
 
     def mapped(self, dims: Sequence[int | None], size: int) -> Region:
         """Returns the region under ``vmap``, results mapped along their first axis."""
@@ -80,61 +89,67 @@ class Region:
 
     def shardy_rule(self, mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
         """Returns which axes are sharded alike."""
-        sizes = {} if mesh.empty else dict(mesh.shape)
-        names, factor_sizes = itertools.count(), {}
+        mesh_sizes, names = dict(mesh.shape), itertools.count()
+        sizes: dict[str, int] = {}  # of factors that share an axis
+        alone: set[str] = set()  # factors that have an axis for themselves somewhere
 
         def mapping(words: Words, kind: Any) -> ArrayMapping:
             axes: list[Any] = []
-            for factors in self.rule.factors(words, kind.shape, sizes):
-                named = [(name or f"own_{next(names)}", size) for name, size in factors]
-                named = named or [(f"own_{next(names)}", 0)]
+            for factors in self.rule.factors(words, kind.shape, mesh_sizes):
+                named = {name or f"own_{next(names)}": size for name, size in factors or [("", 1)]}
                 if len(named) == 1:
-                    axes.append(named[0][0])
-                    alone.add(named[0][0])
+                    axes += named
+                    alone.update(named)
                 else:
-                    factor_sizes.update(named)
-                    axes.append(CompoundFactor(*(name for name, _ in named)))
+                    axes.append(CompoundFactor(*named))
+                    sizes.update(named)
             return ArrayMapping(*axes)
 
-        alone: set[str] = set()
         operands = tuple(map(mapping, self.operands, operand_types))
         results = tuple(map(mapping, self.results, result_types))
-        for name in alone:  # its size is that of the axis
-            factor_sizes.pop(name, None)
-        return SdyShardingRule(operands, results, **factor_sizes)
+        # JAX takes the size of a factor from its axis where it has one
+        given: dict[str, Any] = {n: size for n, size in sizes.items() if n not in alone}
+        return SdyShardingRule(operands, results, **given)
 
-    def partition(self, mesh: Any, operands: Any, results: Any) -> Any:
-        """Returns the mesh, the function of one device, and how results and operands lie."""
-        layout = self._layout(mesh, [*zip(self.operands, operands), *zip(self.results, results)])
+    def partition(self, full: Any, mesh: Any, operands: Any, results: Any) -> Any:
+        """Returns the full mesh, the function of one device, and how results and operands lie.
 
-        def shardings(words: Sequence[Words], arrays: Any) -> tuple[Any, ...]:
-            specs = (layout.spec(w, x.shape) for w, x in zip(words, arrays, strict=True))
-            return tuple(NamedSharding(mesh, spec) for spec in specs)
-
-        run = partial(self.context.copy().run, self._on_device, layout)
-        return mesh, run, shardings(self.results, results), shardings(self.operands, operands)
+        ``full``: the mesh of the program, which inside a ``shard_map`` over some of its axes has
+        more axes than ``mesh``, over which the compiler shards; None: they are the same.
+        """
+        of_operands = list(zip(self.operands, operands, strict=True))
+        of_results = list(zip(self.results, results, strict=True))
+        layout = self._layout(mesh, of_operands + of_results)
+        run = partial(self.context.copy().run, self.on_device, layout)
+        return (
+            full or mesh,
+            run,
+            _shardings(layout, mesh, of_results),
+            _shardings(layout, mesh, of_operands),
+        )
 
     def infer_result_shardings(self, mesh: Any, operands: Any, results: Any) -> Any:
         """Returns how results lie where the compiler propagates shardings without Shardy."""
         layout = self._layout(mesh, zip(self.operands, operands, strict=True))
-        return tuple(
-            NamedSharding(mesh, layout.spec(words, x.shape))
-            for words, x in zip(self.results, results, strict=True)
-        )
+        return _shardings(layout, mesh, zip(self.results, results, strict=True))
 
-    def _layout(self, mesh: Any, arrays: Any) -> Any:
-        return self.rule.layout(
-            dict(mesh.shape), [(words, _mesh_axes(x)) for words, x in arrays]
-        )
+    def _layout(self, mesh: Any, arrays: Arrays) -> Any:
+        sizes = dict(mesh.shape)
+        split = [(words, mesh_axes_of(sizes, compat.device_tiles(x))) for words, x in arrays]
+        return self.rule.layout(sizes, split)
 
-    def _on_device(self, layout: Any, *arrays: Any) -> tuple[Any, ...]:
+    def on_device(self, layout: Any, *arrays: Any) -> tuple[Any, ...]:
+        """Runs the function on the part of one device."""
         shard = self.rule.shard(layout) if layout.spread else None
-        with_results = zip(self.traced(shard, *arrays), self.results, strict=True)
+        with self.settings():
+            return self._summed(layout, self.traced(shard, *arrays))
+
+    def _summed(self, layout: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self.summed:
-            return tuple(x for x, _ in with_results)
+            return results
         used = {axis for axes in layout.spread.values() for axis in axes}
         found = []
-        for x, words in with_results:
+        for x, words in zip(results, self.results, strict=True):
             missing = used.difference(*map(layout.axes, words))
             found.append(jax.lax.psum(x, tuple(sorted(missing))) if missing else x)
         return tuple(found)
@@ -148,31 +163,64 @@ class Region:
             _inside.reset(token)
 
 
-def _mesh_axes(x: Any) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each axis of an array whose sharding the compiler names."""
-    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
-    entries = [e if isinstance(e, tuple) else () if e is None else (e,) for e in spec]
-    return entries + [()] * (len(x.shape) - len(entries))
+def _shardings(layout: Any, mesh: Any, arrays: Arrays) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, layout.spec(words, x.shape)) for words, x in arrays)
+
+
+def mesh_axes_of(mesh_sizes: Mapping[str, int], tiles: np.ndarray) -> list[MeshAxes]:
+    """Returns the mesh axes over which each axis of an array is split, () for an unsplit axis.
+
+    An axis that is split over a part of a mesh axis counts as unsplit. ``tiles``: the numbers of
+    the devices that have each tile of the array, with an axis for each axis of the array and one
+    more for the devices of a tile. Devices are numbered along the mesh.
+    """
+    coordinates = dict(zip(mesh_sizes, np.indices(tuple(mesh_sizes.values())), strict=True))
+    found: list[MeshAxes] = []
+    for axis in range(tiles.ndim - 1):
+        count = tiles.shape[axis]
+        of_device = np.empty(tiles.size, int)
+        of_device[tiles.ravel()] = np.indices(tiles.shape)[axis].ravel()
+        found.append(_splitting(coordinates, of_device, count) if count > 1 else ())
+    return found
+
+
+def _splitting(
+    coordinates: Mapping[str, np.ndarray], of_device: np.ndarray, count: int
+) -> MeshAxes:
+    """Returns the mesh axes, major first, along which each device's tile is counted."""
+    for length in range(1, len(coordinates) + 1):
+        for axes in itertools.permutations(coordinates, length):
+            index = np.zeros_like(coordinates[axes[0]])
+            for axis in axes:
+                index = index * (coordinates[axis].max() + 1) + coordinates[axis]
+            if index.max() + 1 == count and (index.ravel() == of_device).all():
+                return axes
+    return ()
 
 
 # ---- where a region is made ---------------------------------------------------------------------
 
 
+def inside_region() -> bool:
+    """Returns whether what is being traced belongs to a region."""
+    return _inside.get()
+
+
 def may_be_sharded(arrays: Any) -> bool:
     """Returns whether the compiler may find one of the arrays sharded, as their types say."""
     # an interpreted kernel calls back to the host, which JAX cannot do in a partitioned part
-    if _inside.get() or interpreting():
+    if inside_region() or interpreting():
         return False
     leaves = jax.tree.leaves(arrays)
     if not any(isinstance(x, compat.Tracer) for x in leaves):
         return False
-    return any(map(_automatic, (*map(compat.mesh_of, leaves), *compat.ambient_mesh())))
+    meshes = (*map(compat.mesh_of, leaves), *compat.ambient_mesh())
+    mesh = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
+    return mesh is not None and _is_automatic(mesh)
 
 
-def _automatic(mesh: Any) -> bool:
+def _is_automatic(mesh: Any) -> bool:
     """Returns whether the compiler shards arrays over an axis of ``mesh``, and no type does."""
-    if mesh is None or mesh.empty:
-        return False
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto = [n for n, kind in kinds.items() if kind == jax.sharding.AxisType.Auto]
     explicit = jax.sharding.AxisType.Explicit in kinds.values()
@@ -222,7 +270,6 @@ def _abstract(*avals: Any, region: Region, jaxpr: Any) -> list[Any]:
 
 
 def _batch(arrays: Any, dims: Any, *, region: Region, jaxpr: Any) -> Any:
-    dims = [None if d is batching.not_mapped else d for d in dims]
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
     results = _bind(region.mapped(dims, size), arrays)
     return results, [0] * len(results)
@@ -235,17 +282,43 @@ def _lower(context: Any, *operands: Any, region: Region, jaxpr: Any) -> Any:
     if not compat.is_partitioned(context):
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(context, *operands)
 
-    @custom_partitioning
     def partitioned(*arrays: Any) -> tuple[Any, ...]:
         # JAX reads types off it, no more: where it would run it, the region is inlined
         return tuple(jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals)
 
-    partitioned.def_partition(
-        region.partition,
+    context, full = compat.over_automatic_axes(context)
+    custom = custom_partitioning(partitioned)
+    custom.def_partition(
+        partial(region.partition, full),
+        decode_shardings=False,  # JAX cannot decode an axis that is split over part of a mesh axis
         infer_sharding_from_operands=region.infer_result_shardings,
         sharding_rule=region.shardy_rule,
     )
-    return mlir.lower_fun(partitioned, multiple_results=True)(context, *operands)
+
+    def named(*arrays: Any) -> tuple[Any, ...]:
+        return custom(*arrays)
+
+    named.__name__ = f"ejkernel_region_{_unique_name(region, jaxpr)}"
+    return mlir.lower_fun(jax.jit(named), multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(_region, _lower)
+
+
+_count = itertools.count()
+_process = uuid.uuid4().hex
+
+
+def _unique_name(region: Region, jaxpr: Any) -> str:
+    """Returns a name that no region has which does something else.
+
+    JAX finds compiled programs on disk by their texts, where the address of a region stands for
+    what it does. Another region may have that address later, and programs that JAX finds again in
+    another process have no addresses in their texts.
+    """
+    if not compat.finds_partitioned_programs():
+        return f"{_process}_{next(_count)}"
+    digest = hashlib.sha256(f"{versions_text()} {jaxpr} {region}".encode())
+    for constant in jaxpr.consts:
+        digest.update(np.asarray(constant).tobytes())
+    return digest.hexdigest()
