@@ -31,7 +31,7 @@ COMMANDS = {
     "demo": "train a small model on real text with packed attention, then decode with it",
     "test": "run the test suite; arguments go to pytest, such as -k mask",
     "bench": "time an operation against its bound and its peers: bench flash_attention",
-    "lint": "ruff check, ruff format --check and the layering contracts",
+    "lint": "ruff check, ruff format --check, the layering contracts and the words",
     "fix": "let ruff repair what it can",
     "types": "type check",
     "cov": "run the test suite with coverage",
@@ -49,13 +49,13 @@ class SetupError(Exception):
 
 
 def usage():
-    lines = ["usage: python3 tools/dev.py COMMAND [ARGS]", ""]
-    lines += [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(lines)
+    text = ["usage: python3 tools/dev.py COMMAND [ARGS]", ""]
+    text += [f"  {name:<8} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(text)
 
 
 def works(name):
-    """Whether a program of this name is there and starts (a version manager's shim may not)."""
+    """Returns whether a program of this name starts (a version manager's shim may not)."""
     if shutil.which(name) is None:
         return False
     command = [name, "-c", "pass"]
@@ -75,7 +75,7 @@ def too_old(version):
 
 
 def paths():
-    """Where this interpreter's tool environment and hatch data live."""
+    """Returns the folder of this interpreter's tools, its python and its hatch."""
     home = ROOT / ".venv" / "py{}.{}".format(*sys.version_info[:2])
     scripts = "Scripts" if os.name == "nt" else "bin"
     suffix = ".exe" if os.name == "nt" else ""
@@ -167,7 +167,7 @@ def make_tool_environment(home, python, env):
 
 
 def whose():
-    """What an environment is bound to: a moved clone or another interpreter needs a new one."""
+    """Returns the identity of an environment: a moved clone or another Python needs a new one."""
     return f"{HATCH} {sys.executable} {ROOT}"
 
 
@@ -195,13 +195,13 @@ def locked(home):
 def prepare(home, python, hatch, env):
     """Make or refresh the environment; does nothing when it is up to date."""
     stamp = home / "ready"
-    wanted = fingerprint()
-    if stamp.is_file() and stamp.read_text() == wanted:
+    requested = fingerprint()
+    if stamp.is_file() and stamp.read_text() == requested:
         return
     (ROOT / ".venv").mkdir(exist_ok=True)
     with locked(home):
         have = stamp.read_text() if stamp.is_file() else None
-        if have == wanted:
+        if have == requested:
             return
         if have is None:
             free = shutil.disk_usage(str(home)).free / 1e9
@@ -226,7 +226,7 @@ def prepare(home, python, hatch, env):
                 "the environment could not be built (see above). Usual causes: no network or an "
                 "index that uv does not know (UV_DEFAULT_INDEX), or a full disk."
             )
-        stamp.write_text(wanted)
+        stamp.write_text(requested)
 
 
 def say(text):
@@ -251,7 +251,7 @@ def run(command, env, quiet=False):
 
 
 def hatch_arguments(command, args):
-    """What to hand to ``hatch run``; braces would be read as hatch's own fields."""
+    """Returns arguments for ``hatch run``; braces would be read as hatch's own fields."""
     if command == "run":
         target = []
         if not args:

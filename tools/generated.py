@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(wanted: Mapping[Path, str | None], about: str | None, argv: Sequence[str] | None) -> int:
-    """Name the files that are not as wanted, None being not there; ``--write`` makes them so."""
+def main(texts: Mapping[Path, str | None], about: str | None, argv: Sequence[str] | None) -> int:
+    """Name the files that are not as texts, None being not there; ``--write`` makes them so."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -19,11 +19,11 @@ def main(wanted: Mapping[Path, str | None], about: str | None, argv: Sequence[st
     write = parser.parse_args(argv).write
     stale = [
         path
-        for path, text in wanted.items()
+        for path, text in texts.items()
         if (path.read_text() if path.is_file() else None) != text
     ]
     for path in stale:
-        text = wanted[path]
+        text = texts[path]
         if write and text is None:
             path.unlink()
         elif write:

@@ -90,8 +90,18 @@ FAULTS = (
     ),
     Fault(
         "value gate forgotten", f"{XLA}/linear_attention/chunk.py",
-        "return o + _times_exp(q @ start, value and value.since)", "return o + q @ start",
+        "return o + times_exp(q @ start, value and value.since)", "return o + q @ start",
         f"{XLA_TESTS}/test_linear_attention.py",
+    ),
+    Fault(
+        "delta rule without beta inside a chunk", f"{XLA}/gated_delta_rule/chunk.py",
+        "system=jnp.tril(rows.beta * gram, -1)", "system=jnp.tril(gram, -1)",
+        f"{XLA_TESTS}/test_gated_delta_rule.py",
+    ),
+    Fault(
+        "a packed convolution that forgets its state", f"{XLA}/causal_conv1d/implementation.py",
+        'z = z.at[row].add(first, mode="drop")', "z = z + 0 * row[0, 0]",
+        f"{XLA_TESTS}/test_causal_conv1d.py",
     ),
     Fault(
         "selection ignores the own block", f"{XLA}/native_sparse_attention/select.py",
@@ -139,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "one rule's mask serves another", f"{TYPES}/masks/combine.py",
-        "own = mask_of_rule(rule)", "own = mask_of_rule(type(rule)(True))",
+        "rule_mask = mask_of_rule(rule)", "rule_mask = mask_of_rule(type(rule)(True))",
         f"{TYPES_TESTS}/test_combine.py",
     ),
     # ---- flash attention on Triton, and what every backend shares
@@ -224,21 +234,21 @@ FAULTS = (
         f"{OPS_TESTS}/test_selection.py",
     ),
     Fault(
-        "a known card is tuned unasked", f"{OPS}/config/selection.py",
-        "if not self.policy.asked_for() and self._known_card(search):", "if False:",
+        "a known GPU is tuned by default", f"{OPS}/config/selection.py",
+        "if not self.policy.explicitly_enabled() and self._has_shipped_table(search):", "if False:",
         f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
-        "tiles of another head dim", f"{OPS}/config/nearness.py",
+        "tiles of another head dim", f"{OPS}/config/key_distance.py",
         "        elif octaves:\n            return math.inf\n", "", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "the first entry serves, not the nearest", f"{OPS}/config/tables.py",
-        "in sorted(found, key=lambda item: item[:2])", "in found", f"{OPS_TESTS}/test_tables.py",
+        "in sorted(matches, key=lambda item: item[:2])", "in matches", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
-        "the best of one platform for all", f"{OPS}/config/nearness.py",
-        'if tuned not in ("auto", asked):', "if False:", f"{OPS_TESTS}/test_tables.py",
+        "the best of one platform for all", f"{OPS}/config/key_distance.py",
+        'if tuned not in ("auto", platform):', "if False:", f"{OPS_TESTS}/test_tables.py",
     ),
     Fault(
         "an argument that no kernel reads is let through", f"{OPS}/call_kernel.py",
@@ -269,7 +279,7 @@ def plant(fault: Fault, folder: pathlib.Path) -> None:
 
 
 def caught(fault: Fault) -> tuple[bool, float, str]:
-    """Whether the tests fail with the fault planted; seconds; the first failing test."""
+    """Returns whether the tests fail with the fault planted, seconds, and the first failing test."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         plant(fault, pathlib.Path(folder))

@@ -1,9 +1,7 @@
-"""The pictures of docs/operations/blocksparse_attention.md, as SVG.
+"""Draws the pictures of docs/operations/blocksparse_attention.md as SVG: python tools/patterns.py
 
-python tools/patterns.py --write      writes them; without it says which are out of date
-
-Tiles are what ``visited_tiles`` says of them; times come from tools/bench/results, and there is no
-picture of times that nobody recorded.
+Tiles come from ``visited_tiles``, times from tools/bench/results; without a record no times are
+drawn.
 """
 
 from __future__ import annotations
@@ -11,18 +9,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-import generated
+import checkout
 from ejkernel.types import MaskInfo, combine_masks
 from ejkernel.types.masks.pattern import visited_tiles
 
-FOLDER = generated.ROOT / "docs" / "operations" / "pictures"
-RESULTS = generated.ROOT / "tools" / "bench" / "results"
-RECORD = RESULTS / "nvidia-h200" / "blocksparse_attention-density.json"
-
-BLOCKS, CELL, GAP, TITLE = 12, 9, 34, 18
-WHOLE, PART, NOBODY, INK, DIM = "#2563eb", "#93b4f5", "#eef1f5", "#1b2330", "#667085"
+FOLDER = checkout.ROOT / "docs/operations/pictures"
+RECORD = checkout.ROOT / "tools/bench/results/nvidia-h200/blocksparse_attention-density.json"
+BLOCKS = 12
+COLOURS = {
+    "skipped": "#eef1f5",
+    "visited, element mask": "#93b4f5",
+    "visited, no element mask": "#2563eb",
+}
 
 
 def patterns() -> dict[str, tuple[np.ndarray, bool, int]]:
@@ -47,114 +51,78 @@ def patterns() -> dict[str, tuple[np.ndarray, bool, int]]:
     }
 
 
-def _tiles(pattern: np.ndarray, causal: bool, cover: int) -> tuple[np.ndarray, np.ndarray]:
+def visits(pattern: np.ndarray, causal: bool, cover: int) -> np.ndarray:
+    """Returns for each tile whether it is skipped (0), needs an element mask (1), or none (2)."""
     block = 16
-    length, tile = BLOCKS * block, block * cover
+    length, tile = len(pattern) * block, block * cover
     mask = combine_masks(causal=True, q_len=length, kv_len=length) if causal else MaskInfo()
-    some, every = visited_tiles(
+    visited, unmasked = visited_tiles(
         mask, pattern[None, None], (block, block), length, length, tile, tile
     )
-    return some[0, 0], every[0, 0]
+    return visited[0, 0].astype(int) + unmasked[0, 0]
 
 
-def _text(x: float, y: float, words: str, size: float, colour: str = INK, more: str = "") -> str:
-    return (
-        f'<text x="{x:g}" y="{y:g}" font-family="sans-serif" font-size="{size:g}" '
-        f'fill="{colour}"{more}>{words}</text>'
-    )
+def draw_patterns() -> Figure:
+    """Draws which tiles of each pattern are visited, and which need an element mask."""
+    figure = Figure(figsize=(6, 7), layout="constrained")
+    colours = list(COLOURS.values())
+    for axis, (title, pattern) in zip(figure.subplots(3, 3).flat, patterns().items(), strict=True):
+        tiles = visits(*pattern)
+        axis.pcolormesh(
+            tiles, cmap=ListedColormap(colours), vmin=0, vmax=2, edgecolors="w", lw=0.5,
+            rasterized=True,
+        )  # fmt: skip
+        axis.set_title(f"{title}: {(tiles > 0).mean():.0%}", fontsize=9)
+        axis.set(aspect="equal", xticks=(), yticks=(), frame_on=False)
+        axis.invert_yaxis()
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    title = "queries downwards, keys to the right; percent of tiles visited"
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, title=title, fontsize=9)
+    return figure
 
 
-def _document(width: float, height: float, parts: list[str]) -> str:
-    sizes = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {sizes}>'
-    ground = f'<rect width="{width:g}" height="{height:g}" fill="white"/>'
-    return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
-
-
-def grids() -> str:
-    """Which tiles of each pattern are visited, and which need an element mask."""
-    found, across, side = patterns(), 3, BLOCKS * CELL
-    parts = []
-    for n, (title, given) in enumerate(found.items()):
-        x0 = 10 + n % across * (side + GAP)
-        y0 = 10 + n // across * (side + TITLE + 14) + TITLE
-        some, every = _tiles(*given)
-        cell = CELL * given[2]
-        parts.append(_text(x0, y0 - 6, f"{title}: {some.mean():.0%}", 10))
-        for i, j in np.ndindex(some.shape):
-            colour = NOBODY if not some[i, j] else WHOLE if every[i, j] else PART
-            parts.append(
-                f'<rect x="{x0 + j * cell}" y="{y0 + i * cell}" width="{cell - 1}" '
-                f'height="{cell - 1}" fill="{colour}"/>'
-            )
-    rows = -(-len(found) // across)
-    bottom = 10 + rows * (side + TITLE + 14) + 6
-    x = 10
-    words = (
-        (WHOLE, "visited, no element mask"),
-        (PART, "visited, element mask"),
-        (NOBODY, "skipped"),
-    )
-    for colour, said in words:
-        parts.append(f'<rect x="{x}" y="{bottom - 8}" width="8" height="8" fill="{colour}"/>')
-        parts.append(_text(x + 13, bottom, said, 9.5, DIM))
-        x += 30 + 5.4 * len(said)
-    said = "queries downwards, keys to the right; percent of tiles visited"
-    parts.append(_text(10, bottom + 16, said, 9.5, DIM))
-    return _document(30 + across * (side + GAP) - GAP, bottom + 26, parts)
-
-
-def recorded() -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """(platform, mode) -> (share of blocks seen, time over dense), by rising share."""
+def times_by_density() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Returns (share of blocks seen, time over dense) by platform and mode, by rising share."""
     record = json.loads(RECORD.read_text())
     dense = {(r["platform"], r["mode"]): r["ms"] for r in record["dense"]}
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for r in sorted(record["rows"], key=lambda r: r["seen"]):
         which = r["platform"], r["mode"]
-        found.setdefault(which, []).append((r["seen"], r["ms"] / dense[which]))
-    return found
+        points.setdefault(which, []).append((r["seen"], r["ms"] / dense[which]))
+    return points
 
 
-def times() -> str:
-    """Time over that of dense attention on the same platform, by how many blocks are seen."""
-    left, top, width, height, high = 46, 48, 340, 230, 1.15
-    platforms = {"triton": ("Triton", WHOLE), "pallas": ("Hopper", "#d97706")}
-    modes = {"fwd": ("forward", ""), "fwd+bwd": ("forward + backward", ' stroke-dasharray="5 3"')}
-
-    def at(seen: float, ratio: float) -> tuple[float, float]:
-        return left + seen * width, top + height * (1 - ratio / high)
-
-    record = json.loads(RECORD.read_text())
-    parts = [_text(10, 16, f"time over dense causal attention, {record['device']}", 10.5)]
-    parts.append(_text(10, 30, "16k tokens, 16 heads of 128, random blocks of 128", 9, DIM))
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, y = at(tick, tick)
-        parts.append(f'<path d="M{left} {y:g}H{left + width}" stroke="#e4e7ec"/>')
-        parts.append(_text(left - 6, y + 3, f"{tick:g}", 9, DIM, ' text-anchor="end"'))
-        parts.append(_text(x, top + height + 14, f"{tick:.0%}", 9, DIM, ' text-anchor="middle"'))
-    (x0, y0), (x1, y1) = at(0, 0), at(1, 1)
-    parts.append(f'<path d="M{x0:g} {y0:g}L{x1:g} {y1:g}" stroke="{DIM}" stroke-dasharray="1 3"/>')
-    below = "blocks seen, of those that causality leaves; dotted: in proportion"
-    parts.append(_text(left, top + height + 30, below, 9.5, DIM))
-    for n, ((platform, mode), points) in enumerate(sorted(recorded().items(), reverse=True)):
-        (name, colour), (said, dashes) = platforms[platform], modes[mode]
-        places = [at(*point) for point in points]
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        line = f'fill="none" stroke="{colour}" stroke-width="1.6"{dashes}'
-        y = top + 10 + 14 * n
-        parts += [f'<path d="M{path}" {line}/>', f'<path d="M{left + 8} {y - 3}h22" {line}/>']
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(_text(left + 36, y, f"{name}, {said}", 10, colour))
-    return _document(left + width + 24, top + height + 42, parts)
+def draw_times() -> Figure:
+    """Draws times over that of dense attention on the same platform."""
+    platforms = {"triton": ("Triton", "C0"), "pallas": ("Hopper", "C1")}
+    modes = {"fwd": ("forward", "-"), "fwd+bwd": ("forward + backward", "--")}
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axis = figure.subplots()
+    for (platform, mode), points in sorted(times_by_density().items(), reverse=True):
+        (name, colour), (passes, line) = platforms[platform], modes[mode]
+        axis.plot(*zip(*points, strict=True), line, color=colour, marker="o", markersize=4,
+                  label=f"{name}, {passes}")  # fmt: skip
+    axis.plot((0, 1), (0, 1), ":", color="gray", label="in proportion")
+    axis.set(xlabel="blocks seen, as a share of those that causality leaves", ylim=(0, None))
+    device = json.loads(RECORD.read_text())["device"]
+    sizes = "16k tokens, 16 heads of 128, blocks of 128"
+    axis.set_title(f"time over dense causal attention, {device}\n{sizes}", fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=9)
+    return figure
 
 
-def pictures() -> dict[Path, str]:
-    """SVG by file."""
-    found = {FOLDER / "sparse_patterns.svg": grids()}
+def write_pictures(folder: Path = FOLDER) -> list[Path]:
+    """Draws all pictures and returns their files."""
+    figures = {"sparse_patterns": draw_patterns()}
     if RECORD.exists():
-        found[FOLDER / "sparse_times.svg"] = times()
-    return found
+        figures["sparse_times"] = draw_times()
+    paths = [folder / f"{name}.svg" for name in figures]
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ejkernel"}):
+        for path, figure in zip(paths, figures.values(), strict=True):
+            figure.savefig(path, dpi=200, metadata={"Date": None})
+    return paths
 
 
 if __name__ == "__main__":
-    raise SystemExit(generated.main(pictures(), __doc__, None))
+    print(*write_pictures(), sep="\n")

@@ -1,14 +1,15 @@
 """Check and build one package for release: ``release.py ejk-ops``.
 
-Checks that the version and the top heading of the changelog agree, that every dependent in the
-workspace admits the new version and the package admits its siblings' versions. What is built is
-HEAD and nothing else: a dirty tree is refused, as is a tag of this version on another commit, and
-files that git does not know never reach a build. The wheel must hold only its own part of the
-namespace, and is imported once. After that, a version without a tag gets the lines that tag the
-commit and push the tag; this program runs neither. Packages are released one at a time; a breaking
-change in one is refused until the ranges of its dependents say that they were adapted.
+``build`` makes an sdist, and a wheel from it. What it does not check is checked here: that the
+version and the top heading of the changelog agree, that every dependent in the workspace admits the
+new version and the package admits its siblings' versions, that the wheel holds only its own part of
+the namespace and can be imported. A dirty tree is refused, as is a tag of this version on another
+commit; hatchling leaves out files that git ignores. After that, a version without a tag gets the
+lines that tag the commit and push the tag; this program runs neither. Packages are released one at
+a time; a breaking change in one is refused until the ranges of its dependents say that they were
+adapted.
 
-    release.py PACKAGE [--out DIR]     check, build and import HEAD, then print the tag to make
+    release.py PACKAGE [--out DIR]     check, build and import, then print the tag to make
     release.py --all --check           the checks of versions for all six, without git or building
     release.py --all --ranges          of those, whether the packages admit each other
 """
@@ -16,12 +17,10 @@ change in one is refused until the ranges of its dependents say that they were a
 from __future__ import annotations
 
 import argparse
-import email
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 import zipfile
@@ -54,10 +53,10 @@ class Package:
 
     @property
     def version(self) -> str:
-        found = ASSIGNMENT.search(self.version_file.read_text())
-        if found is None:
+        match = ASSIGNMENT.search(self.version_file.read_text())
+        if match is None:
             raise ReleaseError(f'{self.version_file} has no line __version__ = "..."')
-        return found[1]
+        return match[1]
 
     @property
     def portion(self) -> str:
@@ -95,25 +94,25 @@ def read_workspace(root: Path) -> dict[str, Package]:
 
 
 def version_problems(package: Package) -> list[str]:
-    """Version and changelog disagree, or one of them cannot be read."""
+    """Returns what is wrong with the version and the top heading of the changelog."""
     try:
         Version(package.version)
     except InvalidVersion:
         return [f"{package.name}: {package.version!r} is not a version"]
     changelog = package.folder / "CHANGELOG.md"
-    found = HEADING.search(changelog.read_text()) if changelog.is_file() else None
-    if found is None:
+    heading = HEADING.search(changelog.read_text()) if changelog.is_file() else None
+    if heading is None:
         return [f"{package.name}: CHANGELOG.md has no heading such as '## {package.version}'"]
-    if found[1] != package.version:
-        return [
-            f"{package.name}: the version is {package.version}, "
-            f"the top heading of CHANGELOG.md is {found[1]}"
-        ]
-    return []
+    if heading[1] == package.version:
+        return []
+    return [
+        f"{package.name}: the version is {package.version}, "
+        f"the top heading of CHANGELOG.md is {heading[1]}"
+    ]
 
 
 def range_problems(package: Package, workspace: dict[str, Package]) -> list[str]:
-    """Siblings whose range excludes this version, and siblings this package's range excludes."""
+    """Returns siblings whose range excludes this version, and siblings that this one excludes."""
     problems: list[str] = []
     for dependent in workspace.values():
         for need in dependent.requirements:
@@ -130,7 +129,7 @@ def range_problems(package: Package, workspace: dict[str, Package]) -> list[str]
 
 
 def readme_problems(package: Package) -> list[str]:
-    """Links that lead nowhere on a package index."""
+    """Returns links that lead nowhere on a package index."""
     links = RELATIVE_LINK.findall((package.folder / "README.md").read_text())
     return [f"{package.name}: README.md has the relative link {link[1:]}" for link in links]
 
@@ -138,17 +137,17 @@ def readme_problems(package: Package) -> list[str]:
 def problems_of(
     packages: Iterable[Package], workspace: dict[str, Package], *, ranges_only: bool = False
 ) -> list[str]:
-    """Everything that stands in the way of releasing these, each once."""
-    found: list[str] = []
+    """Returns everything that stands in the way of releasing these, each once."""
+    problems: list[str] = []
     for package in packages:
-        found += range_problems(package, workspace)
+        problems += range_problems(package, workspace)
         if not ranges_only:
-            found += version_problems(package) + readme_problems(package)
-    return list(dict.fromkeys(found))
+            problems += version_problems(package) + readme_problems(package)
+    return list(dict.fromkeys(problems))
 
 
 def refuse(problems: list[str]) -> None:
-    """Raise where there are any."""
+    """Raises ReleaseError if there are any."""
     if problems:
         raise ReleaseError("\n".join(problems))
 
@@ -158,9 +157,9 @@ def check(package: Package, workspace: dict[str, Package]) -> None:
 
 
 def build(package: Package, out: Path) -> list[Path]:
-    """sdist and wheel of the package, with the hatchling of this environment."""
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(out.resolve())]
-    done = subprocess.run(command, cwd=package.folder, capture_output=True, text=True)
+    """Builds an sdist and a wheel from that sdist with the hatchling of this environment."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(out), str(package.folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ReleaseError(f"{package.name}: the build failed\n{done.stdout}{done.stderr}")
     stem = f"{package.name.replace('-', '_')}-{package.version}"
@@ -168,31 +167,18 @@ def build(package: Package, out: Path) -> list[Path]:
 
 
 def wheel_problems(package: Package, wheel: Path) -> list[str]:
-    """Files outside the package's part of the namespace, missing files, a wrong version."""
+    """Returns files outside the package's part of the namespace, and missing files."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        info = next(n for n in names if n.endswith(".dist-info/METADATA")).partition("/")[0]
-        metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
-    own = package.portion + "/"
-    problems = [
-        f"{wheel.name} holds {name}, outside {own}"
-        for name in names
-        if not name.startswith((own, info + "/")) and name not in package.scripts
+    info = f"{package.name.replace('-', '_')}-{package.version}.dist-info/"
+    portion = package.portion + "/"
+    outside = [n for n in names if not n.startswith((portion, info)) and n not in package.scripts]
+    needed = [portion + "__init__.py", portion + "py.typed", f"{info}licenses/LICENSE"]
+    missing = [name for name in (*needed, *package.scripts) if name not in names]
+    return [
+        *(f"{wheel.name} holds {name}, outside {portion}" for name in outside),
+        *(f"{wheel.name} lacks {name}" for name in missing),
     ]
-    wanted = [own + "__init__.py", own + "py.typed", f"{info}/licenses/LICENSE", *package.scripts]
-    problems += [f"{wheel.name} lacks {name}" for name in wanted if name not in names]
-    if metadata["Version"] != package.version:
-        problems.append(f"{wheel.name} says version {metadata['Version']}")
-    return problems
-
-
-def sdist_problems(package: Package, sdist: Path) -> list[str]:
-    """Files that a build from source needs and the sdist lacks."""
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    version = package.version_file.relative_to(package.folder).as_posix()
-    wanted = ["pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", version]
-    return [f"{sdist.name} lacks {name}" for name in wanted if name not in names]
 
 
 IMPORT = """
@@ -205,22 +191,29 @@ assert module.__version__ == sys.argv[3], f"its version is {module.__version__}"
 
 
 def import_problems(package: Package, wheel: Path) -> list[str]:
-    """What importing the wheel says, beside the siblings of this environment."""
+    """Returns what importing the wheel says, next to the siblings of this environment."""
     name = package.portion.replace("/", ".")
-    with tempfile.TemporaryDirectory(prefix="ejkernel-wheel-") as folder:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder)
-        command = [sys.executable, "-c", IMPORT, folder, name, package.version]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode == 0:
-        return []
-    return [f"{wheel.name}: import {name} fails\n{done.stderr}"]
+    folder = wheel.parent / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    command = [sys.executable, "-c", IMPORT, str(folder), name, package.version]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return [f"{wheel.name}: import {name} fails\n{done.stderr}"] if done.returncode else []
 
 
 def build_checked(package: Package, out: Path) -> list[Path]:
     sdist, wheel = build(package, out)
-    refuse(wheel_problems(package, wheel) + sdist_problems(package, sdist))
+    refuse(wheel_problems(package, wheel))
     return [sdist, wheel]
+
+
+def release(package: Package, out: Path) -> list[Path]:
+    """Builds into ``out`` what passes every check."""
+    with tempfile.TemporaryDirectory(prefix="ejkernel-release-") as scratch:
+        built = build_checked(package, Path(scratch))
+        refuse(import_problems(package, built[1]))
+        out.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy(path, out)) for path in built]
 
 
 def git(*words: str) -> str:
@@ -231,7 +224,7 @@ def git(*words: str) -> str:
 
 
 def commit_to_build(package: Package) -> tuple[str, bool]:
-    """HEAD, and whether the version's tag names it already.
+    """Returns HEAD, and whether the version's tag names it already.
 
     Raises:
         ReleaseError: something is not committed, or the tag names another commit.
@@ -243,29 +236,12 @@ def commit_to_build(package: Package) -> tuple[str, bool]:
     if not git("tag", "--list", package.tag):
         return head, False
     tagged = git("rev-parse", f"{package.tag}^{{commit}}")
-    if tagged != head:
-        raise ReleaseError(
-            f"{package.tag} names {tagged[:12]}, HEAD is {head[:12]}: check the tag out, or raise "
-            "the version"
-        )
-    return head, True
-
-
-def build_commit(package: Package, commit: str, out: Path) -> list[Path]:
-    """Builds from the files of a commit, so that nothing else of the folder gets in.
-
-    Files are put into ``out`` once they have passed every check.
-    """
-    with tempfile.TemporaryDirectory(prefix="ejkernel-release-") as scratch:
-        archive = Path(scratch) / "commit.tar"
-        git("archive", "--output", str(archive), commit)
-        with tarfile.open(archive) as files:
-            files.extractall(Path(scratch) / "tree", filter="data")
-        inside = Path(scratch) / "tree" / package.folder.relative_to(ROOT)
-        built = build_checked(read_package(inside), Path(scratch) / "dist")
-        refuse(import_problems(package, built[1]))
-        out.mkdir(parents=True, exist_ok=True)
-        return [Path(shutil.copy(path, out)) for path in built]
+    if tagged == head:
+        return head, True
+    raise ReleaseError(
+        f"{package.tag} names {tagged[:12]}, HEAD is {head[:12]}: check the tag out, or raise the "
+        "version"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -289,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{package.name} {package.version}: version, changelog and ranges agree")
                 continue
             commit, is_tagged = commit_to_build(package)
-            for path in build_commit(package, commit, options.out):
+            for path in release(package, options.out):
                 print(path)
             if not is_tagged:
                 print(f"{package.name} {package.version} has no tag. To release what was built:")

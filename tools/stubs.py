@@ -1,4 +1,4 @@
-"""What type checkers are told beside the sources, made from what is said there once.
+"""Write the stubs that type checkers read next to the sources, made from the sources.
 
 An operation whose flag (``return_lse``, ``return_state``) changes what it returns has a stub with
 overloads, made from the signature in its module. A package that imports its names on first use has
@@ -49,20 +49,20 @@ def stub_of(module: Path) -> str | None:
 
 
 def _head(text: str, function: ast.FunctionDef) -> str:
-    """The function as far as its docstring, without what takes unknown arguments to their error."""
-    lines = text.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
-    return "\n".join(lines).replace("    **unknown: Never,\n", "").rstrip() + " ..."
+    """Returns the function as far as its docstring, without its ``**unknown``."""
+    head = text.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
+    return "\n".join(head).replace("    **unknown: Never,\n", "").rstrip() + " ..."
 
 
 def _overloads(head: str, flag: str) -> list[str]:
     both = f") -> {ONE} | {BOTH}: ..."
     if not head.endswith(both):
         raise ValueError(f"expected the signature to end in {both!r}:\n{head}")
-    given = f"{flag}: bool = False"
+    usual = f"{flag}: bool = False"
     return [
-        head.replace(given, f"{flag}: Literal[False] = False").replace(both, f") -> {ONE}: ..."),
-        head.replace(given, f"{flag}: Literal[True]").replace(both, f") -> {BOTH}: ..."),
-        head.replace(given, f"{flag}: bool"),
+        head.replace(usual, f"{flag}: Literal[False] = False").replace(both, f") -> {ONE}: ..."),
+        head.replace(usual, f"{flag}: Literal[True]").replace(both, f") -> {BOTH}: ..."),
+        head.replace(usual, f"{flag}: bool"),
     ]
 
 
@@ -81,32 +81,33 @@ def _imports(tree: ast.Module, body: str) -> list[str]:
         end = node.end_lineno or 0
         if source == "typing":
             names += [(word, word) for word in ("Literal", "overload")]
-        kept = sorted(
+        used_names = sorted(
             {n if n == as_ else f"{n} as {as_}" for n, as_ in names if as_.split(".")[0] in used},
             key=lambda n: (not n[0].isupper(), n.lower()),
         )
-        if kept and isinstance(node, ast.Import):
-            groups[-1].append(f"import {kept[0]}")
-        elif kept:
-            groups[-1].append(f"from {source} import {', '.join(kept)}")
-    return "\n\n".join("\n".join(lines) for lines in groups if lines).splitlines()
+        if used_names and isinstance(node, ast.Import):
+            groups[-1].append(f"import {used_names[0]}")
+        elif used_names:
+            groups[-1].append(f"from {source} import {', '.join(used_names)}")
+    return "\n\n".join("\n".join(group) for group in groups if group).splitlines()
 
 
 def stub_of_package(where: Mapping[str, tuple[str, str]]) -> str:
     """The stub of a package with these names; of each its module, and its name there."""
-    lines = [f"from {module} import {name} as {ours}" for ours, (module, name) in where.items()]
+    imports = [f"from {module} import {name} as {ours}" for ours, (module, name) in where.items()]
     head = "# Made by tools/stubs.py --write.\n# ruff: noqa\n# fmt: off\n"
-    return head + "\n".join(sorted(lines)) + "\n"
+    return head + "\n".join(sorted(imports)) + "\n"
 
 
 def packages() -> dict[Path, str]:
     """The stubs of packages."""
     version = {"__version__": ("ejkernel.modules._version", "__version__")}
-    each = {
+    members = {
         name: (f"{calls.__name__}.{home}", name) for name, home in vars(calls)["MODULES"].items()
     }
-    of = {modules: stub_of_package(vars(modules)["WHERE"] | version), calls: stub_of_package(each)}
-    return {Path(package.__file__ or "").with_suffix(".pyi"): text for package, text in of.items()}
+    public = vars(modules)["WHERE"] | version
+    stubs = {modules: stub_of_package(public), calls: stub_of_package(members)}
+    return {Path(package.__file__ or "").with_suffix(".pyi"): x for package, x in stubs.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

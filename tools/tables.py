@@ -44,11 +44,11 @@ def operations() -> list[tuple[str, str, str, str]]:
 
 def operations_table() -> str:
     found = platforms()
-    lines = ["| function | what it computes | kernels |", "|---|---|---|"]
+    rows = ["| function | what it computes | kernels |", "|---|---|---|"]
     for function, page, name, what in operations():
         kernels = ", ".join(PLATFORMS[p] for p in found.get(name, [])) or "none yet"
-        lines.append(f"| [`{function}`](docs/operations/{page}) | {what} | {kernels} |")
-    return "\n".join(lines)
+        rows.append(f"| [`{function}`](docs/operations/{page}) | {what} | {kernels} |")
+    return "\n".join(rows)
 
 
 def kernels_of(platform: str) -> str:
@@ -73,5 +73,5 @@ def render(text: str) -> str:
 
 if __name__ == "__main__":
     pages = (generated.ROOT / "README.md", *sorted(generated.ROOT.glob("packages/*/README.md")))
-    wanted = {path: render(path.read_text()) for path in pages}
-    sys.exit(generated.main(wanted, __doc__, None))
+    texts = {path: render(path.read_text()) for path in pages}
+    sys.exit(generated.main(texts, __doc__, None))

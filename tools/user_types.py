@@ -31,7 +31,7 @@ def script(path: Path) -> str:
 
 
 def complaints(checker: str, folder: Path) -> str:
-    """What a checker has against the scripts; empty if nothing."""
+    """Returns a checker's errors in the scripts, "" if there are none."""
     files = []
     for name in SCRIPTS:
         files.append(folder / (re.sub(r"\W", "_", name.rpartition(".")[0]) + ".py"))
@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     found = False
     for checker in (sys.argv[1:] if argv is None else argv) or CHECKERS:
         with tempfile.TemporaryDirectory(prefix="ejkernel-types-") as folder:
-            said = complaints(checker, Path(folder))
-        print(said if said else f"{checker}: nothing to complain about")
-        found = found or bool(said)
+            report = complaints(checker, Path(folder))
+        print(report if report else f"{checker}: nothing to complain about")
+        found = found or bool(report)
     return int(found)
 
 

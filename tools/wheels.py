@@ -109,7 +109,7 @@ packages = ["ejkernel"]
 """
 
 
-def try_beside_a_stranger(wheels: dict[str, Path], folder: Path) -> None:
+def try_with_other_project(wheels: dict[str, Path], folder: Path) -> None:
     """Another distribution called ejkernel, before and after ours: doctor's line repairs it."""
     source = folder.parent / "stranger"
     for name in ("", "modules", "types"):
@@ -155,7 +155,7 @@ def main() -> int:
                 print(f"failed: {title}: {' '.join(error.cmd[:4])} ...", file=sys.stderr)
                 return 1
         print("beside another distribution called ejkernel:", flush=True)
-        try_beside_a_stranger(wheels, root / "beside")
+        try_with_other_project(wheels, root / "beside")
     return 0
 
 

@@ -1,14 +1,16 @@
-"""A small hybrid model: three gated-linear layers and one of windowed attention, on real text.
+"""A small hybrid model of gated-linear, delta-rule and windowed-attention layers, on real text.
 
     python docs/examples/hybrid.py                # half a minute on a CPU
     python docs/examples/hybrid.py --steps 600
 
 Bytes of Python's help topics are learnt in rows, all tokens of a row at once. A gated-linear layer
 keeps one state ``[key_dim, value_dim]`` a head, which forgets as its gates say
-(``recurrent_attention``); the attention layer sees the last ``WINDOW`` tokens and so keeps as many
-keys and values. Decoding takes one token, the states and that window, whatever the length of the
-text: ``step`` gives the logits of ``forward`` token by token. Donated, as ``generate`` does it, the
-states are updated where they lie.
+(``recurrent_attention``). A delta layer, as in Qwen3-Next, convolves its queries, keys and values
+over the last tokens (``causal_conv1d``), replaces in its state what a key reads
+(``gated_delta_rule``), and multiplies the normed output by a gate. The attention layer sees the
+last ``WINDOW`` tokens and so keeps as many keys and values. Decoding takes one token, the states
+and that window, whatever the length of the text: ``step`` gives the logits of ``forward`` token by
+token. Donated, as ``generate`` does it, the states are updated where they lie.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules import flash_attention, recurrent_attention
+from ejkernel.modules import (
+    causal_conv1d,
+    flash_attention,
+    gated_delta_rule,
+    recurrent_attention,
+)
 
 WINDOW = 32  # tokens that the attention layer sees, the present one included
 HEADS, DIM = 2, 16
 WIDTH = HEADS * DIM
-LAYERS = ("linear", "linear", "attention", "linear")
+TAPS = 4  # of the convolution in a delta layer
+LAYERS = ("linear", "delta", "attention", "delta")
 
 Params = dict[str, Any]
 State = list[Any]
@@ -39,16 +47,23 @@ def init(key: jax.Array) -> Params:
         key, now = jax.random.split(key)
         return jax.random.normal(now, shape) * shape[0] ** -0.5
 
-    blocks = [
-        {
+    def block(kind: str) -> Params:
+        params = {
             "qkv": normal(WIDTH, 3 * WIDTH),
             "gate": normal(WIDTH, HEADS),
             "out": normal(WIDTH, WIDTH),
             "up": normal(WIDTH, 4 * WIDTH),
             "down": normal(4 * WIDTH, WIDTH),
         }
-        for _ in LAYERS
-    ]
+        if kind == "delta":
+            params |= {
+                "taps": normal(TAPS, 3 * WIDTH).T,
+                "beta": normal(WIDTH, HEADS),
+                "output_gate": normal(WIDTH, WIDTH),
+            }
+        return params
+
+    blocks = [block(kind) for kind in LAYERS]
     return {"bytes": normal(256, WIDTH) * 16, "blocks": blocks, "logits": normal(WIDTH, 256)}
 
 
@@ -57,18 +72,49 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def project(block: Params, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, keys, values ``[batch, tokens, HEADS, DIM]`` and log decays ``[..., HEADS]``.
-
-    Decays are about 1 / 32 a token before training: a head remembers a sentence.
-    """
+    """Queries, keys, values ``[batch, tokens, HEADS, DIM]`` and log decays ``[..., HEADS]``."""
     y = norm(x)
     q, k, v = jnp.split((y @ block["qkv"]).reshape(*x.shape[:2], 3 * HEADS, DIM), 3, 2)
-    return norm(q), norm(k), v, jax.nn.log_sigmoid(y @ block["gate"] + 3.4)
+    return norm(q), norm(k), v, decays(block, y)
+
+
+def decays(block: Params, y: jax.Array) -> jax.Array:
+    """About 1 / 32 a token before training: a head remembers a sentence."""
+    return jax.nn.log_sigmoid(y @ block["gate"] + 3.4)
+
+
+def delta(block: Params, x: jax.Array, state: State | None = None) -> tuple[jax.Array, State]:
+    """The output of a delta layer ``[batch, tokens, HEADS, DIM]``, and its state afterwards.
+
+    The state is the last tokens before the convolution, and the matrices.
+    """
+    y = norm(x)
+    history, matrices = (None, None) if state is None else state
+    mixed, history = causal_conv1d(
+        y @ block["qkv"],
+        block["taps"],
+        initial_state=history,
+        activation="silu",
+        return_state=True,
+    )
+    q, k, v = jnp.split(mixed.reshape(*x.shape[:2], 3 * HEADS, DIM), 3, 2)
+    out, matrices = gated_delta_rule(
+        q,
+        k,
+        v,
+        decays(block, y),
+        jax.nn.sigmoid(y @ block["beta"]),
+        initial_state=matrices,
+        normalize_qk=True,
+        return_state=True,
+    )
+    output_gate = jax.nn.silu(y @ block["output_gate"]).reshape(out.shape)
+    return norm(out) * output_gate, [history, matrices]
 
 
 def finish(block: Params, x: jax.Array, mixed: jax.Array) -> jax.Array:
     """The layer's output, from what its tokens exchanged, and its network."""
-    x = x + norm(mixed).reshape(x.shape) @ block["out"]
+    x = x + mixed.reshape(x.shape) @ block["out"]
     return x + jax.nn.gelu(norm(x) @ block["up"]) @ block["down"]
 
 
@@ -76,36 +122,51 @@ def forward(params: Params, tokens: jax.Array) -> jax.Array:
     """Logits ``[batch, tokens, 256]``, all tokens at once."""
     x = params["bytes"][tokens]
     for kind, block in zip(LAYERS, params["blocks"], strict=True):
-        q, k, v, g = project(block, x)
-        if kind == "linear":
-            mixed = recurrent_attention(q, k, v, g)
+        if kind == "delta":
+            mixed, _ = delta(block, x)
+        elif kind == "linear":
+            mixed = norm(recurrent_attention(*project(block, x)))
         else:
-            mixed = flash_attention(q, k, v, causal=True, sliding_window=(WINDOW - 1, 0))
+            q, k, v, _ = project(block, x)
+            mixed = norm(flash_attention(q, k, v, causal=True, sliding_window=(WINDOW - 1, 0)))
         x = finish(block, x, mixed)
     return norm(x) @ params["logits"]
 
 
 def empty(batch: int) -> State:
     """What decoding keeps before the first token."""
-    rows = jnp.zeros((2, batch, WINDOW, HEADS, DIM))
-    return [jnp.zeros((batch, HEADS, DIM, DIM)) if x == "linear" else rows for x in LAYERS]
+    matrices = (batch, HEADS, DIM, DIM)
+    shapes = {
+        "linear": matrices,
+        "delta": [(batch, 3 * WIDTH, TAPS - 1), matrices],
+        "attention": (2, batch, WINDOW, HEADS, DIM),
+    }
+    # every layer has arrays of its own, so that all can be donated
+    layers = [shapes[kind] for kind in LAYERS]
+    return jax.tree.map(jnp.zeros, layers, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def step(params: Params, state: State, token: jax.Array, position: jax.Array):
     """Logits ``[batch, 256]`` after one token a text ``[batch]``, and the state with it."""
     x = params["bytes"][token][:, None]
     kept = []
-    for kind, block, held in zip(LAYERS, params["blocks"], state, strict=True):
-        q, k, v, g = project(block, x)
-        if kind == "linear":
-            mixed, held = recurrent_attention(q, k, v, g, initial_state=held, return_state=True)
+    for kind, block, layer_state in zip(LAYERS, params["blocks"], state, strict=True):
+        if kind == "delta":
+            mixed, layer_state = delta(block, x, layer_state)
+        elif kind == "linear":
+            mixed, layer_state = recurrent_attention(
+                *project(block, x), initial_state=layer_state, return_state=True
+            )
+            mixed = norm(mixed)
         else:
+            q, k, v, _ = project(block, x)
             # the oldest row gives way: attention does not ask for the order of keys
-            held = held.at[:, :, position % WINDOW].set(jnp.stack([k, v])[:, :, 0])
+            row = position % WINDOW
+            layer_state = layer_state.at[:, :, row].set(jnp.stack([k, v])[:, :, 0])
             seen = jnp.arange(WINDOW) <= position
             mask = jnp.broadcast_to(seen, (x.shape[0], 1, 1, WINDOW))
-            mixed = flash_attention(q, *held, attention_mask=mask)
-        kept.append(held)
+            mixed = norm(flash_attention(q, *layer_state, attention_mask=mask))
+        kept.append(layer_state)
         x = finish(block, x, mixed)
     return (norm(x) @ params["logits"])[:, 0], kept
 

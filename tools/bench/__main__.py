@@ -1,23 +1,25 @@
-"""``python -m bench OP``: time one operation, its peers and the limits of this machine."""
+"""``python -m bench OP``: what ``ejk bench OP`` measures, as JSON, Markdown and a chart.
+
+Writes ``OP.json``, ``OP.md`` and ``OP.svg``. Options that are not listed here go to ``ejk bench``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import pathlib
 import pkgutil
 import sys
+import tempfile
 
 from bench import plot, report, workloads
-from ejkernel.modules.bench.case import case_of
-from ejkernel.modules.bench.limits import measure_limits
-from ejkernel.modules.bench.runner import Row, run_cases
-from ejkernel.modules.cli.bench import keep_peers
-from ejkernel.modules.workloads.find import UnknownName, calls_here, operation_names
+from ejkernel.modules import cli
+from ejkernel.modules.workloads.find import operation_names
 
 
 def others() -> list[str]:
-    """The benchmarks that are no table of calls."""
+    """Returns the names of benchmarks that are not a table of calls."""
     return sorted(m.name for m in pkgutil.iter_modules(workloads.__path__))
 
 
@@ -25,53 +27,33 @@ def names() -> list[str]:
     return sorted([*operation_names(), *others()])
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of this command, and the options of ``ejk bench``."""
     p = argparse.ArgumentParser(prog="bench", description=__doc__)
     p.add_argument("op", choices=names(), metavar="OP", help=", ".join(names()))
     p.add_argument("--cases", default="*", help="comma-separated globs on case names")
-    p.add_argument("--peers", default="*", help="comma-separated globs on contender names")
-    p.add_argument("--modes", default="fwd,fwd+bwd", help="fwd, fwd+bwd or both")
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--target-s", type=float, default=0.2, help="seconds per round and contender")
     p.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-out"))
     p.add_argument("--shapes", type=int, default=2000, help="shapes: how many new ones")
     p.add_argument("--limit", type=float, help="first_call: most seconds over JAX's own, warm")
-    p.add_argument("--list", action="store_true", help="show the cases and stop")
-    return p.parse_args(argv)
+    return p.parse_known_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args, ejk_options = parse(argv)
     if args.op in others():
         return importlib.import_module(f"bench.workloads.{args.op}").main(args)
-    calls = calls_here(args.op, args.cases)
-    if not calls:
-        known = ", ".join(c.name for c in calls_here(args.op, "*")) or "none on this device"
-        print(f"no case matches {args.cases!r}; there are: {known}", file=sys.stderr)
-        return 2
-    if args.list:
-        print("\n".join(c.name for c in calls))
-        return 0
-    cases = [case_of(call) for call in calls]
-    try:
-        keep_peers(cases, args.peers)
-    except UnknownName as error:
-        print(error, file=sys.stderr)
-        return 2
-    limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)))
-    rows: list[Row] = []
-    pace = {"rounds": args.rounds, "target_s": args.target_s}
-    try:
-        for row in run_cases(cases, args.modes.split(","), limits, **pace):
-            print(f"{row.case} {row.mode} {row.contender}: {row.ms}", file=sys.stderr)
-            rows.append(row)
-    except KeyboardInterrupt:
-        print("stopped; writing what was measured", file=sys.stderr)
-    paths = report.write(rows, limits, args.op, args.out)
-    picture = plot.write(paths[0])
-    print(report.markdown(rows, limits, report.environment()))
-    print("wrote " + ", ".join(map(str, [*paths, picture])), file=sys.stderr)
-    return 0
+    pace = ["--rounds", str(args.rounds), "--target-s", str(args.target_s)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["bench", args.op, "--shape", args.cases, *pace, "--out", folder, *ejk_options]
+        status = cli.main(command)
+        for record in pathlib.Path(folder).glob("*.json"):
+            result = json.loads(record.read_text())
+            path = report.write_json(args.out, args.op, result)
+            path.with_suffix(".md").write_text(report.markdown(result))
+            print(f"wrote {path}, .md and {plot.write_chart(path).name}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

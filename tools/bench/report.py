@@ -4,61 +4,45 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from typing import Any
 
-from ejkernel.modules.bench.limits import Limits
-from ejkernel.modules.bench.record import environment, rates_text
-from ejkernel.modules.bench.runner import Row
+from ejkernel.modules.bench.record import rates_text
+
+HEAD = """\
+| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |
+|---|---|---|---|---|---|---|---|---|---|"""
+ON_DEVICE = "\nTimes marked * are the device's own after a rest: of kernels, without launches."
 
 
-def _number(value, digits=3) -> str:
+def _number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}g}"
 
 
-def markdown(rows: Sequence[Row], limits: Limits, env: dict) -> str:
-    lines = [
-        f"Device {env['device']}, {env['date']}; {rates_text(asdict(limits))}",
-        "",
-        "| case | mode | what | ms | +- | TFLOP/s | GB/s | % of limit | speed over | temp MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    on_device = any(r.clock == "device" for r in rows)
-    for r in rows:
-        if r.ms is None:
-            cell = f"not run: {r.note}"
-            lines.append(f"| {r.case} | {r.mode} | {r.contender} | {cell} | | | | | | |")
-            continue
-        over = ", ".join(f"{k} {v:.2f}x" for k, v in r.speed_over.items())
-        cells = [
-            r.case, r.mode, r.contender, _number(r.ms, 4) + "*" * (r.clock == "device"),
-            _number(r.spread_ms, 2),
-            _number(r.tflops, 4), _number(r.gbps, 4), _number(r.percent_of_limit), over,
-            _number(r.temp_mb, 4),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    if on_device:
-        lines += [
-            "",
-            "Times marked * are the device's own after a rest: of kernels, without launches.",
-        ]
-    return "\n".join(lines) + "\n"
+def markdown(result: Mapping[str, Any]) -> str:
+    """Returns the table of a record of ``ejk bench``."""
+    rates = rates_text(result["limits"])
+    text = [f"Device {result['device']}, {result['date']}; {rates}", "", HEAD]
+    for r in result["rows"]:
+        cells = [r["case"], r["mode"], r["contender"]]
+        if r["ms"] is None:
+            cells += [f"not run: {r['note']}", *[""] * 6]
+        else:
+            cells += [
+                _number(r["ms"], 4) + "*" * (r["clock"] == "device"), _number(r["spread_ms"], 2),
+                _number(r["tflops"], 4), _number(r["gbps"], 4), _number(r["percent_of_limit"]),
+                ", ".join(f"{k} {v:.2f}x" for k, v in r["speed_over"].items()),
+                _number(r["temp_mb"], 4),
+            ]  # fmt: skip
+        text.append(f"| {' | '.join(cells)} |")
+    if any(r["clock"] == "device" for r in result["rows"]):
+        text.append(ON_DEVICE)
+    return "\n".join(text) + "\n"
 
 
-def keep(out: pathlib.Path, name: str, content: dict) -> pathlib.Path:
-    """Write ``content`` to ``out/name.json``."""
+def write_json(out: pathlib.Path, name: str, content: Mapping[str, Any]) -> pathlib.Path:
+    """Writes ``content`` to ``out/name.json`` and returns the path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
-
-
-def write(
-    rows: Sequence[Row], limits: Limits, op: str, out: pathlib.Path
-) -> tuple[pathlib.Path, pathlib.Path]:
-    env = environment()
-    measured = {"limits": asdict(limits), "rows": [asdict(r) for r in rows]}
-    data = {"kind": "bench", "op": op, **env, **measured}
-    as_json, as_markdown = keep(out, op, data), out / f"{op}.md"
-    as_markdown.write_text(markdown(rows, limits, env))
-    return as_json, as_markdown

@@ -36,10 +36,10 @@ def decode_step(params, cache, tables, tokens, position, size: Size):
     lens = jnp.full((rows,), position + 1)
     x = params["embed"][tokens][:, None]
     new = []
-    for block, held in zip(params["blocks"], cache, strict=True):
+    for block, pages in zip(params["blocks"], cache, strict=True):
         q, k, v = project(block, x, position[None, None], size)
-        k_pages = held["k"].at[page, place].set(k[:, 0])
-        v_pages = held["v"].at[page, place].set(v[:, 0])
+        k_pages = pages["k"].at[page, place].set(k[:, 0])
+        v_pages = pages["v"].at[page, place].set(v[:, 0])
         x = finish(block, x, page_attention(q, k_pages, v_pages, lens, tables))
         new.append({"k": k_pages, "v": v_pages})
     return logits_of(params, x)[:, 0], new

@@ -22,7 +22,7 @@ SAMPLES = 3
 
 
 def explain_all(size: Size, batch: int, segment_ids) -> None:
-    """Which kernel ran each operation and why, then the whole explanation of the training call."""
+    """Prints which kernel ran each operation and why, then the whole answer for training."""
     f32 = jnp.float32
     q = jax.ShapeDtypeStruct((batch, size.length, size.heads, size.head_dim), f32)
     kv = jax.ShapeDtypeStruct((batch, size.length, size.kv_heads, size.head_dim), f32)

@@ -27,13 +27,13 @@ def documents(longest: int) -> list[bytes]:
     """Python's help topics cut at blank lines into documents of 64 to ``longest`` bytes."""
     pieces = []
     for name in sorted(topics.topics):
-        held = b""
+        piece_text = b""
         for paragraph in topics.topics[name].encode("ascii", "replace").split(b"\n\n"):
-            if held and len(held) + len(paragraph) > longest // 3:
-                pieces.append(held[:longest])
-                held = b""
-            held += paragraph + b"\n\n"
-        pieces.append(held[:longest])
+            if piece_text and len(piece_text) + len(paragraph) > longest // 3:
+                pieces.append(piece_text[:longest])
+                piece_text = b""
+            piece_text += paragraph + b"\n\n"
+        pieces.append(piece_text[:longest])
     return [p for p in pieces if len(p) >= 64]
 
 

@@ -20,7 +20,7 @@ def train(params, data: Packed, size: Size, *, steps: int, batch: int, seed: int
     state = optimiser.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, tokens, ids, positions):
+    def train_step(params, state, tokens, ids, positions):
         value, grads = jax.value_and_grad(loss)(params, tokens, ids, positions, size)
         updates, state = optimiser.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
@@ -30,7 +30,7 @@ def train(params, data: Packed, size: Size, *, steps: int, batch: int, seed: int
     with tqdm(range(steps), desc="training", unit="step", dynamic_ncols=True) as bar:
         for _ in bar:
             rows = rng.choice(len(data.tokens), batch, replace=False)
-            params, state, value = step(
+            params, state, value = train_step(
                 params, state, data.tokens[rows], data.segment_ids[rows], data.positions[rows]
             )
             history.append(float(value))

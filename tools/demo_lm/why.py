@@ -15,7 +15,7 @@ def which(e: Any) -> str:
 
 
 def why(e: Any) -> str:
-    """Every other implementation beside the reason against it, the same reasons together."""
+    """Returns every other implementation with the reason against it, equal reasons together."""
     reasons: dict[str, list[str]] = {}
     for name, reason in e.skipped:
         reasons.setdefault(reason, []).append(name.split("/", 1)[1])

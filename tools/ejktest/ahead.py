@@ -13,7 +13,8 @@ import jax
 
 from ejkernel.kernels.triton.flash_attention.implementation import flash_attention
 from ejkernel.kernels.triton.targets import Target, compile_for
-from ejktest.attention_at_size import inputs, kernel
+from ejktest.at_size import inputs, kernel
+from ejktest.attention import Call
 
 
 def _guarded(job: tuple[Any, ...]) -> Any:
@@ -41,10 +42,10 @@ def as_finished(
     os.environ["JAX_PLATFORMS"] = "cpu"  # for the workers; here the device is already chosen
     try:
         with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-            asked = {pool.submit(_guarded, job): number for number, job in enumerate(jobs)}
+            futures = {pool.submit(_guarded, job): number for number, job in enumerate(jobs)}
             try:
-                for future in concurrent.futures.as_completed(asked):
-                    yield asked[future], future.result()
+                for future in concurrent.futures.as_completed(futures):
+                    yield futures[future], future.result()
             finally:  # who stops early does not wait for what has not begun
                 pool.shutdown(wait=False, cancel_futures=True)
     finally:
@@ -54,7 +55,7 @@ def as_finished(
 
 
 def in_parallel(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """What ``as_finished`` yields, in the order of the jobs."""
+    """Returns the results of ``as_finished`` in the order of the jobs."""
     return [result for _, result in sorted(as_finished(jobs), key=lambda found: found[0])]
 
 
@@ -73,9 +74,9 @@ def lower(f: Callable[..., Any], target: Target, *operands: Any) -> None:
         f.trace(*operands).lower(lowering_platforms=(target.platform,))  # ty: ignore[missing-attribute]
 
 
-def lower_case(name: str, target: Target) -> None:
-    """The kernels of a case of ``attention_at_size``."""
-    lower(kernel(name, flash_attention), target, *jax.eval_shape(lambda: inputs(name)))
+def lower_case(call: Call, target: Target) -> None:
+    """Compiles the kernels of a call of flash attention."""
+    lower(kernel(call, flash_attention), target, *inputs(call))
 
 
 def _lower_drawn(module: str, operation: str, name: Any, target: Target) -> None:

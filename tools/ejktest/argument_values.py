@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types import MaskInfo
+from ejktest.abstract import abstract_call
 from ejktest.dependence import is_array
 
 Struct = jax.ShapeDtypeStruct
 TOKENS = 256
-Q_LATENT = 576
 F16_SUMS = jax.lax.DotAlgorithm(np.float16, np.float16, np.float16)
 IN_FLOAT64 = frozenset({"logits_dtype", "softmax_dtype"})
 """Arguments whose other values are legal under ``jax_enable_x64`` only."""
@@ -40,81 +40,58 @@ def boolean(*shape: int) -> Struct:
     return Struct(shape, jnp.bool_)
 
 
-def _qkv(tokens: int = TOKENS, heads: int = 2, dim: int = 64, kv_heads: int = 2) -> dict[str, Any]:
-    keys = bf16(1, tokens, kv_heads, dim)
-    return {"query": bf16(1, tokens, heads, dim), "key": keys, "value": keys}
-
-
-def _ragged() -> dict[str, Any]:
-    return {
-        "queries": bf16(2048, 32, 128),
-        "block_tables": i32(2, 128),
-        "query_start_loc": i32(3),
-    }
-
-
-_LINEAR = _qkv(128, 2, 16)
-_NATIVE_SPARSE = _qkv(128, 16, 64, 1)
-
-REQUIRED: dict[str, dict[str, Any]] = {
-    "attention": _qkv(),
-    "blocksparse_attention": _qkv(),
-    "flash_attention": _qkv(),
-    "gla_attention": _LINEAR,
-    "grouped_matmul": {"lhs": bf16(256, 256), "rhs": bf16(4, 256, 256), "group_sizes": i32(4)},
-    "lightning_attention": {**_LINEAR, "layer_idx": 1, "num_layers": 4},
-    "mean_pooling": {"x": bf16(2, 128, 16)},
-    "mla_attention": {
-        "query": bf16(1, TOKENS, 2, 64),
-        "key_value": bf16(1, TOKENS, 32),
-        "w_kc": bf16(32, 2, 32),
-        "w_vc": bf16(32, 2, 64),
-        "b_k": bf16(1, TOKENS, 32),
-    },
-    "mla_decode": {
-        "query": bf16(2, 64, Q_LATENT),
-        "latent_cache": bf16(8, 64, Q_LATENT),
-        "context_lens": i32(2),
-        "block_tables": i32(2, 4),
-    },
-    "native_sparse_attention": _NATIVE_SPARSE,
-    "page_attention": {
-        "query": bf16(2, 4, 64),
-        "key_cache": bf16(8, 16, 2, 64),
-        "value_cache": bf16(8, 16, 2, 64),
-        "context_lens": i32(2),
-        "block_tables": i32(2, 4),
-    },
-    "ragged_decode_attention": {
-        **_qkv(),
-        "query": bf16(1, 2, 64),
-        "sequence_start": i32(1),
-        "sequence_end": i32(1),
-    },
-    "ragged_page_attention": {
-        **_ragged(),
-        "kv_pages": bf16(256, 16, 16, 128),
-        "context_lens": i32(2),
-        "num_seqs": i32(),
-    },
-    "ragged_page_attention_v3": {
-        **_ragged(),
-        "keys": bf16(2048, 8, 128),
-        "values": bf16(2048, 8, 128),
-        "kv_cache": bf16(256, 16, 16, 128),
-        "kv_lens": i32(2),
-        "distribution": i32(3),
-    },
-    "recurrent_attention": _LINEAR,
-    "ring_attention": {**_qkv(), "axis_name": "ring"},
-    "scaled_dot_product_attention": _qkv(),
+_SELF_ATTENTION = {"batch": 1, "q_len": TOKENS, "heads": 2, "head_dim": 64}
+_LINEAR = {"batch": 1, "seq": 128, "heads": 2, "key_dim": 16}
+_PAGES = {"batch": 2, "pages": 8, "page_size": 16, "max_blocks": 4}
+_SERVER = {
+    "tokens": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "sequences": 2, "max_blocks": 128,
+    "pages": 256, "page_size": 16,
+}  # fmt: skip
+_LATENT = {"q_dim": 64, "latent": 32, "nope_dim": 32, "rope_dim": 32, "v_dim": 64}
+_SIZES: dict[str, dict[str, int]] = {
+    **dict.fromkeys(
+        ("attention", "blocksparse_attention", "flash_attention", "ring_attention",
+         "scaled_dot_product_attention"),
+        _SELF_ATTENTION,
+    ),
+    **dict.fromkeys(
+        ("gated_delta_rule", "gla_attention", "lightning_attention", "recurrent_attention"),
+        _LINEAR,
+    ),
+    "causal_conv1d": {"batch": 1, "seq": 128, "channels": 16, "width": 4},
+    **dict.fromkeys(("ragged_page_attention", "ragged_page_attention_v3"), _SERVER),
+    "grouped_matmul": {"rows": 256, "inner": 256, "columns": 256, "groups": 4},
+    "mla_attention": _SELF_ATTENTION | _LATENT,
+    "mla_decode": _PAGES | {"heads": 64, "page_size": 64, "cache_dim": 576},
+    "native_sparse_attention": {"batch": 1, "seq": 128, "heads": 16, "kv_heads": 1, "head_dim": 64},
+    "page_attention": _PAGES | {"heads": 4, "kv_heads": 2, "head_dim": 64},
+    "ragged_decode_attention": _SELF_ATTENTION | {"kv_len": TOKENS},
+}  # fmt: skip
+_STATIC: dict[str, dict[str, Any]] = {
+    "lightning_attention": {"layer_idx": 1, "num_layers": 4},
+    "ring_attention": {"axis_name": "ring"},
 }
+
+
+def _required(operation: str) -> dict[str, Any]:
+    optional = ["b_k"] if operation == "mla_attention" else []
+    decodes = operation in ("page_attention", "ragged_decode_attention")
+    call = abstract_call(
+        operation, _SIZES[operation], *optional, forms={"query": 1} if decodes else {}
+    )
+    return call.structs() | _STATIC.get(operation, {})
+
+
+REQUIRED = {operation: _required(operation) for operation in _SIZES} | {
+    "mean_pooling": {"x": bf16(2, 128, 16)}
+}
+"""The required arguments of every operation."""
 
 _PATTERN = {"block_mask": boolean(1, 1, 2, 2)}
 _DROPOUT = {"dropout_prob": 0.3, "dropout_seed": i32()}
 _RANDOM = {"dropout_prob": 0.3, "dropout_rng": Struct((2,), jnp.uint32), "deterministic": False}
 _COUNTS = {"block_counts": i32(1, 128, 1), "block_size": 16}
-_FLOAT32 = {n: Struct(x.shape, jnp.float32) for n, x in _qkv().items()}
+_FLOAT32 = {n: Struct(x.shape, jnp.float32) for n, x in REQUIRED["attention"].items()}
 
 
 @dataclass(frozen=True)
@@ -172,6 +149,9 @@ def _of_every_operation() -> dict[str, list[Case]]:
         g_gamma=f32(2),
         gk=f32(1, 128, 2, 16),
         gv=f32(1, 128, 2, 16),
+        beta=f32(1, 128, 2),
+        normalize_qk=True,
+        activation="silu",
         initial_state=f32(1, 2, 16, 16),
         reverse=True,
         return_state=True,
@@ -215,6 +195,8 @@ _OF_OPERATION: dict[tuple[str, str], list[Case]] = {
     ("attention", "dropout_prob"): [
         Case(0.3, {name: x for name, x in _RANDOM.items() if name != "dropout_prob"})
     ],
+    ("causal_conv1d", "bias"): [Case(bf16(16), {})],
+    ("causal_conv1d", "initial_state"): [Case(bf16(1, 16, 3), {})],
     ("attention", "precision"): [Case("highest", {})],
     ("grouped_matmul", "precision"): [
         Case("highest", {"lhs": f32(256, 256), "rhs": f32(4, 256, 256)}),

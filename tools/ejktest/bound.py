@@ -22,14 +22,14 @@ def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
 
 
-def bound(call: Any, **given: Any) -> BoundCall:
-    """The bound call that a registry hands to ``supports`` and the other hooks.
+def bound(call: Any, **arguments: Any) -> BoundCall:
+    """Returns the bound call that a registry hands to ``supports`` and the other hooks.
 
     Args:
         call: a ``Call`` of ejk-types.
-        **given: its arguments; arrays may be abstract.
+        **arguments: its arguments; arrays may be abstract.
     """
-    a = call.prepare((), given)
+    a = call.prepare((), arguments)
     arrays = {name: x for name, x in a.items() if _is_array(x) or isinstance(x, MaskInfo)}
     found: dict[str, Any] = {}
 

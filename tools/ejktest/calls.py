@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ejktest.abstract import F32, Arrays, abstract_call
 from ejktest.drawn import array
 
 
@@ -34,176 +35,101 @@ class Call:
 
 
 B, S, H, HK, D, DV = 2, 12, 4, 2, 8, 6
-PAGES, PAGE, BLOCKS = 7, 4, 3
-INNER, COLUMNS = 5, 6
+SIZES = {
+    "head_dim": D, "key_dim": D, "v_dim": DV, "sinks": 2, "pages": 7, "page_size": 4,
+    "max_blocks": 3, "cache_dim": D + 4, "tokens": 6, "q_dim": D + 4, "latent": 5,
+    "nope_dim": D, "rope_dim": 4, "rows": 8, "inner": 5, "columns": 6, "groups": 3,
+    "channels": D, "width": 4, "history": 3,
+}  # fmt: skip
+DECAYS = ("g", "g_gamma", "gk", "gv")
 
 
-def _normal(seed: int, *shape: int) -> Any:
-    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+@dataclass(frozen=True)
+class Form:
+    """Arguments of a call besides its required operands; ``integers``: operands with a meaning."""
+
+    optional: tuple[str, ...] = ()
+    static: Mapping[str, Any] = field(default_factory=dict)
+    integers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _decay(seed: int, *shape: int) -> Any:
-    return array(-np.abs(np.random.default_rng(seed).standard_normal(shape)), jnp.float32)
+_TABLES = ((3, 1, -1), (0, 6, 2))
+_PAGED = {"context_lens": (5, 11), "block_tables": _TABLES}
+_RAGGED = {
+    "context_lens": (5, 9, 0), "block_tables": (*_TABLES, (9, 9, 9)),
+    "query_start_loc": (0, 1, 5, 5), "num_seqs": 2,
+}  # fmt: skip
+_RAGGED_V3 = {
+    "kv_lens": (5, 9), "block_tables": _TABLES, "query_start_loc": (0, 1, 5),
+    "distribution": (1, 1, 2),
+}  # fmt: skip
+_RANGES = {"sequence_start": (0, 3), "sequence_end": (7, 12)}
+_MASK = {"causal": True, "sliding_window": (5, 5)}
+_STATE = {"return_state": True}
 
-
-def _ints(*values: Any) -> Any:
-    return array(values, jnp.int32)
-
-
-def _per_row(*values: Any) -> Any:
-    """The values for batch rows 0, 1, 0, 1 ..."""
-    rows = np.asarray(values)
-    return array(np.resize(rows, (B, *rows.shape[1:])), jnp.int32)
-
-
-def _qkv() -> dict[str, Any]:
-    return {
-        "query": _normal(1, B, S, H, D),
-        "key": _normal(2, B, S, HK, D),
-        "value": _normal(3, B, S, HK, DV),
-    }
-
-
-def _flash(operation: str, **static: Any) -> Call:
-    arrays = {**_qkv(), "bias": _normal(4, 1, H, S, S)}
-    gradients = ("query", "key", "value", "bias")
-    if operation != "scaled_dot_product_attention":
-        arrays["softmax_aux"] = _normal(5, H, 2)
-        gradients = (*gradients, "softmax_aux")
-    return Call(operation, arrays, {"causal": True, "sliding_window": (5, 5), **static}, gradients)
-
-
-def _paged() -> Call:
-    arrays = {
-        "query": _normal(1, B, 1, H, D),
-        "key_cache": _normal(2, PAGES, PAGE, HK, D),
-        "value_cache": _normal(3, PAGES, PAGE, HK, DV),
-        "context_lens": _per_row(5, 11),
-        "block_tables": _per_row([3, 1, -1], [0, 6, 2]),
-    }
-    gradients = ("query", "key_cache", "value_cache")
-    return Call("page_attention", arrays, {"sliding_window": 6}, gradients)
-
-
-def _ragged() -> Call:
-    arrays = {
-        "queries": _normal(1, 6, H, D),
-        "kv_pages": _normal(2, PAGES, PAGE, 2 * HK, D),
-        "context_lens": _ints(5, 9, 0),
-        "block_tables": _ints([3, 1, -1], [0, 6, 2], [9, 9, 9]),
-        "query_start_loc": _ints(0, 1, 5, 5),
-        "num_seqs": jnp.int32(2),
-    }
-    return Call("ragged_page_attention", arrays, {}, ("queries", "kv_pages"))
-
-
-def _ragged_v3() -> Call:
-    arrays = {
-        "queries": _normal(1, 6, H, D),
-        "keys": _normal(4, 6, HK, D),
-        "values": _normal(5, 6, HK, D),
-        "kv_cache": _normal(2, PAGES, PAGE, 2 * HK, D),
-        "kv_lens": _ints(5, 9),
-        "block_tables": _ints([3, 1, -1], [0, 6, 2]),
-        "query_start_loc": _ints(0, 1, 5),
-        "distribution": _ints(1, 1, 2),
-    }
-    gradients = ("queries", "keys", "values", "kv_cache")
-    return Call("ragged_page_attention_v3", arrays, {}, gradients)
-
-
-def _ragged_decode() -> Call:
-    arrays = {**_qkv(), "query": _normal(1, B, 1, H, D)}
-    arrays |= {"sequence_start": _per_row(0, 3), "sequence_end": _per_row(7, 12)}
-    return Call("ragged_decode_attention", arrays)
-
-
-def _blocksparse() -> Call:
-    blocks = -(-S // 4)
-    mask = array(np.random.default_rng(9).random((B, 1, blocks, blocks)) < 0.6)
-    arrays = {**_qkv(), "block_mask": mask}
-    return Call(
-        "blocksparse_attention", arrays, {"q_block_size": 4, "kv_block_size": 4, "causal": True}
-    )
-
-
-def _native_sparse() -> Call:
-    gates = {name: _normal(i, B, S, H) for i, name in enumerate(("g_cmp", "g_slc", "g_swa"), 6)}
-    static = {"block_size": 4, "block_counts": 2, "sliding_window": 3}
-    return Call("native_sparse_attention", {**_qkv(), **gates}, static, (*_qkv(), *gates))
-
-
-def _linear(operation: str, *names: str, **static: Any) -> Call:
-    gates = {
-        "g": _decay(6, B, S, H, D),
-        "g_gamma": _decay(7, H),
-        "gk": _decay(8, B, S, H, D),
-        "gv": _decay(9, B, S, H, DV),
-        "initial_state": _normal(10, B, H, D, DV),
-    }
-    arrays = {**_qkv(), **{name: gates[name] for name in names}}
-    return Call(operation, arrays, {"return_state": True, **static}, tuple(arrays))
-
-
-def _mla() -> Call:
-    arrays = {
-        "query": _normal(1, B, S, H, D + 4),
-        "key_value": _normal(2, B, S, INNER),
-        "w_kc": _normal(3, INNER, HK, D),
-        "w_vc": _normal(4, INNER, HK, DV),
-        "b_k": _normal(5, B, S, 4),
-    }
-    return Call("mla_attention", arrays, {"causal": True}, tuple(arrays))
-
-
-def _mla_decode() -> Call:
-    arrays = {
-        "query": _normal(1, B, H, D + 4),
-        "latent_cache": _normal(2, PAGES, PAGE, D + 4),
-        "context_lens": _per_row(5, 11),
-        "block_tables": _per_row([3, 1, -1], [0, 6, 2]),
-    }
-    return Call("mla_decode", arrays, {"latent_dim": D}, ("query", "latent_cache"))
-
-
-def _pooling() -> Call:
-    return Call("mean_pooling", {"x": _normal(1, B, S, D)}, {"chunk_size": 5}, ("x",))
-
-
-def _grouped() -> Call:
-    arrays = {
-        "lhs": _normal(1, 8, INNER),
-        "rhs": _normal(2, 3, INNER, COLUMNS),
-        "group_sizes": _ints(3, 0, 4),
-        "existing_out": _normal(3, 8, COLUMNS),
-    }
-    return Call("grouped_matmul", {**arrays}, {}, ("lhs", "rhs", "existing_out"))
-
-
-CALLS: dict[str, Callable[[], Call]] = {
-    "flash_attention": lambda: _flash("flash_attention", logits_soft_cap=3.0, return_lse=True),
-    "attention": lambda: _flash("attention"),
-    "scaled_dot_product_attention": lambda: _flash("scaled_dot_product_attention"),
-    "page_attention": _paged,
-    "ragged_page_attention": _ragged,
-    "ragged_page_attention_v3": _ragged_v3,
-    "ragged_decode_attention": _ragged_decode,
-    "blocksparse_attention": _blocksparse,
-    "native_sparse_attention": _native_sparse,
-    "recurrent_attention": lambda: _linear(
-        "recurrent_attention", "g", "g_gamma", "gk", "gv", "initial_state"
+CALLS: dict[str, Form] = {
+    "flash_attention": Form(
+        ("bias", "softmax_aux"), {**_MASK, "logits_soft_cap": 3.0, "return_lse": True}
     ),
-    "gla_attention": lambda: _linear("gla_attention", "g", "g_gamma", "initial_state"),
-    "lightning_attention": lambda: _linear(
-        "lightning_attention", "initial_state", layer_idx=1, num_layers=4
+    "attention": Form(("bias", "softmax_aux"), _MASK),
+    "scaled_dot_product_attention": Form(("bias",), _MASK),
+    "page_attention": Form((), {"sliding_window": 6}, _PAGED),
+    "ragged_page_attention": Form(integers=_RAGGED),
+    "ragged_page_attention_v3": Form(integers=_RAGGED_V3),
+    "ragged_decode_attention": Form(integers=_RANGES),
+    "blocksparse_attention": Form(
+        ("block_mask",), {"q_block_size": 4, "kv_block_size": 4, "causal": True}
     ),
-    "mla_attention": _mla,
-    "mla_decode": _mla_decode,
-    "mean_pooling": _pooling,
-    "grouped_matmul": _grouped,
+    "native_sparse_attention": Form(
+        ("g_cmp", "g_slc", "g_swa"), {"block_size": 4, "block_counts": 2, "sliding_window": 3}
+    ),
+    "recurrent_attention": Form((*DECAYS, "initial_state"), _STATE),
+    "gla_attention": Form(("g", "g_gamma", "initial_state"), _STATE),
+    "lightning_attention": Form(("initial_state",), {**_STATE, "layer_idx": 1, "num_layers": 4}),
+    "gated_delta_rule": Form(("g", "beta", "initial_state"), _STATE),
+    "causal_conv1d": Form(("bias", "initial_state"), {"activation": "silu", **_STATE}),
+    "mla_attention": Form(("b_k",), {"causal": True}),
+    "mla_decode": Form((), {"latent_dim": D}, _PAGED),
+    "mean_pooling": Form((), {"chunk_size": 5}),
+    "grouped_matmul": Form(("existing_out",), integers={"group_sizes": (3, 0, 4)}),
 }
 """Every operation but ring_attention, which needs a mesh."""
 
 
-def call(operation: str) -> Call:
-    return CALLS[operation]()
+def call(
+    operation: str, *, batch: int = B, length: int = S, heads: int = H, kv_heads: int = HK
+) -> Call:
+    """Returns the call of an operation: normal float32 arrays, decays below 0, beta in [0, 1)."""
+    form, blocks = CALLS[operation], -(-length // 4)
+    sizes = SIZES | {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+    sizes |= dict.fromkeys(("q_len", "kv_len", "seq"), length)
+    sizes["sequences"] = len(form.integers.get("query_start_loc", (0,))) - 1
+    shapes: Arrays = {  # other shapes than the signature's axes
+        "bias": ((1, heads, length, length), F32),
+        "block_mask": ((batch, 1, blocks, blocks), "bool"),
+        "x": ((batch, length, D), F32),
+    }
+    required = ("x",) if operation == "mean_pooling" else ()
+    special = {n: shapes[n] for n in (*form.optional, *required) if n in shapes}
+    if operation == "causal_conv1d":  # a bias per channel
+        special = {}
+    abstract = abstract_call(
+        operation, sizes, *form.optional, arrays=special, dtype=F32, trained=True
+    )
+    arrays = {}
+    for seed, (name, struct) in enumerate(abstract.structs().items(), 1):
+        rng = np.random.default_rng(seed)
+        if struct.dtype == jnp.int32:  # rows of a batch repeat
+            arrays[name] = array(np.resize(form.integers[name], struct.shape), jnp.int32)
+        elif struct.dtype == bool:
+            arrays[name] = array(rng.random(struct.shape) < 0.6)
+        elif name == "beta":
+            arrays[name] = array(rng.random(struct.shape), jnp.float32)
+        else:
+            x = rng.standard_normal(struct.shape)
+            if name in DECAYS:
+                x = -np.abs(x)
+            elif (operation, name) == ("gated_delta_rule", "key"):
+                x = x * D**-0.5  # of about length 1: the states stay bounded
+            arrays[name] = array(x, jnp.float32)
+    return Call(operation, arrays, form.static, abstract.gradients)

@@ -8,13 +8,16 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 H200 = AbstractDevice("NVIDIA H200", 132, "gpu")
+# a GPU of few multiprocessors, for what watches every access of its kernels
+SMALL_CORES = 3
+SMALL_H200 = AbstractDevice("NVIDIA H200", SMALL_CORES, "gpu")
 
 
 def on(device: Any) -> Any:
-    """As if ``device``, an AbstractDevice, were the target."""
+    """Returns a context in which ``device``, an AbstractDevice, is the target."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))
 
 
 def described(kind: str, platform: str, cores: int | None = None) -> Any:
-    """As if the target were the device of these words."""
+    """Returns a context in which the described device is the target."""
     return on(AbstractDevice(kind, cores, platform))

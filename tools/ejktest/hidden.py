@@ -13,11 +13,13 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def check(function, arrays: dict, queries, keys=None, *, of_queries=("query",), whole=()) -> None:
+def check(
+    function, arrays: dict, queries, keys=None, *, of_queries=("query",), without_rows=()
+) -> None:
     """``function(**arrays)`` with NaN in the marked rows against the same without.
 
     ``queries`` and ``keys`` bool ``[s]`` mark rows of ``of_queries`` and the cotangent, and of the
-    other arrays; ``whole`` names those that have no such rows.
+    other arrays; ``without_rows`` names those that have no such rows.
     """
 
     @jax.jit
@@ -35,7 +37,7 @@ def check(function, arrays: dict, queries, keys=None, *, of_queries=("query",), 
     dirty = dict(arrays)
     for name, x in arrays.items():
         rows = queries if name in of_queries else keys
-        if name not in whole and rows is not None:
+        if name not in without_rows and rows is not None:
             dirty[name] = jnp.where(over(rows, x), jnp.nan, x)
     got, want = run(dirty, queries), run(arrays, np.zeros_like(queries))
     jax.tree.map(np.testing.assert_array_equal, got, want)

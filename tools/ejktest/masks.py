@@ -15,11 +15,11 @@ ARRAYS = ("attention_mask", "q_segment_ids", "kv_segment_ids", "q_positions", "k
 def dense_of(mask, q_len, kv_len):
     """bool [b, h, q, k] of a mask and everything it is joined with."""
     result = np.ones((1, 1, q_len, kv_len), bool)
-    for part in mask.conjuncts:
-        given = {name: getattr(part, name) for name in ARRAYS if getattr(part, name) is not None}
-        batch = max((x.shape[0] for x in given.values()), default=1)
-        given |= {name: getattr(part, name) for name in FIELDS}
-        result = result & visible(batch, q_len, kv_len, **given)
+    for part in mask.terms:
+        fields = {name: getattr(part, name) for name in ARRAYS if getattr(part, name) is not None}
+        batch = max((x.shape[0] for x in fields.values()), default=1)
+        fields |= {name: getattr(part, name) for name in FIELDS}
+        result = result & visible(batch, q_len, kv_len, **fields)
     return result
 
 

@@ -14,15 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.types.calls.axes import bare
-from ejkernel.types.calls.signature import Parameter
 from ejkernel.types.calls.spec import Call
-from ejkernel.types.calls.words import alternatives
-from ejktest.called import Arrays, Called
+from ejktest.abstract import FLOATS, PREFERRED, AbstractCall, Arrays, accepted_dtypes, shape_of
 
 UNIFORM = "all floats"
-FLOATS = ("bfloat16", "float16", "float32", "float64")
-PREFERRED = ("bfloat16", "int32", "bool")  # the dtype of an operand while others are tried
 SIZES = {
     "batch": 2, "heads": 4, "kv_heads": 2, "combined_kv_heads": 4, "q_len": 32, "kv_len": 32,
     "seq": 64, "tokens": 24, "sequences": 3, "sequences_plus_1": 4, "states": 2, "pages": 8,
@@ -30,6 +25,7 @@ SIZES = {
     "rows": 64, "columns": 64, "channels": 16, "groups": 3, "all_groups": 3, "inner": 64,
     "head_dim": 64, "v_dim": 64, "key_dim": 64, "nope_dim": 48, "rope_dim": 16, "q_dim": 64,
     "latent": 32, "padded_head_dim": 128, "sinks": 2, "selected": 2,
+    "width": 4, "history": 3,
 }  # fmt: skip
 
 
@@ -93,6 +89,7 @@ _LATENT = Path({"cache_dim": 576, "page_size": 64}, {"latent_dim": 512})
 # ways through the kernels of an operation, where there is more than one or it has static arguments
 PATHS = {
     "flash_attention": (Path(), Path({"q_len": 1})),
+    "gated_delta_rule": _LINEAR,
     "gla_attention": _LINEAR_GATES,
     "lightning_attention": tuple(path | _LAYER for path in _LINEAR),
     "mean_pooling": (
@@ -131,55 +128,37 @@ class DtypeCase:
     operand: str
     axes: str
     dtype: str
-    called: Called
+    called: AbstractCall
 
     @property
     def name(self) -> str:
         return f"{self.called.operation}: {self.operand}[{self.axes}] {self.dtype}"
 
 
-def accepted_dtypes(parameter: Parameter) -> dict[str, tuple[str, ...]]:
-    """The dtypes that an annotation names, by the axes of each form.
-
-    Random keys are left out: no kernel gets one, since the call takes an integer from it.
-    """
-    found: dict[str, dict[str, None]] = {}
-    for arm in alternatives(parameter.annotation):
-        if hasattr(arm, "dim_str"):
-            axes = arm.dim_str.strip()
-            dtypes = (name for name in arm.dtype.dtypes if name != "prng_key")
-            found.setdefault(axes, {}).update(dict.fromkeys(dtypes))
-    return {axes: tuple(dtypes) for axes, dtypes in found.items()}
-
-
-def shape_of(operation: str, operand: str, axes: str, dtype: str, path: Path) -> tuple[int, ...]:
-    """The shape of an operand; KeyError for an axis that ``SIZES`` lacks."""
-    if (operation, operand) == ("grouped_matmul", "rhs"):
-        axes = "groups inner columns"
-    sizes = {**SIZES, **path.sizes}
-    # a packed cache holds its heads in words of 32 bits
-    sizes["packing"] = max(1, 4 // np.dtype(dtype).itemsize)
-    sizes["packed_kv_heads"] = sizes["combined_kv_heads"] // sizes["packing"]
-    return tuple(int(word) if word.isdigit() else sizes[bare(word)] for word in axes.split())
-
-
 def dtype_cases(call: type[Call]) -> Iterator[DtypeCase]:
     """Every operand of an operation, in every form and dtype, on each of its paths."""
     operands = {p.name: accepted_dtypes(p) for p in call.boundary.array_parameters}
+
+    def shape(name: str, axes: str, dtype: str, path: Path) -> tuple[int, ...]:
+        sizes = {**SIZES, **path.sizes}
+        # a packed cache holds its heads in words of 32 bits
+        sizes["packing"] = max(1, 4 // np.dtype(dtype).itemsize)
+        sizes["packed_kv_heads"] = sizes["combined_kv_heads"] // sizes["packing"]
+        return shape_of(call.name, name, axes, sizes)
 
     def case(path: Path, operand: str, axes: str, dtype: str) -> DtypeCase:
         arrays: Arrays = {}
         for name, forms in operands.items():
             if name == operand:
-                arrays[name] = shape_of(call.name, name, axes, dtype, path), dtype
+                arrays[name] = shape(name, axes, dtype, path), dtype
             elif name in call.boundary.required or name in path.optional:
                 form, dtypes = list(forms.items())[path.forms.get(name, 0)]
                 usual = path.dtypes.get(name) or next(d for d in PREFERRED if d in dtypes)
                 if operand == UNIFORM and usual in FLOATS:
                     usual = dtype
-                arrays[name] = shape_of(call.name, name, form, usual, path), usual
+                arrays[name] = shape(name, form, usual, path), usual
         options = {name: x for name, x in path.options.items() if name not in arrays}
-        return DtypeCase(operand, axes, dtype, Called(call.name, arrays, options))
+        return DtypeCase(operand, axes, dtype, AbstractCall(call.name, arrays, options))
 
     for path in PATHS.get(call.name, (Path(),)):
         for operand in path.varied or (UNIFORM, *operands):

@@ -44,7 +44,7 @@ print(json.dumps({
 """
 
 
-def import_facts(name: str, home: Path, *blocked: str) -> dict:
+def import_report(name: str, home: Path, *blocked: str) -> dict:
     """Import ``name`` alone in a new interpreter whose home and working folder are ``home``.
 
     ``blocked`` modules cannot be imported there. A kernel package's ``register`` is called too.
@@ -79,12 +79,13 @@ def check_portion(name: str, distribution: str) -> None:
 
 def check_silent_import(name: str, home: Path, *blocked: str, may_import: tuple[str, ...]) -> dict:
     """Importing changes nothing and starts nothing; of the siblings only ``may_import`` load."""
-    facts = import_facts(name, home, *blocked)
-    changed = {what: facts[what] for what in ("environment", "config", "triton", "files", "device")}
+    report = import_report(name, home, *blocked)
+    names = ("environment", "config", "triton", "files", "device")
+    changed = {what: report[what] for what in names}
     assert not any(changed.values()), changed
     allowed = (name, *may_import)
     strangers = [
-        m for m in facts["siblings"] if not any(m == a or m.startswith(a + ".") for a in allowed)
+        m for m in report["siblings"] if not any(m == a or m.startswith(a + ".") for a in allowed)
     ]
     assert [m for m in strangers if m != "ejkernel.kernels"] == []
-    return facts
+    return report

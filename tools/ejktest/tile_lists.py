@@ -8,19 +8,19 @@ from ejkernel.kernels.pallas.gpu.flash_attention.lists import COUNTS, EVERY, LIM
 
 
 def of_queries(tiles: np.ndarray) -> np.ndarray:
-    """Walks over key blocks of int8 tiles ``[.., rows, n]``, bits SOME and EVERY."""
+    """Returns key blocks to visit for int8 tiles ``[.., rows, n]``, bits SOME and EVERY."""
     n = tiles.shape[-1]
     out = np.full((*tiles.shape[:-1], COUNTS + n), n, np.int32)
     for at in np.ndindex(tiles.shape[:-1]):
         row = tiles[at]
-        whole, rest = (np.flatnonzero(row == x) for x in (SOME + EVERY, SOME))
-        out[at][:COUNTS] = len(whole), max(len(whole) + len(rest), 1)
-        out[at][COUNTS : COUNTS + len(whole) + len(rest)] = [*whole, *rest]
+        full, partial = (np.flatnonzero(row == x) for x in (SOME + EVERY, SOME))
+        out[at][:COUNTS] = len(full), max(len(full) + len(partial), 1)
+        out[at][COUNTS : COUNTS + len(full) + len(partial)] = [*full, *partial]
     return out
 
 
 def of_keys(tiles: np.ndarray) -> np.ndarray:
-    """Walks over query blocks."""
+    """Returns query blocks to visit."""
     out = np.zeros((*tiles.shape[:-1], 1 + tiles.shape[-1]), np.int32)
     for at in np.ndindex(tiles.shape[:-1]):
         row = tiles[at]
@@ -31,7 +31,7 @@ def of_keys(tiles: np.ndarray) -> np.ndarray:
 
 
 def longest_first(lengths: np.ndarray, slots: np.ndarray | None) -> np.ndarray:
-    """Tiles of lengths ``[groups, places]`` at their slots, those of each group by length."""
+    """Returns tiles of lengths ``[groups, places]`` at their slots, a group's tiles by length."""
     groups, places = lengths.shape
     ordered = np.argsort(-lengths, axis=1, kind="stable") + np.arange(groups)[:, None] * places
     if slots is None:

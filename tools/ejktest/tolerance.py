@@ -1,7 +1,7 @@
 """Tolerances derived from the arithmetic, not chosen.
 
 An implementation may err at most ``factor`` times as much as the plain computation done in the
-same dtype (in the worst of a few orders of its sums), plus a rounding floor; besides, its
+same dtype (in the worst of a few orders of addition), plus a rounding floor; besides, its
 root-mean-square error relative to the reference is bounded, by ``factor`` times that of the plain
 computation where the inputs alone cost it more than the bound. Every check prints what it
 measured, so that a passing run shows its margin.

@@ -15,7 +15,7 @@ Arrays = Mapping[str, Any]
 
 
 def floats(arrays: Arrays) -> dict[str, Any]:
-    """Those that have gradients."""
+    """Returns the floating arrays, which have gradients."""
     return {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
@@ -29,22 +29,22 @@ def loss_of(outputs: Any) -> jax.Array:
 def with_gradients(function: Callable[..., Any], arrays: Arrays) -> Any:
     """``(outputs, gradients by name)`` of ``loss_of(function(**arrays))``."""
 
-    def loss(wanted: Arrays) -> Any:
-        outputs = function(**{**arrays, **wanted})
+    def loss(smooth: Arrays) -> Any:
+        outputs = function(**{**arrays, **smooth})
         return loss_of(outputs), outputs
 
     gradients, outputs = jax.grad(loss, has_aux=True)(floats(arrays))
     return outputs, gradients
 
 
-def close(found: Any, wanted: Any) -> None:
-    """Trees of the same arrays, but for sums in another order."""
+def assert_close(actual: Any, expected: Any) -> None:
+    """Asserts that trees have the same arrays, up to the order of additions."""
 
     def same(x: Any, y: Any) -> None:
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
 
-    jax.tree.map(same, found, wanted)
+    jax.tree.map(same, actual, expected)
 
 
 def check_transformations(
@@ -56,7 +56,7 @@ def check_transformations(
 
     Args:
         function: takes arrays by name, gives arrays; ``loss_of`` them is differentiated.
-        pairs: arguments by name, those of both calls stacked.
+        pairs: arguments by name, of both calls and stacked.
         shared: names of arguments that are not stacked and serve both calls.
     """
     mapped = {name: x for name, x in pairs.items() if name not in shared}
@@ -73,24 +73,24 @@ def check_transformations(
     stacked = jax.tree.map(lambda *x: np.stack(x), *found)
     axes = ({name: None if name in shared else 0 for name in pairs},)
     checkpointed = jax.checkpoint(lambda **call: function(**call))
-    each = jax.vmap(partial(with_gradients, checkpointed), axes)
-    close(jax.jit(each)(dict(pairs)), stacked)
+    mapped_calls = jax.vmap(partial(with_gradients, checkpointed), axes)
+    assert_close(jax.jit(mapped_calls)(dict(pairs)), stacked)
 
     def loss(call: Arrays) -> jax.Array:
         return loss_of(function(**call))
 
-    def of_vmap(wanted: Arrays) -> jax.Array:
-        return jax.vmap(loss, axes)({**pairs, **wanted}).sum()
+    def vmap_loss(smooth: Arrays) -> jax.Array:
+        return jax.vmap(loss, axes)({**pairs, **smooth}).sum()
 
-    def of_scan(wanted: Arrays) -> Any:
-        given = {**pairs, **wanted}
-        parts = {name: given[name] for name in mapped}
-        rest = {name: given[name] for name in shared}
-        return jax.lax.scan(lambda total, x: (total + loss({**rest, **x}), None), 0.0, parts)[0]
+    def scan_loss(smooth: Arrays) -> Any:
+        arrays = {**pairs, **smooth}
+        parts = {name: arrays[name] for name in mapped}
+        others = {name: arrays[name] for name in shared}
+        return jax.lax.scan(lambda total, x: (total + loss({**others, **x}), None), 0.0, parts)[0]
 
     sums = {name: g.sum(0) if name in shared else g for name, g in stacked[1].items()}
-    for total in (of_vmap, of_scan):
-        close(jax.jit(jax.grad(total))(floats(pairs)), sums)
+    for total in (vmap_loss, scan_loss):
+        assert_close(jax.jit(jax.grad(total))(floats(pairs)), sums)
 
 
 def check_shard_map(
@@ -102,8 +102,9 @@ def check_shard_map(
     devices: int = 1,
     **options: Any,
 ) -> None:
-    """``function`` under ``shard_map`` over axis "x": values and gradients, also of what is
-    replicated, are those of the whole call.
+    """Asserts that ``shard_map`` over axis "x" changes neither values nor gradients.
+
+    Replicated arrays have gradients, too.
 
     Args:
         function: takes arrays by name.
@@ -111,8 +112,8 @@ def check_shard_map(
         options: of ``jax.shard_map``.
     """
     mesh = Mesh(np.array(jax.devices()[: min(devices, jax.device_count())]), ("x",))
-    each = {name: specs.get(name, PartitionSpec()) for name in arrays}
-    options |= {"mesh": mesh, "in_specs": (each,), "out_specs": out_specs}
+    every_spec = {name: specs.get(name, PartitionSpec()) for name in arrays}
+    options |= {"mesh": mesh, "in_specs": (every_spec,), "out_specs": out_specs}
     sharded = jax.shard_map(lambda arrays: function(**arrays), **options)
     both = (lambda **arrays: sharded(arrays), function)
-    close(*(jax.jit(partial(with_gradients, f))(dict(arrays)) for f in both))
+    assert_close(*(jax.jit(partial(with_gradients, f))(dict(arrays)) for f in both))

@@ -75,21 +75,21 @@ def options(value_dim: int = DV) -> dict[str, list[tuple[str, Call]]]:
         ("cap", {"logits_soft_cap": 3.0, "softmax_aux": normal(H, 1), "causal": True}),
     ]
 
-    def of(operation: str, extra: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, Call]]:
+    def calls_of(operation: str, extra: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, Call]]:
         base = call(operation)
         usual = ("bias", "softmax_aux", "causal", "sliding_window", "logits_soft_cap")
         found = [("as_is", base)]
-        for label, given in extra:
-            left_out = {*usual, *given}
+        for label, arguments in extra:
+            left_out = {*usual, *arguments}
             static = {n: v for n, v in base.static.items() if n not in left_out}
             arrays = {n: v for n, v in base.arrays.items() if n not in left_out}
             for name in ("value", "value_cache"):
                 if name in arrays and value_dim != DV:
                     arrays[name] = normal(*arrays[name].shape[:-1], value_dim)
             c = packed(Call(operation, arrays)) if "cu" in label else Call(operation, arrays)
-            floats = {n for n, v in given.items() if isinstance(v, jax.Array) and is_float(v)}
-            arrays = {**c.arrays, **{n: given[n] for n in floats}}
-            static |= {n: v for n, v in given.items() if n not in floats}
+            floats = {n for n, v in arguments.items() if isinstance(v, jax.Array) and is_float(v)}
+            arrays = {**c.arrays, **{n: arguments[n] for n in floats}}
+            static |= {n: v for n, v in arguments.items() if n not in floats}
             gradients = tuple(n for n in arrays if n in base.gradients or n in floats)
             found.append((label, Call(operation, arrays, static, gradients)))
         return found
@@ -146,6 +146,14 @@ def options(value_dim: int = DV) -> dict[str, list[tuple[str, Call]]]:
         "recurrent_attention": linear,
         "gla_attention": [*linear, ("gate_of_heads", {"g": -jnp.abs(normal(B, S, H))})],
         "lightning_attention": linear,
+        "gated_delta_rule": [
+            *linear,
+            ("gate_of_channels", {"g": -jnp.abs(normal(B, S, H, D)), "normalize_qk": True}),
+        ],
+        "causal_conv1d": [
+            ("no_activation", {"activation": None}),
+            ("cu", {"cu_seqlens": cu, "initial_state": normal(3, D, 3)}),
+        ],
         "mean_pooling": [
             ("whole", {"chunk_size": None, "attention_mask": jnp.ones((B, S), jnp.int32)}),
         ],
@@ -154,4 +162,4 @@ def options(value_dim: int = DV) -> dict[str, list[tuple[str, Call]]]:
             ("half", {"preferred_element_type": jnp.bfloat16}),
         ],
     }  # fmt: skip
-    return {operation: of(operation, extra) for operation, extra in table.items()}
+    return {operation: calls_of(operation, extra) for operation, extra in table.items()}

@@ -23,6 +23,7 @@ from jax._src.pallas import mpmd
 from jax.experimental.mosaic.gpu import core as mosaic
 
 from ejkernel.kernels.triton import bridge
+from ejkernel.kernels.triton.bound_launch import In, Out, TensorMap, rebuilt
 from ejkernel.kernels.triton.targets import current_target
 
 BITS = {  # what NumPy and PyTorch exchange as integers
@@ -39,7 +40,7 @@ def install(short: bool) -> None:
 
     ``short``: its operands lack their last element.
     """
-    bridge._primitive.def_impl(lambda *x, plan: launch_triton(*x, plan=plan, short=short))
+    bridge._primitive.def_impl(lambda *x, launch: launch_triton(*x, launch=launch, short=short))
     mpmd.mpmd_map_p.def_impl(lambda *x, **params: launch_mosaic(*x, short=short, **params))
 
 
@@ -60,18 +61,18 @@ def to_jax(tensor, aval):
 
 def operands_and_results(arrays, outs, aliases, short):
     """Tensors of both; a result that is an operand is that operand's."""
-    given = [to_torch(x, short) for x in arrays]
+    tensors = [to_torch(x, short) for x in arrays]
     results = [to_torch(np.zeros(o.shape, o.dtype)) for o in outs]
     for operand, result in aliases.items():
-        results[result] = given[operand]
-    return given, results
+        results[result] = tensors[operand]
+    return tensors, results
 
 
 # ---- Triton ------------------------------------------------------------------------------------
 
 
 def descriptors(kernel):
-    """What makes the descriptors that a kernel takes: in Gluon they say how a tile lies."""
+    """Returns the class of a kernel's descriptors: in Gluon they have the layout of a tile."""
     from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.experimental.gluon.nvidia import hopper
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -83,31 +84,28 @@ def descriptors(kernel):
     )
 
 
-def launch_triton(*arrays, plan, short=False):
-    """The results of a plan, launched by Triton itself."""
-    launch, outs = plan.launch(current_target()), plan.outputs()
-    given, results = operands_and_results(arrays, outs, launch.aliases, short)
-    described = descriptors(launch.kernel)
+def launch_triton(*arrays, launch, short=False):
+    """Returns the results of a launch, made by Triton itself."""
+    bound, outs = launch.bind(current_target()), launch.result_types()
+    tensors, results = operands_and_results(arrays, outs, bound.aliases, short)
+    described = descriptors(bound.kernel)
 
     def argument(value, path, constant):
         if constant and value is not None:
             return tl.constexpr(value)
-        if isinstance(value, (bridge.In, bridge.Out)):
-            x = (given if isinstance(value, bridge.In) else results)[value.index]
+        if isinstance(value, (In, Out)):
+            x = (tensors if isinstance(value, In) else results)[value.index]
             return x if value.view is None else x.view(getattr(torch, value.view))
-        if isinstance(value, bridge.TensorMap):
-            x = (results if value.result else given)[value.index]
+        if isinstance(value, TensorMap):
+            x = (results if value.result else tensors)[value.index]
             x = x if value.view is None else x.view(getattr(torch, value.view))
             return described(x, list(value.shape), list(value.strides), list(value.block))
         return value
 
-    arguments = {name: bridge.rebuilt(x, argument) for name, x in launch.arguments.items()}
-    launch.kernel[launch.grid](
-        **arguments, **launch.constants, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, **launch.options,
-    )  # fmt: skip
+    arguments = {name: rebuilt(x, argument) for name, x in bound.arguments.items()}
+    bound.kernel[bound.grid](**arguments, **bound.constants, **bound.options)
     torch.cuda.synchronize()
-    launched.append(launch.kernel.__name__)
+    launched.append(bound.kernel.__name__)
     return [to_jax(x, o) for x, o in zip(results, outs, strict=True)]
 
 
@@ -123,7 +121,7 @@ TYPES = {
 
 
 def shape_and_dtype(value) -> tuple[tuple[int, ...], Any]:
-    """Of a value of StableHLO."""
+    """Returns the shape and dtype of a value of StableHLO."""
     *shape, kind = str(value.type).removeprefix("tensor<").removesuffix(">").split("x")
     return tuple(map(int, shape)), jnp.dtype(TYPES[kind])
 
@@ -136,11 +134,11 @@ class Kernel(NamedTuple):
     operands: list[Any]
     results: list[jax.ShapeDtypeStruct]
     aliases: dict[int, int]  # operand -> the result that is in its place
-    asked: list[int]  # the results of the call
+    returned: list[int]  # the results of the call
 
 
 def mosaic_call(arrays, params) -> Kernel:
-    """Scratch in the GPU's memory is an operand of zeros and a result that nobody asks for."""
+    """Returns the kernel of a call; scratch memory is an operand of zeros and an unused result."""
     mosaic.KNOWN_KERNELS.clear()
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     with jax.disable_jit(False):
@@ -151,10 +149,10 @@ def mosaic_call(arrays, params) -> Kernel:
     (block,) = main.regions[0].blocks
     *others, kernel, out = block.operations
     if any("dense<0" not in str(x) for x in others if "broadcast" not in x.operation.name):
-        raise NotImplementedError(f"not only zeros beside a kernel: {list(map(str, others))}")
-    given, results = list(block.arguments), list(kernel.results)
+        raise NotImplementedError(f"not only zeros next to a kernel: {list(map(str, others))}")
+    inputs, results = list(block.arguments), list(kernel.results)
     operands = [
-        arrays[given.index(x)] if x in given else np.zeros(*shape_and_dtype(x))
+        arrays[inputs.index(x)] if x in inputs else np.zeros(*shape_and_dtype(x))
         for x in kernel.operands
     ]
     alias = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
@@ -172,10 +170,10 @@ def mosaic_call(arrays, params) -> Kernel:
 def launch_mosaic(*arrays, short=False, **params):
     """The results of a Pallas kernel, compiled and launched without XLA."""
     k = mosaic_call(arrays, params)
-    given, results = operands_and_results(k.operands, k.results, k.aliases, short)
+    tensors, results = operands_and_results(k.operands, k.results, k.aliases, short)
     launch, _ = compiled(k.module)
-    places = [x.data_ptr() for x in (*given, *results)]
+    places = [x.data_ptr() for x in (*tensors, *results)]
     launch((ctypes.c_void_p * len(places))(*places), "cuda")
     torch.cuda.synchronize()
     launched.append(k.name)
-    return [to_jax(results[i], k.results[i]) for i in k.asked]
+    return [to_jax(results[i], k.results[i]) for i in k.returned]

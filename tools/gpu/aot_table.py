@@ -7,7 +7,7 @@ python tools/gpu/aot_table.py --targets gfx942  # all calls for this chip
 
 Rows are written as they come, so that what an interrupted run has is kept; those that differ from
 the table before are named at the end. ``--out`` leaves the table as it is and writes another file.
-Registers are those of the ``ptxas`` that Triton's wheel brings, or of TRITON_PTXAS_BLACKWELL_PATH.
+The ``ptxas`` of Triton's wheel counts registers, or that of TRITON_PTXAS_BLACKWELL_PATH.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def measured(call: str, target: str) -> Row:
 
 
 def write(path: Path, rows: dict[str, Row]) -> None:
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-    text = f'{{\n  "triton": "{version("triton")}",\n  "rows": {{\n{lines}\n  }}\n}}\n'
-    whole = path.with_suffix(".part")  # a reader never sees half a table
-    whole.write_text(text)
-    whole.replace(path)
+    body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    text = f'{{\n  "triton": "{version("triton")}",\n  "rows": {{\n{body}\n  }}\n}}\n'
+    part = path.with_suffix(".part")  # a reader never sees half a table
+    part.write_text(text)
+    part.replace(path)
 
 
 def differences(name: str, before: Row, after: Row) -> list[str]:
-    """What changed of a row, a line for each kernel."""
-    found = []
+    """Returns what changed in a row, a line for each kernel."""
+    changes = []
     for kernel in dict.fromkeys((*before, *after)):
         old, new = before.get(kernel, {}), after.get(kernel, {})
         changed = [
@@ -54,8 +54,8 @@ def differences(name: str, before: Row, after: Row) -> list[str]:
             for fact in dict.fromkeys((*old, *new))
             if old.get(fact) != new.get(fact)
         ]
-        found += [f"{name} {kernel}: {', '.join(changed)}"] if changed else []
-    return found
+        changes += [f"{name} {kernel}: {', '.join(changed)}"] if changed else []
+    return changes
 
 
 def main() -> None:
@@ -64,30 +64,31 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=triton_calls.TARGETS, help="none: all")
     parser.add_argument("--jobs", type=int, help="processes; default: the cores but one")
     parser.add_argument("--out", type=Path, default=TABLE, help="the table that is written")
-    given = parser.parse_args()
-    unknown = [call for call in given.calls if call not in triton_calls.CALLS]
+    args = parser.parse_args()
+    unknown = [call for call in args.calls if call not in triton_calls.CALLS]
     if unknown:
         parser.error(f"no such calls: {unknown}; there are {list(triton_calls.CALLS)}")
-    known = json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
+    before_rows = json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
     cases = {f"{call} @ {target}": (call, target) for call, target in triton_calls.cases()}
-    wanted = [
+    requested = [
         name
         for name, (call, target) in cases.items()
-        if call in (given.calls or [call]) and target in (given.targets or [target])
+        if call in (args.calls or [call]) and target in (args.targets or [target])
     ]
-    wanted.sort(key=lambda name: -len(known.get(name, {})))  # what takes longest is not last
-    rows = {name: known.get(name, {}) for name in cases}
+    # calls of many kernels first, so that the last ones are short
+    requested.sort(key=lambda name: -len(before_rows.get(name, {})))
+    rows = {name: before_rows.get(name, {}) for name in cases}
     failed, changed = {}, []
-    jobs = ((measured, *cases[name]) for name in wanted)
-    for done, (number, row) in enumerate(as_finished(jobs, given.jobs), 1):
-        name = wanted[number]
-        print(f"{done}/{len(wanted)} {name}", flush=True)
+    jobs = ((measured, *cases[name]) for name in requested)
+    for done, (number, row) in enumerate(as_finished(jobs, args.jobs), 1):
+        name = requested[number]
+        print(f"{done}/{len(requested)} {name}", flush=True)
         if isinstance(row, str) or not row:
             failed[name] = row
             continue
         changed += differences(name, rows[name], row)
         rows[name] = row
-        write(given.out, rows)
+        write(args.out, rows)
         for kernel, r in row.items():
             if r["spills"]:
                 print(f"{name} {kernel}: {r}  <--", flush=True)

@@ -7,7 +7,7 @@ The calls are cases of ``pytest -m gpu`` and small ones with every option, whose
 some alone are chosen by kind or by their whole name: ``check_memory.py flash "paged page 16"``.
 Kinds whose names begin with ``hopper`` are Pallas kernels, the others Triton's. ``--control`` takes
 an element from the end of each operand: a checker that then reports nothing sees nothing.
-``--small``: Hopper's calls, in a few tiles (``small``), for checkers that take long. The
+``--small``: Hopper's calls in a few tiles, for checkers that take long. The
 option of the first line leaves out attributes that Triton's launcher asks for and CUDA refuses.
 racecheck follows loads, stores and barriers of threads; what the copy engine (TMA) writes it does
 not see: ``gpu/races.py`` does, in an interpreter. Of ``latent_split``, whose warps have different
@@ -43,41 +43,39 @@ import numpy as np  # noqa: E402
 
 from ejkernel.kernels import triton  # noqa: E402
 from ejkernel.kernels.triton.targets import compile_for, cuda_target  # noqa: E402
-from ejktest import (  # noqa: E402
-    attention_at_size,
-    grouped_cases,
-    latent_at_size,
-    paged_at_size,
-    ragged_cases,
-    sparse_cases,
-    variants,
-)
-from ejktest.device import H200, on  # noqa: E402
-from gpu import alone, small  # noqa: E402
+from ejktest import at_size, variants  # noqa: E402
+from ejktest.cases import attention  # noqa: E402
+from ejktest.cases import grouped as grouped_cases  # noqa: E402
+from ejktest.cases import latent as latent_cases  # noqa: E402
+from ejktest.cases import paged as paged_cases  # noqa: E402
+from ejktest.cases import ragged as ragged_cases  # noqa: E402
+from ejktest.cases import sparse as sparse_cases  # noqa: E402
+from ejktest.device import H200, SMALL_CORES, SMALL_H200, on  # noqa: E402
+from gpu import alone  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
 SMALL = "--small" in sys.argv[1:]
 kernels: Any = triton  # its operations are found by name
 
 
-def dense(name: str, operation):
-    return attention_at_size.kernel(name, operation)(*attention_at_size.inputs(name))
+def run_attention(call, operation):
+    return at_size.kernel(call, operation)(*at_size.inputs(call))
 
 
 def flash(name: str):
-    return dense(name, kernels.flash_attention)
+    return run_attention(attention.AT_SIZE[name], kernels.flash_attention)
 
 
 def sparse(name: str):
-    return dense(name, kernels.blocksparse_attention)
+    return run_attention(attention.SPARSE[name], kernels.blocksparse_attention)
 
 
 def paged(name: str):
-    return paged_at_size.runner(name, kernels.page_attention)(*paged_at_size.draw(name))
+    return paged_cases.runner(name, kernels.page_attention)(*paged_cases.draw(name))
 
 
 def latent(name: str):
-    return latent_at_size.runner(name, kernels.mla_decode)(*latent_at_size.draw(name))
+    return latent_cases.runner(name, kernels.mla_decode)(*latent_cases.draw(name))
 
 
 def ragged(name: str):
@@ -99,7 +97,7 @@ def contiguous():
 
 
 def grouped(*case):
-    run, arrays = grouped_cases.pull(kernels.grouped_matmul, *case)
+    run, arrays = grouped_cases.case_of(kernels.grouped_matmul, *case)
     return run(*arrays)
 
 
@@ -109,7 +107,7 @@ def stored(case: str):
 
 
 def lists(name: str):
-    run, arrays = sparse_cases.pull(kernels.native_sparse_attention, name)
+    run, arrays = sparse_cases.case_of(kernels.native_sparse_attention, name)
     return run(**arrays)
 
 
@@ -128,8 +126,8 @@ def branches(name: str):
     return out, back(x["do"]), call(*arrays)  # which without gradients is another launch
 
 
-def whole(reverse: bool):
-    """Linear attention of float32 numbers in whole chunks: on Hopper a kernel of its own."""
+def full_chunks(reverse: bool):
+    """Linear attention in float32 with full chunks: on Hopper a kernel of its own."""
     q, k, v = (jnp.ones((1, 192, h, 128), jnp.float32) for h in (2, 1, 1))
     g = jnp.full((1, 192, 2), -0.1)
     run = lambda *x: kernels.recurrent_attention(*x[:3], g=x[3], reverse=reverse)  # noqa: E731
@@ -145,41 +143,36 @@ def hopper(folder: str, operation: str | None = None):
     module = importlib.import_module(f"ejkernel.kernels.pallas.gpu.{folder}.implementation")
 
     def call(*args, **options):
-        with on(small.CHIP if SMALL else H200):
+        with on(SMALL_H200 if SMALL else H200):
             return getattr(module, operation or folder)(*args, **options)
 
     return call
 
 
 def hopper_flash(name: str):
-    return dense(name, hopper("flash_attention"))
+    call = (attention.SMALL if SMALL else attention.AT_SIZE)[name]
+    return run_attention(call, hopper("flash_attention"))
 
 
 def hopper_sparse(name: str):
-    return dense(name, hopper("blocksparse_attention"))
+    call = (attention.SMALL_SPARSE if SMALL else attention.SPARSE)[name]
+    return run_attention(call, hopper("blocksparse_attention"))
 
 
 def hopper_grouped(*case):
-    run, arrays = grouped_cases.pull(hopper("grouped_matmul"), *case, rows=392)
+    run, arrays = grouped_cases.case_of(hopper("grouped_matmul"), *case, rows=392)
     return run(*arrays)
 
 
 def hopper_ragged(name: str):
-    mix = (small.MIXES if SMALL else HOPPER_MIXES)[name]
+    mix = (ragged_cases.SMALL if SMALL else ragged_cases.HOPPER)[name]
     operation = hopper("ragged_page_attention", "ragged_page_attention_v3")
     f, arrays = ragged_cases.writing(operation, mix, ragged_cases.draw(mix))
     return f(*arrays)
 
 
 def hopper_latent(name: str):
-    return latent_at_size.runner(name, hopper("mla_decode"))(*latent_at_size.draw(name))
-
-
-# single rows among others, that the same launch has, and single rows that Triton's has
-HOPPER_MIXES = {
-    "singles": ragged_cases.Mix((1, 1, 2000, 1, 104), (500, 70, 2100, 129, 1000), h=16, hk=4),
-    "rows": ragged_cases.Mix((1130, 0, 3, 974), (1130, 5, 777, 1200), h=16, hk=2, ps=64, cap=20.0),
-}
+    return latent_cases.runner(name, hopper("mla_decode"))(*latent_cases.draw(name))
 
 
 def varied(operation: str, label: str):
@@ -192,7 +185,13 @@ def varied(operation: str, label: str):
 
 VARIANTS = {
     (operation, label): call
-    for operation in ("recurrent_attention", "gla_attention", "lightning_attention", "mean_pooling")
+    for operation in (
+        "recurrent_attention",
+        "gla_attention",
+        "lightning_attention",
+        "causal_conv1d",
+        "mean_pooling",
+    )
     for label, call in variants.options()[operation]
 }
 CALLS = (
@@ -219,7 +218,7 @@ CALLS = (
     *((stored, case) for case in ("int8", "e4m3 transposed", "e5m2", "e5m2 transposed")),
     *((lists, name) for name in ("odd group d80", "one head d64", "float32")),
     *((branches, name) for name in ("one head d64", "float32")),
-    *((whole, reverse) for reverse in (False, True)),
+    *((full_chunks, reverse) for reverse in (False, True)),
     *((varied, *names) for names in VARIANTS),
     *((hopper_flash, name) for name in (
         "odd causal", "odd gqa cap d256", "segments q>k", "segments cap d64", "sinks cap window",
@@ -230,25 +229,25 @@ CALLS = (
     )),
     (hopper_grouped, "around a tile", "whole bfloat16", False),
     (hopper_grouped, "some of eight", "whole float16", True),
-    *((hopper_ragged, name) for name in HOPPER_MIXES),
+    *((hopper_ragged, name) for name in ragged_cases.HOPPER),
     *((hopper_latent, name) for name in ("128 heads", "float16, rows", "e4m3")),
 )  # fmt: skip
 
 
 SMALL_CALLS = (
-    *((hopper_flash, name) for name in small.FLASH),
-    *((hopper_sparse, name) for name in small.SPARSE),
+    *((hopper_flash, name) for name in attention.SMALL),
+    *((hopper_sparse, name) for name in attention.SMALL_SPARSE),
     *(call for call in CALLS if call[0] is hopper_grouped),
-    *((hopper_ragged, name) for name in small.MIXES),
+    *((hopper_ragged, name) for name in ragged_cases.SMALL),
 )
 
 
 def main() -> None:
     start, failed, control = time.time(), 0, "--control" in sys.argv[1:]
-    wanted = [name for name in sys.argv[1:] if not name.startswith("--")]
+    selected = [name for name in sys.argv[1:] if not name.startswith("--")]
     print(jax.devices()[0], flush=True)
     alone.install(short=control)
-    calls = chosen(SMALL_CALLS if SMALL else CALLS, wanted)
+    calls = chosen(SMALL_CALLS if SMALL else CALLS, selected)
     for run, *case in calls[: 1 if control else None]:
         before, earlier = time.time(), len(alone.launched)
         with jax.disable_jit(), jax.default_device(jax.devices("cpu")[0]):
@@ -267,8 +266,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.ExitStack() as stack:
-        if SMALL:
-            stack.enter_context(small.sizes())
-            stack.enter_context(compile_for(cuda_target(90, small.CORES)))
+    with compile_for(cuda_target(90, SMALL_CORES)) if SMALL else contextlib.nullcontext():
         main()

@@ -10,10 +10,10 @@ def label(call: Sequence) -> str:
     return " ".join((call[0].__name__, *map(str, call[1:])))
 
 
-def chosen(calls: Sequence[Sequence], wanted: Sequence[str]) -> list[Sequence]:
-    """The calls of these kinds and of these names; none wanted: all."""
+def chosen(calls: Sequence[Sequence], names: Sequence[str]) -> list[Sequence]:
+    """Returns the calls of these kinds and names, all if there are none."""
     kinds = dict.fromkeys(call[0].__name__ for call in calls)
-    unknown = [x for x in wanted if x not in kinds and x not in map(label, calls)]
+    unknown = [x for x in names if x not in kinds and x not in map(label, calls)]
     if unknown:
         sys.exit(f"no such calls: {', '.join(unknown)}; kinds are {', '.join(kinds)}")
-    return [c for c in calls if not wanted or c[0].__name__ in wanted or label(c) in wanted]
+    return [c for c in calls if not names or c[0].__name__ in names or label(c) in names]

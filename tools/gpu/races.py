@@ -4,12 +4,12 @@
     python tools/gpu/races.py "hopper_flash segments q>k"     # kinds or names, as of check_memory
     python tools/gpu/races.py --plant hopper_grouped          # and would a race be seen?
 
-The calls are those of ``check_memory`` for Hopper in small: every warpgroup of every program runs
-at once, and each access of shared or device memory is compared with those no order is known of
-(``gpu.mosaic``). Results are compared with float32, so that what was watched is what should
-run. ``--plant`` takes away what one wait tells, each in turn: where no race is seen then, the wait
-orders nothing in this call. Of those at a program's end there is nothing behind them. Exits with 1
-when something is found, or wrong.
+The calls are small ones of ``check_memory`` for Hopper: every warpgroup of every program runs at
+once, and each access of shared or device memory is compared with all accesses that are in no known
+order with it (``gpu.mosaic``). Results are compared with float32, so that what was watched is what
+should run. ``--plant`` takes away the order of one wait after another: where no race is seen then,
+the wait orders nothing in this call; behind waits at a program's end there is nothing to order.
+Exits with 1 when something is found, or wrong.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (  
     LEAST,
     LongRows,
 )
-from ejktest import attention_at_size, grouped_cases, ragged_cases  # noqa: E402
-from ejktest.device import on  # noqa: E402
+from ejktest import at_size  # noqa: E402
+from ejktest.cases import attention as attention_cases  # noqa: E402
+from ejktest.cases import grouped as grouped_cases  # noqa: E402
+from ejktest.cases import ragged as ragged_cases  # noqa: E402
+from ejktest.device import SMALL_CORES, SMALL_H200, on  # noqa: E402
 from ejktest.oracles import grouped as oracle  # noqa: E402
-from gpu import small  # noqa: E402
 from gpu.named import chosen, label  # noqa: E402
 
 # writes whose order does not matter: warpgroups write the same, and read only what they wrote
@@ -67,34 +69,30 @@ LATENT = {
 GROUPED = ("around a tile", "some of eight")
 
 
-def attention(operation: Any, name: str) -> Call:
-    """A case of ``attention_at_size`` in small, both passes."""
+def attention(operation: Any, case: attention_cases.Call) -> Call:
+    """Returns a call of softmax attention, both passes."""
 
-    def call(*args: Any, **given: Any) -> Any:
-        with on(small.CHIP):
-            return operation(*args, **given)
+    def call(*args: Any, **options: Any) -> Any:
+        with on(SMALL_H200):
+            return operation(*args, **options)
 
-    with small.sizes():
-        diff, fixed = attention_at_size.inputs(name)
-        truth, bound = attention_at_size.truth(name), attention_at_size.bound(name)
-        both = attention_at_size.kernel(name, call).__wrapped__
-    wide = {n: x.astype(jnp.float32) for n, x in diff.items()}
-    exact = truth(wide, fixed)
-    fixed = {n: np.asarray(x) if n == "pattern" else x for n, x in fixed.items()}
+    diff, fixed, exact = at_size.expected(case)
+    both = at_size.kernel(case, call).__wrapped__
+    fixed = {n: np.asarray(x) if n == "block_mask" else x for n, x in fixed.items()}
     run = jax.jit(lambda diff: both(diff, fixed))
 
     def error(out: Any) -> float:
-        return max(attention_at_size.relative(out[n], exact[n]) for n in out) / bound
+        return max(at_size.relative(out[n], exact[n]) for n in out) / at_size.bound(case)
 
     return lambda: run(diff), error
 
 
 def hopper_flash(name: str) -> Call:
-    return attention(flash_attention, name)
+    return attention(flash_attention, attention_cases.SMALL[name])
 
 
 def hopper_sparse(name: str) -> Call:
-    return attention(blocksparse_attention, name)
+    return attention(blocksparse_attention, attention_cases.SMALL_SPARSE[name])
 
 
 def relative(found: Any, want: Any) -> float:
@@ -109,7 +107,7 @@ def hopper_grouped(name: str) -> Call:
     lhs, rhs, dout = grouped_cases.operands(name, "whole bfloat16", False, 392)
     kernel = Weights(
         rows=392, down=lhs.shape[1], across=dout.shape[1], batch=1, groups=len(sizes),
-        held=len(rhs), dtype="bfloat16", cores=small.CORES,
+        held=len(rhs), dtype="bfloat16", cores=SMALL_CORES,
     )  # fmt: skip
     first = None if offset is None else np.asarray([offset], np.int32)
     run = jax.jit(lambda: kernel(lhs, dout, np.asarray(sizes, np.int32), first))
@@ -119,22 +117,23 @@ def hopper_grouped(name: str) -> Call:
 
 def hopper_ragged(name: str) -> Call:
     """Sequences of many new tokens, and of one where the kernel decodes."""
-    m = small.MIXES[name]
+    m = ragged_cases.SMALL[name]
     x, rows = ragged_cases.draw(m), np.asarray(m.rows)
     first, length = np.cumsum(rows) - rows, np.asarray(m.lens)
     mine, single = rows >= LEAST, (rows == 1) & (m.cap is None)
     most = sum(-(-n // 128) + 1 for n in m.rows)
-    lines = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
-    own = np.stack([first, np.where(single, length, 0), np.full(len(rows), int(single.any()))], 1)
+    queue = ragged_cases.queue(first, first + rows, length, mine, 128, 128, m.h, m.hk, 1000, most)
+    any_single = np.full(len(rows), int(single.any()))
+    decodes = np.stack([first, np.where(single, length, 0), any_single], 1)
     tables = jnp.clip(x["tables"], 0, len(x["cache"]) - 1)
     tiles = ForwardTiles(q_held=0 if m.cap else 64, registers=232)
-    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, small.CORES, bool(single.any()))
-    given = (x["q"], x["cache"], tables, jnp.asarray(lines), jnp.asarray(own, jnp.int32))
-    sampled, exact = ragged_cases.oracle(m, x, x["cache"])
+    long = LongRows(LEAST, 0, m.d**-0.5, m.cap, tiles, SMALL_CORES, bool(single.any()))
+    operands = (x["q"], x["cache"], tables, jnp.asarray(queue), jnp.asarray(decodes, jnp.int32))
+    sampled, exact = ragged_cases.reference(m, x, x["cache"])
     of = np.searchsorted(np.cumsum(rows), sampled, side="right")
     here = (mine | single)[of]
     run = jax.jit(long)
-    return lambda: run(*given), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
+    return lambda: run(*operands), lambda o: relative(o[sampled[here]], exact[here]) / 6e-3
 
 
 def hopper_latent(name: str) -> Call:
@@ -150,12 +149,12 @@ def hopper_latent(name: str) -> Call:
     )
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
     p = SimpleNamespace(
-        tokens=tokens, page_size=page, query=dtype, key=key, scale=576**-0.5, soft_cap=None,
-        lse=True, capacity=page * columns,
+        tokens=tokens, page_size=page, query_dtype=dtype, key_dtype=key, scale=576**-0.5,
+        soft_cap=None, return_lse=True, capacity=page * columns,
     )  # fmt: skip
-    given = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
-    run = jax.jit(functools.partial(WholeStep(min(2, rows // 64) * small.CORES), p))
-    arrays = (q, cache, *given)
+    operands = (jnp.asarray(x, jnp.int32) for x in (lens, tables))
+    run = jax.jit(functools.partial(WholeStep(min(2, rows // 64) * SMALL_CORES), p))
+    arrays = (q, cache, *operands)
     wide = np.asarray(cache, np.float64)
     want = np.zeros((len(lens), rows, 512))
     for i, n in enumerate(lens):
@@ -169,10 +168,10 @@ def hopper_latent(name: str) -> Call:
 
 
 CALLS = (
-    *((hopper_flash, name) for name in small.FLASH),
-    *((hopper_sparse, name) for name in small.SPARSE),
+    *((hopper_flash, name) for name in attention_cases.SMALL),
+    *((hopper_sparse, name) for name in attention_cases.SMALL_SPARSE),
     *((hopper_grouped, name) for name in GROUPED),
-    *((hopper_ragged, name) for name in small.MIXES),
+    *((hopper_ragged, name) for name in ragged_cases.SMALL),
     *((hopper_latent, name) for name in LATENT),
 )
 
@@ -187,7 +186,7 @@ def watch(run: Any, planted: str | None = None) -> tuple[Any, Any]:
 
 
 def unexplained(seen: Any) -> set[str]:
-    """What was found, but for writes of several warpgroups that are alike."""
+    """Returns the findings, except equal writes of several warpgroups."""
     others = {x for x in seen.races if not any(name in x for name in ALIKE)}
     return others | seen.own | seen.problems
 

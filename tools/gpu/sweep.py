@@ -5,15 +5,14 @@
     python tools/gpu/sweep.py flash_attention --cases option-4k-bias \\
         --set fwd.block_kv=32,64 --set fwd.num_stages=2,3,4
 
-Cases are those of the benchmark (``python -m bench OPERATION --list``). Candidates are what the
-kernel itself names as worth timing (``neighbours``, else its fields halved and doubled),
-or all combinations of the values that ``--set`` names: any field of its tiles, whether or not a
-config can say it. Each must give the values of what ships; those that do are timed in turns, the
-slower half leaving after each round, by the clock of the autotuner (the kernels' own time where
-they are short); then the fastest and what ships once more, side by side. ``--pass bwd`` times
-forward and backward together, and changes the tiles of the backward pass alone. The last table has
-the best of each case beside what ships. Exit status 1: a candidate gave other values, or what ships
-did not run; 2: nothing to sweep.
+Cases are listed by ``ejk shapes OPERATION``. Candidates are the ``neighbours`` that the kernel
+proposes, else its fields halved and doubled, or all combinations of the values that ``--set``
+names: any field of its tiles, whether or not a config has it. Each must give the same values as
+what ships; candidates that do are timed alternately, the slower half leaving after each round, by
+the clock of the autotuner (the kernels' own time where they are short); then the fastest and what
+ships once more. ``--pass bwd`` times forward and backward together, and changes the tiles of the
+backward pass alone. The last table has the best of each case next to what ships. Exit status 1: a
+candidate gave other values, or what ships did not run; 2: nothing to sweep.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from ejkernel.modules.bench.timing import Program  # noqa: E402
 from ejkernel.modules.workloads import Call  # noqa: E402
 from ejkernel.modules.workloads.find import calls_here, operation_name  # noqa: E402
 from ejkernel.ops.call_kernel import CallKernel  # noqa: E402
-from ejkernel.ops.execution.timing import race  # noqa: E402
+from ejkernel.ops.execution.timing import compare_programs  # noqa: E402
 from ejkernel.ops.execution.trials import GRADIENT_FACTOR, disagreement, unusable  # noqa: E402
 from ejkernel.ops.platforms import Platform, parse_platform  # noqa: E402
 
@@ -52,43 +51,43 @@ SHOWN = 12  # rows of a case
 
 
 def flat(tiles: Any, prefix: str = "") -> dict[str, Any]:
-    """Fields of nested dataclasses by path, as "fwd.block_q"."""
+    """Returns the fields of nested dataclasses by path, as "fwd.block_q"."""
     if not dataclasses.is_dataclass(tiles):
         return {prefix[:-1]: tiles} if prefix else {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for f in dataclasses.fields(tiles):
-        found |= flat(getattr(tiles, f.name), f"{prefix}{f.name}.")
-    return found
+        fields |= flat(getattr(tiles, f.name), f"{prefix}{f.name}.")
+    return fields
 
 
 def changed(tiles: Any, values: Mapping[str, Any]) -> Any:
-    """``tiles`` with other values at some paths."""
+    """Returns ``tiles`` with other values at some paths."""
     for path, value in values.items():
-        name, _, rest = path.partition(".")
-        value = changed(getattr(tiles, name), {rest: value}) if rest else value
+        name, _, inner = path.partition(".")
+        value = changed(getattr(tiles, name), {inner: value}) if inner else value
         tiles = dataclasses.replace(tiles, **{name: value})
     return tiles
 
 
 def of_pass(fields: Mapping[str, Any], which: str) -> dict[str, Any]:
-    """The fields of a pass: the forward's are a group "fwd", the others are the backward's.
+    """Returns the fields of a pass: group "fwd" of the forward, other groups of the backward.
 
-    Without that group all belong to both, as what lies in no group does.
+    Without that group all belong to both, as do fields outside groups.
     """
     groups = {path.partition(".")[0] for path in fields if "." in path}
-    own = groups if "fwd" not in groups else {"fwd"} if which == "fwd" else groups - {"fwd"}
-    return {p: x for p, x in fields.items() if "." not in p or p.partition(".")[0] in own}
+    used = groups if "fwd" not in groups else {"fwd"} if which == "fwd" else groups - {"fwd"}
+    return {p: x for p, x in fields.items() if "." not in p or p.partition(".")[0] in used}
 
 
 def doublings(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each number halved and doubled; of stages one less and one more."""
+    """Yields each integer halved and doubled; of stages one less and one more."""
     for path, n in fields.items():
         if type(n) is int and n > 0:
             near = (n - 1, n + 1) if "stages" in path else (n // 2, n * 2)
             yield from ({path: value} for value in near if value > 0)
 
 
-# ---- what is swept -----------------------------------------------------------------------------
+# ---- candidates --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,49 +97,48 @@ class Subject:
     Attributes:
         name: of the implementation.
         ships: the tiles that run now, None where there are none.
-        near: tiles that the implementation holds worth timing.
-        function: of the call's arrays, with given tiles.
-        blind: whether tiles may be tried that nobody vouches for; a Pallas kernel can wait for
-            ever for a copy that its tiles never start.
+        near: tiles that the implementation proposes.
+        function: returns a function of the call's arrays that runs with some tiles.
+        may_guess: whether tiles may be tried that the kernel does not propose; a Pallas kernel can
+            wait forever for a copy that its tiles never start.
     """
 
     name: str
     ships: Any
     near: tuple[Any, ...]
     function: Callable[[Any], Callable[..., Any]]
-    blind: bool = True
+    may_guess: bool = True
 
     def candidates(
-        self, which: str, given: Mapping[str, list[Any]], limit: int
+        self, which: str, choices: Mapping[str, list[Any]], limit: int
     ) -> dict[str, Callable[..., Any]]:
-        """Functions by what their tiles say otherwise; what ships is the first, with all it says.
+        """Returns functions by the fields that differ; what ships is the first, with all fields.
 
         Raises:
-            LookupError: ``given`` names a field that these tiles have not.
+            LookupError: ``choices`` names a field that these tiles lack.
         """
-        usual = of_pass(flat(self.ships), which)
-        unknown = given.keys() - usual.keys()
+        shipped = of_pass(flat(self.ships), which)
+        unknown = choices.keys() - shipped.keys()
         if unknown:
-            raise LookupError(
-                f"--set {', '.join(sorted(unknown))}: {self.name} has {', '.join(usual) or 'none'}"
-            )
+            fields = ", ".join(shipped) or "none"
+            raise LookupError(f"--set {', '.join(sorted(unknown))}: {self.name} has {fields}")
         others: Iterable[dict[str, Any]]
-        if given:
-            values = itertools.product(*given.values())
-            others = (dict(zip(given, x, strict=True)) for x in values)
+        if choices:
+            values = itertools.product(*choices.values())
+            others = (dict(zip(choices, x, strict=True)) for x in values)
         else:
-            others = [_difference(flat(tiles), usual) for tiles in self.near]
-            others = others if any(others) or not self.blind else doublings(usual)
-        found: dict[str, Callable[..., Any]] = {_text(usual): self.function(self.ships)}
+            others = [_difference(flat(tiles), shipped) for tiles in self.near]
+            others = others if any(others) or not self.may_guess else doublings(shipped)
+        functions: dict[str, Callable[..., Any]] = {_text(shipped): self.function(self.ships)}
         for values in others:
-            label = _text(_difference(values, usual))
-            if label and label not in found and len(found) <= limit:
-                found[label] = self.function(changed(self.ships, values))
-        return found
+            label = _text(_difference(values, shipped))
+            if label and label not in functions and len(functions) <= limit:
+                functions[label] = self.function(changed(self.ships, values))
+        return functions
 
 
-def _difference(fields: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: v for path, v in fields.items() if path in usual and v != usual[path]}
+def _difference(fields: Mapping[str, Any], shipped: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: v for path, v in fields.items() if path in shipped and v != shipped[path]}
 
 
 def _text(fields: Mapping[str, Any]) -> str:
@@ -148,18 +146,18 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def subject_of(call: Call, platform: str | None) -> Subject:
-    """What runs for a call on a platform, None = the one that automatic choice takes.
+    """Returns the implementation of a call on a platform, None = the one of automatic choice.
 
     Raises:
         LookupError: nothing can do the call here; says why.
     """
-    found = call.explanation(platform)
-    if found.error is not None:
-        raise LookupError(f"{call.name}: {found.error}")
+    choice = call.explanation(platform)
+    if choice.error is not None:
+        raise LookupError(f"{call.name}: {choice.error}")
     bound = call.invocation().bound
-    impl = bound.kernel.implementation(bound, parse_platform(found.platform)).impl
+    impl = bound.kernel.implementation(bound, parse_platform(choice.platform)).impl
     if impl is None or not isinstance(impl.fn, CallKernel):
-        raise LookupError(f"{found.implementation} has no tiles: it is a function, no CallKernel")
+        raise LookupError(f"{choice.implementation} has no tiles: it is a function, no CallKernel")
     kernel: Any = impl.fn
     problem, target = kernel.problem_of(bound), kernel.target()
     chosen = kernel.choose(problem, target)
@@ -172,7 +170,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
         names, options = call.names, dict(call.options)
         return lambda *arrays: fixed(**dict(zip(names, arrays, strict=True)), **options)
 
-    ships = kernel.apply_config(chosen, found.cfg, problem, target)
+    ships = kernel.apply_config(chosen, choice.cfg, problem, target)
     return Subject(impl.name, ships, near, function, impl.platform is not Platform.PALLAS)
 
 
@@ -181,7 +179,7 @@ def subject_of(call: Call, platform: str | None) -> Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A case: its rows ``(candidate, ms, spread)``, fastest first, and what did not run."""
+    """The rows ``(candidate, ms, spread)`` of a case, fastest first, and what did not run."""
 
     ships: str
     rows: list[tuple[str, float, float]]
@@ -193,14 +191,16 @@ class Outcome:
         return next((ms for label, ms, _ in self.rows if label == self.ships), None)
 
 
-def swept(call: Call, candidates: Mapping[str, Callable[..., Any]], mode: str, rounds: int):
-    """The outcome of one case: compiled side by side, compared with the first, timed in turns."""
+def sweep_case(
+    call: Call, candidates: Mapping[str, Callable[..., Any]], mode: str, rounds: int
+) -> Outcome:
+    """Compiles candidates side by side, compares them with the first, times them alternately."""
     case = dataclasses.replace(
         case_of(call, platforms=False, peers=False), contenders=dict(candidates)
     )
     (programs,) = compile_ahead([(case, mode)])
     arrays = case.inputs()
-    failed, wrong, racers, reference = {}, {}, {}, None
+    failed, wrong, valid, reference = {}, {}, {}, None
     factor = GRADIENT_FACTOR if mode == "fwd+bwd" else 1.0
     for label, made in programs.items():
         if isinstance(made, str):
@@ -215,46 +215,46 @@ def swept(call: Call, candidates: Mapping[str, Callable[..., Any]], mode: str, r
             continue
         if why is None:
             reference = value if first else reference
-            racers[label] = Program(made[0], arrays)
+            valid[label] = Program(made[0], arrays)
         else:
             wrong[label] = why
-    ships, times = next(iter(candidates)), timed(racers, rounds)
-    if ships in racers and len(racers) > 2:  # what left the race early has few samples
-        pair = {label: racers[label] for label in (ships, min(times, key=lambda x: times[x][0]))}
-        times |= timed(pair, rounds)
+    ships, times = next(iter(candidates)), time_programs(valid, rounds)
+    if ships in valid and len(valid) > 2:  # dropped programs have few samples
+        pair = {label: valid[label] for label in (ships, min(times, key=lambda x: times[x][0]))}
+        times |= time_programs(pair, rounds)
     rows = [(label, *times[label]) for label in sorted(times, key=lambda x: times[x][0])]
     return Outcome(ships, rows, failed, wrong)
 
 
-def timed(racers: Mapping[str, Program], rounds: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds and their relative spread, in turns."""
+def time_programs(programs: Mapping[str, Program], rounds: int) -> dict[str, tuple[float, float]]:
+    """Returns milliseconds and their relative spread."""
     device = jax.devices()[0]
-    times = race(list(racers.values()), num_warmup=3, num_iters=rounds, device=device)
-    return {x: (t.ms, t.spread) for x, t in zip(racers, times, strict=True) if t is not None}
+    times = compare_programs(list(programs.values()), num_warmup=3, num_iters=rounds, device=device)
+    return {x: (t.ms, t.spread) for x, t in zip(programs, times, strict=True) if t is not None}
 
 
-def told(name: str, outcome: Outcome) -> str:
-    lines = [f"{name}: {len(outcome.rows)} timed, {len(outcome.failed)} did not run"]
+def outcome_text(name: str, outcome: Outcome) -> str:
+    text = [f"{name}: {len(outcome.rows)} timed, {len(outcome.failed)} did not run"]
     for i, (label, ms, spread) in enumerate(outcome.rows):
         mark = "ships:" if label == outcome.ships else ""
         if i < SHOWN or mark:
-            lines.append(f"  {ms:9.4f} ms +-{spread:5.1%}  {mark:6} {label}")
-    lines += [f"  did not run: {label}: {why}" for label, why in outcome.failed.items()]
-    lines += [f"  WRONG: {label}: {why}" for label, why in outcome.wrong.items()]
-    return "\n".join(lines)
+            text.append(f"  {ms:9.4f} ms +-{spread:5.1%}  {mark:6} {label}")
+    text += [f"  did not run: {label}: {why}" for label, why in outcome.failed.items()]
+    text += [f"  WRONG: {label}: {why}" for label, why in outcome.wrong.items()]
+    return "\n".join(text)
 
 
 def summary(outcomes: Mapping[str, Outcome]) -> str:
     width = max(map(len, outcomes))
-    lines = [f"{'case':{width}} {'ships ms':>9} {'best ms':>9} {'ratio':>6}  best"]
+    text = [f"{'case':{width}} {'ships ms':>9} {'best ms':>9} {'ratio':>6}  best"]
     for name, x in outcomes.items():
         if x.ships_ms is None:
-            lines.append(f"{name:{width}} what ships did not run")
+            text.append(f"{name:{width}} what ships did not run")
             continue
         label, ms, _ = x.rows[0]
         best = "what ships" if label == x.ships else label
-        lines.append(f"{name:{width}} {x.ships_ms:9.4f} {ms:9.4f} {x.ships_ms / ms:6.3f}  {best}")
-    return "\n".join(lines)
+        text.append(f"{name:{width}} {x.ships_ms:9.4f} {ms:9.4f} {x.ships_ms / ms:6.3f}  {best}")
+    return "\n".join(text)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -263,13 +263,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--cases", default="*", help="comma-separated globs on case names")
     p.add_argument("--platform", help="default: the one that automatic choice takes")
     p.add_argument("--pass", dest="which", choices=MODES, default="fwd")
-    p.add_argument("--set", action="append", default=[], metavar="FIELD=N,N", dest="given")
-    p.add_argument("--limit", type=int, default=40, help="candidates beside what ships")
+    p.add_argument("--set", action="append", default=[], metavar="FIELD=N,N", dest="choices")
+    p.add_argument("--limit", type=int, default=40, help="candidates besides what ships")
     p.add_argument("--rounds", type=int, default=20, help="samples of a finalist")
     args = p.parse_args(argv)
     try:
-        pairs = [text.split("=") for text in args.given]
-        args.given = {path: [int(n) for n in values.split(",")] for path, values in pairs}
+        pairs = [text.split("=") for text in args.choices]
+        args.choices = {path: [int(n) for n in values.split(",")] for path, values in pairs}
     except ValueError:
         p.error("--set: expected FIELD=NUMBER,NUMBER as fwd.block_q=64,128")
     return args
@@ -284,16 +284,16 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             subject = subject_of(call, args.platform)
-            candidates = subject.candidates(args.which, args.given, args.limit)
+            candidates = subject.candidates(args.which, args.choices, args.limit)
         except LookupError as error:
             print(error, file=sys.stderr)
             continue
-        found = swept(call, candidates, MODES[args.which], args.rounds)
-        outcomes[call.name] = found
-        print(told(f"{call.name} {args.which}, {subject.name}", found), flush=True)
+        outcome = sweep_case(call, candidates, MODES[args.which], args.rounds)
+        outcomes[call.name] = outcome
+        print(outcome_text(f"{call.name} {args.which}, {subject.name}", outcome), flush=True)
     if not outcomes:
-        known = ", ".join(call.name for call in calls_here(args.operation, "*"))
-        print(f"nothing to sweep: {args.operation} has the cases {known}")
+        names = ", ".join(call.name for call in calls_here(args.operation, "*"))
+        print(f"nothing to sweep: {args.operation} has the cases {names}")
         return 2
     print("\n" + summary(outcomes))
     return int(any(x.wrong or x.ships_ms is None for x in outcomes.values()))

@@ -1,11 +1,10 @@
-"""The measuring stick measures what it says, and refuses what it does not know."""
+"""Benchmarks measure what they say, and refuse names that do not exist."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from xml.etree import ElementTree
 
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from bench import plot, report
 from ejkernel.modules.bench import timing
 from ejkernel.modules.bench.case import Case, case_of
 from ejkernel.modules.bench.limits import Limits
+from ejkernel.modules.bench.record import environment
 from ejkernel.modules.bench.runner import compile_ahead, run_case
 from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.shapes import SHAPES
@@ -41,12 +41,12 @@ def test_a_case_becomes_rows_with_ratios(tmp_path):
     # forward and backward together are counted as 3.5 times the forward
     assert ours.tflops == pytest.approx(3.5 * 1024 / (ours.ms * 1e-3) / 1e12)
     assert absent.ms is None and absent.note == "needs a GPU"
-    as_json, as_markdown = report.write(rows, limits, "small", tmp_path)
-    assert len(json.loads(as_json.read_text())["rows"]) == 3
-    assert "not run: needs a GPU" in as_markdown.read_text()
-    picture = plot.write(as_json)
-    said = [x.text for x in ElementTree.parse(picture).iter() if x.tag.endswith("title")]
-    assert "small" in said and any(re.match(r"ours: \d+% of the bound, .* ms", x) for x in said)
+    measured = {"op": "small", "limits": asdict(limits), "rows": [asdict(r) for r in rows]}
+    result = {**environment(), **measured}
+    assert "not run: needs a GPU" in report.markdown(result)
+    path = report.write_json(tmp_path, "small", result)
+    texts = "".join(ElementTree.parse(plot.write_chart(path)).getroot().itertext())
+    assert all(name in texts for name in ("small", "forward + backward", "ours", "peer"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -95,11 +95,19 @@ def test_programs_compiled_ahead_are_those_that_are_timed():
     assert made.keys() == real.contenders.keys()
 
 
-def test_list_and_unknown_names(capsys):
+def test_a_run_writes_json_markdown_and_a_chart(tmp_path, capsys):
     assert {"first_call", "imports", "memory", "overhead"} <= set(command.names())
-    for op in ("flash_attention", "blocksparse_attention", "mla_decode"):
-        assert command.main([op, "--list"]) == 0
-    assert command.main(["flash_attention", "--cases", "nothing"]) == 2
-    assert "there are: cpu-" in capsys.readouterr().err
+    options = ["--peers", "", "--modes", "fwd", "--rounds", "1", "--target-s", "0.001"]
+    cases = ["--cases", "cpu-d64-s512-c*,cpu-d64-s512-causal"]
+    assert command.main(["flash_attention", *cases, *options, "--out", str(tmp_path)]) == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {f"flash_attention.{ending}" for ending in ("json", "md", "svg")}
+    (row,) = json.loads((tmp_path / "flash_attention.json").read_text())["rows"]
+    assert row["contender"] == "ejkernel" and row["ms"] > 0
+
+
+def test_unknown_names(tmp_path, capsys):
+    assert command.main(["flash_attention", "--cases", "nothing", "--out", str(tmp_path)]) == 2
+    assert "unknown shape of flash_attention 'nothing'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["no_such_op"])

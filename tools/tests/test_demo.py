@@ -1,4 +1,4 @@
-"""The demo's pieces: packing, and every operation shown beside its oracle."""
+"""The demo: packing, and a short run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from demo import main
-from demo_lm.single import SHOWN, show
 from demo_lm.text import documents, pack
 
 
@@ -20,15 +19,6 @@ def test_packing_keeps_every_byte_once():
     for d in range(row.max() + 1):
         inside = data.positions[0][row == d]
         assert np.array_equal(inside, np.arange(len(inside)))
-
-
-@pytest.mark.parametrize("op", ["page_attention", "mean_pooling", "grouped_matmul"])
-def test_an_operation_is_shown_with_its_error(op, capsys):
-    show(op)
-    text = capsys.readouterr().out
-    assert float(re.search(r"rms ratio (\S+) against", text)[1]) < 1e-5
-    ran = re.search(rf"^ran +{op}/xla/any, .* from heuristics$", text, re.MULTILINE)
-    assert ran and re.search(r"^why +(not|the only)", text, re.MULTILINE)
 
 
 @pytest.mark.promotes
@@ -46,10 +36,3 @@ def test_numbers_of_steps_that_cannot_be(capsys):
     with pytest.raises(SystemExit):
         main(["--steps", "0"])
     assert "--steps: given 0, expected a number >= 1" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", SHOWN)
-def test_every_operation(op, capsys):
-    show(op)
-    assert float(re.search(r"rms ratio (\S+) against", capsys.readouterr().out)[1]) < 1e-5

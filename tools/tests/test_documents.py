@@ -4,6 +4,7 @@ import json
 import pkgutil
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import dev
 import patterns
 import release
 import tables
-from patterns import NOBODY, PART, WHOLE
 
 ROOT = Path(release.__file__).resolve().parent.parent
 
@@ -121,28 +121,21 @@ def test_the_package_on_the_page_is_the_one_that_is_tested():
         assert f"  {file.name}" in text, f"{file} is not in the list of files"
 
 
-def test_pictures_are_what_their_script_draws():
-    for path, svg in patterns.pictures().items():
-        assert path.read_text() == svg, f"{path} is out of date: run tools/patterns.py --write"
-
-
-def test_a_picture_shows_the_tiles_that_a_pattern_leaves(monkeypatch):
-    """Three whole tiles of a triangle of two blocks' side, its diagonal masked."""
+def test_a_picture_shows_the_tiles_that_a_pattern_leaves():
+    """Three tiles of a triangle of two blocks' side, its diagonal masked."""
     triangle = np.ones((2, 2), bool)
-    monkeypatch.setattr(patterns, "BLOCKS", 2)
-    monkeypatch.setattr(patterns, "patterns", lambda: {"triangle": (triangle, True, 1)})
-    svg = patterns.grids()
-    count = {colour: svg.count(f'fill="{colour}"') - 1 for colour in (WHOLE, PART, NOBODY)}
-    assert count == {WHOLE: 1, PART: 2, NOBODY: 1} and "triangle: 75%" in svg
+    assert patterns.visits(triangle, True, 1).tolist() == [[1, 0], [2, 1]]
 
 
-def test_a_picture_of_times_is_of_records_only(monkeypatch, tmp_path):
+def test_pictures_are_drawn_of_records_only(monkeypatch, tmp_path):
     record = tmp_path / "density.json"
     monkeypatch.setattr(patterns, "RECORD", record)
-    times = patterns.FOLDER / "sparse_times.svg"
-    assert times not in patterns.pictures()
+    (drawn,) = patterns.write_pictures(tmp_path)
+    texts = set(ElementTree.parse(drawn).getroot().itertext())
+    assert {"one column: 8%", "all, causal: 54%", *patterns.COLOURS} <= texts
     rows = [{"platform": "triton", "mode": "fwd", "seen": d, "ms": 10 * d} for d in (1.0, 0.1)]
     dense = [{"platform": "triton", "mode": "fwd", "ms": 5.0}]
-    record.write_text(json.dumps({"device": "a card", "rows": rows, "dense": dense}))
-    assert patterns.recorded() == {("triton", "fwd"): [(0.1, 0.2), (1.0, 2.0)]}
-    assert patterns.pictures()[times].count("<circle") == 2
+    record.write_text(json.dumps({"device": "a GPU", "rows": rows, "dense": dense}))
+    assert patterns.times_by_density() == {("triton", "fwd"): [(0.1, 0.2), (1.0, 2.0)]}
+    _, times = patterns.write_pictures(tmp_path)
+    assert "Triton, forward" in set(ElementTree.parse(times).getroot().itertext())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import sys
@@ -15,16 +16,9 @@ import pytest
 
 import checkout
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
-from ejktest import (
-    ahead,
-    attention_at_size,
-    grouped_cases,
-    latent_at_size,
-    paged_at_size,
-    ragged_cases,
-    sparse_cases,
-)
-from gpu import compare, named
+from ejktest import ahead, at_size
+from ejktest.cases import attention, grouped, latent, paged, ragged, sparse
+from gpu import compare, compare_code, named
 
 
 @pytest.fixture
@@ -43,25 +37,23 @@ def memory(monkeypatch):
 
 def test_memory_checkers_are_given_cases_that_exist(memory):
     lists = {
-        memory.flash: attention_at_size.CASES,
-        memory.sparse: attention_at_size.SPARSE,
-        memory.paged: paged_at_size.CASES,
-        memory.latent: latent_at_size.CASES,
-        memory.ragged: ragged_cases.CASES,
-        memory.grouped: [case[:2] for case in grouped_cases.CASES],
-        memory.stored: grouped_cases.STORED,
+        memory.flash: attention.AT_SIZE,
+        memory.sparse: attention.SPARSE,
+        memory.paged: paged.CASES,
+        memory.latent: latent.CASES,
+        memory.ragged: ragged.CASES,
+        memory.grouped: [case[:2] for case in grouped.CASES],
+        memory.stored: grouped.STORED,
         memory.varied: memory.VARIANTS,
-        memory.lists: sparse_cases.CASES,
+        memory.lists: sparse.CASES,
         memory.contiguous: [()],
-        memory.branches: sparse_cases.CASES,
-        memory.whole: [(False,), (True,)],
-        memory.hopper_flash: attention_at_size.CASES,
-        memory.hopper_sparse: attention_at_size.SPARSE,
-        memory.hopper_grouped: [
-            (sizes, kind) for sizes in grouped_cases.SIZES for kind in grouped_cases.WHOLE
-        ],
-        memory.hopper_ragged: memory.HOPPER_MIXES,
-        memory.hopper_latent: latent_at_size.CASES,
+        memory.branches: sparse.CASES,
+        memory.full_chunks: [(False,), (True,)],
+        memory.hopper_flash: attention.AT_SIZE,
+        memory.hopper_sparse: attention.SPARSE,
+        memory.hopper_grouped: list(itertools.product(grouped.SIZES, grouped.ALIGNED)),
+        memory.hopper_ragged: ragged.HOPPER,
+        memory.hopper_latent: latent.CASES,
     }
     for run, *case in memory.CALLS:
         known = lists[run]
@@ -82,13 +74,13 @@ def launched(memory, monkeypatch):
     """What calls launch outside of jit; every launch gives zeros."""
     found = []
 
-    def triton(*arrays, plan):
-        found.append(type(plan).__name__)
-        return [jnp.zeros(o.shape, o.dtype) for o in plan.outputs()]
+    def triton(*arrays, launch):
+        found.append(type(launch).__name__)
+        return [jnp.zeros(o.shape, o.dtype) for o in launch.result_types()]
 
     def mosaic(*arrays, **params):
         found.append(call := memory.alone.mosaic_call(arrays, params))
-        return [jnp.zeros(call.results[i].shape, call.results[i].dtype) for i in call.asked]
+        return [jnp.zeros(call.results[i].shape, call.results[i].dtype) for i in call.returned]
 
     monkeypatch.setattr(memory.alone.bridge._primitive, "impl", triton)
     monkeypatch.setattr(memory.alone.mpmd.mpmd_map_p, "impl", mosaic)
@@ -110,9 +102,9 @@ def test_kernels_for_hopper_are_taken_out_of_their_programs(memory, launched):
     forward, backward = launched
     assert forward.name == "flash_attention_forward" and forward.module[:4] == b"ML\xefR"
     assert [x.shape for x in forward.operands[:3]] == [(1, 128, 1, 128)] * 3
-    assert (forward.aliases, forward.asked) == ({}, [0, 1, 2])
+    assert (forward.aliases, forward.returned) == ({}, [0, 1, 2])
     counts = len(backward.operands) - 1  # of programs that have added to dq
-    assert backward.aliases == {counts: 3} and backward.asked == [0, 1, 2]
+    assert backward.aliases == {counts: 3} and backward.returned == [0, 1, 2]
     assert not backward.operands[counts].any()
 
 
@@ -126,7 +118,7 @@ def test_cases_begin_ahead_but_in_one_of_many_workers(monkeypatch, worker):
     callspecs = (SimpleNamespace(params={"name": name}) for name in "abc")
     items = [SimpleNamespace(path="here", callspec=x) for x in callspecs]
     request = SimpleNamespace(path="here", session=SimpleNamespace(items=items))
-    with attention_at_size.ahead(request, lambda name: done.append(name) or name * 2, 2) as case:
+    with at_size.ahead(request, lambda name: done.append(name) or name * 2, 2) as case:
         assert case("b") == "bb"
     assert sorted(done) == (["a", "b", "c"] if worker is None else ["b"])
 
@@ -136,7 +128,7 @@ def test_a_worker_answers_each_case_it_is_asked(monkeypatch, capsys):
     monkeypatch.setattr(compare, "milliseconds", lambda program, given: program(*given).shape[1])
     here, there = multiprocessing.Pipe()
     work = threading.Thread(
-        target=compare.worker, args=(there, checkout.ROOT, "grouped_matmul", "xla", wanted)
+        target=compare.serve_times, args=(there, checkout.ROOT, "grouped_matmul", "xla", wanted)
     )
     work.start()
     assert compare.answer(here) == "ready"
@@ -208,3 +200,53 @@ def test_a_job_that_fails_gives_its_error():
         "ZeroDivisionError: integer division or modulo by zero",
         8,
     ]
+
+
+PTX = """
+//
+.version 8.7
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry {name}(.param .u64 .ptr .global .align 1 {name}_param_0)
+{{
+\t.loc\t1 {line} 5 // {name}.py:{line}
+$L__tmp1:
+\tld.param.b64 \t%rd1, [{name}_param_0]; // a comment
+\tadd.s32 \t%r1, %r2, {added};
+}}
+\t.file\t1 "/somewhere/{name}.py"
+\t.section\t.debug_abbrev
+\t{{
+.b8 {line}
+\t}}
+"""
+
+
+def test_code_is_compared_without_names_and_places():
+    def text(name, line, added):
+        return compare_code.normalized_ptx(PTX.format(name=name, line=line, added=added))
+
+    assert text("one", 3, 1) == text("another", 44, 1)
+    assert text("one", 3, 1) != text("one", 3, 2)
+    assert "one" not in text("one", 3, 1)
+    assert ".debug" not in text("one", 3, 1)
+
+
+def test_code_comparison_tells_which_launches_changed():
+    def launches(name, code, *parameters):
+        return [{"kernel": name, "code": code, "grid": [4], "parameters": list(parameters)}]
+
+    before = launches("walk", "a1", "i32 5", "i32 7")
+    assert list(compare_code.differences(before, launches("loop", "a1", "i32 5", "i32 7"))) == []
+    (swapped,) = compare_code.differences(before, launches("walk", "a1", "i32 7", "i32 5"))
+    assert "parameters" in swapped
+    (changed,) = compare_code.differences(before, launches("walk", "b2", "i32 5", "i32 7"))
+    assert changed.endswith("code")
+    assert "1 launches, now 2" in next(compare_code.differences(before, before + before))
+
+
+def test_a_dump_holds_every_launch(tmp_path):
+    pytest.importorskip("triton")
+    launches, texts = compare_code.triton_case("pooling", "sm_90")
+    assert [launch["kernel"] for launch in launches] == ["pool_groups", "pool_backward"]
+    assert len({launch["code"] for launch in launches}) == len(texts) == 2
+    assert launches[0]["parameters"][0] == "operand bfloat16[8, 8192, 2048] *bf16"

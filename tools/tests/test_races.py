@@ -12,13 +12,12 @@ import pytest
 
 import checkout
 from ejkernel.kernels.pallas import compat
-from ejktest import attention_at_size, grouped_cases
+from ejktest.cases import attention, grouped, ragged
 
 if (reason := compat.mosaic_gpu_problem()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 from ejkernel.kernels.pallas.gpu.grouped_matmul.weights import Weights
-from gpu import small
 from gpu.mosaic import standins
 
 KERNELS = Path(checkout.ROOT, "packages/ejk-kernels-pallas/src/ejkernel/kernels/pallas/gpu")
@@ -50,12 +49,11 @@ def test_every_piece_of_the_compilers_instructions_has_a_stand_in():
 
 
 def test_calls_are_small_cases_that_exist(races):
-    kept = attention_at_size.CASES.copy()
-    with small.sizes():
-        (_, q_len, kv_len, *_), options = attention_at_size.case("sinks cap window")
-        assert (q_len, kv_len, options["sliding_window"], options["cap"]) == (330, 330, 100, 20.0)
-    assert kept == attention_at_size.CASES
-    assert set(races.GROUPED) <= grouped_cases.SIZES.keys()
+    call = attention.SMALL["sinks cap window"]
+    assert (call.q, call.k, call.mask["sliding_window"], call.cap) == (330, 330, 100, 20.0)
+    assert call.sinks == (call.h, 2)
+    assert set(races.GROUPED) <= grouped.SIZES.keys()
+    assert ragged.SMALL.keys() == ragged.HOPPER.keys()
 
 
 def test_a_race_is_seen(races):

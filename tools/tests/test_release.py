@@ -122,7 +122,7 @@ def test_stray_files_are_not_shipped(workspace, tmp_path):
     assert len(targets) == 6 and all(target == targets[0] for target in targets)
 
     package = release.read_package(workspace / "packages/ejk-ops")
-    shipped = {"tables/gpu.json", "inner/a.css", "inner/a.pyi"}
+    shipped = {"tables/gpu.json", "inner/a.html", "inner/a.pyi"}
     stray = {".env", "notes.txt", "key.pem", "a.py~", "inner/id_rsa", "inner/secrets.json"}
     tests = {"test_a.py", "expected.json"}
     portion = "src/ejkernel/ops"

@@ -74,6 +74,6 @@ def test_any_field_of_a_kernels_tiles():
         assert len(hopper.candidates("fwd", {}, 40)) > 2
         assert len(hopper.candidates("bwd", {}, 40)) == 1  # none that nobody vouches for
     plans = {type(plan).__name__: plan.tiles for plan, _ in plans_of(program.jaxpr)}
-    assert plans["DkvPlan"] == replace(subject.ships.dkv, registers=128)
-    assert plans["DqPlan"] == replace(subject.ships.dq, block_q=32)
-    assert plans["ForwardPlan"] == subject.ships.fwd
+    assert plans["DkvLaunch"] == replace(subject.ships.dkv, registers=128)
+    assert plans["DqLaunch"] == replace(subject.ships.dq, block_q=32)
+    assert plans["ForwardLaunch"] == subject.ships.fwd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ejktest.attention_cases import Call, arrays, oracle_case
+from ejktest.attention import Call, arrays, oracle_case
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 

@@ -1,4 +1,4 @@
-"""The calls that the TPU check compiles: ours in every shipped shape, and JAX's kernels."""
+"""Kernels whose cost the TPU check counts: ours, and JAX's own."""
 
 from __future__ import annotations
 
@@ -8,44 +8,40 @@ from functools import partial
 from typing import Any
 
 from ejkernel.kernels import pallas
-from ejktest.called import F32, flash
+from ejktest.abstract import BF16
+from ejktest.cases import grouped
+from ejktest.cases.attention import flash
 
-BATCH, HEADS, LENGTH = 4, 16, 4096  # too much for VMEM, so that arrays stay in HBM
+LANES = 128
+BATCH, HEADS, LENGTH = 4, 16, 4096
 _flash = partial(flash, b=BATCH, h=HEADS, kv_heads=HEADS, q=LENGTH)
-CALLS = {
-    "d64": _flash(64),
-    "d128": _flash(),
-    "d256": _flash(256),
-    "d192 values 128": _flash(192, 128),
-    "causal gqa": _flash(kv_heads=4, causal=True),
-    "window offset": _flash(sliding_window=(1024, 0), causal_offset=64),
-    "segments causal": _flash(128, None, "segments", causal=True),
-    "cap sinks": _flash(128, None, "softmax_aux", logits_soft_cap=30.0, causal=True),
-    "length 1000": _flash(q=1000, causal=True),
-    "length 72 d80": _flash(80, q=72),
-    "float32": _flash(dtype=F32, causal=True),
-    "float32 highest": _flash(dtype=F32, precision="highest"),
-    "float32 d256": _flash(256, dtype=F32),
-}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel whose steady code is counted: one tile of ``pairs`` by ``products`` times ``dim``.
+    """A kernel whose steady code is counted.
 
-    ``function`` takes q, k, v ``[b, h, s, d]`` (``[b, s, h, d]`` for ours).
+    Attributes:
+        who: whose kernel it is.
+        row: what it computes; kernels of one row are compared.
+        kernel: part of its name.
+        tiles: its tiles, for the table.
+        work: useful multiply-adds of the steady code.
+        depth: contracted length of its matmuls, at most that of a matrix unit.
+        function: a call that runs it, for arrays of these ``shapes``.
     """
 
     who: str
+    row: str
     kernel: str
     tiles: str
-    pairs: int
-    products: int
+    work: int
+    depth: int
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
 
 
-KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # products of a tile
+KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}  # matmuls of a tile
 
 
 def ours(dim: int) -> Iterator[Cost]:
@@ -60,14 +56,13 @@ def ours(dim: int) -> Iterator[Cost]:
     )
     problem = Problem(**sizes, dim=dim, value_dim=dim, dtype="bfloat16", scale=1.0)
     choices = {"fwd": tiles.forward_tiles, "dq": tiles.dq_tiles, "dkv": tiles.dkv_tiles}
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         t = choices[kernel](problem, current_chip())
         text = f"{t.block_q}x{t.block_kv}/{t.rows}"
         function = forward if kernel == "fwd" else backward
         name = f"ejkernel_flash_{kernel}"
-        yield Cost(
-            "ejkernel", name, text, t.block_q * t.block_kv, products, function, call.shapes()
-        )
+        work = t.block_q * t.block_kv * matmuls * dim
+        yield Cost("ejkernel", kernel, name, text, work, dim, function, call.shapes())
 
 
 def jax_flash(dim: int, block: int) -> Iterator[Cost]:
@@ -81,7 +76,7 @@ def jax_flash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return fa.flash_attention(q, k, v, sm_scale=dim**-0.5, block_sizes=blocks)
 
-    yield from _others("jax flash", _FLASH, forward, block, (shape,) * 3)
+    yield from _others("jax flash", _FLASH, forward, block, dim, (shape,) * 3)
 
 
 def jax_splash(dim: int, block: int) -> Iterator[Cost]:
@@ -100,7 +95,7 @@ def jax_splash(dim: int, block: int) -> Iterator[Cost]:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return jax.vmap(kernel)(q * dim**-0.5, k, v)
 
-    yield from _others("jax splash", _SPLASH, forward, block, (shape,) * 3)
+    yield from _others("jax splash", _SPLASH, forward, block, dim, (shape,) * 3)
 
 
 _FLASH = {"fwd": "flash_attention", "dq": "flash_mha_bwd_dq", "dkv": "flash_mha_bwd_dkv"}
@@ -108,14 +103,72 @@ _SPLASH = {"fwd": "splash_mha_fwd", "dq": "splash_mha_dq", "dkv": "splash_mha_dk
 
 
 def _others(
-    who: str, names: dict[str, str], forward: Any, block: int, shapes: tuple
+    who: str, names: dict[str, str], forward: Any, block: int, dim: int, shapes: tuple
 ) -> Iterator[Cost]:
     import jax
 
-    def gradients(*given: Any) -> Any:
-        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*given)
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *x: forward(*x).astype("float32").sum(), (0, 1, 2))(*arrays)
 
-    for kernel, products in KERNELS.items():
+    for kernel, matmuls in KERNELS.items():
         function = forward if kernel == "fwd" else gradients
         text = f"{block}x{block}"
-        yield Cost(who, names[kernel], text, block * block, products, function, shapes)
+        work = block * block * matmuls * dim
+        yield Cost(who, kernel, names[kernel], text, work, dim, function, shapes)
+
+
+GROUPED = grouped.COMPILED_TPU["grouped 8 x 1k"]
+
+
+def our_grouped() -> Iterator[Cost]:
+    from ejkernel.kernels.pallas.tpu.common.chip import current_chip
+    from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
+    from ejkernel.types.problems.grouped_matmul import GroupedProblem
+
+    (rows, inner), (groups, _, columns) = (GROUPED.arrays[n][0] for n in ("lhs", "rhs"))
+    problem = GroupedProblem(rows, inner, columns, groups, groups, False, BF16, BF16, "default")
+    t = tiles.choose(problem, current_chip())
+    operands = GROUPED.shapes()
+    for row, one, depth, function in (
+        ("grouped", t.fwd, t.fwd.chunk, GROUPED.forward(pallas)),
+        ("grouped weights", t.drhs, t.drhs.inner, GROUPED.backward(pallas)),
+    ):
+        name = "ejkernel_" + row.replace("grouped", "grouped_matmul").replace(" ", "_")
+        text = f"{one.rows}x{one.columns}x{one.inner}"
+        work = one.rows * one.columns * depth
+        yield Cost("ejkernel", row, name, text, work, LANES, function, operands)
+
+
+def jax_grouped(tile: tuple[int, int, int]) -> Iterator[Cost]:
+    """JAX's megablox with tiles of these rows, inner and columns."""
+    import importlib
+
+    import jax
+
+    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    shapes = tuple(GROUPED.structs()[name] for name in ("lhs", "rhs", "group_sizes"))
+    rows, (_, columns) = shapes[0].shape[0], shapes[1].shape[1:]
+    dout = jax.ShapeDtypeStruct((rows, columns), BF16)
+
+    def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return megablox.gmm(lhs, rhs, sizes, lhs.dtype, tile)
+
+    def weights(lhs: Any, dout: Any, sizes: Any) -> Any:
+        return megablox.tgmm(lhs.swapaxes(0, 1), dout, sizes, lhs.dtype, tile)
+
+    work, text = tile[0] * tile[1] * tile[2], "x".join(map(str, tile))
+    yield Cost("megablox", "grouped", "gmm", text, work, LANES, forward, shapes)
+    operands = shapes[0], dout, shapes[2]
+    yield Cost("megablox", "grouped weights", "tgmm", text, work, LANES, weights, operands)
+
+
+def sources(name: str) -> list[Callable[[], Iterator[Cost]]]:
+    """The kernels of a part of the count: "d64" and the like, or "grouped"."""
+    if name == "grouped":
+        others = [partial(jax_grouped, (512, 1024, n)) for n in (512, 1024)]
+        return [our_grouped, *others]
+    dim = int(name.removeprefix("d"))
+    found: list[Callable[[], Iterator[Cost]]] = [partial(ours, dim)]
+    for block in (512, 1024):
+        found += [partial(jax_flash, dim, block), partial(jax_splash, dim, block)]
+    return found

@@ -2,7 +2,7 @@
 
 A TPU core issues one bundle of instructions a cycle, so the length of a straight piece of code is
 its time, short of waiting for memory. The compiler lists the final bundles of every kernel and,
-beside each, how many of its slots are used.
+for each, how many of its slots are used.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class KernelCode:
 
 
 def _utilization(path: Path) -> tuple[list[str], list[int], list[list[int]]]:
-    lines = path.read_text().splitlines()
-    names = [n.strip() for n in lines[1].split(",")]
-    rows = [[int(n) for n in line.split()] for line in lines[4:] if line.strip()]
-    return names, [int(n) for n in lines[2].split()], rows
+    text = path.read_text().splitlines()
+    names = [n.strip() for n in text[1].split(",")]
+    rows = [[int(n) for n in line.split()] for line in text[4:] if line.strip()]
+    return names, [int(n) for n in text[2].split()], rows
 
 
 def _pieces(path: Path) -> list[tuple[int, int, int]]:

@@ -1,1 +1,1 @@
-"""The pieces of ``tools/tune_tables.py``: which calls, in which order, and what came of it."""
+"""Parts of ``tools/tune_tables.py``: which calls, in which order, and the tables of winners."""

@@ -1,18 +1,17 @@
-"""The calls worth tuning, those first that say most about others."""
+"""The calls worth tuning, first those that say most about others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from ejkernel.modules.workloads import Call, call_of
+from ejkernel.modules.cli.tuning import Task, select_tasks, task_of
+from ejkernel.modules.workloads import call_of
 from ejkernel.modules.workloads.families import AttentionShape
 from ejkernel.modules.workloads.find import matching
 from ejkernel.modules.workloads.shapes import SHAPES
-from ejkernel.ops.config.nearness import payload_distance
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.config.key_distance import key_distance
 from ejkernel.ops.platforms import Platform
 
 # Operations with kernels of their own for GPUs, by how many people wait for them; others last.
@@ -26,94 +25,76 @@ LOGITS_BYTES = (4 + 8 + 2 + 2) + (4 + 4 + 2 + 2) + (4 + 4) + (2 + 4)
 # Operations that a fused kernel does while memory moves a byte: 0.4 of the peak over the bandwidth
 # is 82 on an H200, 80 on an A100 of 40 GB.
 FLOPS_PER_BYTE = 80.0
-# Products of XLA reach about this part of what a fused kernel's would take.
-PLAIN_PRODUCTS = 0.5
-HOPELESS = 2.0
+# XLA's matmuls take about this part of a fused kernel's time.
+MATMUL_SHARE = 0.5
+PRUNED_RATIO = 2.0
+PRUNED = ("flash_attention", "scaled_dot_product_attention")
 
 
-@dataclass(frozen=True)
-class TableCall:
-    """One call to tune."""
-
-    call: Call
-    inv: Invocation
-
-    @property
-    def name(self) -> str:
-        return f"{self.call.operation} {self.call.name}"
+def named_tasks(ops: str, cases: str, device: str) -> list[Task]:
+    """Returns the calls of the shapes for ``device`` with something to choose, one per key."""
+    tasks = (task_of(call, may_fail=True) for call in _named_calls(ops, cases, device))
+    return select_tasks(tasks, count=_count_promising)[0]
 
 
-def calls(ops: str, cases: str, device: str) -> Iterator[TableCall]:
-    """Calls of the shapes for ``device`` with something to choose, one per key."""
-    seen: set[str] = set()
+def _named_calls(ops: str, cases: str, device: str) -> Iterator[Any]:
     for shape in SHAPES:
-        if shape.device != device or not matching([shape.name], cases):
-            continue
-        for operation in matching(filter(shape.serves, shape.operations), ops):
-            call = call_of(shape, operation)
-            inv = call.invocation()
-            if "mesh" in call.options or inv.key in seen:
-                continue
-            seen.add(inv.key)
-            found = TableCall(call, inv)
-            if len(promising(found)) > 1:
-                yield found
+        if shape.device == device and matching([shape.name], cases):
+            for operation in matching(filter(shape.serves, shape.operations), ops):
+                call = call_of(shape, operation)
+                if "mesh" not in call.options:
+                    yield call
 
 
-def promising(call: TableCall) -> list[Any]:
-    """The candidates that are not hopeless."""
-    inv = call.inv.bound
-    space = call.inv.kernel.config_space(inv)
-    return [cfg for i, cfg in enumerate(space) if not i or hopeless(call, cfg) is None]
+def _count_promising(task: Task) -> int:
+    space = task.inv.kernel.config_space(task.inv)
+    return sum(not i or pruned_reason(task, cfg) is None for i, cfg in enumerate(space))
 
 
-def hopeless(call: TableCall, cfg: Any) -> str | None:
-    """Why arithmetic rules a candidate out, None when it does not."""
-    shape, kernel = call.call.shape, call.inv.kernel
-    if kernel.config_platform(cfg) is not Platform.XLA or not kernel.trained:
+def pruned_reason(task: Task, cfg: Any) -> str | None:
+    """Returns why arithmetic rules a candidate out, None if it is worth its time."""
+    call, kernel = task.call, task.inv.kernel
+    if call is None or call.device != "gpu" or not isinstance(call.shape, AttentionShape):
         return None
-    if call.call.device != "gpu" or not isinstance(shape, AttentionShape):
+    if kernel.config_platform(cfg) is not Platform.XLA or call.operation not in PRUNED:
         return None
-    pairs = shape.batch * shape.heads * shape.visible_pairs()
-    if call.call.operation not in ("flash_attention", "scaled_dot_product_attention") or not pairs:
-        return None
-    inv = call.inv.bound
-    if kernel.config_platform(kernel.heuristic_cfg(inv)) is Platform.XLA:
+    if kernel.config_platform(kernel.heuristic_cfg(task.inv)) is Platform.XLA:
         return None  # there is no fused kernel
-    fused = (1 + call.call.backward_factor) * call.call.flops
-    plain = PLAIN_PRODUCTS * fused + LOGITS_BYTES * pairs * FLOPS_PER_BYTE
-    if plain < HOPELESS * fused:
+    logits_bytes = LOGITS_BYTES * call.shape.batch * call.shape.heads * call.shape.visible_pairs()
+    fused = (1 + call.backward_factor) * call.flops
+    ratio = MATMUL_SHARE + logits_bytes * FLOPS_PER_BYTE / fused
+    if ratio < PRUNED_RATIO:
         return None
     return (
-        f"XLA moves {LOGITS_BYTES * pairs / 1e9:.0f} GB of logits, by arithmetic "
-        f"{plain / fused:.1f} times the work of a fused kernel"
+        f"XLA moves {logits_bytes / 1e9:.0f} GB of logits, by arithmetic {ratio:.1f} times the "
+        "work of a fused kernel"
     )
 
 
-def in_order(found: Iterable[TableCall]) -> list[TableCall]:
-    """Breadth first: of each group of near calls one, models before sweeps; then the others.
+def in_order(tasks: Iterable[Task]) -> list[Task]:
+    """Sorts breadth first: of each group of near calls one, models before sweeps; then the others.
 
     Operations without GPU kernels of their own come after all that have some.
     """
     rank = {name: i for i, name in enumerate(FIRST)}
+    first: list[Task] = []
 
-    def place(call: TableCall) -> tuple[int, bool]:
-        return rank.get(call.call.operation, len(rank)), not call.call.source
+    def precedence(task: Task) -> tuple[int, bool]:
+        return rank.get(task.operation, len(rank)), not (task.call and task.call.source)
 
-    ordered = sorted(found, key=place)
-    first: list[TableCall] = []
-    others: list[TableCall] = []
-    for call in ordered:
-        near = any(_serves(known, call) for known in first)
-        (others if near else first).append(call)
+    ordered = sorted(tasks, key=precedence)
+    for task in ordered:
+        if not any(_serves(other, task) for other in first):
+            first.append(task)
 
-    def turn(call: TableCall) -> tuple[bool, bool, bool, int]:
-        operation, plain = place(call)
-        return operation == len(rank), call in others, plain, operation
+    def key(task: Task) -> tuple[bool, bool, bool, int]:
+        operation, unnamed = precedence(task)
+        return operation == len(rank), task not in first, unnamed, operation
 
-    return sorted(ordered, key=turn)
+    return sorted(ordered, key=key)
 
 
-def _serves(known: TableCall, call: TableCall) -> bool:
-    like = call.inv.kernel.likeness
-    return payload_distance(known.inv.payload, call.inv.payload, like) < math.inf
+def _serves(tuned: Task, task: Task) -> bool:
+    """Returns whether the config of one call is near enough for another."""
+    rules = task.inv.kernel.similarity
+    return key_distance(tuned.inv.payload, task.inv.payload, rules) < math.inf

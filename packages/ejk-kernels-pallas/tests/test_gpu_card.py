@@ -17,27 +17,25 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
     mla_attention,
 )
 from ejkernel.types.masks.structure import Unsupported
-from ejktest import attention_at_size as cases
-from ejktest import grouped_cases, latent_at_size, tile_lists
-from ejktest import large_logits_at_size as large
+from ejktest import at_size, tile_lists
+from ejktest.attention import Call
+from ejktest.cases import grouped, large_logits, latent
+from ejktest.cases.attention import AT_SIZE, SPARSE
 
 pytestmark = pytest.mark.gpu
 
 
-def supported(name: str) -> bool:
-    (*_, d, dv, dtype), o = cases.case(name)
-    fits = (d, dv) in DIMS and jnp.dtype(dtype).name in DTYPES
-    return fits and not {"bias", "dropout", "dense"} & o.keys()
+def supported(call: Call) -> bool:
+    fits = (call.d, call.dv or call.d) in DIMS and call.dtypes[0] in DTYPES
+    return fits and not (call.bias or call.dropout or call.dense)
 
 
-NAMES = [name for name in cases.CASES if supported(name)]
+def has_lists(call: Call) -> bool:
+    return supported(call) and call.pattern.rows % 16 == call.pattern.keys % 16 == 0
 
 
-def walks(name: str) -> bool:
-    return supported(name) and all(n % 16 == 0 for n in cases.case(name)[1]["pattern"][0])
-
-
-LISTED = [name for name in cases.SPARSE if walks(name)]
+NAMES = [name for name, call in AT_SIZE.items() if supported(call)]
+LISTED = [name for name, call in SPARSE.items() if has_lists(call)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,22 +47,26 @@ def hopper():
 
 
 @pytest.fixture(scope="module")
-def found(hopper, request: pytest.FixtureRequest):
-    """Errors and repeatability of a case of this run; compilers run side by side."""
-    with cases.ahead(request, lambda name: cases.check(name, flash_attention), 8) as check:
+def check(hopper, request: pytest.FixtureRequest):
+    """The comparison of a case of this run; compilers run side by side."""
+
+    def work(name: str) -> None:
+        at_size.check(AT_SIZE[name], flash_attention)
+
+    with at_size.ahead(request, work, 8) as check:
         yield check
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_against_float32(name: str, found) -> None:
+def test_against_float32(name: str, check) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    cases.assert_sound(name, *found(name))
+    check(name)
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_lists_against_float32(name: str) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    cases.assert_sound(name, *cases.check(name, blocksparse_attention))
+    at_size.check(SPARSE[name], blocksparse_attention)
 
 
 # a list is read 256 tiles at a time, by warps of 32; the last rows of a launch may be missing
@@ -94,16 +96,16 @@ def test_tiles_by_length(groups: int, places: int) -> None:
         np.testing.assert_array_equal(x, tile_lists.longest_first(*order))
 
 
-@pytest.mark.parametrize("form", latent_at_size.EXPANDED)
+@pytest.mark.parametrize("form", latent.EXPANDED)
 def test_latent_attention(form: str) -> None:
     """o and the gradient of every array; the second run has the same bits."""
-    latent_at_size.check_expanded(form, mla_attention)
+    latent.check_expanded(form, mla_attention)
 
 
-@pytest.mark.parametrize("name", large.PLAIN)
+@pytest.mark.parametrize("name", [str(case) for case in large_logits.PLAIN])
 def test_large_finite_logits_are_numbers(name: str) -> None:
     """o, lse and all gradients."""
-    large.check(name, flash_attention)
+    large_logits.check_at_size(large_logits.AT_SIZE[name], flash_attention)
 
 
 def loss(q, k, v):
@@ -121,7 +123,7 @@ def near(actual, desired) -> None:
 
 
 def test_vmap_of_grad() -> None:
-    x = cases.small(3)
+    x = at_size.small(3)
     mapped = jax.jit(jax.vmap(grad))(*x)
     for i in range(3):
         for a, b in zip(mapped, jax.jit(grad)(*(a[i] for a in x)), strict=True):
@@ -129,7 +131,7 @@ def test_vmap_of_grad() -> None:
 
 
 def test_checkpoint_and_shard_map() -> None:
-    x = cases.small()
+    x = at_size.small()
     plain = jax.jit(grad)(*x)
     again = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*x)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
@@ -142,7 +144,7 @@ def test_checkpoint_and_shard_map() -> None:
 
 def test_rows_without_keys() -> None:
     """Zero, with lse -inf; no gradient passes through them, sinks included."""
-    q, k, v = cases.small()
+    q, k, v = at_size.small()
 
     def run(q, sinks):
         o, lse = flash_attention(
@@ -157,7 +159,7 @@ def test_rows_without_keys() -> None:
 
 def test_rows_that_no_list_shows_a_key() -> None:
     """As above, where a pattern hides whole blocks of rows."""
-    q, k, v = cases.small()
+    q, k, v = at_size.small()
     pattern = jnp.asarray([[False] * 3, [True] * 3, [False] * 3])
 
     def run(q, k, v, sinks):
@@ -187,7 +189,7 @@ def test_latent_decoding(name: str) -> None:
     pytest.importorskip("ejkernel.kernels.triton", reason="it does part of the work")
     from ejkernel.kernels.pallas.gpu.mla_decode.implementation import mla_decode
 
-    latent_at_size.check(name, mla_decode)
+    latent.check(name, mla_decode)
 
 
 DEALT = {
@@ -250,20 +252,20 @@ def grouped_matmul():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("kind", grouped_cases.WHOLE)
+@pytest.mark.parametrize("kind", grouped.ALIGNED)
 def test_grouped_matrices(kind: str, transposed: bool, grouped_matmul) -> None:
     """The gradient of matrices, against float64, groups around the size of a tile among them."""
-    for sizes in grouped_cases.SIZES:
+    for sizes in grouped.SIZES:
         rows = 384 if sizes == "one group" else 392
-        found = grouped_cases.errors(grouped_matmul, sizes, kind, transposed, rows=rows)
-        assert max(found.values()) <= grouped_cases.WHOLE[kind][-1], (sizes, found)
+        found = grouped.errors(grouped_matmul, sizes, kind, transposed, rows=rows)
+        assert max(found.values()) <= grouped.ALIGNED[kind][-1], (sizes, found)
 
 
 @pytest.mark.parametrize("zipf", [False, True])
-@pytest.mark.parametrize("name", grouped_cases.AT_SIZE)
+@pytest.mark.parametrize("name", grouped.AT_SIZE)
 def test_grouped_matrices_of_models(name: str, zipf: bool, grouped_matmul) -> None:
     """Values, both gradients, and the bits of a second run."""
-    grouped_cases.check_at_size(grouped_matmul, name, zipf)
+    grouped.check_at_size(grouped_matmul, name, zipf)
 
 
 def test_mapped_grouped_matrices_have_the_same_bits(grouped_matmul) -> None:

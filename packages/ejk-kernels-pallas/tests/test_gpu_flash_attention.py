@@ -40,9 +40,9 @@ from ejkernel.kernels.pallas.gpu.flash_attention.implementation import (
 )
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.attention.softmax import row_delta
-from ejktest import large_logits
-from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.attention import Call, arrays, check, run
 from ejktest.bound import on, struct
+from ejktest.cases import large_logits
 from ejktest.drawn import array
 from ejktest.tolerance import check_close
 

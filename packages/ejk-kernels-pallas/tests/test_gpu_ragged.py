@@ -28,9 +28,9 @@ from ejkernel.kernels.pallas.gpu.ragged_page_attention.implementation import (
     ragged_page_attention_v3,
 )
 from ejkernel.kernels.pallas.gpu.ragged_page_attention.walks import tile_of
-from ejktest import ragged_cases
 from ejktest.bound import on, struct
-from ejktest.paged_at_size import in_context
+from ejktest.cases import ragged as ragged_cases
+from ejktest.cases.paged import in_context
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 TILES = ForwardTiles(q_held=64, registers=232)

@@ -21,8 +21,8 @@ from ejkernel.kernels.pallas.tpu.flash_attention.implementation import flash_att
 from ejkernel.ops import interpret_mode
 from ejkernel.types import MaskInfo
 from ejkernel.types.masks.structure import Unsupported
-from ejktest import large_logits
-from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.attention import Call, arrays, check, run, with_mask_info
+from ejktest.cases import large_logits
 from ejktest.drawn import array
 
 
@@ -82,23 +82,7 @@ CALLS = [
     small("wide_narrow", q=1, k=150, d=160, dv=24),
     small("value_wider", q=129, k=140, d=80, dv=256, dtypes=("bfloat16", "float32", "float32")),
 ]
-
-
-FIELDS = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "chunk_size")
-
-
-def attend(*args, **options):
-    """The operation, which takes these rules inside a MaskInfo."""
-    given = {name: options.pop(name) for name in FIELDS if name in options}
-    if given:
-        if "q_segment_ids" in given:
-            given.setdefault("kv_segment_ids", given["q_segment_ids"])
-        if "chunk_size" in given:
-            given["causal"] = options.pop("causal")
-        options["mask_info"] = MaskInfo(**given)
-    return flash_attention(*args, **options)
-
-
+attend = with_mask_info(flash_attention)
 NAMED = {call.name: call for call in CALLS}
 
 

@@ -22,7 +22,7 @@ def launcher(request, monkeypatch, tmp_path):
     from ejktest.launcher import Recorder
 
     modern = request.param == 4
-    recorder = Recorder(facts=9 if modern else 7)
+    recorder = Recorder(arity=9 if modern else 7)
     name = "triton_kernel_call_ffi" if modern else "triton_kernel_call"
     tools = compat.Toolchain(recorder, name, request.param, modern, "")
     monkeypatch.setattr(compat, "toolchain", lambda: tools)

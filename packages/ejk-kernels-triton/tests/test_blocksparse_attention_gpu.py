@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejktest import attention_at_size as cases
+from ejktest import at_size
+from ejktest.cases.attention import SPARSE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -16,15 +17,15 @@ from ejkernel.kernels.triton import blocksparse_attention, flash_attention
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", cases.SPARSE)
+@pytest.mark.parametrize("name", SPARSE)
 def test_against_float32(name: str) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    cases.assert_sound(name, *cases.check(name, blocksparse_attention))
+    at_size.check(SPARSE[name], blocksparse_attention)
 
 
 def test_a_pattern_of_all_has_the_bits_of_dense_attention() -> None:
     """The same tiles in the same order."""
-    q, k, v = cases.small()
+    q, k, v = at_size.small()
     every = jnp.ones((3, 3), bool)
 
     def gradients(f):

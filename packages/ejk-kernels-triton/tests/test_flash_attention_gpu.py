@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejktest import attention_at_size as cases
-from ejktest import large_logits_at_size as large
+from ejktest import at_size
+from ejktest.cases import large_logits
+from ejktest.cases.attention import AT_SIZE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -25,22 +26,22 @@ def known(request: pytest.FixtureRequest):
 
     Processes compile kernels while threads compile and run references.
     """
-    with cases.ahead(request, cases.expected, 4) as expected:
-        names = cases.names_in_run(request)
-        compile_side_by_side((lower_case, name, current_target()) for name in names)
+    with at_size.ahead(request, lambda name: at_size.expected(AT_SIZE[name]), 4) as expected:
+        calls = [AT_SIZE[name] for name in at_size.names_in_run(request) if name in AT_SIZE]
+        compile_side_by_side((lower_case, call, current_target()) for call in calls)
         yield expected
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", AT_SIZE)
 def test_against_float32(name: str, known) -> None:
     """o, lse and all gradients; the second run has the same bits."""
-    cases.assert_sound(name, *cases.check(name, flash_attention, known(name)))
+    at_size.check(AT_SIZE[name], flash_attention, known(name))
 
 
-@pytest.mark.parametrize("name", large.BIASED + large.PLAIN + large.NARROW)
+@pytest.mark.parametrize("name", large_logits.AT_SIZE)
 def test_large_finite_logits_are_numbers(name: str) -> None:
     """o, lse and all gradients."""
-    large.check(name, flash_attention)
+    large_logits.check_at_size(large_logits.AT_SIZE[name], flash_attention)
 
 
 def loss(q, k, v):
@@ -52,7 +53,7 @@ grad = jax.grad(loss, (0, 1, 2))
 
 
 def test_vmap_of_grad_has_the_bits_of_single_calls() -> None:
-    x = cases.small(3)
+    x = at_size.small(3)
     mapped = jax.jit(jax.vmap(grad))(*x)
     for i in range(3):
         for a, b in zip(mapped, jax.jit(grad)(*(a[i] for a in x)), strict=True):
@@ -61,7 +62,7 @@ def test_vmap_of_grad_has_the_bits_of_single_calls() -> None:
 
 def test_checkpoint_and_scan() -> None:
     """Up to the rounding of what XLA fuses differently around the kernels."""
-    q, k, v = cases.small()
+    q, k, v = at_size.small()
 
     def layer(x, _):
         return flash_attention(x, k, v, causal=True), None
@@ -73,11 +74,11 @@ def test_checkpoint_and_scan() -> None:
         return (layer(layer(q, None)[0], None)[0] ** 2).sum()
 
     got, want = (jax.jit(jax.grad(f))(q) for f in (scanned, unrolled))
-    assert cases.relative(got, want) <= cases.BOUND["bfloat16"]
+    assert at_size.relative(got, want) <= at_size.BOUND["bfloat16"]
 
 
 def test_shard_map_on_one_device() -> None:
-    x = cases.small()
+    x = at_size.small()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     P = jax.sharding.PartitionSpec
     mapped = jax.shard_map(
@@ -92,17 +93,17 @@ def test_shard_map_on_one_device() -> None:
 
 def test_lengths_of_both_divisibilities_in_one_process() -> None:
     """The same tiles on 256, 257, 272 rows: code made for one length is not used for another."""
-    exact = jax.jit(cases.reference, compiler_options=cases.UNTUNED)
+    exact = jax.jit(at_size.reference, compiler_options=at_size.UNTUNED)
     for n in (256, 257, 272, 265):
-        q, k, v = (x[:, :n] for x in cases.small())
+        q, k, v = (x[:, :n] for x in at_size.small())
         o = flash_attention(q, k, v)
         want, _ = exact(q, k, v)
-        assert cases.relative(o, want) <= cases.BOUND["bfloat16"]
+        assert at_size.relative(o, want) <= at_size.BOUND["bfloat16"]
 
 
 def test_rows_without_keys() -> None:
     """Zero, with lse -inf; no gradient passes through them, sinks included."""
-    q, k, v = cases.small()
+    q, k, v = at_size.small()
     sinks = jnp.ones((4, 1))
 
     def run(q, sinks):

@@ -17,7 +17,7 @@ from ejkernel.kernels.triton.targets import compile_for, cuda_target, rocm_targe
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
 from ejkernel.types.masks.structure import Unsupported
-from ejktest import grouped_cases as cases
+from ejktest.cases import grouped as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.programs import sizes_of

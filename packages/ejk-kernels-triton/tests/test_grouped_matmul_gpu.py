@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejktest import grouped_cases as cases
+from ejktest.cases import grouped as cases
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton", reason="Triton is not installed")

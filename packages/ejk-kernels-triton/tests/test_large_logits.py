@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from ejktest import large_logits
+from ejktest.cases import large_logits
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ejktest import latent_at_size as cases
+from ejktest.cases import latent as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ejktest import latent_at_size as cases
+from ejktest.cases import latent as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import mla_decode
 from ejkernel.kernels.triton.targets import current_target
 from ejktest.ahead import compile_cases
-from ejktest.attention_at_size import names_in_run
+from ejktest.at_size import names_in_run
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejktest import sparse_cases
+from ejktest.cases import sparse as sparse_cases
 from ejktest.oracles import sparse as oracle
 from ejktest.tolerance import check_close
 
@@ -30,7 +30,7 @@ WORKING = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float16"}
 @pytest.mark.parametrize("name", sparse_cases.CASES)
 def test_selected_against_float64(name):
     case = sparse_cases.CASES[name]
-    run, x = sparse_cases.pull(native_sparse_attention, name)
+    run, x = sparse_cases.case_of(native_sparse_attention, name)
     got, again = run(**x), run(**x)
     want = oracle.over_lists(
         x["query"][0], x["key"][0], x["value"][0], x["block_indices"][0], case.size,

@@ -14,10 +14,11 @@ import pytest
 
 from ejkernel.kernels.triton import page_attention
 from ejkernel.kernels.triton.page_attention import tiles
-from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
 from ejkernel.types import InvalidArgument
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import PagedProblem
 from ejktest.bound import bound
 from ejktest.drawn import wild_tables
 from ejktest.oracles import paged
@@ -104,18 +105,24 @@ def test_against_the_formula(name):
     assert not np.asarray(got, np.float32)[lens == 0].any()
 
 
+def problem_of(batch, heads, kv_heads, dim, pages, page_size, max_pages):
+    layout = KVLayout.separate(kv_heads, dim, dim)
+    sizes = (batch, heads, kv_heads, dim, dim, pages, page_size, max_pages)
+    return PagedProblem(*sizes, *["bfloat16"] * 3, 0.125, layout)
+
+
 def test_no_more_splits_than_tokens():
-    problem = Problem(1, 4, 2, 64, 64, 3, 16, 3, "bfloat16", "bfloat16", "bfloat16", 0.125)
+    problem = problem_of(1, 4, 2, 64, 3, 16, 3)
     target = cuda_target(90)
     chosen = tiles.choose(problem, target)
-    assert chosen.apply_config(None, replace(problem, splits=10**12), target).splits == 3 * 16
+    assert chosen.apply_config(None, replace(problem, num_splits=10**12), target).splits == 3 * 16
     assert chosen.apply_config({"num_splits": 2}, problem, target).splits == 2
     assert chosen.apply_config({"num_splits": 10**12}, problem, target).splits == 3
 
 
 @pytest.mark.parametrize(("pages", "size", "block"), [(3, 16, 64), (10**6, 16, 512)])
 def test_no_longer_steps_than_sequences(pages, size, block):
-    problem = Problem(1, 4, 2, 64, 64, pages, size, pages, "bfloat16", "bfloat16", "bfloat16", 0.1)
+    problem = problem_of(1, 4, 2, 64, pages, size, pages)
     target = cuda_target(90)
     for cfg in ({"pages_per_block": 2**20}, {"pages_per_block": 10**30}):
         assert tiles.choose(problem, target).apply_config(cfg, problem, target).block == block
@@ -258,7 +265,7 @@ def test_refusals_and_errors():
 
 
 def test_the_grid_depends_on_shapes_and_chip_only():
-    problem = Problem(64, 32, 8, 128, 128, 9, 16, 512, "bfloat16", "bfloat16", "bfloat16", 1.0)
+    problem = problem_of(64, 32, 8, 128, 9, 16, 512)
     target = cuda_target(90)
     launch = tiles.choose(problem, target)
     shares = tiles.share_count(problem, launch, target)

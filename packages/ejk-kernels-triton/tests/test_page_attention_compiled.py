@@ -9,9 +9,10 @@ import pytest
 from ejkernel.kernels.triton.compiled import stages
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
-from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import PagedProblem
 
 pytest.importorskip("triton")
 
@@ -23,7 +24,7 @@ TARGETS = {
 # heads, kv heads, dim, page, cache, then window and cap
 CASES = {
     "d128": (32, 8, 128, 16, "bfloat16", {}),
-    "d80 page 1": (32, 8, 80, 1, "bfloat16", dict(left=1000, soft_cap=30.0)),
+    "d80 page 1": (32, 8, 80, 1, "bfloat16", dict(window_left=1000, soft_cap=30.0)),
     "d256 page 64": (16, 8, 256, 64, "bfloat16", {}),
     "int8": (32, 8, 128, 16, "int8", {}),
     "e4m3": (32, 8, 128, 16, "float8_e4m3fn", {}),
@@ -36,9 +37,9 @@ def planned(name, target):
     heads, kv_heads, dim, page, cache, options = CASES[name]
     b, pages, columns = 64, 4096, 512
     kind = "bfloat16"
-    p = Problem(
-        b, heads, kv_heads, dim, dim, pages, page, columns, kind, cache, cache, 0.1, **options
-    )
+    layout = KVLayout.separate(kv_heads, dim, dim)
+    sizes = (b, heads, kv_heads, dim, dim, pages, page, columns)
+    p = PagedProblem(*sizes, kind, cache, cache, 0.1, layout, **options)
     t = tiles.choose(p, target)
     shares = tiles.share_count(p, t, target)
     given = {
@@ -59,7 +60,7 @@ def planned(name, target):
 def test_split_kernel(name, chip):
     target = TARGETS[chip]
     plan, avals = planned(name, target)
-    used = measure(plan_source(plan, avals, target), target)
+    used = measure(launch_source(plan, avals, target), target)
     print(f"{name} {chip}: {plan.tiles}: {used}")
     assert used.spills == 0
     assert used.products > 0
@@ -77,7 +78,7 @@ def test_split_kernel(name, chip):
 def test_8_bit_numbers_move_and_convert_together(name):
     target = TARGETS["sm_90"]
     plan, avals = planned(name, target)
-    text = stages(plan_source(plan, avals, target), target, "ptx")[0]["ptx"]
+    text = stages(launch_source(plan, avals, target), target, "ptx")[0]["ptx"]
     # whole matrices from shared memory, never bytes; four numbers to a conversion of one register
     assert "ldmatrix" in text
     assert "ld.shared.b8" not in text and "cvt.rn.f32.s" not in text
@@ -95,6 +96,6 @@ def test_merge_kernel(chip):
     operands["sink"] = jax.ShapeDtypeStruct((1, p.heads, 2), jnp.float32)
     shapes = tuple((n, x.shape) for n, x in operands.items())
     plan = MergePlan(p, split.tiles, split.shares, shapes)
-    used = measure(plan_source(plan, list(operands.values()), target), target)
+    used = measure(launch_source(plan, list(operands.values()), target), target)
     print(f"{chip}: {used}")
     assert used.spills == 0

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ejktest import paged_at_size as cases
+from ejktest.cases import paged as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel.kernels.triton import page_attention
 from ejkernel.kernels.triton.targets import current_target
 from ejktest.ahead import compile_cases
-from ejktest.attention_at_size import names_in_run
+from ejktest.at_size import names_in_run
 
 pytestmark = pytest.mark.gpu
 

@@ -9,12 +9,12 @@ import jax
 import pytest
 
 from ejkernel.kernels.triton import compiled
-from ejkernel.kernels.triton.page_attention.problem import Problem
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
-from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.ragged_page_attention_v3.implementation import BLOCK, WritePlan
-from ejkernel.kernels.triton.resources import measure, plan_source
+from ejkernel.kernels.triton.resources import launch_source, measure
 from ejkernel.kernels.triton.targets import cuda_target, rocm_target
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 
 pytest.importorskip("triton")
 
@@ -25,20 +25,21 @@ TARGETS = {
 }
 
 
-def problem(cache: str = "bfloat16", **changes: Any) -> Ragged:
+def problem(cache: str = "bfloat16", **changes: Any) -> RaggedProblem:
     n, h, hk, d, page = 64, 32, 8, 128, 16
-    paged = Problem(
-        n, h, hk, d, d, 4096, page, 1024, "bfloat16", cache, cache, 0.1, tokens=4, form=(hk, 2 * d)
-    )
-    return Ragged(replace(paged, **changes), 16440, ("bfloat16",) * 2)
+    sizes, layout = (n, h, hk, d, d, 4096, page, 1024), KVLayout.interleaved(hk, d)
+    paged = PagedProblem(*sizes, "bfloat16", cache, cache, 0.1, layout)
+    return RaggedProblem(replace(paged, **changes), 16440, ("bfloat16",) * 2)
 
 
-def operands(problem: Ragged, launch: tiles.Tiles, target) -> dict[str, jax.ShapeDtypeStruct]:
+def operands(
+    problem: RaggedProblem, launch: tiles.Tiles, target
+) -> dict[str, jax.ShapeDtypeStruct]:
     p, array = problem.paged, jax.ShapeDtypeStruct
     new = array((problem.rows, p.kv_heads, p.dim), "bfloat16")
     found = {
-        "q": array((problem.rows, p.heads, p.dim), p.query),
-        "k": array((p.pages, p.page_size, 2 * p.kv_heads, p.dim), p.key),
+        "q": array((problem.rows, p.heads, p.dim), p.query_dtype),
+        "k": array((p.pages, p.page_size, 2 * p.kv_heads, p.dim), p.key_dtype),
         "tables": array((p.batch, p.max_pages), "int32"),
         "starts": array((p.batch + 1,), "int32"),
         "lens": array((p.batch,), "int32"),
@@ -71,13 +72,13 @@ KERNELS = {
 }
 
 
-def used(kernel: str, problem: Ragged, target):
+def used(kernel: str, problem: RaggedProblem, target):
     launch = tiles.choose(problem, target)
     plan, names = KERNELS[kernel]
     given = operands(problem, launch, target)
     shapes = tuple((n, given[n].shape) for n in names.split())
     made = plan(problem, launch, target, shapes)
-    found = measure(plan_source(made, [given[n] for n in names.split()], target), target)
+    found = measure(launch_source(made, [given[n] for n in names.split()], target), target)
     print(f"{kernel} {target.name}: {launch}: {found}")
     return launch, found
 
@@ -88,7 +89,7 @@ def used(kernel: str, problem: Ragged, target):
 )
 def test_tiles_of_prefills(chip, page, dim):
     target = TARGETS[chip]
-    p = problem(page_size=page, dim=dim, value_dim=dim, form=(8, 2 * dim))
+    p = problem(page_size=page, dim=dim, value_dim=dim, layout=KVLayout.interleaved(8, dim))
     launch, found = used("prefill", p, target)
     assert tiles.maps_pages(p.paged, launch.block, target) == (page == 64)
     assert found.spills == 0 and found.products > 0 and not found.serialized
@@ -145,7 +146,7 @@ def test_numbers_for_an_8_bit_cache_are_made_by_instructions_for_them():
     given = operands(p, tiles.choose(p, target), target)
     shapes = tuple((n, given[n].shape) for n in names)
     plan = WritePlan(p, tiles.choose(p, target), target, shapes)
-    source = plan_source(plan, [given[n] for n in names], target)
+    source = launch_source(plan, [given[n] for n in names], target)
     text = str(compiled.stages(source, target, "ptx")[0]["ptx"])
     numbers = 2 * BLOCK * p.paged.dim // 128  # keys and values of a thread
     assert text.count("cvt.rn.satfinite.e4m3x2.f32") >= numbers // 2

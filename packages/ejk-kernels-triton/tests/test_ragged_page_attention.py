@@ -13,18 +13,18 @@ import pytest
 
 from ejkernel.kernels.triton.targets import compile_for, cuda_target
 from ejkernel.ops import interpret_mode
-from ejktest import ragged_cases, triton_calls
+from ejktest import triton_calls
 from ejktest.bound import bound, struct
+from ejktest.cases import ragged as ragged_cases
 from ejktest.oracles import paged
 from ejktest.tolerance import check_close
 
 pytest.importorskip("triton")
 
 from ejkernel.kernels.triton import ragged_page_attention, ragged_page_attention_v3
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans, tiles
-from ejkernel.kernels.triton.ragged_page_attention.problem import problem_of
 
 
 @pytest.fixture(autouse=True)
@@ -160,14 +160,14 @@ def test_queue_of_another_kernels_tiles(rows):
         "sliding_window": None, "logits_soft_cap": None,
     }  # fmt: skip
     given = np.r_[0, last].astype(np.int32), length, np.asarray([n], np.int32)
-    problem = problem_of(args | {"context_lens": given[1]}, "kv_pages", "context_lens", hk)
+    problem = ragged_page_attention.problem(args | {"context_lens": given[1]})
     target = ragged_page_attention.target()
     long = Sevens(128, 256, True, 128, 128)
     chosen = replace(tiles.choose(problem, target), long=long)
     shapes = shapes_of(dict(zip(("starts", "lens", "valid"), given, strict=True)))
     plan = plans.SchedulePlan(problem, chosen, target, shapes)
     names = plans.SCHEDULE + plans.QUEUE
-    found = dict(zip(names, call(plan, *given), strict=True))
+    found = dict(zip(names, call_plan(plan, *given), strict=True))
     single, has = int(found["facts"][5]), sum(m for m in rows if m >= 128) >= 256
     mine = np.asarray(rows) >= (128 if has else 10**6)
     near = plans.NEAR // (8 * d)
@@ -251,7 +251,7 @@ def test_a_step_of_decoding_is_merged_by_programs_that_all_run_at_once():
     assert len(kinds) == 4
     merge = kinds[-1].launch(card)
     # 64 warps fit a multiprocessor; no program loads many more parts than a row has
-    assert merge.grid[0] * merge.num_warps <= 132 * 64 and merge.constants["PARTS"] == 4
+    assert merge.grid[0] * merge.options["num_warps"] <= 132 * 64 and merge.constants["PARTS"] == 4
 
 
 def test_long_walks_are_cut_into_parts(monkeypatch):

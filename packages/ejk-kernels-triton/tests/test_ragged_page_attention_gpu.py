@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejktest import ragged_cases as cases
+from ejktest.cases import ragged as cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

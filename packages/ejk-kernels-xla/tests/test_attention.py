@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla import attention, flash_attention, scaled_dot_product_attention
-from ejktest.attention_cases import Call, arrays, oracle_case
+from ejktest.attention import Call, arrays, oracle_case
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 

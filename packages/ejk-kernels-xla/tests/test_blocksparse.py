@@ -14,7 +14,7 @@ from ejkernel.kernels.xla.blocksparse_attention import tiles
 from ejkernel.kernels.xla.blocksparse_attention.pattern import Grid, HeadMask
 from ejkernel.types import InvalidArgument, MaskInfo, combine_masks
 from ejkernel.types.masks.prepare import Tiling
-from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array
 
 IDS = np.array([[0] * 11 + [3] * 18 + [-1] * 4 + [1] * 7, [2] * 40], np.int32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla import cudnn
-from ejktest.attention_cases import Call, arrays, oracle_case
+from ejktest.attention import Call, arrays, oracle_case
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
 

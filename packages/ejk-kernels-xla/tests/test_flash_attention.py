@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import flash_attention
 from ejkernel.types import InvalidArgument, MaskInfo
-from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.attention import Call, arrays, check, run, with_mask_info
 from ejktest.drawn import array
 from ejktest.oracles import attention as oracle
 from ejktest.tolerance import check_close
@@ -64,18 +64,10 @@ CALLS = [
 ]
 
 
-def with_segments(*args, q_segment_ids=None, kv_segment_ids=None, **options):
-    """The operation takes segment ids inside a MaskInfo."""
-    if q_segment_ids is not None:
-        kv = q_segment_ids if kv_segment_ids is None else kv_segment_ids
-        options["mask_info"] = MaskInfo(q_segment_ids=q_segment_ids, kv_segment_ids=kv)
-    return flash_attention(*args, **options)
-
-
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_against_oracle(call: Call) -> None:
     x = arrays(call)
-    check(call, x, *run(with_segments, call, x))
+    check(call, x, *run(with_mask_info(flash_attention), call, x))
 
 
 @pytest.mark.parametrize(

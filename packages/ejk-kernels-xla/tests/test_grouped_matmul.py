@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import grouped_matmul
-from ejktest import grouped_cases as cases
+from ejktest.cases import grouped as cases
 from ejktest.drawn import array
 from ejktest.oracles import grouped as oracle
 from ejktest.tolerance import check_close

@@ -19,6 +19,7 @@ from ejkernel.kernels.xla import (
     attention,
     blocksparse_attention,
     flash_attention,
+    gated_delta_rule,
     gla_attention,
     mla_attention,
     native_sparse_attention,
@@ -58,7 +59,7 @@ def test_dense_mask(op) -> None:
     aux = {"softmax_aux": normal(4, 2, 1)}
     cfg = CFG if op is flash_attention else None
     function = partial(op, attention_mask=PAIRS, cfg=cfg)
-    check(function, QKV | aux, DEAD, UNSEEN, whole=("softmax_aux",))
+    check(function, QKV | aux, DEAD, UNSEEN, without_rows=("softmax_aux",))
 
 
 def test_by_structure() -> None:
@@ -101,7 +102,7 @@ def test_latent_rows() -> None:
         "w_kc": normal(7, 6, 2, 5), "w_vc": normal(8, 6, 2, 4),
     }  # fmt: skip
     function = partial(mla_attention, cu_seqlens=CU)
-    check(function, arrays, TAIL, TAIL, whole=("w_kc", "w_vc"))
+    check(function, arrays, TAIL, TAIL, without_rows=("w_kc", "w_vc"))
 
 
 def test_native_sparse() -> None:
@@ -114,3 +115,12 @@ def test_linear_steps() -> None:
     arrays = {n: x[:, :12] for n, x in QKV.items()} | {"g": -jnp.abs(normal(5, 1, 12, 2, 8))}
     rows = np.arange(12) >= 8
     check(partial(gla_attention, cu_seqlens=np.array([0, 6, 8], np.int32)), arrays, rows, rows)
+
+
+@pytest.mark.parametrize("rows", [12, S])
+def test_delta_rule(rows: int) -> None:
+    gates = {"g": -jnp.abs(normal(5, 1, rows, 2)), "beta": normal(6, 1, rows, 2) / 8}
+    arrays = {n: x[:, :rows] for n, x in QKV.items()} | gates
+    padding = np.arange(rows) >= rows - 4
+    cu = np.array([0, 6, rows - 4], np.int32)
+    check(partial(gated_delta_rule, cu_seqlens=cu, normalize_qk=True), arrays, padding, padding)

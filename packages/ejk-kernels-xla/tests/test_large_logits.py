@@ -24,9 +24,9 @@ from ejkernel.kernels.xla import (
     ring_attention,
     scaled_dot_product_attention,
 )
-from ejktest import large_logits
+from ejktest.cases import large_logits
+from ejktest.cases.large_logits import MAX, MIN
 from ejktest.drawn import array
-from ejktest.large_logits import MAX, MIN
 
 # what the others add to these, a causal mask and bfloat16, shares its code with them
 CASES = [c for c in large_logits.CASES if str(c) not in ("bias_bfloat16", "bias_causal")]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import gla_attention, lightning_attention, recurrent_attention
-from ejktest.drawn import check_linear, linear_cotangents
-from ejktest.drawn import linear_arguments as make
+from ejktest.cases.linear import check_linear, linear_cotangents
+from ejktest.cases.linear import linear_arguments as make
 from ejktest.oracles import linear as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_shard_map, check_transformations

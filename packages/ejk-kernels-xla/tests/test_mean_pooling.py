@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.xla import mean_pooling
-from ejktest.drawn import check_pool, normal
+from ejktest.cases.pooling import check_pool
+from ejktest.drawn import normal
 from ejktest.oracles import pooling as oracle
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_shard_map, check_transformations

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.xla import native_sparse_attention
+from ejktest.cases.sparse import compare
 from ejktest.drawn import array
 from ejktest.oracles import sparse as oracle
-from ejktest.sparse_cases import compare
 from ejktest.tolerance import check_close
 from ejktest.transforms import check_transformations
 

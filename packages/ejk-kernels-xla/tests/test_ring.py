@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel.kernels.xla import flash_attention, ring_attention
 from ejkernel.kernels.xla.ring_attention.ring import Ring, Schedule
 from ejkernel.types import InvalidArgument, MaskInfo, Rule
-from ejktest.attention_cases import Call, arrays, check, run
+from ejktest.attention import Call, arrays, check, run
 from ejktest.drawn import array
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")

@@ -39,13 +39,13 @@ def installed(name: str) -> metadata.Distribution | None:
 
 
 def ours() -> dict[str, metadata.Distribution]:
-    """Our distributions that are installed here."""
+    """Returns our distributions that are installed here."""
     found = {name: installed(name) for name in OURS}
     return {name: distribution for name, distribution in found.items() if distribution}
 
 
 def strangers() -> list[str]:
-    """What is there that is not ours, from a look at names alone."""
+    """Returns what is installed here that is not ours, judged by names alone."""
     found: list[str] = []
     other = installed(STRANGER)
     if other is not None:
@@ -58,14 +58,14 @@ def strangers() -> list[str]:
 
 
 def regular(*more: str) -> list[Path]:
-    """Files that make a regular package of what several distributions share; ``more`` folders."""
+    """Returns files that turn the shared namespace into a regular package; ``more`` folders."""
     names = ("ejkernel/__init__.py", "ejkernel/kernels/__init__.py")
     paths = [Path(entry) / name for entry in dict.fromkeys([*more, *sys.path]) for name in names]
     return [path for path in paths if path.is_file()]
 
 
 def damaged(*, contents: bool) -> list[str]:
-    """Our files that are missing and, with ``contents``, those that differ from what was installed.
+    """Returns our files that are missing and, with ``contents``, those that were changed.
 
     Looking whether all of them exist takes milliseconds, so every command does.
     """
@@ -86,9 +86,9 @@ def damaged(*, contents: bool) -> list[str]:
 
 
 def _recorded(distribution: metadata.Distribution) -> Iterator[tuple[str, str, str]]:
-    """(file, hash function, hash) of every Python file that was installed.
+    """Yields (file, hash function, hash) of every Python file that was installed.
 
-    Read from RECORD itself: from Python 3.12 on, ``Distribution.files`` leaves out missing files.
+    Reads RECORD itself: since Python 3.12 ``Distribution.files`` leaves out missing files.
     """
     for file, hashed, *_ in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
         mode, _, value = hashed.partition("=")
@@ -102,7 +102,7 @@ def _digest(path: Path, mode: str) -> str:
 
 
 def repair() -> str:
-    """The line that removes both and installs ours again, from where it came."""
+    """Returns the line that removes both and installs ours again, from where it came."""
     sources = []
     for name, distribution in ours().items():
         url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
@@ -141,8 +141,8 @@ def main() -> int:
         print(json.dumps({**report, "operations": []}))
     else:
         out = sys.stdout if is_doctor else sys.stderr
-        lines = ["ejkernel cannot be used here:", *(f"  {one}" for one in found)]
-        print("\n".join([*lines, "This repairs it:", f"  {repair()}"]), file=out)
+        text = ["ejkernel cannot be used here:", *(f"  {one}" for one in found)]
+        print("\n".join([*text, "This repairs it:", f"  {repair()}"]), file=out)
     return 1
 
 

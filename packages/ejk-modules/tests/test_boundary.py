@@ -98,6 +98,20 @@ WRONG = [
     ("recurrent_attention", "gv", ones(2, 12, 4, 8), "gv: expected.*v_dim=6"),
     ("recurrent_attention", "g_gamma", ones(2), "g_gamma: expected.*heads=4"),
     ("recurrent_attention", "initial_state", ones(3, 4, 8, 6), "initial_state: expected.*one per batch row"),
+    ("gated_delta_rule", "query", ones(2, 12, 4, 8), "key: expected.*kv_heads=4"),
+    ("gated_delta_rule", "value", ones(2, 12, 3, 6), "g: expected.*heads=3"),
+    ("gated_delta_rule", "g", ones(2, 12, 4, 6), "g: expected.*key_dim=8"),
+    ("gated_delta_rule", "g", ones(2, 12, 2), "g: expected.*heads=4"),
+    ("gated_delta_rule", "beta", ones(2, 12, 4, 1), r"beta: expected float\[batch, seq, heads\] or None"),
+    ("gated_delta_rule", "initial_state", ones(3, 4, 8, 6), "initial_state: expected.*one per batch row"),
+    ("gated_delta_rule", "cu_seqlens", jnp.arange(3), "query: expected batch 1 with cu_seqlens"),
+    ("gated_delta_rule", "normalize_qk", 1, "normalize_qk: expected bool, given int 1"),
+    ("causal_conv1d", "weight", ones(7, 4), "weight: expected.*channels=8"),
+    ("causal_conv1d", "weight", ones(8, 9), "weight: expected.*width 2 to 8, given"),
+    ("causal_conv1d", "bias", ones(4), "bias: expected.*channels=8"),
+    ("causal_conv1d", "initial_state", ones(2, 8, 4), r"initial_state: expected float\[2, 8, 3\], the width - 1 tokens"),
+    ("causal_conv1d", "cu_seqlens", jnp.arange(3), "x: expected batch 1 with cu_seqlens"),
+    ("causal_conv1d", "activation", "gelu", r"activation: expected Literal\['silu'\] or None, given str 'gelu'"),
     ("gla_attention", "initial_state", ones(2, 4, 6, 8), "initial_state: expected.*key_dim=8"),
     ("gla_attention", "key", ones(2, 12, 3, 8), "value: expected.*kv_heads=3"),
     ("lightning_attention", "value", ones(2, 12, 1, 6), "value: expected.*kv_heads=2"),
@@ -223,6 +237,8 @@ PACKED = [
     ("scaled_dot_product_attention", "cum_seqlens_q", ("query", "key", "value")),
     ("native_sparse_attention", "cu_seqlens", ()),
     ("recurrent_attention", "cu_seqlens", ()),
+    ("gated_delta_rule", "cu_seqlens", ()),
+    ("causal_conv1d", "cu_seqlens", ()),
     ("gla_attention", "cu_seqlens", ()),
     ("lightning_attention", "cu_seqlens", ()),
     ("mla_attention", "cu_seqlens", ()),
@@ -233,7 +249,7 @@ PACKED = [
 @pytest.mark.parametrize(("operation", "name", "_"), PACKED)
 def test_cumulative_lengths(operation, name, _):
     c = call(operation)
-    one = {n: x if n in ("g_gamma", "bias", "softmax_aux", "w_kc", "w_vc") else x[:1] for n, x in c.arrays.items()}  # fmt: skip
+    one = {n: x if n in ("g_gamma", "bias", "softmax_aux", "w_kc", "w_vc", "weight") else x[:1] for n, x in c.arrays.items()}  # fmt: skip
     one.pop("initial_state", None)  # one a sequence
     if operation == "mean_pooling":
         one = {"x": c.arrays["x"][0]}

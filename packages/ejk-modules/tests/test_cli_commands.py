@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -12,7 +13,7 @@ import pytest
 import ejk_command
 from ejkernel import modules
 from ejkernel.modules import MeanPoolingConfig
-from ejkernel.modules.cli import main, sections, trials
+from ejkernel.modules.cli import main, trials
 from ejkernel.modules.operations.mean_pooling import MeanPooling
 
 WORDS = ["s=64", "d=16", "dtype=float32"]
@@ -195,7 +196,6 @@ def test_explain_many(capsys):
         (["cache", "clear", "--kernel", "flash_atention"], "did you mean flash_attention"),
         (["cache", "export", "x.json", "--kernel", "flash_atention"], "flash_attention"),
         (["cache", "import", "nowhere.json"], "No such file"),
-        (["report", "nowhere.json"], "none of the files"),
     ],
 )
 def test_bad_input_is_one_line(capsys, words, near):
@@ -327,6 +327,7 @@ def _call(length):
 # ---- bench, report -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("report_libraries")
 def test_bench_then_report(capsys, candidates, tmp_path, monkeypatch):
     from ejkernel.modules.bench import limits
 
@@ -342,20 +343,29 @@ def test_bench_then_report(capsys, candidates, tmp_path, monkeypatch):
     text = page.read_text()
     for name in ("What ran", "Against the bound", "Tuning landscape", "Tuned configurations"):
         assert name in text
-    assert "<svg" in text and "http" not in text and "<script" not in text
+    assert "<svg" in text and "<script" not in text and "<link" not in text
+    assert not re.search(r"""(src|href)=["'][^#]|url\([^#]|@import""", text)  # loads nothing
 
 
+@pytest.mark.usefixtures("report_libraries")
 @pytest.mark.parametrize("ms, shown", [(0.0070081, "7.008 µs"), (0.1, "0.1 ms"), (12.5, "12.5 ms")])
 def test_times_in_plots_are_short(ms, shown):
-    row = {"case": "a", "mode": "fwd", "contender": "ejkernel", "ms": ms, "percent_of_limit": 50.0}
-    assert f">{shown}<" in sections.against_the_bound([{"op": "op", "rows": [row]}])
+    from ejkernel.modules.cli import charts
+
+    row = {"case": "a$", "mode": "fwd", "contender": "ejkernel", "ms": ms, "percent_of_limit": 50.0}
+    drawn = charts.bound_chart([row], "a title")
+    assert f">{shown}<" in drawn and ">a$<" in drawn and ">a title<" in drawn
 
 
+@pytest.mark.usefixtures("report_libraries")
 def test_report_of_nothing_is_a_page_about_the_machine(capsys, tmp_path):
     page = tmp_path / "page.html"
     assert main(["report", "--out", str(page)]) == 0
     assert "nothing was recorded" in capsys.readouterr().err
     assert "This machine" in page.read_text()
+    assert main(["report", "nowhere.json"]) == 1
+    told = capsys.readouterr().err
+    assert "none of the files" in told and "Traceback" not in told
 
 
 def test_rich_output_says_the_same(capsys, monkeypatch):

@@ -156,6 +156,7 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("report_libraries")
 @pytest.mark.parametrize("kind", READERS)
 def test_changed_files_are_survived(tmp_path, kind):
     content = sound_files(tmp_path)[kind]
@@ -175,6 +176,7 @@ def test_changed_files_are_survived(tmp_path, kind):
     assert not wrong, f"{len(wrong)} of {25 * len(READERS[kind])}: {wrong[0]}"
 
 
+@pytest.mark.usefixtures("report_libraries")
 @pytest.mark.parametrize("kind", ["bench", "tune"])
 def test_the_rest_of_a_record_is_shown(tmp_path, kind):
     content = sound_files(tmp_path)[kind]
@@ -216,6 +218,7 @@ def test_the_rest_of_the_recorded_calls_is_tuned(tmp_path, monkeypatch):
     assert run("tune", "--recorded", file) == (1, f"ejk: {file}: holds no recorded calls\n")
 
 
+@pytest.mark.usefixtures("report_libraries")
 def test_names_in_files_are_not_obeyed_by_the_terminal(tmp_path):
     home = tmp_path / "cache" / "configs" / "d"
     home.mkdir(parents=True)

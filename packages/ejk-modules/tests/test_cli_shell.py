@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from ejkernel.modules.cli import app, completion, main, page
+from ejkernel.modules.cli import app, completion, main, report
 from ejkernel.modules.cli.output import Output, RichOutput
 from ejkernel.ops.errors import reset_warnings
 
@@ -164,7 +164,21 @@ def test_no_word_is_broken_on_a_narrow_terminal(capsys, monkeypatch, width, rich
         assert len(re.findall(rf"(?<!\S){re.escape(word)}(?!\S)", told)) == 2, word
 
 
-def test_the_page_fits_a_phone():
-    text = page.page("t", "s", {}, [page.section("a", "b", "c", page.table(("x",), [("y",)]))])
-    assert 'name="viewport" content="width=device-width' in text and "max-width: 640px" in text
-    assert '<td data-name="x">y</td>' in text  # the name of a cell whose heading is not shown
+@pytest.mark.usefixtures("report_libraries")
+def test_the_page_fits_a_phone_and_escapes_what_it_shows():
+    from ejkernel.modules.cli.sections import Section, Table
+
+    table = Table(("x",), [("<b>\x1b",), (0.123456,), (None,)])
+    sections = [Section("a", "b", "c", [table])]
+    text = report.render(title="t", subtitle="s", numbers={}, sections=sections)
+    assert 'name="viewport" content="width=device-width' in text
+    cells = re.findall("<td>(.*)</td>", text)
+    assert cells == ["&lt;b&gt;\\x1b", "0.1235", ""]
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_the_report_names_the_library_that_is_missing(capsys, monkeypatch, missing):
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == missing else name)
+    assert main(["report", "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error == f'ejk report needs {missing}: python -m pip install "ejk-modules[report]"'

@@ -73,6 +73,7 @@ def test_json_has_no_numbers_that_json_cannot_say(capsys):
     assert json.loads(capsys.readouterr().out) == {"ms": None, "rows": [[1.0, None]]}
 
 
+@pytest.mark.usefixtures("report_libraries")
 def test_a_folder_that_is_none(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -100,6 +101,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.usefixtures("report_libraries")
 @pytest.mark.parametrize(
     "words", [["report", "--no-doctor", "--out"], ["cache", "export"]], ids=lambda words: words[0]
 )
@@ -147,7 +149,7 @@ def test_a_fault_of_ours_is_json_too(capsys, monkeypatch):
     def fails(args, out):
         raise KeyError("missing")
 
-    monkeypatch.setattr(shapes, "run", fails)
+    monkeypatch.setattr(shapes, "run_command", fails)
     with pytest.raises(KeyError):
         main(["shapes", "--json"])
     assert json.loads(capsys.readouterr().out) == {"error": "KeyError: 'missing'"}
@@ -197,7 +199,7 @@ def test_an_error_after_an_interrupt_is_an_interrupt(capsys, monkeypatch):
         except KeyboardInterrupt:
             raise ImportError("Encountered an error while initializing the extension.") from None
 
-    monkeypatch.setattr(shapes, "run", start_of_an_extension)
+    monkeypatch.setattr(shapes, "run_command", start_of_an_extension)
     assert main(["shapes", "--json"]) == 130
     assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
 
@@ -206,7 +208,7 @@ def test_the_process_ends_with_130():
     code = (
         "import signal, ejkernel.modules.cli.shapes as s\n"
         "from ejkernel.modules.cli import command\n"
-        "s.run = lambda *a: signal.raise_signal(signal.SIGINT)\n"
+        "s.run_command = lambda *a: signal.raise_signal(signal.SIGINT)\n"
         "raise SystemExit(command())\n"
     )
     done = subprocess.run(

@@ -10,7 +10,7 @@ from ejktest.calls import HK, B, S, call
 
 HEADS = {"query": 2, "queries": 1, "key": 2, "value": 2, "keys": 1, "values": 1,
          "key_cache": 2, "value_cache": 2, "kv_pages": 2, "kv_cache": 2, "g": 2, "g_gamma": 0,
-         "gk": 2, "gv": 2, "initial_state": 1, "g_cmp": 2, "g_slc": 2, "g_swa": 2,
+         "gk": 2, "gv": 2, "beta": 2, "initial_state": 1, "g_cmp": 2, "g_slc": 2, "g_swa": 2,
          "softmax_aux": 0, "bias": 1, "w_kc": 1, "w_vc": 1}  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_native_sparse_attention_without_sequences_or_blocks():
     "operation",
     ["page_attention", "flash_attention", "blocksparse_attention", "ragged_decode_attention",
      "native_sparse_attention", "ragged_page_attention", "gla_attention", "mla_attention",
-     "ragged_page_attention_v3", "scaled_dot_product_attention"],
+     "gated_delta_rule", "ragged_page_attention_v3", "scaled_dot_product_attention"],
 )  # fmt: skip
 def test_without_heads(operation):
     c = call(operation)

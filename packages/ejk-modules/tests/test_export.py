@@ -119,6 +119,8 @@ def test_symbolic_lengths(operation):
 PACKED_CALLS = {
     "flash_attention": ("cum_seqlens_q", "query key value"),
     "gla_attention": ("cu_seqlens", "query key value"),
+    "gated_delta_rule": ("cu_seqlens", "query key value"),
+    "causal_conv1d": ("cu_seqlens", "x weight"),
     "mean_pooling": ("cu_seqlens", "x"),
 }
 
@@ -127,7 +129,9 @@ PACKED_CALLS = {
 def test_packed_sequences_of_symbolic_length(operation):
     starts, names = PACKED_CALLS[operation]
     whole = call(operation).arrays
-    arrays = {n: whole[n][0] if n == "x" else whole[n][:1] for n in names.split()}
+    arrays = {n: whole[n] if n == "weight" else whole[n][:1] for n in names.split()}
+    if operation == "mean_pooling":
+        arrays = {"x": arrays["x"][0]}
     arrays[starts] = jnp.asarray([0, 5, 5, 9], jnp.int32)
     run = jax.jit(lambda arrays: getattr(modules, operation)(**arrays, platform="xla"))
     (n,) = export.symbolic_shape("n")

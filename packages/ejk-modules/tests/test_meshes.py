@@ -30,7 +30,8 @@ def untuned(monkeypatch):
 
 
 SPREAD = {
-    **dict.fromkeys(("heads", "kv_heads", "combined_kv_heads", "columns", "channels_0"), "tp"),
+    **dict.fromkeys(("heads", "kv_heads", "combined_kv_heads", "columns"), "tp"),
+    **dict.fromkeys(("channels", "channels_0"), "tp"),
     "batch": "dp",
 }
 SMALL = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -91,6 +92,8 @@ OUTPUTS = {
     "ragged_page_attention": [[None, "tp"]],
     "ragged_page_attention_v3": [[None, "tp"], [None, None, "tp"]],
     "recurrent_attention": [["dp", None, "tp"], ["dp", "tp"]],
+    "gated_delta_rule": [["dp", None, "tp"], ["dp", "tp"]],
+    "causal_conv1d": [["dp", None, "tp"], ["dp", "tp"]],
     "gla_attention": [["dp", None, "tp"], ["dp", "tp"]],
     "lightning_attention": [["dp", None, "tp"], ["dp", "tp"]],
     "mla_decode": [["dp", "tp"]],
@@ -270,11 +273,10 @@ REST = set(calls.CALLS) - {
     "operation",
     [pytest.param(n, marks=[pytest.mark.slow] * (n in REST)) for n in sorted(calls.CALLS)],
 )
-def test_nothing_sharded_is_gathered(operation, monkeypatch):
+def test_nothing_sharded_is_gathered(operation):
     """Under plain ``jit`` keys and values stay where they are, forward and backward."""
-    for name, size in dict(B=4, H=8, HK=4, S=16).items():  # two and more of each on every device
-        monkeypatch.setattr(calls, name, size)
-    c, mesh = calls.call(operation), mesh_of(AxisType.Auto)
+    # two and more of each on every device
+    c, mesh = calls.call(operation, batch=4, heads=8, kv_heads=4, length=16), mesh_of(AxisType.Auto)
     specs = specs_of(c)
     arrays = {name: abstract(x, mesh, specs[name]) for name, x in c.arrays.items()}
     lowered = jax.jit(pulled(c)).lower(arrays)
@@ -286,10 +288,9 @@ def test_nothing_sharded_is_gathered(operation, monkeypatch):
 
 
 @pytest.mark.parametrize("operation", sorted(calls.CALLS))
-def test_gradients_inside_shard_map_as_it_comes(operation, monkeypatch):
+def test_gradients_inside_shard_map_as_it_comes(operation):
     """It tracks over which axes arrays vary; constants made for absent arguments must, too."""
-    monkeypatch.setattr(calls, "S", 16)  # long enough for chunks
-    full = calls.call(operation)
+    full = calls.call(operation, length=16)  # long enough for chunks
     parameters = inspect.signature(getattr(modules, operation)).parameters
     required = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
     given = {n: x for n, x in full.arrays.items() if n in required}

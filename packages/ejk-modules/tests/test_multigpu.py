@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel.modules as modules
-from ejktest.attention_at_size import BOUND, relative
+from ejktest.at_size import BOUND, relative
 
 GPUS = [device for device in jax.devices() if device.platform == "gpu"]
 pytestmark = [

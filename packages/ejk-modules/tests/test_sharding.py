@@ -107,6 +107,8 @@ SPECS = {
     "blocksparse_attention": [BSHD] * 3,
     "native_sparse_attention": [BSHD] * 3,
     "recurrent_attention": [BSHD] * 3,
+    "gated_delta_rule": [BSHD] * 3,
+    "causal_conv1d": [P("dp", None, "tp")],
     "gla_attention": [BSHD] * 3,
     "lightning_attention": [BSHD] * 3,
     "mla_attention": [BSHD],

@@ -27,24 +27,24 @@ def test_and_is_the_intersection(data):
     np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
     assert joined.is_structural == all(m.attention_mask is None for m in (a, b, c))
     assert combine_masks(joined, q_len=q_len, kv_len=kv_len) is joined
-    assert all(part.conjuncts == (part,) for part in joined.conjuncts)
+    assert all(part.terms == (part,) for part in joined.terms)
 
 
-def test_exact_merges_need_no_second_conjunct():
+def test_exact_merges_need_no_second_term():
     a = MaskInfo(causal=True, sliding_window=(4, 2), chunk_size=8)
     merged = a & MaskInfo(sliding_window=(2, 5), chunk_size=4)
-    assert len(merged.conjuncts) == 1
+    assert len(merged.terms) == 1
     assert (merged.sliding_window, merged.chunk_size, merged.causal) == ((2, 2), 4, True)
     low = MaskInfo(causal=True, causal_offset=5) & MaskInfo(causal=True, causal_offset=-1)
-    assert low.causal_offset == -1 and len(low.conjuncts) == 1
+    assert low.causal_offset == -1 and len(low.terms) == 1
     chunks = MaskInfo(chunk_size=4) & MaskInfo(chunk_size=6)
-    assert len(chunks.conjuncts) == 2
+    assert len(chunks.terms) == 2
     blocks = np.arange(12) // 4 * 2 + np.arange(12) // 6
     np.testing.assert_array_equal(dense_of(chunks, 12, 12)[0, 0], blocks[:, None] == blocks)
     other = MaskInfo(causal=True) & MaskInfo(sliding_window=3, causal_offset=1)
-    assert len(other.conjuncts) == 2
+    assert len(other.terms) == 2
     segments = MaskInfo.from_segments(IDS)
-    assert len((segments & MaskInfo(causal=True) & segments).conjuncts) == 1
+    assert len((segments & MaskInfo(causal=True) & segments).terms) == 1
     assert (segments & MaskInfo()).q_segment_ids is segments.q_segment_ids
     with pytest.raises(TypeError):
         segments & 3
@@ -68,7 +68,7 @@ def test_function_arguments_have_their_own_offset():
 def test_function_rules_use_the_positions_of_mask_info():
     mask = MaskInfo(q_positions=np.array([[4, 5]]))
     combined = combine_masks(mask, causal=True, sliding_window=1, q_len=2, kv_len=6)
-    assert len(combined.conjuncts) == 1
+    assert len(combined.terms) == 1
     want = [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
     assert dense_of(combined, 2, 6)[0, 0].astype(int).tolist() == want
 
@@ -89,7 +89,7 @@ def test_padding_masks_stay_structural():
         q_len=6,
         kv_len=6,
     )
-    assert len(packed.conjuncts) == 1 and packed.kv_segment_ids.tolist() == [[0, -1, 0, 1, 1, -1]]
+    assert len(packed.terms) == 1 and packed.kv_segment_ids.tolist() == [[0, -1, 0, 1, 1, -1]]
     assert packed.q_segment_ids.tolist() == IDS.tolist()
 
 
@@ -125,7 +125,7 @@ def test_cum_seqlens_beside_a_mask_with_its_own_positions():
     mask = combine_masks(
         own, cum_seqlens_q=np.array([0, 2, 5]), causal=True, q_len=5, kv_len=5, batch=1
     )
-    assert mask.is_structural and len(mask.conjuncts) == 2
+    assert mask.is_structural and len(mask.terms) == 2
     ids = np.array([0, 0, 1, 1, 1])
     i, j = np.arange(5)[:, None], np.arange(5)
     want = (ids[:, None] == ids) & (j <= i) & (j <= own.q_positions[0][:, None])

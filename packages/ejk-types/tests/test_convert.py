@@ -34,7 +34,7 @@ def test_dense_forms(case):
     got = mask.get_or_compute_attention_mask(q_len=q_len, kv_len=kv_len)
     np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
     whole = mask.materialize_attention_mask(q_len=q_len, kv_len=kv_len)
-    assert whole.rule.trivial and len(whole.conjuncts) == 1
+    assert whole.rule.trivial and len(whole.terms) == 1
     assert whole.q_segment_ids is mask.q_segment_ids
     np.testing.assert_array_equal(dense_of(whole, q_len, kv_len), got)
 

@@ -121,7 +121,7 @@ def test_pytree_accepts_any_leaf_and_keeps_static_data():
     mask = MaskInfo(attention_mask=np.ones((1, 1, 6, 6), bool), causal=True) & MaskInfo(
         q_segment_ids=IDS, kv_segment_ids=IDS, causal=True, causal_offset=2, sliding_window=3
     )
-    assert len(mask.conjuncts) == 2
+    assert len(mask.terms) == 2
     leaves, tree = jax.tree.flatten(mask)
     assert len(leaves) == 3
     marked = jax.tree.map(lambda _: object(), mask)

@@ -47,7 +47,7 @@ def test_two_dense_masks_are_refused():
     other = combine_masks(
         dense, attention_mask=np.tri(4, dtype=bool)[None, None], q_len=4, kv_len=4
     )
-    if len(other.conjuncts) > 1:
+    if len(other.terms) > 1:
         with pytest.raises(Unsupported, match="dense"):
             split_mask(other)
 

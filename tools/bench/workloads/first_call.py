@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         name, over = " ".join(case), warm - plain
         found[name] = {"jax": plain, "cold": cold, "warm": warm, "over": over}
         print(f"{name:56s} {plain:6.2f} {cold:6.2f} {warm:6.2f} {over:14.2f}", flush=True)
-    report.keep(args.out, "first_call", found)
+    report.write_json(args.out, "first_call", found)
     return int(args.limit is not None and any(x["over"] > args.limit for x in found.values()))
 
 

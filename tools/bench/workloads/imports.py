@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
             samples[name].append(_seconds(statement))
     seconds = {name: statistics.median(values) for name, values in samples.items()}
     seconds["more"] = seconds["ejkernel"] - seconds["jax"]
-    report.keep(args.out, "imports", seconds)
+    report.write_json(args.out, "imports", seconds)
     for name, value in seconds.items():
         print(f"{name}: {value:.3f} s")
     return 0

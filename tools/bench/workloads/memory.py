@@ -34,5 +34,5 @@ def main(args: argparse.Namespace) -> int:
         planned, seen = map(float, out.stdout.split()[-2:])
         table[s] = {"planned_temp_mb": planned, "resident_growth_mb": seen}
         print(f"S={s}: compiler's temporaries {planned:.1f} MiB, resident growth {seen:.1f} MiB")
-    report.keep(args.out, "memory", table)
+    report.write_json(args.out, "memory", table)
     return 0

@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     )
     micro = {name: t.median * 1e6 for name, t in times.items()}
     micro["overhead"] = micro["eager"] - micro["jitted"]
-    report.keep(args.out, "overhead", micro)
+    report.write_json(args.out, "overhead", micro)
     for name, value in micro.items():
         print(f"{name}: {value:.1f} us")
     print(f"jaxpr under jit: {jax.make_jaxpr(jitted)(q, q, q)}"[:400], file=sys.stderr)

@@ -62,5 +62,5 @@ def main(args: argparse.Namespace) -> int:
         text = ", ".join(f"{i} shapes {mb} MiB" for i, mb in table[name].items())
         # a process without memory maps left is ended by a signal
         print(f"{name}: {text}" + (f", ended by signal {-out.returncode}" * (out.returncode < 0)))
-    report.keep(args.out, "shapes", table)
+    report.write_json(args.out, "shapes", table)
     return 0

@@ -5,10 +5,10 @@
     p = exp(x - lse) where visible;  o = drop(p) v
 
 Arrays are ``[batch, length, heads, dim]``; everything here is [batch, heads, q, k] in memory, one
-expression per line of the formula. ``plain=True`` does the same in the working dtype of the
-inputs: that is what derived tolerances compare with. It is the same on every machine: the sums are
-taken in a few fixed orders, and each result is that of the order whose error is largest, because
-the error of a single order may be small by luck.
+expression per line above. ``plain=True`` does the same in the working dtype of the inputs, for
+derived tolerances to compare with. It is the same on every machine: terms are added in a few fixed
+orders, and each result is from the order whose error is largest, because the error of a single
+order may be small by luck.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Case:
     """One call: the arrays as given to the operation, visibility and dropout factor worked out.
 
     bias ``[#b, #h, q, k]``, sinks ``[h, n]`` or ``[n]``, see bool ``[#b, #h, q, k]`` or None,
-    drop ``[b, h, q, k]`` or None. ``logits``: the dtype that scaled products plus bias are rounded
+    drop ``[b, h, q, k]`` or None. ``logits``: the dtype that scaled scores plus bias are rounded
     to, where that rounding is part of the answer (logits too large for it to be small).
     """
 
@@ -136,7 +136,7 @@ class Case:
     cap: float | None = None
     drop: Any = None
     logits: Any = None
-    # what several results of a call are made from, by what it is and the order of its sums
+    # intermediate arrays of several results, by name and order of addition
     parts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Case, _Arithmetic], Any], ar: _Arithmetic) -> Any:
@@ -171,8 +171,8 @@ IN_CACHE = 2**15  # elements
 def summed_in_order(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
     """``a @ b``, its terms rounded and added one by one in the ``order``-th of a few fixed orders.
 
-    A matrix product of numpy takes an order that depends on the machine; elementwise products and
-    sums are the same everywhere.
+    A matmul of numpy takes an order that depends on the machine; elementwise arithmetic is the same
+    everywhere.
     """
     terms = np.arange(a.shape[-1])
     terms = np.random.default_rng(order).permutation(terms) if order else terms
@@ -186,20 +186,20 @@ def summed_in_order(a: np.ndarray, b: np.ndarray, order: int) -> np.ndarray:
 
 
 def _parts(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Pieces of a product's result that a processor's cache holds, with what they are made of."""
+    """Yields pieces of a matmul's result that fit into a processor's cache, with their operands."""
     if total.size <= IN_CACHE:
         yield total, a, b
         return
     rows = max(1, IN_CACHE // total.shape[-1])
     for place in np.ndindex(total.shape[:-2]):
         for first in range(0, total.shape[-2], rows):
-            some = slice(first, first + rows)
-            yield total[place][some], a[place][some], b[place]
+            block = slice(first, first + rows)
+            yield total[place][block], a[place][block], b[place]
 
 
 class _Arithmetic:
-    """float64 throughout (the reference), or with an ``order`` of sums the working dtype: sums and
-    softmax in ``wide``, what enters a product rounded to ``narrow``."""
+    """float64 throughout (the reference), or with an ``order`` of addition the working dtype:
+    accumulators and softmax in ``wide``, operands of matmuls rounded to ``narrow``."""
 
     def __init__(self, case: Case, order: int | None = None) -> None:
         self.order = order
@@ -286,9 +286,9 @@ def _recomputed(case: Case, ar: _Arithmetic, p: np.ndarray, lse: np.ndarray):
 
 
 def _plain(formula: Callable[[_Arithmetic], Any], case: Case) -> Any:
-    """``formula`` in the working dtype; every array from the order of sums that errs most."""
+    """Returns ``formula`` in the working dtype; each array is from the order that errs most."""
     exact = formula(_Arithmetic(case))
-    runs = [formula(_Arithmetic(case, order)) for order in range(ORDERS)]
+    results = [formula(_Arithmetic(case, order)) for order in range(ORDERS)]
 
     def worst(name: str) -> Any:
         good = getattr(exact, name)
@@ -301,7 +301,7 @@ def _plain(formula: Callable[[_Arithmetic], Any], case: Case) -> Any:
             )
 
         with np.errstate(invalid="ignore"):  # -inf minus -inf
-            return max((getattr(r, name) for r in runs), key=error)
+            return max((getattr(r, name) for r in results), key=error)
 
     return replace(exact, **{f.name: worst(f.name) for f in fields(exact)})
 

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Result(NamedTuple):
-    """The product [m, n] and, when ``dout`` was given, the gradients of lhs and rhs."""
+    """The output [m, n] and, with ``dout``, the gradients of lhs and rhs."""
 
     out: np.ndarray
     dlhs: np.ndarray | None

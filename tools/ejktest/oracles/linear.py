@@ -19,25 +19,28 @@ class Result(NamedTuple):
     grads: dict[str, np.ndarray]
 
 
-def _tokens(b, s, cu_seqlens, reverse):
-    """(batch row, state row, token numbers in the order of time) of every sequence."""
+def tokens_in_time(b, s, cu_seqlens, reverse):
+    """Returns (batch row, state row, token indices in the order of time) of every sequence."""
     if cu_seqlens is None:
-        runs = [(i, i, np.arange(s)) for i in range(b)]
+        sequences = [(i, i, np.arange(s)) for i in range(b)]
     else:
         cu = np.asarray(cu_seqlens)
-        runs = [(0, m, np.arange(cu[m], cu[m + 1])) for m in range(len(cu) - 1)]
-    return [(i, m, t[::-1] if reverse else t) for i, m, t in runs]
+        sequences = [(0, m, np.arange(cu[m], cu[m + 1])) for m in range(len(cu) - 1)]
+    return [(i, m, t[::-1] if reverse else t) for i, m, t in sequences]
 
 
-def _outer(x, y):
+def outer(x, y):
+    """``x y^T`` per head."""
     return x[:, :, None] * y[:, None, :]
 
 
-def _left(x, matrix):
+def left_product(x, matrix):
+    """``x^T matrix`` per head."""
     return (x[:, None, :] @ matrix)[:, 0]
 
 
-def _right(matrix, x):
+def right_product(matrix, x):
+    """``matrix x`` per head."""
     return (matrix @ x[:, :, None])[:, :, 0]
 
 
@@ -58,9 +61,9 @@ def linear_attention(
     dstate=None,
 ) -> Result:
     """``do`` and ``dstate`` are the gradients of the output and of the final states (default 0)."""
-    given = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
-    given = {n: np.asarray(x).astype(np.float64) for n, x in given.items() if x is not None}
-    q, k, v = given["query"], given["key"], given["value"]
+    arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+    arrays = {n: np.asarray(x).astype(np.float64) for n, x in arrays.items() if x is not None}
+    q, k, v = arrays["query"], arrays["key"], arrays["value"]
     b, s, h, dk = q.shape
     dv, groups = v.shape[-1], h // k.shape[2]
     scale = dk**-0.5 if softmax_scale is None else softmax_scale
@@ -71,51 +74,51 @@ def linear_attention(
     dstate = zeros if dstate is None else np.asarray(dstate).astype(np.float64)
 
     o, state = np.zeros((b, s, h, dv)), table.copy()
-    grads = {name: np.zeros_like(x) for name, x in given.items()}
+    grads = {name: np.zeros_like(x) for name, x in arrays.items()}
     grads["initial_state"] = np.zeros_like(table)
 
     def log_decay(i, t):
         total = np.zeros((h, dk, dv))
-        if "g" in given:
-            gate = given["g"][i, t]
+        if "g" in arrays:
+            gate = arrays["g"][i, t]
             total += gate[:, :, None] if gate.ndim == 2 else gate[:, None, None]
-        if "g_gamma" in given:
-            total += given["g_gamma"][:, None, None]
-        if "gk" in given:
-            total += given["gk"][i, t][:, :, None]
-        if "gv" in given:
-            total += given["gv"][i, t][:, None, :]
+        if "g_gamma" in arrays:
+            total += arrays["g_gamma"][:, None, None]
+        if "gk" in arrays:
+            total += arrays["gk"][i, t][:, :, None]
+        if "gv" in arrays:
+            total += arrays["gv"][i, t][:, None, :]
         return total
 
     def per_kv_head(x):
         return x.reshape(h // groups, groups, -1).sum(1)
 
     keys, values = (np.repeat(x, groups, 2) for x in (k, v))
-    for i, m, tokens in _tokens(b, s, cu_seqlens, reverse):  # all heads at once: [h, dk, dv]
+    for i, m, tokens in tokens_in_time(b, s, cu_seqlens, reverse):  # all heads at once: [h, dk, dv]
         states, decays = [table[m]], []
         for t in tokens:
             decays.append(np.exp(log_decay(i, t)))
-            states.append(decays[-1] * states[-1] + _outer(keys[i, t], values[i, t]))
-            o[i, t] = scale * _left(q[i, t], states[-1])
+            states.append(decays[-1] * states[-1] + outer(keys[i, t], values[i, t]))
+            o[i, t] = scale * left_product(q[i, t], states[-1])
         state[m] = states[-1]
 
         later = dstate[m].copy()
         for step in range(len(tokens) - 1, -1, -1):
             t = tokens[step]
-            later += scale * _outer(q[i, t], do[i, t])
-            grads["query"][i, t] = scale * _right(states[step + 1], do[i, t])
-            grads["key"][i, t] = per_kv_head(_right(later, values[i, t]))
-            grads["value"][i, t] = per_kv_head(_left(keys[i, t], later))
+            later += scale * outer(q[i, t], do[i, t])
+            grads["query"][i, t] = scale * right_product(states[step + 1], do[i, t])
+            grads["key"][i, t] = per_kv_head(right_product(later, values[i, t]))
+            grads["value"][i, t] = per_kv_head(left_product(keys[i, t], later))
             later = later * decays[step]
             through = later * states[step]
-            if "g" in given:
-                rank = given["g"].ndim
+            if "g" in arrays:
+                rank = arrays["g"].ndim
                 grads["g"][i, t] = through.sum(2) if rank == 4 else through.sum((1, 2))
-            if "g_gamma" in given:
+            if "g_gamma" in arrays:
                 grads["g_gamma"] += through.sum((1, 2))
-            if "gk" in given:
+            if "gk" in arrays:
                 grads["gk"][i, t] = through.sum(2)
-            if "gv" in given:
+            if "gv" in arrays:
                 grads["gv"][i, t] = through.sum(1)
         grads["initial_state"][m] = later
     return Result(o, state, grads)

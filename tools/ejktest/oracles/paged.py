@@ -2,7 +2,7 @@
 
 Every oracle first writes down, per query row, the dense keys and values of its sequence and then
 applies the softmax formula. It is differentiable by JAX, so its gradients are float64 as well. Call
-it under ``jax.enable_x64(True)``; index arrays are numpy. Where all are, only the formula is
+it under ``jax.enable_x64(True)``; index arrays are numpy. Where all are, only ``_attend`` is
 compiled.
 """
 
@@ -48,8 +48,8 @@ def _attend(q, k, v, seen, scale, cap, aux, k_scale, v_scale):
 
 def gather(cache, table):
     """All tokens one sequence has room for, ``[max_pages * ps, ...]``, in table order."""
-    known = isinstance(table, np.ndarray)
-    rows = (np if known else jnp).clip(table, 0, cache.shape[0] - 1)
+    is_concrete = isinstance(table, np.ndarray)
+    rows = (np if is_concrete else jnp).clip(table, 0, cache.shape[0] - 1)
     return cache[rows].reshape(-1, *cache.shape[2:])
 
 

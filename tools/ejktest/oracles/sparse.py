@@ -19,7 +19,7 @@ def _attend(q, k, v, scale, seen):
 
 
 def attend(q, k, v, scale, seen):
-    """As ``_attend``; a row of tokens that sees nothing is 0."""
+    """Attends as ``_attend``; a row of tokens that sees nothing is 0."""
     h, t = k.shape[1], k.shape[0]
     if not np.asarray(seen).any():
         return jnp.zeros((h, t)), jnp.zeros((h, v.shape[2]))
@@ -27,14 +27,14 @@ def attend(q, k, v, scale, seen):
 
 
 def chosen_blocks(p_cmp, t, size, complete, count):
-    """Block numbers of one key head: the own block, then by probability, ties to the lower."""
-    own = t // size
-    rest = sorted((c for c in range(complete) if c != own), key=lambda c: (-float(p_cmp[c]), c))
-    return [own, *rest][:count]
+    """Returns block indices of one key head: t's block, then by probability, ties to the lower."""
+    first = t // size
+    others = sorted((c for c in range(complete) if c != first), key=lambda c: (-float(p_cmp[c]), c))
+    return [first, *others][:count]
 
 
 def scores(q, means, size, scale):
-    """Of every block ``[s, hk, n]``, in float64 numpy: what the compressed branch gives it, summed
+    """Returns the score of every block ``[s, hk, n]``: what the compressed branch gives it, summed
     over a group's heads; -1 where it is not complete, 1e3 for the own block.
 
     q ``[s, h, d]``, means ``[n, hk, d]``.

@@ -4,8 +4,8 @@ A warpgroup is a thread with a vector clock; an access that is not ordered behin
 same memory is a race. Beyond what JAX 0.11 does, here
 
 - all programs of a launch run at once, so that what they share in device memory is watched too;
-- products (wgmma) read their operands until they are waited for, past the proxy of the copy engine;
-- semaphores, counters, sums added by the copy engine and copies to all programs of a cluster exist;
+- wgmma reads its operands until it is waited for, past the proxy of the copy engine;
+- semaphores, counters, reductions by the copy engine and copies to all programs of a cluster exist;
 - instructions of the compiler's own (``inline_mgpu``) have stand-ins in the language of arrays;
 - an order can be taken away: ``watched(site)`` names a wait after which a thread knows no more
   than before, or a commit that does nothing.
@@ -28,26 +28,27 @@ from gpu.mosaic.inside import callbacks, gpu, jaxprs, memory, sources, threads, 
 from gpu.mosaic.primitives import HANDLERS, ORDERS
 from gpu.mosaic.watch import Kernel, Races, Watch, begin, copied_in
 
-ENGINES = 64  # clocks of copies and products: two with the same one are not told apart
+ENGINES = 64  # clocks of copies and of wgmma: two with the same one are not told apart
 theirs = jaxprs.JaxprInterpreter.interpret
 
 
 def interpret(self: Any, jaxpr: Any, token: Any, *args: Any) -> Any:
-    """As JAX does, but for the primitives above."""
+    """Interprets as JAX does, except for the primitives of ``HANDLERS``."""
     env = utils.JaxprEnv(vars=[*jaxpr.constvars, *jaxpr.invars], values=args)
     for eqn in jaxpr.eqns:
-        given, out = env.read_many(eqn.invars), None
+        values, out = env.read_many(eqn.invars), None
         if eqn.primitive in HANDLERS:
             k = Kernel(self, eqn, token, eqn.primitive in ORDERS)
-            out = HANDLERS[eqn.primitive](k, given)
+            out = HANDLERS[eqn.primitive](k, values)
             token = k.token
         if out is None:
-            some = {v: x for v, x in zip(eqn.invars, given, strict=True) if not hasattr(v, "val")}
+            operands = zip(eqn.invars, values, strict=True)
+            inputs = {v: x for v, x in operands if not hasattr(v, "val")}
             one = jaxpr.replace(
-                constvars=[], invars=list(some), outvars=eqn.outvars, eqns=[eqn],
+                constvars=[], invars=list(inputs), outvars=eqn.outvars, eqns=[eqn],
                 debug_info=jaxpr.debug_info.with_unknown_names(),
             )  # fmt: skip
-            token, out = theirs(self, one, token, *some.values())
+            token, out = theirs(self, one, token, *inputs.values())
         env.write_many(eqn.outvars, out)
     return token, env.read_many(jaxpr.outvars)
 
@@ -59,7 +60,7 @@ starting = threading.Lock()
 
 
 def run_program(jaxpr: Any, consts: Any, *args: Any) -> None:
-    """A thread's program, on a device that can begin another."""
+    """Runs a thread's program on a device that can begin another."""
     with starting:
         free = (i for i, _ in enumerate(jax.devices("cpu")) if running.get(i, 0) < MOST)
         if (number := next(free, None)) is None:
@@ -77,31 +78,31 @@ def run_program(jaxpr: Any, consts: Any, *args: Any) -> None:
 
 
 def together(kernel: Any) -> Any:
-    """``plgpu.kernel`` whose programs are one cluster: they run at the same time."""
+    """Returns ``plgpu.kernel`` whose programs are one cluster: they run at the same time."""
 
-    def made(body: Any, **given: Any) -> Any:
-        names, sizes = given.pop("grid_names", ()), given.pop("grid", ())
-        cluster = (*sizes, *given.pop("cluster", ()))
-        names = (*names, *given.pop("cluster_names", ()))
-        return kernel(body, cluster=cluster, cluster_names=names, **given)
+    def make_kernel(body: Any, **options: Any) -> Any:
+        names, sizes = options.pop("grid_names", ()), options.pop("grid", ())
+        cluster = (*sizes, *options.pop("cluster", ()))
+        names = (*names, *options.pop("cluster_names", ()))
+        return kernel(body, cluster=cluster, cluster_names=names, **options)
 
-    return made
+    return make_kernel
 
 
 def leave(self: Any) -> None:
-    """What a barrier does for a warpgroup that ends: arrivals that nobody waits for may be left."""
+    """Ends a warpgroup's use of a barrier; arrivals that nobody waits for may remain."""
     with self.cv:
         self.ref_count -= 1
 
 
 @contextlib.contextmanager
 def watched(planted: str | None = None, limit: float = 300.0) -> Generator[Watch]:
-    """Kernels that are called inside run in the interpreter; gives what was seen of them.
+    """Runs the kernels that are called inside in the interpreter and yields what was seen.
 
     ``planted``: a site whose order is taken away; ``limit``: seconds after which they are stopped.
     """
     watch = begin(planted)
-    own = {
+    patches = {
         (jaxprs.JaxprInterpreter, "interpret"): interpret,
         (threads, "_run_jaxpr"): run_program,
         (gpu, "kernel"): together(gpu.kernel),
@@ -111,12 +112,12 @@ def watched(planted: str | None = None, limit: float = 300.0) -> Generator[Watch
         # equations keep their own places
         (sources, "user_context"): lambda *_, **__: contextlib.nullcontext(),
     }
-    kept = {at: getattr(*at) for at in own}
+    originals = {at: getattr(*at) for at in patches}
     params = gpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=ENGINES)
     timer = threading.Timer(
         limit, lambda: callbacks.fail(TimeoutError(f"not done after {limit} s"), np.int32(0))
     )
-    for at, x in own.items():
+    for at, x in patches.items():
         setattr(*at, x)
     timer.start()
     try:
@@ -124,5 +125,5 @@ def watched(planted: str | None = None, limit: float = 300.0) -> Generator[Watch
             yield watch
     finally:
         timer.cancel()
-        for at, x in kept.items():
+        for at, x in originals.items():
             setattr(*at, x)

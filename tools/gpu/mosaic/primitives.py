@@ -24,7 +24,7 @@ from gpu.mosaic.watch import Host, Kernel, now, ordering
 made = itertools.count()  # of semaphores and counters
 
 
-# ---- products ----------------------------------------------------------------------------------
+# ---- wgmma -------------------------------------------------------------------------------------
 
 
 def wgmma(k: Kernel, invals: list) -> list:
@@ -33,14 +33,14 @@ def wgmma(k: Kernel, invals: list) -> list:
     names = ("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree")
     trees = jax.tree_util.treedef_tuple(eqn.params[name] or none for name in names)
     transforms = [tuple(x) for x in jax.tree.unflatten(trees, leaves)]
-    held = not hasattr(eqn.invars[1].aval, "inner_aval")  # a lies in registers
+    in_registers = not hasattr(eqn.invars[1].aval, "inner_aval")
 
     def multiply(host: Host, acc: Any, a: Any, b: Any) -> None:
         shared = host.shared
         clock = shared.incr_clock(host.thread)
         clock.inc(shared.get_next_tma_thread_id())
         values = []
-        for ref, is_value in ((a, held), (b, False)):
+        for ref, is_value in ((a, in_registers), (b, False)):
             if is_value:
                 values.append(np.asarray(ref[0]))
                 continue
@@ -209,7 +209,7 @@ class Adding(callbacks.AsyncCopySmemToGmemTask):
 
 
 def copy_out(k: Kernel, invals: list) -> list | None:
-    """Sums that the copy engine adds; other copies as JAX has them."""
+    """Handles reductions by the copy engine; other copies are left to JAX."""
     params = k.eqn.params
     if params["reduction_op"] is None:
         return None
@@ -252,10 +252,10 @@ def copy_in(k: Kernel, invals: list) -> list | None:
         clock = host.shared.incr_clock(host.thread)
         clock.inc(host.shared.get_next_tma_thread_id())
         races, key = callbacks.get_races(), host.key(source)
-        whole = host.access(source)
-        value = host.shared.get_buffer_content(key, whole, None)[0]
-        races.check_read(host.thread, clock.generic_clock.copy(), key, whole, host.info)
-        value = callbacks._pad_to_requested(value, whole.shape, value.dtype, 0)[part]
+        read = host.access(source)
+        value = host.shared.get_buffer_content(key, read, None)[0]
+        races.check_read(host.thread, clock.generic_clock.copy(), key, read, host.info)
+        value = callbacks._pad_to_requested(value, read.shape, value.dtype, 0)[part]
         for coords[axis] in range(size):
             block = int(np.ravel_multi_index(coords, mesh.cluster))
             key, bar = (replace(host.key((x, ())), block_id=block) for x in (to[0], barrier))
@@ -265,35 +265,35 @@ def copy_in(k: Kernel, invals: list) -> list | None:
             access = _part(host.access(to), part[0])
             host.shared.store_buffer_content(key, access, value, host.thread)
             races.check_write(host.thread, clock.copy(), key, access, host.info)
-            with now().changed:  # the share of the last completes the barrier's phase
-                shares = host.counts.setdefault((tuple(bar), "shares"), [])
-                shares.append(clock.copy())
-                full = len(shares) == size
-                if full:
-                    del host.counts[tuple(bar), "shares"]
-            if full:
-                for other in shares[1:]:
-                    shares[0].update(other)
-                host.shared.get_barrier(bar).arrive(host.thread, shares[0])
+            with now().changed:  # the last program's copy completes the phase
+                clocks = host.counts.setdefault((tuple(bar), "copies"), [])
+                clocks.append(clock.copy())
+                is_complete = len(clocks) == size
+                if is_complete:
+                    del host.counts[tuple(bar), "copies"]
+            if is_complete:
+                for other in clocks[1:]:
+                    clocks[0].update(other)
+                host.shared.get_barrier(bar).arrive(host.thread, clocks[0])
 
     k.on_host(copy, (), source, to, barrier)
     return []
 
 
 def _part(access: Any, rows: slice) -> Any:
-    """These rows of what an access touches."""
-    found, first = list(access.range), True
-    for i, x in enumerate(found):
+    """Returns these rows of an access."""
+    parts, first = list(access.range), True
+    for i, x in enumerate(parts):
         if isinstance(x, slice) and first:
-            found[i], first = slice(x.start + rows.start, x.start + rows.stop, 1), False
-    return replace(access, range=tuple(found))
+            parts[i], first = slice(x.start + rows.start, x.start + rows.stop, 1), False
+    return replace(access, range=tuple(parts))
 
 
 # ---- instructions of the compiler's own ----------------------------------------------------------
 
 
 def inline(k: Kernel, invals: list) -> list:
-    """A piece of the compiler's own instructions, by the function in whose words it is."""
+    """Handles a piece of the compiler's own instructions by the function that emits it."""
     params = k.eqn.params
     function = params["mgpu_fn"]
     names = inspect.getclosurevars(function).nonlocals

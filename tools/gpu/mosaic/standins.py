@@ -2,7 +2,7 @@
 
 One for each function of ours that has them, by its module and name: ``masks.hide_outside``. Each is
 called with the interpreter's ``Kernel``, the names that the function closes over, and its operands;
-a reference is (key, transforms). The card runs the instructions themselves (``pytest -m gpu``).
+a reference is (key, transforms). The GPU runs the instructions themselves (``pytest -m gpu``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ INT = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def standin(name: str) -> Any:
-    def known(function: Any) -> Any:
+    def register(function: Any) -> Any:
         ALL[name] = function
         return function
 
-    return known
+    return register
 
 
 def _places(x: Any) -> tuple[Any, Any]:
@@ -154,7 +154,7 @@ def widen(k: Any, names: Any, source: Any, target: Any) -> None:
     k.on_host(lambda host, source, target: host.put(target, host.get(source)), (), source, target)
 
 
-# ---- numbers that are taken ---------------------------------------------------------------------
+# ---- tile counters ------------------------------------------------------------------------------
 
 
 @standin("tickets.taken_by_warp")
@@ -195,8 +195,8 @@ def deal(k: Any, names: Any, lengths: Any, run: Any) -> Any:
     from ejkernel.kernels.pallas.gpu.mla_decode.shares import shares
 
     kind = jax.ShapeDtypeStruct((names.b,), jnp.int32)
-    (given,) = k.on_host(lambda host, ref: (host.get(ref),), (kind,), lengths)
-    runs, sequences = shares(jnp.clip(given, 0, names.capacity), names.groups, names.step)
+    (values,) = k.on_host(lambda host, ref: (host.get(ref),), (kind,), lengths)
+    runs, sequences = shares(jnp.clip(values, 0, names.capacity), names.groups, names.step)
 
     def cut(host: Any, runs: Any, sequences: Any, run: Any) -> Any:
         run, sequences = int(run), np.asarray(sequences)
@@ -221,16 +221,16 @@ def make_list(k: Any, names: Any, item: Any, tiles: Any, lists: Any, lengths: An
     def make(host: Any, item: Any, tiles: Any, lists: Any, lengths: Any) -> None:
         for row in {min(int(item) * warps + w, names.rows - 1) for w in range(warps)}:
             bits = host.get(tiles, (row, slice(0, n)))
-            some = bits & SOME != 0
-            every = some & (bits & EVERY != 0)
-            visited = int(some.sum())
+            seen = bits & SOME != 0
+            every = seen & (bits & EVERY != 0)
+            visited = int(seen.sum())
             if names.by_query:
                 length = max(visited, 1)
-                found = [*np.flatnonzero(every), *np.flatnonzero(some & ~every)]
+                found = [*np.flatnonzero(every), *np.flatnonzero(seen & ~every)]
                 line = [int(every.sum()), length, *found, *[n] * (n - visited)]
             else:
                 length = visited
-                found = np.flatnonzero(some) + LIMIT * ~every[some]
+                found = np.flatnonzero(seen) + LIMIT * ~every[seen]
                 line = [length, *found, *[0] * (n - visited)]
             host.put(lists, line, (row, slice(0, len(line))))
             host.put(lengths, length, (row,))
@@ -242,7 +242,7 @@ def make_list(k: Any, names: Any, item: Any, tiles: Any, lists: Any, lengths: An
 def place_tiles(k: Any, names: Any, item: Any, *refs: Any) -> None:
     places, ranked = names.places, list_kernel.RANKED
 
-    def place(host: Any, item: Any, lengths: Any, order: Any, *slots: Any) -> None:
+    def put_order(host: Any, item: Any, lengths: Any, order: Any, *slots: Any) -> None:
         group, part = divmod(int(item), names.parts)
         mine = host.get(lengths, (group, slice(0, places)))
         ranks = np.argsort(np.argsort(-mine, kind="stable"), kind="stable")
@@ -256,4 +256,4 @@ def place_tiles(k: Any, names: Any, item: Any, *refs: Any) -> None:
             at = host.get(slots[0], (int(slot),)) if slots else slot
             host.put(order, value, (int(at),))
 
-    k.on_host(place, (), item, *refs)
+    k.on_host(put_order, (), item, *refs)

@@ -15,14 +15,14 @@ from gpu.mosaic.inside import callbacks, indexing, io_callback, jaxprs, memory, 
 
 @dataclass
 class Watch:
-    """What is known of one run.
+    """Findings of one run.
 
     Attributes:
         planted: the site whose order is taken away.
         sites: places in the sources that order something, and what they are.
-        races: pairs of places whose accesses, by two threads, no order is known of.
-        own: those of one thread: past a proxy, or before a copy or a product is done.
-        problems: sums that were touched before their product was done.
+        races: pairs of places whose accesses, by two threads, are in no known order.
+        own: pairs of one thread: past a proxy, or before a copy or a wgmma is done.
+        problems: accumulators that were touched before their wgmma was done.
     """
 
     planted: str | None = None
@@ -48,7 +48,7 @@ def now() -> Watch:
 
 
 def place_of(info: Any) -> str:
-    """Where in the sources an equation comes from: folder, file, line, function."""
+    """Returns where an equation comes from: folder, file, line, function."""
     text = sources.summarize(info) if info is not None else "outside"
     path, _, function = text.partition(" ")
     return " ".join(["/".join(path.split("/")[-2:]), function.replace(".<locals>", "")])
@@ -82,12 +82,12 @@ class Races:
     ) -> None:
         key, group = self.unions.get(key, (key, 0))
         with self.lock:
-            kept = []
+            records = []
             for other in self.seen.get(key, ()):
-                who, wrote, known, its_group, its_part, its_info = other
+                who, wrote, times, its_group, its_part, its_info = other
                 met = group != its_group or overlap(part, its_part)
                 if (writes or wrote) and met:
-                    if not (known <= (clock if wrote else of_reads).clock).all():
+                    if not (times <= (clock if wrote else of_reads).clock).all():
                         pair = (
                             f"{'written' if w else 'read'} at {place_of(i)}"
                             for w, i in ((wrote, its_info), (writes, info))
@@ -95,10 +95,10 @@ class Races:
                         found = now().own if who == thread else now().races
                         found.add(" and ".join(pair))
                     elif writes and group == its_group and within(its_part, part):
-                        continue  # whoever does not know of it does not know of this one
-                kept.append(other)
-            kept.append((thread, writes, clock.clock.copy(), group, part, info))
-            self.seen[key] = kept
+                        continue  # an access in no order with it is in none with this one, either
+                records.append(other)
+            records.append((thread, writes, clock.clock.copy(), group, part, info))
+            self.seen[key] = records
 
 
 def _ends(a: tuple, b: tuple) -> list[tuple[int, int, int, int]]:
@@ -125,7 +125,7 @@ def copied_in(self: Any, engine: int, shared: Any) -> None:
 
 @contextlib.contextmanager
 def ordering(thread: Any, site: str):
-    """What the thread comes to know inside; nothing where a fault is planted."""
+    """Lets the thread learn an order inside, unless the site's order is taken away."""
     clocks, lock = (
         callbacks._get_shared_memory().clocks,
         callbacks._get_shared_memory().lock,
@@ -139,7 +139,7 @@ def ordering(thread: Any, site: str):
 
 
 class Kernel:
-    """What handlers of one equation know: the thread, the place, and how to run on the host."""
+    """One equation for its handler: the thread, the place, and how to run on the host."""
 
     def __init__(self, interpreter: Any, eqn: Any, token: Any, orders: bool) -> None:
         self.interpreter, self.eqn, self.token = interpreter, eqn, token
@@ -152,19 +152,19 @@ class Kernel:
         """(key, transforms) of an operand, of the member that is meant where it is a union."""
         return jaxprs.resolve_ref(self.eqn.invars[operand].aval, key, tuple(transforms))
 
-    def on_host(self, run: Any, results: tuple, *given: Any) -> list:
-        """``run(Host, *given)``, in the order of the thread's other accesses."""
+    def on_host(self, run: Any, results: tuple, *operands: Any) -> list:
+        """Calls ``run(Host, *operands)`` in the order of the thread's other accesses."""
 
-        def called(token: Any, place: Any, thread: Any, *given: Any) -> Any:
+        def called(token: Any, place: Any, thread: Any, *operands: Any) -> Any:
             host = Host(token, place, thread, self.eqn.source_info)
-            found = run(host, *given)
+            found = run(host, *operands)
             kinds = zip(found or (), results, strict=True)
             return token, *(np.asarray(x, kind.dtype).reshape(kind.shape) for x, kind in kinds)
 
         where = self.interpreter.mesh_location, self.interpreter.thread
         kinds = callbacks.TOKEN_SHAPE_DTYPE, *results
         checked = callbacks.fail_on_exception(called)
-        self.token, *found = io_callback(checked, kinds, self.token, *where, *given)
+        self.token, *found = io_callback(checked, kinds, self.token, *where, *operands)
         return found
 
 
@@ -183,7 +183,7 @@ class Host:
 
     @property
     def products(self) -> list:
-        """Clocks of this thread's products and what they add to, oldest first, until waited for."""
+        """Clocks and accumulators of this thread's wgmmas, oldest first, until waited for."""
         return vars(self.shared).setdefault("products", {}).setdefault(self.thread, [])
 
     @property
@@ -195,8 +195,8 @@ class Host:
         key, transforms = ref
         transforms = tuple(callbacks._remove_noop_transforms(transforms))
         if index is not None:
-            whole = self.shared.access(self.key(ref), jax.tree.map(int, transforms)).shape
-            index = indexing.NDIndexer.from_indices_shape(index, whole)
+            full = self.shared.access(self.key(ref), jax.tree.map(int, transforms)).shape
+            index = indexing.NDIndexer.from_indices_shape(index, full)
             transforms = (*transforms, index)
         return key, transforms
 
@@ -220,8 +220,8 @@ class Host:
     def put(self, ref: Any, value: Any, index: tuple | None = None) -> None:
         where = self._located(ref, index)
         value = np.asarray(value, self.shared.buffer_shape_and_dtype(self.key(ref)).dtype)
-        given = self.token, self.place, self.thread, *where, value, None
-        callbacks._swap(*given, source_info=self.info)
+        operands = self.token, self.place, self.thread, *where, value, None
+        callbacks._swap(*operands, source_info=self.info)
 
     def take(self, counter: Any) -> int:
         """One more of a counter, which orders nothing; what it was."""

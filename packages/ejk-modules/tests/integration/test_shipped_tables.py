@@ -23,7 +23,7 @@ from ejkernel.ops.core.invocation import call_invocation
 from ejkernel.ops.core.keys import payload_key
 from ejkernel.types import MaskInfo
 from ejktest.device import H200, on
-from tuned.building import TableBuilder
+from tuned.tables import TableBuilder
 
 CONFIG = FlashAttentionConfig("xla", fwd_params={"q_blocksize": 256, "kv_blocksize": 512})
 

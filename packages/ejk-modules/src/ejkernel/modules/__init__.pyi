@@ -3,9 +3,11 @@
 # fmt: off
 from ejkernel.modules._configs import AttentionConfig as AttentionConfig
 from ejkernel.modules._configs import BlockSparseAttentionConfig as BlockSparseAttentionConfig
+from ejkernel.modules._configs import CausalConv1DConfig as CausalConv1DConfig
 from ejkernel.modules._configs import FlashAttentionConfig as FlashAttentionConfig
 from ejkernel.modules._configs import FlashMLAConfig as FlashMLAConfig
 from ejkernel.modules._configs import GLAttentionConfig as GLAttentionConfig
+from ejkernel.modules._configs import GatedDeltaRuleConfig as GatedDeltaRuleConfig
 from ejkernel.modules._configs import GroupedMatmulConfig as GroupedMatmulConfig
 from ejkernel.modules._configs import LightningAttentionConfig as LightningAttentionConfig
 from ejkernel.modules._configs import MLADecodeConfig as MLADecodeConfig
@@ -30,8 +32,14 @@ from ejkernel.modules.operations.attention import Attention as Attention
 from ejkernel.modules.operations.attention import attention as attention
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttention as BlockSparseAttention
 from ejkernel.modules.operations.blocksparse_attention import blocksparse_attention as blocksparse_attention
+from ejkernel.modules.operations.causal_conv1d import CausalConv1D as CausalConv1D
+from ejkernel.modules.operations.causal_conv1d import causal_conv1d as causal_conv1d
 from ejkernel.modules.operations.flash_attention import FlashAttention as FlashAttention
 from ejkernel.modules.operations.flash_attention import flash_attention as flash_attention
+from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRule as GatedDeltaRule
+from ejkernel.modules.operations.gated_delta_rule import gated_delta_rule as gated_delta_net
+from ejkernel.modules.operations.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from ejkernel.modules.operations.gated_delta_rule import gated_delta_rule as kimi_delta_attention
 from ejkernel.modules.operations.gla_attention import GLAttention as GLAttention
 from ejkernel.modules.operations.gla_attention import gla_attention as gla_attention
 from ejkernel.modules.operations.grouped_matmul import GroupedMatmul as GroupedMatmul
@@ -65,6 +73,7 @@ from ejkernel.modules.operations.ring_attention import zigzag_shard as zigzag_sh
 from ejkernel.modules.operations.ring_attention import zigzag_unshard as zigzag_unshard
 from ejkernel.modules.operations.scaled_dot_product_attention import ScaledDotProductAttention as ScaledDotProductAttention
 from ejkernel.modules.operations.scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention
+from ejkernel.modules.ssd import ssd_attention as ssd_attention
 from ejkernel.ops import AutotuneError as AutotuneError
 from ejkernel.ops import ConfigError as ConfigError
 from ejkernel.ops import EjkernelWarning as EjkernelWarning

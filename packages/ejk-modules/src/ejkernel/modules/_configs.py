@@ -135,12 +135,25 @@ class LightningAttentionConfig(_RecurrenceConfig):
 
 
 @dataclass(frozen=True)
-class MeanPoolingConfig(OpConfig):
-    """Tiles of mean_pooling."""
+class GatedDeltaRuleConfig(_RecurrenceConfig):
+    """Tiles of gated_delta_rule; ``time_tile`` is the chunk length."""
 
+
+@dataclass(frozen=True)
+class _TokenChannelConfig(OpConfig):
     token_tile: int | None = tile_field()
     channel_tile: int | None = tile_field()
     num_warps: int | None = warps_field()
+
+
+@dataclass(frozen=True)
+class MeanPoolingConfig(_TokenChannelConfig):
+    """Tiles of mean_pooling."""
+
+
+@dataclass(frozen=True)
+class CausalConv1DConfig(_TokenChannelConfig):
+    """Tiles of causal_conv1d."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -14,7 +15,7 @@ from ejkernel.modules._specs import explicit_mesh
 from ejkernel.ops import InvalidArgument
 from ejkernel.ops import env as environment
 from ejkernel.ops.call_kernel import CallKernel
-from ejkernel.ops.config.nearness import Likeness
+from ejkernel.ops.config.key_distance import SimilarityRules
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.keys import leaf_names
 from ejkernel.ops.core.registered import RegisteredKernel
@@ -32,21 +33,19 @@ from ejkernel.types.calls.words import shown
 Arguments = dict[str, Any]
 
 
-class OwnErrors:
-    """Within it, what ejk-types raises for a wrong argument is the framework's of the same meaning.
-
-    A class: a generator would cost an eager call a microsecond.
-    """
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, InvalidCall):
-            raise InvalidArgument(str(error)) from None
+def flatten(parameters: Arguments) -> Arguments:
+    """Returns a public function's parameters with the arguments in its ``**unknown`` as entries."""
+    parameters.update(parameters.pop("unknown"))
+    return parameters
 
 
-own_errors = OwnErrors()
+@contextmanager
+def own_errors() -> Generator[None]:
+    """Raises errors of ejk-types about an argument as the framework's class of the same name."""
+    try:
+        yield
+    except InvalidCall as error:
+        raise InvalidArgument(str(error)) from None
 
 
 class Operation(RegisteredKernel[Cfg, Any]):
@@ -69,7 +68,7 @@ class Operation(RegisteredKernel[Cfg, Any]):
             return
         cls.__doc__ = cls.__doc__ or f"Kernel of :func:`{cls.spec.name}`."
         cls.algorithm = cls.spec.algorithm
-        cls.likeness = Likeness(
+        cls.similarity = SimilarityRules(
             cls.spec.untuned_arguments, cls.spec.size_arguments, frozenset(cls.spec.boundary.pools)
         )
         cls._instance = None
@@ -110,13 +109,15 @@ class Operation(RegisteredKernel[Cfg, Any]):
         # only what differs from its default is carried, which keeps the eager path short
         default = self.spec.boundary.defaults.get
         kwargs = {name: value for name, value in kwargs.items() if value is not default(name, self)}
-        with own_errors:
+        try:  # eager calls run this each time: a context manager would cost them a microsecond
             arguments = self.spec.prepare(args, kwargs)
+        except InvalidCall as error:
+            raise InvalidArgument(str(error)) from None
         return (), self.spec.boundary.differing(arguments)
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         arguments = self.spec.boundary.by_name(args, kwargs)
-        with own_errors:
+        with own_errors():
             self.spec.bind(arguments, typecheck=environment.typecheck(), warn=warn_caution)
         return (), arguments
 

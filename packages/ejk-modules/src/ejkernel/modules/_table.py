@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 OPERATIONS = {
     "attention": "Attention",
     "blocksparse_attention": "BlockSparseAttention",
+    "causal_conv1d": "CausalConv1D",
     "flash_attention": "FlashAttention",
+    "gated_delta_rule": "GatedDeltaRule",
     "gla_attention": "GLAttention",
     "grouped_matmul": "GroupedMatmul",
     "lightning_attention": "LightningAttention",
@@ -29,7 +31,12 @@ OPERATIONS = {
 }
 """The functions, each in a module of its name, and their Kernel classes."""
 
-ALIASES = {"flash_mla": "mla_attention", "ragged_page_attention_v2": "ragged_page_attention"}
+ALIASES = {
+    "flash_mla": "mla_attention",
+    "gated_delta_net": "gated_delta_rule",
+    "kimi_delta_attention": "gated_delta_rule",
+    "ragged_page_attention_v2": "ragged_page_attention",
+}
 """Other names of functions."""
 
 CONFIGS = (*(kernel + "Config" for kernel in OPERATIONS.values()), "RaggedPageAttentionv2Config")

@@ -1,4 +1,4 @@
-"""What an attention mask means: MaskInfo and its helpers for JAX."""
+"""Descriptions of attention masks: MaskInfo and its helpers for JAX."""
 
 from ejkernel.types._version import __version__
 from ejkernel.types.errors import InvalidArgument

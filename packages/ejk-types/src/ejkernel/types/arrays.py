@@ -87,25 +87,25 @@ def size_of(n: Any) -> int:
 
 
 def is_eight_bit(x: Any) -> bool:
-    """Returns whether an array or a dtype is of 8-bit numbers."""
+    """Returns whether an array or a dtype has an 8-bit dtype."""
     return str(getattr(x, "dtype", x)) in EIGHT_BIT
 
 
-def result_dtype(*given: Any) -> np.dtype:
-    """The dtype that holds all of ``given`` (arrays or dtypes), whatever JAX's switches say.
+def result_dtype(*arrays: Any) -> np.dtype:
+    """Returns the dtype that holds all arrays or dtypes, independent of JAX's promotion settings.
 
     Operations promote by their own documented rules, also where the caller has told JAX to
-    refuse promotion. 8-bit numbers become what they meet.
+    refuse promotion. 8-bit dtypes promote to the other dtype.
     """
-    given = tuple(x for x in given if not is_eight_bit(x)) or given
+    arrays = tuple(x for x in arrays if not is_eight_bit(x)) or arrays
     with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jnp.result_type(*given))
+        return np.dtype(jnp.result_type(*arrays))
 
 
 def precision_level(precision: Any, dtype: str) -> str | None:
-    """default, high or highest: what JAX's precision asks of products of ``dtype``.
+    """Returns default, high or highest: the meaning of JAX's precision for matmuls of ``dtype``.
 
-    None: an algorithm, which is no level. With 16 bits a name asks for nothing.
+    None: an algorithm, which is no level. 16-bit inputs have no levels.
     """
     if isinstance(precision, jax.lax.DotAlgorithm):  # a tuple too, but no pair of levels
         return None

@@ -21,7 +21,7 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {x!r:.80}"
 
 
-def invalid(argument: str, expected: str, given: Any) -> InvalidArgument:
+def invalid(argument: str, expected: str, actual: Any) -> InvalidArgument:
     """InvalidArgument with the message every function of this package uses."""
-    got = given if isinstance(given, str) else describe(given)
+    got = actual if isinstance(actual, str) else describe(actual)
     return InvalidArgument(f"{argument}: expected {expected}, got {got}")

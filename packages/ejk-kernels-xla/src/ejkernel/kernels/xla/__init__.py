@@ -54,6 +54,8 @@ PACKAGE = KernelPackage(
         _linear("gla", "gla_attention"),
         _linear("recurrent", "recurrent_attention"),
         _linear("lightning_attn", "lightning_attention"),
+        _entry("gated_delta_rule", "time_tile"),
+        _entry("causal_conv1d"),
         _entry("mean_pooling", "token_tile"),
         _entry("grouped_matmul", "block_m"),
     ),

@@ -1,4 +1,4 @@
-"""The measuring stick: calls beside their peers, against what this machine can do today.
+"""Benchmarks: calls and their peers, against the limits of this machine measured in the same run.
 
 ``case_of`` makes a case of a named call, ``run_cases`` times it, ``measure_limits`` says what
 bounds it, ``record`` keeps the outcome.

@@ -39,23 +39,23 @@ class Case:
 
 
 def forward_and_backward(fn: Callable, argnums: tuple[int, ...]) -> Callable:
-    """``fn`` and its vector-Jacobian product for a cotangent equal to the output."""
+    """Returns a function of ``fn`` and its gradients, the cotangent being the output."""
 
-    def run(*args):
-        def of(*diff):
+    def both(*args):
+        def forward(*diff):
             full = list(args)
             for i, value in zip(argnums, diff, strict=True):
                 full[i] = value
             return fn(*full)
 
-        out, pull = jax.vjp(of, *(args[i] for i in argnums))
+        out, pull = jax.vjp(forward, *(args[i] for i in argnums))
         return out, pull(out)
 
-    return run
+    return both
 
 
 def ours(call: Call, platform: str | None = None, cfg: Any = None) -> Callable[..., Any]:
-    """The operation as a function of the call's arrays in the order of ``make()``."""
+    """Returns the operation as a function of the call's arrays in the order of ``make()``."""
     from ejkernel import modules
 
     names = call.names
@@ -69,7 +69,7 @@ def ours(call: Call, platform: str | None = None, cfg: Any = None) -> Callable[.
 
 
 def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
-    """The call by itself, on each platform that may do it, and beside what others offer.
+    """Returns a case of the call: as it is, on each platform that can do it, and its peers.
 
     Args:
         call: the call.
@@ -99,13 +99,13 @@ def case_of(call: Call, *, platforms: bool = True, peers: bool = True) -> Case:
 
 
 def _updates(call: Call) -> dict[int, int]:
-    """Arguments that the operation writes to, by number, and the results that hold them."""
+    """Returns arguments that the operation writes to, by index, and the results that hold them."""
     outputs = enumerate(call.kernel.spec.outputs)
-    return {call.names.index(said[1:]): i for i, said in outputs if said.startswith("=")}
+    return {call.names.index(axes[1:]): i for i, axes in outputs if axes.startswith("=")}
 
 
 def _worth_forcing(call: Call) -> list[str]:
-    """The platforms that can do the call here, unless there is only one."""
+    """Returns the platforms that can do the call here, unless there is only one."""
     from ejkernel.modules import supports
 
     arguments = call.abstract()

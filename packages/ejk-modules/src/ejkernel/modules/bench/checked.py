@@ -1,4 +1,4 @@
-"""What of a record can be shown. Records come from files: parts of another form are left out."""
+"""Checks of records, which come from files: parts of another form are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text(x: Any) -> bool:
 
 
 def number(x: Any) -> bool:
-    """Of a size that measurements have, so that sums and quotients stay finite."""
+    """Returns whether this is a number of plausible size, so that ratios stay finite."""
     return type(x) in (int, float) and -MOST < x < MOST
 
 
@@ -62,7 +62,7 @@ LIMITS: Form = {"flops": numbers, "bytes_per_s": number}
 def fits(
     part: Any, must: Mapping[str, Check], may: Mapping[str, Check] | None = None
 ) -> str | None:
-    """Why ``part`` is not of this form, None when it is. Other fields do not matter."""
+    """Returns why ``part`` is not of this form, None when it is. Other fields do not matter."""
     if not isinstance(part, Mapping):
         return "it is no object"
     for name, check in must.items():
@@ -77,22 +77,22 @@ def fits(
 
 
 def sound(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The record with the parts that can be shown, and a line for each that cannot."""
-    kept, problems = dict(record), []
+    """Returns the record with the parts that can be shown, and a line for each that cannot."""
+    usable, problems = dict(record), []
     name, must, may = ("rows", ROW, ROW_MAY) if record["kind"] == "bench" else ("trials", CALL, {})
     parts = record.get(name)
     if not isinstance(parts, list):
         parts = []
         problems.append(f"{name!r} is no list")
     verdicts = [fits(part, must, may) for part in parts]
-    kept[name] = [part for part, why in zip(parts, verdicts, strict=True) if why is None]
+    usable[name] = [part for part, why in zip(parts, verdicts, strict=True) if why is None]
     reasons = Counter(filter(None, verdicts))
     problems += [f"{count} of {len(parts)} {name}: {why}" for why, count in reasons.items()]
     for field, check in HEAD.items():
-        if field in kept and not check(kept[field]):
+        if field in usable and not check(usable[field]):
             problems.append(f"{field!r} is no text")
-            del kept[field]
-    if "limits" in kept and fits(kept["limits"], {}, LIMITS) is not None:
-        problems.append(f"'limits': {fits(kept['limits'], {}, LIMITS)}")
-        del kept["limits"]
-    return kept, problems
+            del usable[field]
+    if "limits" in usable and fits(usable["limits"], {}, LIMITS) is not None:
+        problems.append(f"'limits': {fits(usable['limits'], {}, LIMITS)}")
+        del usable["limits"]
+    return usable, problems

@@ -1,4 +1,4 @@
-"""What this machine can do today: a large matrix product and a large copy, measured in the run."""
+"""Limits of this machine: the rates of a large matmul and a large copy, measured in the run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ABOVE = (
 
 @dataclass(frozen=True)
 class Limits:
-    """``flops``: matrix-product rate by dtype, FLOP/s. ``bytes_per_s``: read plus written."""
+    """``flops``: rate of matmuls by dtype, FLOP/s. ``bytes_per_s``: read plus written."""
 
     flops: dict[str, float]
     bytes_per_s: float
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
-        """The least time for this work: the slower of arithmetic and memory."""
+        """Returns the least time for this work: the slower of arithmetic and memory."""
         return max(self._both(flops, moved, dtype))
 
     def bound(self, flops: float, moved: float, dtype: str) -> str:
-        """Which of the two it is: "arithmetic" or "memory"."""
+        """Returns which of the two it is: "arithmetic" or "memory"."""
         arithmetic, memory = self._both(flops, moved, dtype)
         return "arithmetic" if arithmetic >= memory else "memory"
 
@@ -38,7 +38,7 @@ class Limits:
 
 
 def measure_limits(dtypes: tuple[str, ...], *, target_s: float = 0.2, rounds: int = 9) -> Limits:
-    """Time a product in each dtype and a copy, both too large for any cache."""
+    """Times a matmul in each dtype and a copy, both too large for any cache."""
     cpu = jax.default_backend() == "cpu"
     n = 2048 if cpu else 8192
     megabytes = 128 if cpu else 4096

@@ -1,4 +1,4 @@
-"""What else does the same: JAX's own functions and the plain forms, as contenders.
+"""Peers: JAX's own functions and plain forms that compute the same, as contenders.
 
 Each is a function of the call's arrays, in their order, or the reason why it cannot take part.
 """
@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.workloads.call import Call
-from ejkernel.modules.workloads.families import AttentionShape, DecodeShape, LinearShape
+from ejkernel.modules.workloads.families import AttentionShape, DecodeShape, DeltaShape, LinearShape
 
 Peer = Callable[..., Any] | str
-LOGITS_LIMIT = 2**30  # numbers that a peer which holds every logit may need
+LOGITS_LIMIT = 2**30  # elements that a peer which holds every logit may need
 STEPS_LIMIT = 8192
 
 
 def peers_of(call: Call) -> dict[str, Peer]:
-    """The peers of a call by name; none for operations that nobody else offers."""
+    """Returns the peers of a call by name; none for operations that nobody else offers."""
     finder = _FINDERS.get(call.operation)
     return {} if finder is None or call.shape is None else finder(call)
 
@@ -44,13 +44,13 @@ def _jax_nn(shape: AttentionShape, implementation: Any) -> Peer:
         return "jax.nn wants equal head dims"
     window = None if shape.window is None else (shape.window, 0 if shape.causal else shape.window)
 
-    def run(query, key, value, *bias):
+    def attend(query, key, value, *bias):
         return jax.nn.dot_product_attention(
             query, key, value, *bias,
             is_causal=shape.causal, local_window_size=window, implementation=implementation,
         )  # fmt: skip
 
-    return run
+    return attend
 
 
 def _blocksparse(call: Call) -> dict[str, Peer]:
@@ -61,15 +61,15 @@ def _blocksparse(call: Call) -> dict[str, Peer]:
     names = call.names
 
     def full(*arrays):
-        given = dict(zip(names, arrays, strict=True))
-        given.pop("block_mask")
-        return flash_attention(**given, **options)
+        arguments = dict(zip(names, arrays, strict=True))
+        arguments.pop("block_mask")
+        return flash_attention(**arguments, **options)
 
     return {"full": full}
 
 
 def _page(call: Call) -> dict[str, Peer]:
-    """The same tokens without a table: rows of equal length, read in place."""
+    """Returns peers of paged decoding: rows of equal length without a table, read in place."""
     from ejkernel.modules import ragged_decode_attention
 
     shape = call.shape
@@ -96,7 +96,7 @@ def _page(call: Call) -> dict[str, Peer]:
 
 
 def _gated(call: Call) -> dict[str, Peer]:
-    """The definition, one token after the other."""
+    """Returns the definition, one token after the other."""
     shape = call.shape
     assert isinstance(shape, LinearShape)
     if shape.length > STEPS_LIMIT:
@@ -107,18 +107,47 @@ def _gated(call: Call) -> dict[str, Peer]:
     def recurrence(q, k, v, g, state=None):
         scale = q.shape[-1] ** -0.5
         g = g[..., None] if g.ndim == 3 else g
-        size = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-        first = jnp.zeros(size) if state is None else state
 
-        def step(state, x):
+        def add_token(state, x):
             q, k, v, g = x
             state = state * jnp.exp(g)[..., None] + k[..., None] * v[..., None, :]
             return state, scale * jnp.einsum("bhd,bhde->bhe", q, state)
 
-        xs = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (q, k, v, g))
-        last, o = jax.lax.scan(step, first, xs)
-        o = jnp.moveaxis(o, 0, 1)
-        return o if state is None else (o, last)
+        return _scan_tokens(add_token, (q, k, v, g), state)
+
+    return {"recurrence": recurrence}
+
+
+def _scan_tokens(step: Callable[..., Any], arrays: tuple[jax.Array, ...], state: Any) -> Any:
+    """Returns the outputs of ``step``, and with a ``state`` the last one."""
+    q, _, v, *_ = arrays
+    first = jnp.zeros((*q.shape[::2], q.shape[3], v.shape[3])) if state is None else state
+    last, o = jax.lax.scan(step, first, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), arrays))
+    o = jnp.moveaxis(o, 0, 1)
+    return o if state is None else (o, last)
+
+
+def _delta(call: Call) -> dict[str, Peer]:
+    """Returns the definition, one token after the other."""
+    shape = call.shape
+    assert isinstance(shape, DeltaShape)
+    if shape.length > STEPS_LIMIT:
+        return {"recurrence": "too long to step through"}
+    if shape.sequences is not None:
+        return {"recurrence": "written for one sequence a row"}
+
+    def recurrence(q, k, v, g, beta, state=None):
+        q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], 2) for x in (q * q.shape[-1] ** -0.5, k))
+        g = g[..., None] if g.ndim == 3 else g
+
+        def advance(state, x):
+            q, k, v, g, beta = x
+            state = state * jnp.exp(g)[..., None]
+            error = v - jnp.einsum("bhd,bhde->bhe", k, state)
+            state = state + k[..., None] * (beta[..., None] * error)[..., None, :]
+            return state, jnp.einsum("bhd,bhde->bhe", q, state)
+
+        return _scan_tokens(advance, (q, k, v, g, beta), state)
 
     return {"recurrence": recurrence}
 
@@ -148,6 +177,7 @@ _FINDERS: dict[str, Callable[[Call], dict[str, Peer]]] = {
     "page_attention": _page,
     "gla_attention": _gated,
     "recurrent_attention": _gated,
+    "gated_delta_rule": _delta,
     "grouped_matmul": _grouped,
     "mean_pooling": _pooling,
 }

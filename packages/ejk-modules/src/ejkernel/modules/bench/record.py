@@ -1,4 +1,4 @@
-"""Where outcomes are kept: one JSON file per run, with the device and the versions it is about.
+"""Records of benchmarks and tuning: one JSON file per run, with its device and versions.
 
 ``{"kind": "bench" | "tune", "op": ..., "date": ..., "device": ..., "versions": {...}, ...}``, in
 ``records`` of the cache directory unless told otherwise. ``ejk report`` reads them.
@@ -20,7 +20,7 @@ from ejkernel.ops.utils.serialization import to_json
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides how fast a call is."""
+    """Returns the versions of everything that decides how fast a call is."""
     from ejkernel.modules._version import __version__
     from ejkernel.ops.config.versions import versions as of_kernels
 
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def config_fields(cfg: Any) -> Any:
-    """A config as JSON values, without the fields that are None."""
+    """Returns a config as JSON values, without the fields that are None."""
     if cfg is None:
         return None
     plain = cfg if isinstance(cfg, Mapping) else json.loads(to_json(cfg))
@@ -57,7 +57,7 @@ _SHORT = {
 
 
 def rates_text(limits: Mapping[str, Any]) -> str:
-    """Measured limits, a record's or ``asdict`` of Limits, as a line."""
+    """Returns measured limits, a record's or ``asdict`` of Limits, as a line."""
     rates = [f"{k} product {v / 1e12:.3g} TFLOP/s" for k, v in limits.get("flops", {}).items()]
     if "bytes_per_s" in limits:
         rates.append(f"copy {limits['bytes_per_s'] / 1e9:.4g} GB/s")
@@ -65,7 +65,7 @@ def rates_text(limits: Mapping[str, Any]) -> str:
 
 
 def config_text(cfg: Any) -> str:
-    """A config in one line, e.g. "triton fwd(q=128 kv=64 warps=8)"."""
+    """Returns a config in one line, e.g. "triton fwd(q=128 kv=64 warps=8)"."""
     plain = config_fields(cfg)
     if not isinstance(plain, Mapping):
         return "" if plain is None else str(plain)
@@ -82,7 +82,7 @@ def config_text(cfg: Any) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Date, device and versions of this process. Starts the device."""
+    """Returns date, device and versions of this process. Starts the device."""
     import jax
 
     return {
@@ -94,14 +94,14 @@ def environment() -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """Where records are kept unless told otherwise."""
+    """Returns the default folder of records."""
     from ejkernel.ops import env
 
     return env.cache_dir() / "records"
 
 
 def write(kind: str, name: str, content: Mapping[str, Any], into: Path | None = None) -> Path:
-    """Write ``content`` and the environment of this process to a file of its own."""
+    """Writes ``content`` with device and versions of this process to a new file."""
     into = folder() if into is None else into
     into.mkdir(parents=True, exist_ok=True)
     process = environment()
@@ -109,13 +109,13 @@ def write(kind: str, name: str, content: Mapping[str, Any], into: Path | None = 
     now = datetime.datetime.now()
     stem = f"{kind}-{device}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
     path = into / f"{stem}-{now:%Y%m%d-%H%M%S}-{os.getpid()}.json"
-    whole = {"kind": kind, **process, "time": now.isoformat(), **content}
-    replace_text(path, json.dumps(whole, indent=1) + "\n")
+    complete = {"kind": kind, **process, "time": now.isoformat(), **content}
+    replace_text(path, json.dumps(complete, indent=1) + "\n")
     return path
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One record; results of older runs, which do not say their kind, are benchmarks.
+    """Reads one record; older results, which do not name their kind, are benchmarks.
 
     Raises:
         OSError: unreadable.

@@ -55,7 +55,7 @@ def _told(error: Exception) -> str:
 
 
 def _lowered(case: Case, mode: str, fn: Callable, args: tuple) -> Any:
-    """The lowered program, or as a string why there is none."""
+    """Returns the lowered program, or as a string why there is none."""
     body = forward_and_backward(fn, case.grad_argnums) if mode == "fwd+bwd" else fn
     try:
         return jax.jit(body, donate_argnums=tuple(_updates(case, mode))).lower(*args)
@@ -79,11 +79,11 @@ def _compile(lowered: Any) -> Compiled:
     return compiled, None if temp is None else temp / 2**20
 
 
-def compile_ahead(runs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]:
-    """The programs of every contender of every run, by compilers side by side; nothing runs."""
+def compile_ahead(pairs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]:
+    """Compiles every contender of every (case, mode) side by side; runs none."""
     with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, MOST_COMPILERS))) as pool:
         found = []
-        for case, mode in runs:
+        for case, mode in pairs:
             args = _shapes(case)
             found.append({  # tracing takes turns anyway, so it happens here
                 name: pool.submit(_compile, _lowered(case, mode, fn, args))
@@ -94,15 +94,15 @@ def compile_ahead(runs: Sequence[tuple[Case, str]]) -> list[dict[str, Compiled]]
 
 
 def _shapes(case: Case) -> tuple:
-    """Arrays of a case by shape and dtype, in the order of its inputs."""
+    """Returns the arrays of a case by shape and dtype, in the order of its inputs."""
     if case.call is None:
         return case.inputs()
-    given = case.call.abstract()
-    return tuple(given[name] for name in case.call.names)
+    structs = case.call.abstract()
+    return tuple(structs[name] for name in case.call.names)
 
 
 def _chosen(case: Case) -> dict[str, str]:
-    """What the first contender runs, as far as it is a call of an operation."""
+    """Returns what the first contender runs, as far as it is a call of an operation."""
     if case.call is None:
         return {}
     try:
@@ -117,7 +117,7 @@ def _chosen(case: Case) -> dict[str, str]:
 
 
 def tier_of(case: Case) -> str:
-    """Where the config comes from; to be asked before the first run, after which memory has it."""
+    """Returns the tier of the config; to be called before the first run, which caches it."""
     return _chosen(case).get("tier", "")
 
 
@@ -131,7 +131,7 @@ def run_case(
     tier: str | None = None,
     programs: Mapping[str, Compiled] | None = None,
 ) -> list[Row]:
-    """Time every contender of a case; one that fails becomes a row that says why.
+    """Times every contender of a case; one that fails becomes a row that says why.
 
     ``tier``: of the first contender's config, where it is known; None = asked now. ``programs``:
     what ``compile_ahead`` made of the contenders; None = compiled now.
@@ -193,22 +193,22 @@ def _row(
 
 
 def steps(cases: Iterable[Case], modes: Sequence[str]) -> list[tuple[Case, str]]:
-    """The runs to make: a case without gradients has no backward pass."""
+    """Returns (case, mode) pairs to time: a case without gradients has no backward pass."""
     return [(c, m) for c in cases for m in modes if m != "fwd+bwd" or c.grad_argnums]
 
 
 def run_cases(
     cases: Iterable[Case], modes: Sequence[str], limits: Limits, **options: Any
 ) -> Iterator[Row]:
-    """The rows of all cases in all modes, one after the other.
+    """Yields the rows of all cases in all modes, one after the other.
 
     On a GPU everything is compiled before anything is timed, unless tracing would tune.
     """
     cases = list(cases)
-    runs = steps(cases, modes)
+    pairs = steps(cases, modes)
     tiers = {id(case): tier_of(case) for case in cases}
     ahead = jax.default_backend() == "gpu" and "autotune" not in tiers.values()
-    made = compile_ahead(runs) if ahead else [None] * len(runs)
-    for (case, mode), programs in zip(runs, made, strict=True):
+    made = compile_ahead(pairs) if ahead else [None] * len(pairs)
+    for (case, mode), programs in zip(pairs, made, strict=True):
         tier = tiers[id(case)]
         yield from run_case(case, mode, limits, tier=tier, programs=programs, **options)

@@ -18,8 +18,8 @@ SHORT_S = 3e-4
 """Below this a GPU waits for the host: such programs are timed by the kernels' own clock."""
 
 KERNEL_CALLS = 50
-HELD_BYTES = 2**31  # that the results of those calls may take together
-REST_S = 0.5
+RESULT_BYTES = 2**31  # that the results of those calls may take together
+PAUSE_S = 0.5
 """Before those calls. A GPU under load changes its clock several times a second: the same call took
 0.251 and 0.299 ms on an H200 that had just been busy, 0.219 to 0.220 after a rest."""
 
@@ -40,7 +40,7 @@ class Timing:
 class Program:
     """A compiled program with its arguments, of which a call may replace some by its results.
 
-    ``updates``: numbers of such arguments, which the program was given for good, and of the
+    ``updates``: indices of such arguments, which are donated to the program, and of the
     results.
     """
 
@@ -63,7 +63,7 @@ class Program:
 def time_together(
     contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 9, target_s: float = 0.2
 ) -> dict[str, Timing]:
-    """Time several zero-argument calls in turns, so that a slow moment hits all of them.
+    """Times several zero-argument calls alternately, so that a slow moment hits all of them.
 
     Each round calls every contender often enough to fill ``target_s`` and waits for the device
     once at the end, which keeps dispatch out of the time of all but the shortest kernels. Those
@@ -89,7 +89,7 @@ def time_together(
 
 
 def _turns(names: list[str], number: int) -> list[str]:
-    """The order of a round: forwards and backwards, then from the next contender on.
+    """Returns the order of a round: forwards and backwards, then beginning with the next one.
 
     A GPU that the contender before has heated runs slower: none always follows the same one.
     """
@@ -104,15 +104,15 @@ def _timing(seconds: list[float], clock: str = "host") -> Timing:
 
 
 def device_timing(fn: Callable[[], Any]) -> Timing | None:
-    """The kernels' own time per call, after a rest; None where the device does not tell."""
+    """Returns the kernels' own time per call, after a pause; None where the device has no clock."""
     if jax.default_backend() != "gpu" or not isinstance(fn, Program) or fn.updates:
         return None  # JAX's profiler waits for every call's results, which updates give away
     try:
         from ejkernel.ops.compat import kernel_times
 
         size = getattr(fn.compiled.memory_analysis(), "output_size_in_bytes", 0) or 1
-        calls = int(max(2, min(KERNEL_CALLS, HELD_BYTES // size)))
-        time.sleep(REST_S)
+        calls = int(max(2, min(KERNEL_CALLS, RESULT_BYTES // size)))
+        time.sleep(PAUSE_S)
         milliseconds = kernel_times(fn.compiled, fn.arguments, calls)
     except Exception:  # a machine without CUPTI, or one where somebody else holds it
         return None

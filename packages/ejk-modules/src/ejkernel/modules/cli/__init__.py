@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``ejk`` with the words of ``argv``, by default those of the process; the exit status."""
-    from ejkernel.modules.cli.app import run
+    """Runs ``ejk`` on ``argv``, None = the process's words, and returns the exit status."""
+    from ejkernel.modules.cli.app import run_cli
 
-    return run(argv)
+    return run_cli(argv)
 
 
 def command() -> int:
-    """The ``ejk`` script: ``main``, and a process that ends at once after Ctrl-C."""
+    """Runs the ``ejk`` script: ``main``, and a process that ends at once after Ctrl-C."""
     from ejkernel.modules.cli.interrupt import leave
 
     return leave(main())

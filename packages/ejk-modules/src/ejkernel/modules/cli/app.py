@@ -38,7 +38,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class CommandError(Exception):
-    """What the user should know, in one line."""
+    """An error that the user should see as one line."""
 
     def __init__(self, message: str, status: int = USAGE):
         super().__init__(message)
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed words; ``key=value`` words may stand anywhere after the subcommand."""
+    """Returns the parsed words; ``key=value`` words may stand anywhere after the subcommand."""
     top = parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -169,8 +169,8 @@ def _warnings_in_a_line(out: Output) -> Generator[None]:
         warnings.showwarning = before
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and print; returns the exit status."""
+def run_cli(argv: Sequence[str] | None = None) -> int:
+    """Parses, runs and prints; returns the exit status."""
     args = parse(argv)
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") is None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's start-up chatter is for its developers
@@ -197,7 +197,7 @@ def _discard_output() -> None:
 def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> int:
     try:
         _import(args.imports)
-        return args.module.run(args, out)
+        return args.module.run_command(args, out)
     except (BrokenPipeError, OutputError):
         raise
     except CommandError as error:
@@ -205,11 +205,11 @@ def _guarded(args: argparse.Namespace, out: Output, interrupts: Interrupts) -> i
     except KeyboardInterrupt:
         return _fail(out, "interrupted", INTERRUPTED)
     except Exception as error:
-        known = "interrupted" if interrupts.seen else _expected(error)
-        if known is None:
+        message = "interrupted" if interrupts.seen else _expected(error)
+        if message is None:
             out.data({"error": f"{type(error).__name__}: {first_line(error)}"})
             raise
-        return _fail(out, known, INTERRUPTED if interrupts.seen else USAGE)
+        return _fail(out, message, INTERRUPTED if interrupts.seen else USAGE)
 
 
 def _fail(out: Output, message: str, status: int) -> int:
@@ -220,7 +220,7 @@ def _fail(out: Output, message: str, status: int) -> int:
 
 
 def _expected(error: Exception) -> str | None:
-    """The message of an error that says by itself what is wrong; None for a bug."""
+    """Returns the message of an error that the user can act on; None for a bug."""
     from ejkernel.modules.workloads.find import UnknownName
 
     ours: tuple[type[Any], ...] = (UnknownName,)

@@ -1,4 +1,4 @@
-"""Time an operation beside every platform and peer that can do the same call, against the bound
+"""Time an operation, every platform and every peer that can do the same call, against the bound
 that a large matrix product and a large copy set in the same run.
 
   ejk bench flash_attention --shape llama3-8b-4k
@@ -20,14 +20,14 @@ from ejkernel.modules.cli.output import Output
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
-    parser.add_argument("--peers", default="*", help="comma-separated globs on what runs beside")
+    parser.add_argument("--peers", default="*", help="comma-separated globs on peers")
     parser.add_argument("--modes", default="fwd,fwd+bwd", help="fwd, fwd+bwd or both")
     parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N")
     parser.add_argument("--target-s", type=seconds, default=0.1, metavar="S", help="s per round")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the record goes")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules.bench import record
     from ejkernel.modules.bench.case import case_of
     from ejkernel.modules.bench.limits import measure_limits
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     pace = {"rounds": args.rounds, "target_s": args.target_s}
     rows: list[Any] = []
     status = 0
-    runs = sum(len(case.contenders) for case, _ in steps(cases, modes))
-    with out.progress(f"bench {args.operation}", runs + 1) as advance:
+    count = sum(len(case.contenders) for case, _ in steps(cases, modes))
+    with out.progress(f"bench {args.operation}", count + 1) as advance:
         limits = measure_limits(tuple(dict.fromkeys(c.dtype for c in cases)), **pace)
         advance("limits of this machine")
         try:
@@ -73,17 +73,17 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def keep_peers(cases: list[Any], patterns: str) -> None:
-    """Drop the contenders that no glob matches; ours, the first, stays and may be named alone.
+    """Drops the contenders that no glob matches; ours, the first, stays and may be named alone.
 
     Raises:
         UnknownName: a glob that matches none of any case.
     """
     from ejkernel.modules.workloads.find import UnknownName, matching
 
-    known = [name for case in cases for name in case.contenders]
+    names = [name for case in cases for name in case.contenders]
     for pattern in filter(None, patterns.split(",")):
-        if pattern != "*" and not matching(known, pattern):
-            raise UnknownName("peer", pattern, known)
+        if pattern != "*" and not matching(names, pattern):
+            raise UnknownName("peer", pattern, names)
     for case in cases:
         _, *others = case.contenders
         for name in set(others) - set(matching(others, patterns)):
@@ -94,20 +94,20 @@ def _show(rows: list[Any], limits: Any, out: Output) -> None:
     from ejkernel.modules.bench.record import rates_text
 
     out.text(f"limits measured now: {rates_text(asdict(limits))}")
-    lines, notes = [], []
+    timed, notes = [], []
     for r in rows:
         if r.ms is None:
             notes.append((f"{r.case} {r.mode} {r.contender}", r.note))
             continue
         over = ", ".join(f"{k} {v:.2f}x" for k, v in r.speed_over.items())
         percent = None if r.percent_of_limit is None else f"{r.percent_of_limit:.0f}% {r.bound}"
-        lines.append((
+        timed.append((
             r.case, r.mode, r.contender, r.ms, r.spread_ms, r.tflops, r.gbps, percent, over,
         ))  # fmt: skip
-    if lines:
+    if timed:
         out.table(
             ("case", "mode", "what", "ms", "+-", "TFLOP/s", "GB/s", "of the bound", "speed over"),
-            lines,
+            timed,
             right=(3, 4, 5, 6, 7),
         )
     if any((r.percent_of_limit or 0.0) > 100.0 for r in rows):

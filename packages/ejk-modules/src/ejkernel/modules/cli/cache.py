@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         common(sub, argparse.SUPPRESS)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     actions = {"ls": _ls, "show": _show, "export": _export, "import": _import, "clear": _clear}
     return actions[args.action](args, out)
 
@@ -79,16 +79,16 @@ def _show(args: argparse.Namespace, out: Output) -> int:
 
     files = stored.scan()
     every = stored.configs(files)
-    wanted = (args.what or "").lower()
+    query = (args.what or "").lower()
     found = [
         c
         for c in every
-        if wanted in ("", c.kernel.lower())
-        or (wanted in c.device.lower() and ":" in wanted + c.device)
-        or (len(wanted) >= 4 and c.digits.startswith(wanted))
-        or wanted == c.key.lower()
+        if query in ("", c.kernel.lower())
+        or (query in c.device.lower() and ":" in query + c.device)
+        or (len(query) >= 4 and c.digits.startswith(query))
+        or query == c.key.lower()
     ]
-    if wanted and not found:
+    if query and not found:
         raise UnknownName("kernel, device or key in the cache", args.what,
                           [n for c in every for n in (c.kernel, c.device)])  # fmt: skip
     out.data(
@@ -108,7 +108,7 @@ def _show(args: argparse.Namespace, out: Output) -> int:
     rows = []
     for c in found:
         times = c.measured.get("ms"), c.measured.get("heuristic_ms")
-        rows.append((*c.said, *times, c.digits[:8]))
+        rows.append((*c.cells, *times, c.digits[:8]))
     if rows:
         columns = ("kernel", "device", "arrays", "config", "ms", "heuristic ms", "key")
         out.table(columns, rows, right=(4, 5))
@@ -166,9 +166,9 @@ def _clear(args: argparse.Namespace, out: Output) -> int:
             chosen = set(file.entries)
         if file.status != "ok" or not chosen:
             continue
-        rest = {key: entry for key, entry in file.entries.items() if key not in chosen}
+        remaining = {key: entry for key, entry in file.entries.items() if key not in chosen}
         plain = ConfigFile.plain_path(file.path)
-        ConfigFile(plain).update(rest, 10.0, keep=False)
+        ConfigFile(plain).update(remaining, 10.0, keep=False)
         gone += len(chosen)
     if args.all:
         _forget_failures()
@@ -179,7 +179,7 @@ def _clear(args: argparse.Namespace, out: Output) -> int:
 
 
 def _forget_failures() -> None:
-    """What is remembered of candidates that failed belongs to the configurations."""
+    """Clears the memory of candidates that failed, which belongs to the configurations."""
     from ejkernel.modules._executor import get_default_executor
 
     failures = getattr(get_default_executor().selector, "failures", None)
@@ -188,7 +188,7 @@ def _forget_failures() -> None:
 
 
 def _kernel(name: str | None) -> str | None:
-    """The registry's name of an operation, or the name of another kernel in the cache.
+    """Returns the registry's name of an operation, or the name of another kernel in the cache.
 
     Raises:
         UnknownName: neither.

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, operation_optional: bool =
     parser.add_argument("words", nargs="*", default=[], metavar="key=value", help=KEYS)
     parser.add_argument(
         "--shape", "--shapes", dest="shape", nargs="?", const="*", metavar="NAME",
-        help="a named case or a glob; without a name, all cases for this device",
+        help="named cases or globs, comma-separated; without a name, all cases for this device",
     )  # fmt: skip
 
 
@@ -42,9 +42,12 @@ def calls_of(operation: str, pattern: str | None, words: list[str]) -> list[Call
     name = find.operation_name(operation)
     if pattern is None:
         return [find.from_words(name, words)]
-    shapes = find.shapes_of(name, pattern)
-    if any(c in pattern for c in "*?["):
-        shapes = find.shapes_of(name, pattern, find.device_meant()) or shapes
+    shapes = []
+    for glob in pattern.split(","):
+        found = find.shapes_of(name, glob)
+        if any(c in glob for c in "*?["):
+            found = find.shapes_of(name, glob, find.device_meant()) or found
+        shapes += [shape for shape in found if shape not in shapes]
     return [find.from_words(name, words, base=shape) for shape in shapes]
 
 

@@ -33,7 +33,7 @@ class Check:
 
 
 def judged(group: str, what: str, bad: str, found: str, fix: str) -> Check:
-    """A finding that is "ok" unless it is ``bad``: only then is there something to fix."""
+    """Returns a finding that is "ok" unless it is ``bad``: only then has it a fix."""
     return Check(group, what, bad or "ok", found, fix if bad else "")
 
 
@@ -123,7 +123,7 @@ def plugins() -> Iterator[Check]:
 
 
 def triton() -> Iterator[Check]:
-    """Versions only: whether the kernels run is asked of the kernels."""
+    """Checks versions only; whether kernels run is another check."""
     versions = {d: installed.version(d) for d in ("ejk-kernels-triton", "triton", "jax-triton")}
     has_gpu = "nvidia" in installed.hardware() or "amd" in installed.hardware()
     text = ", ".join(f"{name} {v or 'not installed'}" for name, v in versions.items())
@@ -143,14 +143,14 @@ def triton() -> Iterator[Check]:
 def environment() -> Iterator[Check]:
     from ejkernel.ops import env
 
-    given = {name: os.environ[name] for name in env.VARIABLES if name in os.environ}
+    values = {name: os.environ[name] for name in env.VARIABLES if name in os.environ}
     try:
         env.check_values()
     except ValueError as error:
         name = str(error).split("=", 1)[0].rsplit(" ", 1)[-1]
         yield Check("settings", "environment", "fail", str(error), f"unset {name}")
     else:
-        text = " ".join(f"{name}={value}" for name, value in given.items())
+        text = " ".join(f"{name}={value}" for name, value in values.items())
         yield Check("settings", "environment", "ok", text or "all variables at their defaults")
     forced = os.environ.get("JAX_PLATFORMS", "")
     if forced and "nvidia" in installed.hardware() and not {"cuda", "gpu"} & set(forced.split(",")):
@@ -196,7 +196,7 @@ def cache() -> Iterator[Check]:
 
 
 def devices() -> tuple[list[Check], dict[str, Any]]:
-    """Start JAX's backend; what it shows."""
+    """Starts JAX's backend and returns what it shows."""
     complaints: list[str] = []
     with _overhearing(complaints):
         problem = no_device()
@@ -216,12 +216,12 @@ def devices() -> tuple[list[Check], dict[str, Any]]:
     checks.append(Check("device", "fingerprint", "info", target.fingerprint))
     if target.kind.value == "cpu":
         checks += _without_accelerator(complaints)
-    facts_of = {"kind": target.kind.value, "name": target.name, "fingerprint": target.fingerprint}
-    return checks, {**facts_of, "count": len(every)}
+    described = {"kind": target.kind.value, "name": target.name, "fingerprint": target.fingerprint}
+    return checks, {**described, "count": len(every)}
 
 
 def _without_accelerator(complaints: list[str]) -> Iterator[Check]:
-    """Why JAX runs on the CPU although a plugin is installed for hardware that may be there."""
+    """Yields why JAX runs on the CPU although a plugin for other hardware is installed."""
     seen = installed.hardware()
     for text in complaints:
         yield Check(
@@ -229,8 +229,8 @@ def _without_accelerator(complaints: list[str]) -> Iterator[Check]:
             'python -m pip install --upgrade "ejk-modules[cuda13]"' if "nvidia" in seen else "",
         )  # fmt: skip
     served = {kind for name, kind in installed.PLUGINS.items() if installed.version(name)}
-    wanted = {{"tpu": "tpu"}.get(kind, "gpu") for kind in seen}
-    if wanted & served and not complaints:
+    platforms = {{"tpu": "tpu"}.get(kind, "gpu") for kind in seen}
+    if platforms & served and not complaints:
         yield Check(
             "device", "accelerator", "warn", f"{', '.join(seen)} hardware, but JAX is on the CPU",
             "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'   # says why",

@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     script = fish() if args.shell == "fish" else bash(zsh=args.shell == "zsh")
     out.data({"script": script})
     out.text(script)
@@ -26,34 +26,34 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def words() -> dict[str, list[str]]:
-    """What may follow each command: its options, actions, and the operations it takes."""
+    """Returns the words that may follow each command: options, actions and operations."""
     from ejkernel.modules._table import OPERATIONS
     from ejkernel.modules.cli.app import parser
 
     found = {}
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
     for name, sub in commands.choices.items():
-        known: list[str] = []
+        following: list[str] = []
         for action in sub._actions:
-            known += [option for option in action.option_strings if option.startswith("--")]
-            known += map(str, action.choices or ())
-            known += OPERATIONS if action.metavar == "OP" else ()
-        found[name] = known
+            following += [option for option in action.option_strings if option.startswith("--")]
+            following += map(str, action.choices or ())
+            following += OPERATIONS if action.metavar == "OP" else ()
+        found[name] = following
     return found
 
 
 def bash(*, zsh: bool = False) -> str:
     """The script for bash; zsh takes it too, once it is told to."""
-    known = words()
-    cases = "\n".join(f'    {name}) words="{" ".join(w)}" ;;' for name, w in known.items())
+    commands = words()
+    cases = "\n".join(f'    {name}) words="{" ".join(w)}" ;;' for name, w in commands.items())
     start = "autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""
     return f"""{start}_ejk() {{
   local words
   case "${{COMP_WORDS[1]}}" in
 {cases}
-    *) words="{" ".join(known)}" ;;
+    *) words="{" ".join(commands)}" ;;
   esac
-  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(known)}"
+  [ "$COMP_CWORD" -eq 1 ] && words="{" ".join(commands)}"
   COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _ejk ejk"""
@@ -61,8 +61,8 @@ complete -o default -F _ejk ejk"""
 
 def fish() -> str:
     """The script for fish."""
-    known = words()
-    first = f"complete -c ejk -n __fish_use_subcommand -a '{' '.join(known)}'"
-    rest = (f"complete -c ejk -n '__fish_seen_subcommand_from {name}' -a '{' '.join(w)}'"
-            for name, w in known.items())  # fmt: skip
-    return "\n".join((first, *rest))
+    commands = words()
+    first = f"complete -c ejk -n __fish_use_subcommand -a '{' '.join(commands)}'"
+    others = (f"complete -c ejk -n '__fish_seen_subcommand_from {name}' -a '{' '.join(w)}'"
+            for name, w in commands.items())  # fmt: skip
+    return "\n".join((first, *others))

@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-run", action="store_true", help="look only, run nothing")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     found, device, table = examine(run=not args.no_run)
     usable = not any(c.status == "fail" for c in found)
     out.data(
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.text("")
     if usable:
         name = device.get("name", "this machine")
-        rest = f"; {len(fixes)} remark{'s'[: len(fixes) != 1]} above" if fixes else ""
-        out.text(f"ejkernel can be used here, on {name}{rest}.", "ok")
+        notes = f"; {len(fixes)} remark{'s'[: len(fixes) != 1]} above" if fixes else ""
+        out.text(f"ejkernel can be used here, on {name}{notes}.", "ok")
     else:
         first = next(c for c in found if c.status == "fail")
         out.text(f"Not usable yet. First: {first.fix or first.found}", "fail")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def examine(*, run: bool) -> tuple[list[checks.Check], dict[str, Any], list[dict[str, Any]]]:
-    """All checks, properties of the device, and what each operation can run on.
+    """Returns all checks, the device, and what each operation can run on.
 
     What would need a part that is missing is left out: the check of that part says so.
     """
@@ -95,11 +95,11 @@ def _show_operations(table: list[dict[str, Any]], out: Output) -> None:
     out.table(("operation", *platforms), rows)
     out.text("* what a typical call gets; `ejk explain OP` says why")
     out.title("why not")
-    lines = []
+    texts = []
     for (platform, reason), names in reasons.items():
         count = len(names)
         who = "every operation" if count == len(table) else ", ".join(names)
         if count > 4 and count != len(table):
             who = f"{count} operations"
-        lines.append((platform, f"{reason}  [{who}]"))
-    out.fields(lines)
+        texts.append((platform, f"{reason}  [{who}]"))
+    out.fields(texts)

@@ -1,10 +1,10 @@
-"""Asking about a device that is not here: JAX's abstract devices, by short names."""
+"""Devices that are not here: JAX's abstract devices by short names."""
 
 from __future__ import annotations
 
 import contextlib
 
-# short name -> (JAX platform, what JAX calls the product)
+# short name -> (JAX platform, JAX's name of the device)
 DEVICES = {
     "h200": ("gpu", "NVIDIA H200"),
     "h100": ("gpu", "NVIDIA H100 80GB HBM3"),
@@ -20,10 +20,10 @@ DEVICES = {
 
 
 def device(name: str | None) -> contextlib.AbstractContextManager[object]:
-    """Within the block, questions are about this device. None = the one that is here.
+    """Returns a context in which this device is the target. None = the one that is here.
 
     Args:
-        name: one of ``DEVICES``, or ``platform:product name`` such as "gpu:NVIDIA H100 PCIe".
+        name: one of ``DEVICES``, or ``platform:device name`` such as "gpu:NVIDIA H100 PCIe".
 
     Raises:
         UnknownName: neither.
@@ -36,10 +36,10 @@ def device(name: str | None) -> contextlib.AbstractContextManager[object]:
 
     platform, _, product = name.partition(":")
     if not product:
-        known = DEVICES.get(name.lower())
-        if known is None:
+        entry = DEVICES.get(name.lower())
+        if entry is None:
             raise UnknownName("device", name, [*DEVICES, "gpu:PRODUCT", "tpu:PRODUCT"])
-        platform, product = known
+        platform, product = entry
     described = jax.sharding.AbstractDevice(device_kind=product, num_cores=None, platform=platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
     return jax.sharding.use_abstract_mesh(mesh)

@@ -4,7 +4,7 @@ others were refused. Works on shapes alone: nothing is run, tuned or stored.
   ejk explain flash_attention --shape llama3-8b-4k
   ejk explain flash_attention b=2 s=8k h=32 hk=8 d=128 causal=true
   ejk explain page_attention --shape 'decode-*' platform=triton
-  ejk explain flash_attention --shapes --device h200      on a card that is not here
+  ejk explain flash_attention --shapes --device h200      on a GPU that is not here
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules.bench.record import config_text
 
     with elsewhere.device(args.device):
@@ -69,7 +69,7 @@ ANSWERS = ("device", "implementation", "platform", "tier", "key", "error")
 
 
 def explained(call: Any) -> dict[str, Any]:
-    """The explanation of a call as JSON values."""
+    """Returns the explanation of a call as JSON values."""
     from ejkernel.modules.bench.record import config_fields
 
     found = call.explanation()

@@ -22,19 +22,19 @@ PYTHON_RANGE = ((3, 11), (3, 14))
 
 
 def version(distribution: str) -> str | None:
-    """The installed version, None when it is not installed."""
+    """Returns the installed version, None when it is not installed."""
     found = ejk_command.installed(distribution)
     return None if found is None else found.version
 
 
 def numbers(text: str | None) -> tuple[int, ...]:
-    """The leading numbers of a version: "0.11.2.dev1" -> (0, 11, 2)."""
+    """Returns the leading components of a version: "0.11.2.dev1" -> (0, 11, 2)."""
     match = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def hardware() -> dict[str, str]:
-    """Accelerators that the operating system shows, by kind, with how they were seen."""
+    """Returns accelerators that the operating system shows, by kind, with how they were seen."""
     found: dict[str, str] = {}
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists() or Path("/dev/nvidiactl").exists():
@@ -58,7 +58,7 @@ def _nvidia_driver(path: Path) -> str:
 
 
 def memory_gib() -> float | None:
-    """Of the machine."""
+    """Returns the memory of this machine."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError):

@@ -1,14 +1,13 @@
-"""What a command says, three ways: in colour through rich, in plain text, or as JSON.
+"""The output of commands, three ways: in colour through rich, in plain text, or as JSON.
 
 rich is used where it is installed and standard output is a terminal. Progress and remarks go to
-standard error, so that standard output can be piped. Much of what is said comes from files: no
-control character of a text reaches the terminal.
+standard error, so that standard output can be piped. Much of the text comes from files: no control
+character of it reaches the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import math
 import shutil
@@ -78,11 +77,6 @@ def write_file(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def escape(text: str) -> str:
-    """``text`` for HTML."""
-    return html.escape(printable(text))
-
-
 class Advance(Protocol):
     """One step done: what it was, and how many there are where that was not known before."""
 
@@ -98,39 +92,39 @@ class Output:
     # ---- for machines -----------------------------------------------------------------------
 
     def data(self, content: Any) -> None:
-        """The result; printed with ``--json``, else ignored."""
+        """Prints the result with ``--json``, else nothing."""
         if self.json:
             print_line(json.dumps(_finite(content), indent=1, default=str))
 
     # ---- for people -------------------------------------------------------------------------
 
     def title(self, text: str) -> None:
-        """What the next lines are about."""
+        """Prints a heading."""
         if not self.json:
             self._title(_line(text))
 
     def text(self, text: str, style: str = "") -> None:
-        """A paragraph as it is."""
+        """Prints a paragraph as it is."""
         if not self.json:
             self._text(printable(text), style)
 
     def fields(self, rows: Sequence[tuple[str, Any]]) -> None:
-        """Names and values."""
+        """Prints names and values."""
         if not self.json:
             self._fields([(_line(name), printable(str(value))) for name, value in rows])
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()
     ) -> None:
-        """A table; ``right``: the columns of numbers."""
+        """Prints a table; ``right``: the columns that are right-aligned."""
         if self.json:
             return
-        names, lines = list(map(_line, columns)), [[_cell(c) for c in row] for row in rows]
-        widths = [max(map(len, column)) + 2 for column in zip(names, *lines, strict=True)]
+        names, body = list(map(_line, columns)), [[cell_text(c) for c in row] for row in rows]
+        widths = [max(map(len, column)) + 2 for column in zip(names, *body, strict=True)]
         if sum(widths) <= self._room():
-            self._table(names, lines, right)
+            self._table(names, body, right)
             return
-        for head, *cells in lines:  # one below the other, so that no word is broken
+        for head, *cells in body:  # one below the other, so that no word is broken
             self._title(head)
             self._fields([(n, c) for n, c in zip(names[1:], cells, strict=True) if c])
 
@@ -140,11 +134,11 @@ class Output:
             self._checks([(a, printable(b), printable(c), printable(d)) for a, b, c, d in rows])
 
     def note(self, text: str) -> None:
-        """A remark, on standard error also with ``--json``."""
+        """Prints a remark on standard error, also with ``--json``."""
         self._remark(f"ejk: {printable(text)}", "yellow")
 
     def error(self, text: str) -> None:
-        """Why the command failed, on standard error."""
+        """Prints why the command failed on standard error."""
         self._remark(f"ejk: {printable(text)}", "bold red")
 
     @contextlib.contextmanager
@@ -156,15 +150,15 @@ class Output:
             nonlocal done
             done += 1
             if not self.json:
-                said = _line(f"{what} {done}/{total} {text}")
-                print(said, file=sys.stderr, flush=True)
+                progress = _line(f"{what} {done}/{total} {text}")
+                print(progress, file=sys.stderr, flush=True)
 
         yield advance
 
     # ---- how ---------------------------------------------------------------------------------
 
     def _room(self) -> float:
-        """Letters in a line of the terminal; a file has as many as it takes."""
+        """Returns the characters in a line of the terminal; a file's lines have no limit."""
         return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else math.inf
 
     def _remark(self, text: str, style: str) -> None:
@@ -182,9 +176,9 @@ class Output:
             print_line(f"{name.ljust(width)}  {_hanging(value, width + 2)}")
 
     def _table(self, columns: Sequence[str], rows: list[list[str]], right: Sequence[int]) -> None:
-        lines = [list(columns), *rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-        for line in lines:
+        table = [list(columns), *rows]
+        widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+        for line in table:
             cells = [
                 cell.rjust(width) if i in right else cell.ljust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
@@ -276,7 +270,7 @@ class RichOutput(Output):
 
 
 def make_output(json: bool = False, plain: bool = False) -> Output:
-    """The best way to speak to whoever reads standard output."""
+    """Returns the richest output that the reader of standard output can show."""
     draws = (sys.stdout.encoding or "").lower().startswith("utf")  # rich's marks are not in ASCII
     if json or plain or not (draws and sys.stdout.isatty()):
         return Output(json)
@@ -287,7 +281,7 @@ def make_output(json: bool = False, plain: bool = False) -> Output:
 
 
 def _finite(content: Any) -> Any:
-    """What JSON can say: it has no word for numbers that are not finite."""
+    """Returns ``content`` with None for floats that are not finite, which JSON cannot hold."""
     if isinstance(content, float) and not math.isfinite(content):
         return None
     if isinstance(content, Mapping):
@@ -303,20 +297,20 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or its name."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """Returns the first line of an error's message, or its name."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
 
 
 def no_device() -> str:
-    """Why JAX finds no device at all; "" where there is one."""
+    """Returns why JAX finds no device at all; "" where there is one."""
     try:
         import jax
 
         jax.devices()
     except AssertionError:  # all that JAX says of a platform that nothing installed serves
-        asked = jax.config.jax_platforms or ""  # ty: ignore[missing-attribute]
-        return f"JAX finds no device (JAX_PLATFORMS={asked})"
+        platforms = jax.config.jax_platforms or ""  # ty: ignore[missing-attribute]
+        return f"JAX finds no device (JAX_PLATFORMS={platforms})"
     except Exception as error:
         return first_line(error)
     return ""
@@ -328,7 +322,8 @@ def _plain(text: str, style: str = "") -> Any:
     return Text(text, style=style)
 
 
-def _cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """Returns what a cell of a table shows."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else _line(str(value))

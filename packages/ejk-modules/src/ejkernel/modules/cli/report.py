@@ -1,5 +1,5 @@
 """One self-contained HTML page: what ran, from which tier, how near to the bound, and what tuning
-tried. It loads nothing from the network.
+tried. It loads nothing from the network. Needs jinja2 and matplotlib: ejk-modules[report].
 
   ejk report                                   what `ejk bench` and `ejk tune` recorded here
   ejk report results/*.json --out page.html   records from elsewhere
@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ejkernel.modules.cli.app import FAILED, CommandError
-from ejkernel.modules.cli.output import Output, counted, write_file
+from ejkernel.modules.cli.output import Output, cell_text, counted, write_file
+
+LIBRARIES = ("jinja2", "matplotlib")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +28,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-doctor", action="store_true", help="leave this machine's state out")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
-    from ejkernel.modules.cli import sections
-    from ejkernel.modules.cli.page import page
+def run_command(args: argparse.Namespace, out: Output) -> int:
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        install = 'python -m pip install "ejk-modules[report]"'
+        raise CommandError(f"ejk report needs {' and '.join(missing)}: {install}", FAILED)
+    from ejkernel.modules.cli.sections import key_figures, machine_section, report_sections
 
     records, problems = gather(args.records)
     for problem in problems:
@@ -36,36 +42,47 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise CommandError("none of the files is a record", FAILED)
     benches = [r for r in records if r["kind"] == "bench"]
     tunings = [r for r in records if r["kind"] == "tune"]
-    parts = [
-        sections.what_ran(benches),
-        sections.against_the_bound(benches),
-        sections.tuning(tunings),
-        sections.cached(),
-    ]
+    sections = list(report_sections(benches, tunings))
     if not args.no_doctor:
         from ejkernel.modules.cli.doctor import examine
 
-        parts.append(sections.machine(*examine(run=False)))
-    shown = [p for p in parts if p]
+        sections.append(machine_section(*examine(run=False)))
     if not records:
         out.note("nothing was recorded yet: ejk bench and ejk tune leave records")
     devices = sorted({r.get("device", "?") for r in records}) or ["no measurements"]
-    subtitle = f"{', '.join(devices)} · {datetime.date.today().isoformat()}"
-    text = page("ejkernel report", subtitle, sections.tiles(benches, tunings), shown)
+    text = render(
+        title="ejkernel report",
+        subtitle=f"{', '.join(devices)} · {datetime.date.today().isoformat()}",
+        numbers=key_figures(benches, tunings),
+        sections=sections,
+    )
     write_file(args.out, text)
     out.data({"file": str(args.out), "records": [r["path"] for r in records], "bytes": len(text)})
     out.text(f"{args.out}: {counted(len(records), 'record')}, {len(text) / 1024:.0f} KiB")
     return 0
 
 
+def render(**content: Any) -> str:
+    """Returns the page with this content, escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("ejkernel.modules", "cli"),
+        autoescape=True,
+        finalize=lambda x: x if hasattr(x, "__html__") else cell_text(x),
+        undefined=StrictUndefined,
+    )
+    return environment.get_template("report.html").render(content)
+
+
 def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records in files and folders (none = this machine's), and what could not be read."""
+    """Returns the records in files and folders, none = this machine's, and what is unreadable."""
     from ejkernel.modules.bench import record
     from ejkernel.modules.bench.checked import sound
 
-    given = list(paths)
+    chosen = list(paths)
     files: list[Path] = []
-    for path in given or [record.folder()]:
+    for path in chosen or [record.folder()]:
         files += sorted(path.rglob("*.json")) if path.is_dir() else [path]
     records, problems = [], []
     for path in files:
@@ -74,15 +91,15 @@ def gather(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str]]:
             records.append(found)
             problems += [f"{path}: left out: {why}" for why in wrong]
         except (OSError, ValueError) as error:
-            if given or path.exists():
+            if chosen or path.exists():
                 problems.append(f"{path} is left out: {error}")
     return newest(records), problems
 
 
 def newest(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what a later record of the same device measured again; the newest first."""
+    """Returns the newest record of every call on every device, newest first."""
     seen: set[tuple[Any, ...]] = set()
-    kept = []
+    newest_first = []
 
     def when(record: dict[str, Any]) -> str:
         return str(record.get("time") or record.get("date") or "")
@@ -97,5 +114,5 @@ def newest(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         rows = [r for r in record[part] if (*whose, *(r.get(n) for n in names)) not in seen]
         seen |= measured
         if rows:
-            kept.append({**record, part: rows})
-    return kept
+            newest_first.append({**record, part: rows})
+    return newest_first

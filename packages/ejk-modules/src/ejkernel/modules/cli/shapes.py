@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pattern", nargs="?", default="*", metavar="GLOB")
 
 
-def run(args: argparse.Namespace, out: Output) -> int:
+def run_command(args: argparse.Namespace, out: Output) -> int:
     from ejkernel.modules.workloads import find
 
     if args.operation is None:
@@ -31,13 +31,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     name = find.operation_name(args.operation)
     shapes = find.shapes_of(name, args.pattern)
     out.data([dataclasses.asdict(s) for s in shapes])
-    rows = [(s.name, s.device, _given(s), s.source) for s in shapes]
+    rows = [(s.name, s.device, _sizes_text(s), s.source) for s in shapes]
     out.table(("shape", "for", "sizes", "source"), rows)
     return 0
 
 
-def _given(shape: Any) -> str:
-    """The fields that are not at their defaults."""
+def _sizes_text(shape: Any) -> str:
+    """Returns the fields that are not at their defaults."""
     words = []
     for f in dataclasses.fields(shape):
         value = getattr(shape, f.name)

@@ -40,18 +40,18 @@ class StoredConfig:
 
     @property
     def measured(self) -> Mapping[str, Any]:
-        """What was measured, as far as the file says it."""
+        """Measurements, as far as the file has them."""
         return self.entry.measured if isinstance(self.entry.measured, dict) else {}
 
     @property
-    def said(self) -> tuple[str, str, str, str]:
+    def cells(self) -> tuple[str, str, str, str]:
         """Kernel, device, arrays and config, as tables show them."""
         config = config_text(self.entry.plain["config"])
         return self.kernel, self.device, shapes_text(self.entry.metadata), config
 
 
 def root() -> Path:
-    """Where the default executor keeps its files."""
+    """Returns the folder of the default executor's files."""
     from ejkernel.ops import PersistentCache
 
     return PersistentCache().path
@@ -101,20 +101,20 @@ def configs(
 
 
 def shapes_text(metadata: Any) -> str:
-    """The arrays that a configuration was tuned for, from the metadata kept with it."""
+    """Returns the arrays that a configuration was tuned for, from the metadata stored with it."""
     words: list[str] = []
 
-    def walk(name: str, value: Any) -> None:
+    def collect(name: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             if isinstance(value, list):
                 for item in value:
-                    walk(name, item)
+                    collect(name, item)
             return
         if isinstance(value.get("shape"), list) and "dtype" in value:
             words.append(f"{name} {value['dtype']}[{','.join(map(str, value['shape']))}]".strip())
             return
         for key, item in value.items():
-            walk(str(key), item)
+            collect(str(key), item)
 
-    walk("", metadata)
+    collect("", metadata)
     return " ".join(words[:4]) + (" ..." if len(words) > 4 else "")

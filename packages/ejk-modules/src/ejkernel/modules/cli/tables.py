@@ -41,8 +41,8 @@ def write_table(
 
     chosen = stored.configs(stored.scan(), kernel=kernel, device=device)
     if keys is not None:
-        wanted = set(keys)
-        chosen = [c for c in chosen if c.key in wanted]
+        requested = set(keys)
+        chosen = [c for c in chosen if c.key in requested]
     if not chosen:
         return 0
     chosen.sort(key=lambda c: (c.device, c.kernel, stored.shapes_text(c.entry.metadata), c.key))
@@ -57,7 +57,7 @@ def write_table(
 
 
 def import_table(path: Path, *, replace: bool) -> dict[str, list[str]]:
-    """Put the configurations of a file into the cache.
+    """Puts the configurations of a file into the cache.
 
     Returns:
         Keys by what became of them: "added", "replaced", "kept" (the cache had one already),

@@ -37,7 +37,7 @@ def operations() -> list[dict[str, Any]]:
 
 
 def packages() -> Iterator[Check]:
-    """Returns whether every installed kernel package loads, and agrees with the others."""
+    """Checks that every installed kernel package loads."""
     from ejkernel.ops import kernel_registry as registry
 
     with warnings.catch_warnings(record=True):
@@ -69,7 +69,7 @@ def packages() -> Iterator[Check]:
 
 
 def small_call() -> Iterator[Check]:
-    """flash_attention and its gradient on the device, against the formula in numpy."""
+    """Checks flash_attention and its gradient on the device against a reference in numpy."""
     import time
 
     import jax
@@ -109,7 +109,7 @@ def small_call() -> Iterator[Check]:
 
 
 def gated_gradients(platform: str) -> Iterator[Check]:
-    """Gradients of gated linear attention over a few chunks, against the formula in numpy.
+    """Checks gradients of gated linear attention over a few chunks against a reference in numpy.
 
     Some compilers of Triton got them wrong on Hopper, and nothing else.
     """

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import AttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
@@ -73,34 +73,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return get_default_executor()(
-        Attention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        dropout_rng=dropout_rng,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        init_bias=init_bias,
-        deterministic=deterministic,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        dtype=dtype,
-        softmax_dtype=softmax_dtype,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        precision=precision,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(Attention.shared(), **flatten(locals()))
 
 
 class Attention(Operation[AttentionConfig]):

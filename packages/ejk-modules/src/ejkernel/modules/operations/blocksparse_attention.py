@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import BlockSparseAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
@@ -75,35 +75,7 @@ def blocksparse_attention(
     Source: Child et al. 2019, "Sparse Transformers" (arXiv 1904.10509); Dao et al. 2022
     (arXiv 2205.14135), section 3.3.
     """
-    return get_default_executor()(
-        BlockSparseAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        softmax_aux=softmax_aux,
-        bias=bias,
-        block_mask=block_mask,
-        mask_builder=mask_builder,
-        q_block_size=q_block_size,
-        kv_block_size=kv_block_size,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        return_lse=return_lse,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(BlockSparseAttention.shared(), **flatten(locals()))
 
 
 class BlockSparseAttention(Operation[BlockSparseAttentionConfig]):

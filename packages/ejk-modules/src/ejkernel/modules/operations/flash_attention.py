@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import FlashAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
@@ -109,34 +109,7 @@ def flash_attention(
     Source: Dao et al. 2022, "FlashAttention" (arXiv 2205.14135), algorithms 1 and 4; Dao 2023
     (arXiv 2307.08691), section 3.1; sinks: Xiao et al. 2023 (arXiv 2309.17453).
     """
-    return get_default_executor()(
-        FlashAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=return_lse,
-        precision=precision,
-        logits_dtype=logits_dtype,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(FlashAttention.shared(), **flatten(locals()))
 
 
 class FlashAttention(Operation[FlashAttentionConfig]):

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import GroupedMatmulConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -74,24 +74,7 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, "MegaBlocks" (arXiv 2211.15841), section 3.
     """
-    return get_default_executor()(
-        GroupedMatmul.shared(),
-        lhs=lhs,
-        rhs=rhs,
-        group_sizes=group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        transpose_rhs=transpose_rhs,
-        precision=precision,
-        rhs_scale=rhs_scale,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(GroupedMatmul.shared(), **flatten(locals()))
 
 
 class GroupedMatmul(Operation[GroupedMatmulConfig]):

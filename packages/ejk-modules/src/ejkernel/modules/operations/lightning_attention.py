@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import LightningAttentionConfig
-from ejkernel.modules._op import Arguments, Operation
+from ejkernel.modules._op import Arguments, Operation, flatten
 from ejkernel.modules.operations.gla_attention import GLAttention
 from ejkernel.ops import KernelNotFound, KernelNotSupported, Platform, abstractify
 from ejkernel.ops.core.invocation import BoundCall
@@ -64,25 +64,7 @@ def lightning_attention(
 
     Source: Qin et al. 2024, "Lightning Attention-2" (arXiv 2401.04658), section 3.
     """
-    return get_default_executor()(
-        LightningAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(LightningAttention.shared(), **flatten(locals()))
 
 
 class _LayerOfShard(int):

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import MeanPoolingConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -59,19 +59,7 @@ def mean_pooling(
 
     Source: the arithmetic mean; packed form as in variable-length batching of flash attention.
     """
-    return get_default_executor()(
-        MeanPooling.shared(),
-        x=x,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        attention_mask=attention_mask,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(MeanPooling.shared(), **flatten(locals()))
 
 
 class MeanPooling(Operation[MeanPoolingConfig]):

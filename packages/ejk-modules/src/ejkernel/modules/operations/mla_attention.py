@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import FlashMLAConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
@@ -77,34 +77,7 @@ def mla_attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
     """
-    return get_default_executor()(
-        FlashMLA.shared(),
-        query=query,
-        key_value=key_value,
-        w_kc=w_kc,
-        w_vc=w_vc,
-        b_q=b_q,
-        b_k=b_k,
-        cu_seqlens=cu_seqlens,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        bias=bias,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        return_lse=return_lse,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(FlashMLA.shared(), **flatten(locals()))
 
 
 class FlashMLA(Operation[FlashMLAConfig]):

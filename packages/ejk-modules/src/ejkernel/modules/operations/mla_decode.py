@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import MLADecodeConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -69,27 +69,7 @@ def mla_decode(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.2.
     """
-    return get_default_executor()(
-        MLADecode.shared(),
-        query=query,
-        latent_cache=latent_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        latent_dim=latent_dim,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        k_scale=k_scale,
-        num_splits=num_splits,
-        return_lse=return_lse,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(MLADecode.shared(), **flatten(locals()))
 
 
 class MLADecode(Operation[MLADecodeConfig]):

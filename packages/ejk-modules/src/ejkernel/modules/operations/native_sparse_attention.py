@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import NativeSparseAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -77,28 +77,7 @@ def native_sparse_attention(
 
     Source: Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089), section 3.
     """
-    return get_default_executor()(
-        NativeSparseAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        g_cmp=g_cmp,
-        g_slc=g_slc,
-        block_indices=block_indices,
-        block_counts=block_counts,
-        cu_seqlens=cu_seqlens,
-        g_swa=g_swa,
-        block_size=block_size,
-        max_block_count=max_block_count,
-        sliding_window=sliding_window,
-        softmax_scale=softmax_scale,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(NativeSparseAttention.shared(), **flatten(locals()))
 
 
 class NativeSparseAttention(Operation[NativeSparseAttentionConfig]):

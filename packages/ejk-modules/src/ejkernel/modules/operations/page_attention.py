@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import PageAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -73,27 +73,7 @@ def page_attention(
 
     Source: Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), section 4.1.
     """
-    return get_default_executor()(
-        PageAttention.shared(),
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_splits=num_splits,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(PageAttention.shared(), **flatten(locals()))
 
 
 class PageAttention(Operation[PageAttentionConfig]):

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RaggedDecodeAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -58,24 +58,7 @@ def ragged_decode_attention(
 
     Source: the decode case of Dao et al. 2022 (arXiv 2205.14135) with per-row bounds.
     """
-    return get_default_executor()(
-        RaggedDecodeAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        sequence_start=sequence_start,
-        sequence_end=sequence_end,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(RaggedDecodeAttention.shared(), **flatten(locals()))
 
 
 class RaggedDecodeAttention(Operation[RaggedDecodeAttentionConfig]):

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RaggedPageAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -67,27 +67,7 @@ def ragged_page_attention(
     Source: Kwon et al. 2023 (arXiv 2309.06180); the packed layout of Ragged Paged Attention,
     arXiv 2604.15464.
     """
-    return get_default_executor()(
-        RaggedPageAttention.shared(),
-        queries=queries,
-        kv_pages=kv_pages,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        num_seqs=num_seqs,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(RaggedPageAttention.shared(), **flatten(locals()))
 
 
 class RaggedPageAttention(Operation[RaggedPageAttentionConfig]):

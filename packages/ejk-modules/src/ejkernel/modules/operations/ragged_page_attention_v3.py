@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import RaggedPageAttentionv3Config
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import calls
@@ -79,30 +79,7 @@ def ragged_page_attention_v3(
 
     Source: Ragged Paged Attention, arXiv 2604.15464.
     """
-    return get_default_executor()(
-        RaggedPageAttentionv3.shared(),
-        queries=queries,
-        keys=keys,
-        values=values,
-        kv_cache=kv_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        distribution=distribution,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(RaggedPageAttentionv3.shared(), **flatten(locals()))
 
 
 class RaggedPageAttentionv3(Operation[RaggedPageAttentionv3Config]):

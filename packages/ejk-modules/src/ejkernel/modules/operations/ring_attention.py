@@ -12,14 +12,14 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules._configs import RingAttentionConfig
 from ejkernel.modules._distribute import LocalCall, distribute
-from ejkernel.modules._op import Operation, own_errors
+from ejkernel.modules._op import Operation, flatten, own_errors
 from ejkernel.modules._specs import explicit_mesh
 from ejkernel.modules.compat import ambient_mesh, explicit_axes
 from ejkernel.ops import InvalidArgument, Platform, Support
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
 from ejkernel.types.calls.ring_attention import axis_is_bound, check_ring_lengths
-from ejkernel.types.calls.words import Array, F, I, Key, given
+from ejkernel.types.calls.words import Array, F, I, Key, describe_value
 
 _asking: ContextVar[bool] = ContextVar("ejkernel_ring_asking", default=False)
 """Whether a call is only asked about, so that arrays without a mesh stand for one device's."""
@@ -95,35 +95,7 @@ def ring_attention(
     Source: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), algorithm 1; zigzag order:
     Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), and its two-chunk variant.
     """
-    return get_default_executor()(
-        RingAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        softmax_aux=softmax_aux,
-        axis_name=axis_name,
-        mask_info=mask_info,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        dropout_seed=dropout_seed,
-        layout=layout,
-        return_lse=return_lse,
-        precision=precision,
-        logits_dtype=logits_dtype,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(RingAttention.shared(), **flatten(locals()))
 
 
 class RingAttention(Operation[RingAttentionConfig]):
@@ -144,7 +116,7 @@ class RingAttention(Operation[RingAttentionConfig]):
         """
         a = self.spec.boundary.by_name(args, kwargs)
         axis, (mesh, in_specs, out_specs) = a["axis_name"], placement
-        with own_errors:
+        with own_errors():
             if axis_is_bound(axis):
                 named = zip(("mesh", "in_specs", "out_specs"), placement, strict=True)
                 extra = [name for name, value in named if value is not None]
@@ -191,7 +163,7 @@ def _halves(x: Array, axis_size: int, axis: int) -> tuple[jax.Array, int]:
     if axis_size < 1:
         raise ValueError(f"axis_size: given {axis_size!r}, expected an integer >= 1")
     if not hasattr(x, "ndim"):
-        raise InvalidArgument(f"x: expected an array, given {given(x)}")
+        raise InvalidArgument(f"x: expected an array, given {describe_value(x)}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: given {axis}, expected within the {x.ndim} axes of x")
     axis %= x.ndim

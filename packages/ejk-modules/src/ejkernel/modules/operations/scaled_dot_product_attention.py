@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules._configs import ScaledDotProductAttentionConfig
-from ejkernel.modules._op import Operation
+from ejkernel.modules._op import Operation, flatten
 from ejkernel.ops import Platform
 from ejkernel.ops.execution.executor import get_default_executor
 from ejkernel.types import MaskInfo, calls
@@ -60,28 +60,7 @@ def scaled_dot_product_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
-    return get_default_executor()(
-        ScaledDotProductAttention.shared(),
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        init_bias=init_bias,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        causal_offset=causal_offset,
-        sliding_window=sliding_window,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        **unknown,
-    )
+    return get_default_executor()(ScaledDotProductAttention.shared(), **flatten(locals()))
 
 
 class ScaledDotProductAttention(Operation[ScaledDotProductAttentionConfig]):

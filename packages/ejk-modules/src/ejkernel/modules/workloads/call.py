@@ -33,7 +33,7 @@ class Call:
         flops, moved: operations and bytes that the forward pass cannot do without.
         dtype: what the matrix products are in.
         gradients: names of the arguments that training differentiates; empty for inference.
-        backward_factor: operations of the backward pass over those of the forward pass.
+        backward_factor: operations of the backward pass over operations of the forward pass.
         source, device: as in the case.
     """
 
@@ -80,13 +80,13 @@ class Call:
         return operation_class(self.operation).shared()
 
     def invocation(self) -> Invocation:
-        """The abstract call as the tuner takes it."""
+        """Returns the abstract call as the tuner takes it."""
         from ejkernel.ops.core.invocation import call_invocation
 
         return call_invocation(self.kernel, (), self.abstract())
 
     def explanation(self, platform: str | None = None) -> Explanation:
-        """What would run for it here, and why."""
+        """Returns what would run for it here, and why."""
         from ejkernel.modules._executor import get_default_executor
 
         return get_default_executor().explanation(
@@ -95,12 +95,12 @@ class Call:
 
 
 def call_of(shape: Shape, operation: str | None = None, **options: Any) -> Call:
-    """The call of ``operation`` that a case describes; its family's ``builder`` gives the fields.
+    """Returns the call of ``operation`` that a case describes, built by its family's ``builder``.
 
     Args:
         shape: the case.
         operation: None = the first that the family serves.
-        **options: more arguments of the operation, or other values for those of the case.
+        **options: more arguments of the operation, or other values for arguments of the case.
 
     Raises:
         ValueError: the case is no call of the operation.

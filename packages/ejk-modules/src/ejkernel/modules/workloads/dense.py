@@ -91,7 +91,7 @@ def _options(shape: AttentionShape, operation: str) -> dict[str, Any]:
 
 
 def _ring(shape: AttentionShape) -> np.ndarray:
-    """As many devices as both lengths divide by."""
+    """Returns the largest number of devices that divides both lengths."""
     devices = jax.devices()
     for count in range(len(devices), 0, -1):
         if shape.q_len % count == 0 and shape.keys % count == 0:

@@ -112,7 +112,7 @@ class AttentionShape(Shape):
         return pairs * self.documents
 
     def flops(self) -> float:
-        """Of the forward pass."""
+        """Returns the floating-point operations of the forward pass."""
         dims = self.head_dim + self.value_dim
         return 2.0 * self.batch * self.heads * self.visible_pairs() * dims
 
@@ -148,7 +148,7 @@ class RaggedShape(Shape):
     """A server's step: rows that decode one token and rows that read ``chunk`` tokens of a prompt.
 
     Every row has ``context`` tokens in the cache once the step's own are written; ``uneven``: as
-    many in all, spread as those of a DecodeShape; ``ramp``: rows that read a prompt have 1, 2, ...
+    many in all, spread like a DecodeShape's; ``ramp``: rows that read a prompt have 1, 2, ...
     times their chunk, being at its first, second, ... one. ``cache_dtype`` None = ``dtype``.
     """
 
@@ -182,7 +182,7 @@ class RaggedShape(Shape):
 
 @dataclass(frozen=True)
 class LatentShape(Shape):
-    """Latent attention: ``latent`` numbers per token expand to keys of ``nope`` and values.
+    """Latent attention: ``latent`` elements per token expand to keys of ``nope`` and values.
 
     ``rope`` key dims are shared by all heads.
     """
@@ -241,13 +241,61 @@ class LinearShape(Shape):
     state: bool = False
 
     def serves(self, operation: str) -> bool:
-        """Gates of heads are those of recurrent and gated attention."""
+        """Returns whether the operation takes the case's gates: lightning attention takes none."""
         gateless = operation == "lightning_attention"
         return super().serves(operation) and not (self.per_head and gateless and not self.state)
 
     @property
     def value_dim(self) -> int:
         return self.head_dim if self.v_dim is None else self.v_dim
+
+
+@dataclass(frozen=True)
+class DeltaShape(Shape):
+    """One call of the gated delta rule; ``heads`` are value heads.
+
+    ``kv_heads`` (of queries and keys) None = ``heads``, ``v_dim`` None = ``head_dim``.
+    ``per_channel``: one gate per key channel. ``sequences``: packed into one row, their lengths
+    log-normal. ``state``: from a float32 state and back to one, as decoding does; nothing is
+    differentiated.
+    """
+
+    operations = ("gated_delta_rule",)
+    builder = "delta.delta_rule"
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    kv_heads: int | None = None
+    v_dim: int | None = None
+    per_channel: bool = False
+    sequences: int | None = None
+    state: bool = False
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+
+@dataclass(frozen=True)
+class ConvolutionShape(Shape):
+    """A causal convolution with silu; ``state``: from a state and back to one, as in decoding."""
+
+    operations = ("causal_conv1d",)
+    builder = "delta.convolution"
+
+    batch: int
+    length: int
+    channels: int
+    width: int = 4
+    dtype: str = "bfloat16"
+    state: bool = False
 
 
 @dataclass(frozen=True)

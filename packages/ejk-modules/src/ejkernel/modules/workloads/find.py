@@ -31,24 +31,24 @@ SHOWN = 25  # names that a message lists when none is near
 class UnknownName(LookupError):
     """No such operation, case or argument; ``near``: the names that look like it."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str]):
-        known = list(dict.fromkeys(known))
+    def __init__(self, what: str, name: str, names: Iterable[str]):
+        names = list(dict.fromkeys(names))
         self.name = name
-        self.near = near(name, known)
+        self.near = near(name, names)
         if self.near:
             hint = f"did you mean {' or '.join(self.near)}?"
         else:
-            shown = ", ".join(known[:SHOWN]) or "none"
-            more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+            shown = ", ".join(names[:SHOWN]) or "none"
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             hint = f"there are: {shown}{more}"
         super().__init__(f"unknown {what} {name!r}; {hint}")
 
 
-def near(name: str, known: Iterable[str], count: int = 5) -> list[str]:
-    """Those of ``known`` that resemble ``name``, best first."""
-    word, known = name.lower(), list(known)
-    close = difflib.get_close_matches(word, known, count, 0.6)
-    inside = [k for k in known if word and (word in k or k in word)]
+def near(name: str, names: Iterable[str], count: int = 5) -> list[str]:
+    """Returns the names that resemble ``name``, best first."""
+    word, names = name.lower(), list(names)
+    close = difflib.get_close_matches(word, names, count, 0.6)
+    inside = [k for k in names if word and (word in k or k in word)]
     return list(dict.fromkeys([*close, *inside]))[:count]
 
 
@@ -86,7 +86,7 @@ def shapes_of(operation: str, pattern: str = "*", device: str | None = None) -> 
 
 
 def device_meant() -> str:
-    """Which cases the device at hand is for: "cpu", or "gpu" for every accelerator."""
+    """Returns which cases the device at hand is for: "cpu", or "gpu" for every accelerator."""
     from ejkernel.ops import device_kind
 
     return "cpu" if device_kind() == "cpu" else "gpu"
@@ -117,8 +117,8 @@ def from_words(operation: str, words: Sequence[str], base: Shape | None = None) 
     fields = {f.name: f for f in dataclasses.fields(family)}
     options = _static_options(operation)
     sizes: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    given_by: dict[str, str] = {}
+    arguments: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
@@ -128,21 +128,21 @@ def from_words(operation: str, words: Sequence[str], base: Shape | None = None) 
         if key in _usable(fields):
             sizes[key] = _checked(key, text, fields[key].type)
         elif key in options:
-            rest[key] = _value(text)
+            arguments[key] = _value(text)
         else:
             raise UnknownName(f"argument of {operation}", key, [*_usable(fields), *options])
-        if key in given_by:
-            raise ValueError(f"{word!r}: {key} is given before, by {given_by[key]!r}")
-        given_by[key] = word
+        if key in sources:
+            raise ValueError(f"{word!r}: {key} is given before, by {sources[key]!r}")
+        sources[key] = word
     if base is not None:
         name = base.name + ("" if not sizes else " with " + " ".join(words))
-        return call_of(dataclasses.replace(base, **{**sizes, "name": name}), operation, **rest)
+        return call_of(dataclasses.replace(base, **{**sizes, "name": name}), operation, **arguments)
     required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-    given = {name: value for name, value in DEFAULTS.items() if name in required} | sizes
+    values = {name: value for name, value in DEFAULTS.items() if name in required} | sizes
     if "kv_heads" in required:
-        given.setdefault("kv_heads", given["heads"])
+        values.setdefault("kv_heads", values["heads"])
     return call_of(
-        family(name=" ".join(words) or "default", device="any", **given), operation, **rest
+        family(name=" ".join(words) or "default", device="any", **values), operation, **arguments
     )
 
 

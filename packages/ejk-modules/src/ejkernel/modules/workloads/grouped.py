@@ -1,4 +1,4 @@
-"""Calls of the operations that are no attention: grouped products and means."""
+"""Calls of grouped matmul and mean pooling."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def group_sizes(shape: GroupedShape) -> np.ndarray:
 
 
 def _operands(shape: GroupedShape) -> dict[str, Any]:
-    given = normals(shape.dtype, lhs=(shape.m, shape.k), rhs=(shape.groups, shape.k, shape.n))
-    given["group_sizes"] = jnp.asarray(group_sizes(shape))
+    operands = normals(shape.dtype, lhs=(shape.m, shape.k), rhs=(shape.groups, shape.k, shape.n))
+    operands["group_sizes"] = jnp.asarray(group_sizes(shape))
     if shape.stored is not None:
-        given["rhs"] = (given["rhs"] * 16).astype(shape.stored)
-        given["rhs_scale"] = jnp.full((shape.groups, shape.n), 1 / 16, jnp.float32)
-    return given
+        operands["rhs"] = (operands["rhs"] * 16).astype(shape.stored)
+        operands["rhs_scale"] = jnp.full((shape.groups, shape.n), 1 / 16, jnp.float32)
+    return operands
 
 
 def product(shape: GroupedShape, _: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ QUANTISED_SCALE = 0.05
 
 
 def normals(dtype: str, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Random numbers by name."""
+    """Draws normal values by name."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     named = zip(shapes.items(), keys, strict=True)
     return {name: jax.random.normal(key, shape, dtype) for (name, shape), key in named}
@@ -25,7 +25,7 @@ def normals(dtype: str, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
 def contexts(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> np.ndarray:
     """Even contexts, or the same total spread between 16 and four times the mean.
 
-    Those of rows that read a prompt are at least as long as what they read.
+    Rows that read a prompt have contexts at least as long as it.
     """
     rows = shape.sequences if isinstance(shape, RaggedShape) else shape.batch
     if isinstance(shape, RaggedShape) and shape.ramp:
@@ -41,7 +41,7 @@ def contexts(shape: DecodeShape | LatentDecodeShape | RaggedShape) -> np.ndarray
 
 
 def new_tokens(shape: RaggedShape) -> np.ndarray:
-    """Of every sequence."""
+    """Returns the new tokens of every sequence."""
     return np.asarray([1] * shape.decodes + [shape.chunk] * shape.prefills, np.int32)
 
 
@@ -58,7 +58,7 @@ def filled(key: jax.Array, size: tuple[int, ...], dtype: str, cache_dtype: str) 
 
 
 def scattered(rows: int, pages: int) -> np.ndarray:
-    """Page numbers ``[rows, pages]``, each once, in no order."""
+    """Returns page indices ``[rows, pages]``, each once, in random order."""
     order = np.random.default_rng(1).permutation(rows * pages)
     return order.reshape(rows, pages).astype(np.int32)
 
@@ -138,22 +138,22 @@ def _ragged_arrays(shape: RaggedShape, operation: str) -> dict[str, Any]:
         shape.dtype, queries=(shape.tokens, shape.heads, shape.head_dim), keys=new, values=new
     )
     tables = jnp.asarray(scattered(shape.sequences, pages))
-    held = filled(jax.random.key(1), cache, shape.dtype, shape.cache_dtype or shape.dtype)
+    filled_cache = filled(jax.random.key(1), cache, shape.dtype, shape.cache_dtype or shape.dtype)
     where = {"block_tables": tables, "query_start_loc": jnp.asarray(starts)}
     if operation == "ragged_page_attention":
         count = jnp.asarray(shape.sequences, jnp.int32)
-        own = {"queries": drawn["queries"], "kv_pages": held, "context_lens": lengths}
-        return {**own, **where, "num_seqs": count, **_sinks(shape)}
+        arrays = {"queries": drawn["queries"], "kv_pages": filled_cache, "context_lens": lengths}
+        return {**arrays, **where, "num_seqs": count, **_sinks(shape)}
     ends = jnp.asarray((shape.decodes, shape.decodes, shape.sequences), jnp.int32)
-    own = {**drawn, "kv_cache": held, "kv_lens": lengths}
-    return {**own, **where, "distribution": ends, **_sinks(shape)}
+    arrays = {**drawn, "kv_cache": filled_cache, "kv_lens": lengths}
+    return {**arrays, **where, "distribution": ends, **_sinks(shape)}
 
 
 def ragged(shape: RaggedShape, operation: str) -> dict[str, Any]:
     """The fields of a Call."""
     # a row of a prompt's chunk sees on average half of its chunk besides what came before
-    own, lengths = new_tokens(shape).astype(np.float64), contexts(shape)
-    pairs = float((own * (lengths - own + (own + 1) / 2)).sum())
+    rows, lengths = new_tokens(shape).astype(np.float64), contexts(shape)
+    pairs = float((rows * (lengths - rows + (rows + 1) / 2)).sum())
     if shape.window is not None:
         pairs = min(pairs, shape.tokens * (shape.window + 1))
     width = WIDTH[shape.dtype] * shape.head_dim

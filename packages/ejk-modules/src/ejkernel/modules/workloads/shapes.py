@@ -1,6 +1,6 @@
 """The named cases: real models, sweeps, and small ones that a CPU can time.
 
-The one list that benchmarks, tuning, shipped tables and tests share. Sizes of models are those of
+The one list that benchmarks, tuning, shipped tables and tests share. Sizes of models come from
 their published configurations.
 """
 
@@ -11,7 +11,9 @@ from typing import Any
 
 from ejkernel.modules.workloads.families import (
     AttentionShape,
+    ConvolutionShape,
     DecodeShape,
+    DeltaShape,
     GroupedShape,
     LatentDecodeShape,
     LatentShape,
@@ -105,7 +107,7 @@ SHORT = tuple(
 
 _BASE: dict[str, Any] = {"batch": 1, "q_len": 16384, "heads": 16, "kv_heads": 16, "head_dim": 128}
 _GQA4: dict[str, Any] = {**_BASE, "kv_heads": 4}
-# beside sweep-d128-s4096-causal: a bias of 16k tokens takes 8 GB
+# next to sweep-d128-s4096-causal: a bias of 16k tokens takes 8 GB
 _AT_4K: dict[str, Any] = {**_BASE, "batch": 4, "q_len": 4096}
 OPTIONS = (
     AttentionShape("option-plain", **_BASE),
@@ -244,7 +246,7 @@ LATENT_DECODE = (
     ),
 )  # fmt: skip
 
-# ---- linear attention, grouped products, pooling --------------------------------------------
+# ---- linear attention, grouped matmul, pooling ----------------------------------------------
 
 LINEAR = (
     LinearShape("cpu-b1-4k", 1, 4096, 4, 64, "float32", device="cpu"),
@@ -260,6 +262,23 @@ LINEAR = (
     LinearShape("linear-decode-b64", 64, 1, 16, 128, per_head=True, state=True),
     LinearShape("linear-verify-b64", 64, 8, 16, 128, per_head=True, state=True),
     LinearShape("minimax-01-b1-32k", 1, 32768, 64, 128, source="MiniMax-01"),
+)
+
+DELTA = (
+    DeltaShape("cpu-delta-2k", 1, 2048, 8, 64, "float32", device="cpu"),
+    DeltaShape("qwen3-next-b1-8k", 1, 8192, 32, 128, kv_heads=16, source="Qwen3-Next"),
+    DeltaShape("qwen3-next-b1-32k", 1, 32768, 32, 128, kv_heads=16, source="Qwen3-Next"),
+    DeltaShape("delta-b2-8k", 2, 8192, 16, 128),
+    DeltaShape("kimi-linear-b1-8k", 1, 8192, 32, 128, per_channel=True, source="Kimi Linear"),
+    DeltaShape("delta-channels-b2-8k", 2, 8192, 16, 128, per_channel=True),
+    DeltaShape("delta-packed-64k", 1, 65536, 32, 128, kv_heads=16, sequences=32),
+    DeltaShape("delta-decode-b64", 64, 1, 32, 128, kv_heads=16, state=True, source="Qwen3-Next"),
+)
+
+CONVOLUTION = (
+    ConvolutionShape("cpu-conv-2k", 1, 2048, 512, dtype="float32", device="cpu"),
+    ConvolutionShape("conv-b2-8k", 2, 8192, 8192, source="Qwen3-Next"),
+    ConvolutionShape("conv-decode-b64", 64, 1, 8192, state=True, source="Qwen3-Next"),
 )
 
 GROUPED = (
@@ -303,6 +322,8 @@ SHAPES: tuple[Shape, ...] = (
     *LATENT,
     *LATENT_DECODE,
     *LINEAR,
+    *DELTA,
+    *CONVOLUTION,
     *GROUPED,
     *POOL,
 )

@@ -1,1 +1,1 @@
-"""What the kernels of softmax attention share, whatever their backend."""
+"""Parts that the softmax attention kernels of all backends share."""

@@ -1,4 +1,4 @@
-"""The hash that dropout is, the same on every backend.
+"""The hash that decides dropout, the same on every backend.
 
 All arithmetic is uint32 modulo 2**32; ``fmix`` is the finaliser of MurmurHash3 (Appleby) and the
 odd constants are the primes of xxHash32 (Collet).

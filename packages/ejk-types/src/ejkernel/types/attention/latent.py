@@ -4,7 +4,7 @@
     dc = dk_nope w_kc^T + dv w_vc^T,  dw_kc = c^T dk_nope,  dw_vc = c^T dv
 
 ``mixins.FromLatent`` makes a kernel of flash attention one of latent attention. It keeps the latent
-rows for the gradient: the backward pass expands them again, which costs a product of
+rows for the gradient: the backward pass expands them again, which costs a matmul of
 ``2 * k * r * hk * (dn + dv)`` operations, and no expanded array lives from one pass to the other.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
@@ -47,12 +47,14 @@ def _shared(rotary: jax.Array, heads: int, like: jax.Array) -> jax.Array:
 
 
 def drop_masked_rows(arrays: Mapping[str, Any], mask: Any) -> Arrays:
-    """The arrays with rows of 0 where nobody sees them: they may hold NaN, which a product would
-    carry to the gradients of the weights."""
-    seen = seen_keys(mask.conjuncts, arrays["query"].shape[1], arrays["key_value"].shape[1])
+    """Returns the arrays with zeros in rows that no query sees.
+
+    Such rows may hold NaN, which a matmul would carry to the gradients of the weights.
+    """
+    seen = seen_keys(mask.terms, arrays["query"].shape[1], arrays["key_value"].shape[1])
     rows = [name for name in ("key_value", "b_k") if arrays.get(name) is not None]
-    kept = cleared(seen, *(arrays[name] for name in rows))
-    return {**arrays, **dict(zip(rows, kept, strict=True))}
+    values = cleared(seen, *(arrays[name] for name in rows))
+    return {**arrays, **dict(zip(rows, values, strict=True))}
 
 
 def expanded(arrays: Mapping[str, Any], precision: Any = None) -> tuple[jax.Array, ...]:
@@ -74,17 +76,17 @@ def gradients(
     latent, w_kc, w_vc = (arrays[name] for name in LATENT[1:4])
     nope = w_kc.shape[2]
     dk_nope = dk[..., :nope]
-    found = {
+    by_name = {
         "query": dq,
         "key_value": product("bkhn,rhn->bkr", dk_nope, w_kc) + product("bkhn,rhn->bkr", dv, w_vc),
         "w_kc": product("bkr,bkhn->rhn", latent, dk_nope),
         "w_vc": product("bkr,bkhn->rhn", latent, dv),
     }
     if "b_k" in arrays:
-        found["b_k"] = _sum_heads(dk[..., nope:])
+        by_name["b_k"] = _sum_heads(dk[..., nope:])
     if "b_q" in arrays:
-        found["query"], found["b_q"] = dq[..., :nope], _sum_heads(dq[..., nope:])
-    return found
+        by_name["query"], by_name["b_q"] = dq[..., :nope], _sum_heads(dq[..., nope:])
+    return by_name
 
 
 def _sum_heads(x: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from ejkernel.types.masks.structure import HULL, LISTED
 
 
 class SoftmaxKernel:
-    """A kernel whose own part of the backward pass are the gradients of q, k and v.
+    """A kernel that implements the gradients of q, k and v.
 
     Rows that see no key are cleared where a kernel would read them: their weights are 0, but
     0 * NaN is NaN.
@@ -45,8 +45,8 @@ class SoftmaxKernel:
     def gradients(self, work: Any, arrays: dict[str, Any]) -> dict[str, Any]:
         """Returns gradients by name.
 
-        ``arrays`` are those of the call and do, ``base`` (what forward saved) and delta; where
-        ``finds_delta`` is True, o and dlse in place of delta.
+        ``arrays`` has the arrays of the call, do, ``base`` (saved by the forward pass) and delta;
+        where ``finds_delta`` is True, o and dlse in place of delta.
         """
         raise NotImplementedError
 
@@ -62,10 +62,10 @@ class SoftmaxKernel:
         if "sink" not in arrays and self.finds_delta(work):
             return self.gradients(work, arrays | {"o": o, "dlse": dlse})
         delta = row_delta(o, do, dlse)
-        found = self.gradients(work, arrays | {"delta": delta})
+        gradients = self.gradients(work, arrays | {"delta": delta})
         if "sink" in arrays:
-            found["sink"] = sink_gradient(arrays["sink"], lse, delta)
-        return found
+            gradients["sink"] = sink_gradient(arrays["sink"], lse, delta)
+        return gradients
 
 
 def _rows_see_tiles(problem: Problem, tile_q: int, tile_kv: int) -> bool:
@@ -91,8 +91,8 @@ class FromLatent:
 
     def backward(self, work, arrays, outputs, saved, cotangents) -> Mapping[str, Any]:
         latent, flash = self._flash(work, arrays)
-        found = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
-        return gradients(latent, *(found.pop(name) for name in "qkv")) | found
+        flash_gradients = dict(super().backward(work, flash, outputs, saved, cotangents))  # ty: ignore[missing-attribute]
+        return gradients(latent, *(flash_gradients.pop(name) for name in "qkv")) | flash_gradients
 
     def _flash(self, work: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the arrays that only latent attention has, and the arrays of flash attention."""

@@ -1,4 +1,4 @@
-"""What one attention call computes, as static properties: hashable, so that it can key programs."""
+"""Static properties of one attention call: hashable, so that they can key programs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Problem:
     Attributes:
         batch, q_len, kv_len, heads, kv_heads, dim, value_dim: sizes.
         dtype: of q, k, v and o.
-        scale: factor of the products.
+        scale: factor of q k^T.
         soft_cap: cap of the logits or None.
         dropout: drop probability.
-        precision: of products of float32 inputs, as the backend names it.
+        precision: of matmuls of float32 inputs, as the backend names it.
         biased: whether a bias is added.
-        rules: the static part of the mask; no rules where nobody asked.
+        rules: the static part of the mask; no rules where the caller gave none.
         pattern_blocks: rows and keys of a block, where a pattern of blocks is part of the mask.
         seed_batches: batch rows that share one seed and count from its first index; a vmap axis
             multiplies ``batch`` but not this.

@@ -1,4 +1,4 @@
-"""What attention kernels leave to plain arrays: calls without work, and sums over rows.
+"""Steps of attention on plain arrays, next to its kernels: empty calls, reductions over rows.
 
 With ``p = exp(x - lse)``, ``o = p v`` and cotangents ``do`` and ``dlse``, the logits' gradient is
 ``dx = p * (do . v - delta)`` where ``delta = do . o - dlse``; a sink has no value, so its gradient
@@ -17,12 +17,12 @@ OUT, LSE = "ejkernel_out", "ejkernel_lse"
 
 
 def name_output(o: jax.Array) -> jax.Array:
-    """An output under its name, where a forward pass has nothing else to keep."""
+    """Names the output of a forward pass that saves no other residual."""
     return checkpoint_name(o, OUT)
 
 
 def name_lse(rows: Any) -> Any:
-    """Arrays that a gradient needs beside the output, one number a row, under their name."""
+    """Names the arrays with one value per row that a gradient needs in addition to the output."""
     return jax.tree.map(lambda x: checkpoint_name(x, LSE), rows)
 
 
@@ -36,7 +36,7 @@ def name_residuals(o: jax.Array, *rows: Any) -> tuple[Any, ...]:
 
 
 def empty_outputs(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """The answer of a call that has no rows, no keys or no heads; None for every other call.
+    """Returns the outputs of a call without rows, keys or heads; None for every other call.
 
     Args:
         q, k, v: ``[b, q, h, d]``, ``[b, k, hk, d]``, ``[b, k, hk, dv]``.

@@ -1,9 +1,9 @@
-"""What a call means, said once for every backend: one ``Call`` an operation.
+"""The meaning of a call, defined once for every backend: one ``Call`` per operation.
 
 A ``Call`` holds the operation's parameters with the words of their axes, the checks, and how what
 is optional becomes canonical. Public functions, kernels and tools read it; none of them repeats it.
 Importing :mod:`ejkernel.types` does not import this; each operation is imported on first use. The
-stub beside this file names them for type checkers.
+stub next to this file names them for type checkers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 MODULES = {
     "Attention": "attention",
     "BlockSparseAttention": "blocksparse_attention",
+    "CausalConv1D": "causal_conv1d",
     "FlashAttention": "flash_attention",
     "FlashMLA": "mla_attention",
     "GLAttention": "linear",
+    "GatedDeltaRule": "gated_delta_rule",
     "GroupedMatmul": "grouped_matmul",
     "LightningAttention": "linear",
     "MLADecode": "mla_decode",

@@ -3,7 +3,9 @@
 # fmt: off
 from ejkernel.types.calls.attention import Attention as Attention
 from ejkernel.types.calls.blocksparse_attention import BlockSparseAttention as BlockSparseAttention
+from ejkernel.types.calls.causal_conv1d import CausalConv1D as CausalConv1D
 from ejkernel.types.calls.flash_attention import FlashAttention as FlashAttention
+from ejkernel.types.calls.gated_delta_rule import GatedDeltaRule as GatedDeltaRule
 from ejkernel.types.calls.grouped_matmul import GroupedMatmul as GroupedMatmul
 from ejkernel.types.calls.linear import GLAttention as GLAttention
 from ejkernel.types.calls.linear import LightningAttention as LightningAttention

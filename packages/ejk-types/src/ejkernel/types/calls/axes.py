@@ -1,4 +1,4 @@
-"""What the axes of arguments are: the one table of the words that signatures are written in.
+"""The meanings of axes: the one table of the words that signatures are written in.
 
 The word of an axis decides whether calls that differ in it share a tuned config, and whether it may
 be spread over a mesh. A word that is not here is an error where a call is defined.
@@ -44,7 +44,7 @@ class Axis:
 
     @property
     def in_order(self) -> bool:
-        """Returns whether no softmax, scan or page walk may be cut along it."""
+        """Returns whether softmax, scans and loops over pages forbid splitting along it."""
         return self.kind is Kind.TOKENS
 
     @property
@@ -68,12 +68,14 @@ AXES: dict[str, Axis] = {
     **_all(Kind.COUNT, "sequences sequences_plus_1 states chunks"),
     **_all(Kind.COUNT, "pages max_blocks table_entries"),
     **_all(Kind.COUNT, "q_blocks kv_blocks"),
-    # of a grouped product, of a mean
+    # of a grouped matmul, of a mean
     **_all(Kind.ROWS, "rows"),
     **_all(Kind.COLUMNS, "columns channels"),
     **_all(Kind.FEATURE, "head_dim v_dim key_dim q_dim nope_dim rope_dim latent latent_dim"),
     **_all(Kind.FEATURE, "cache_dim padded_head_dim packing page_size sinks selected"),
     **_all(Kind.FEATURE, "groups all_groups inner"),
+    # of a convolution over tokens: taps, and the tokens before the present one
+    **_all(Kind.FEATURE, "width history"),
 }
 
 _UNNAMED = Axis(Kind.FEATURE)
@@ -90,25 +92,25 @@ def bare(word: str) -> str:
 def meaning(word: str) -> Axis:
     """Returns the meaning of a word of a signature.
 
-    ``_`` and numbers stand for axes without a name.
+    ``_`` and integers stand for axes without a name.
 
     Raises:
-        ValueError: nobody said what the word means.
+        ValueError: the word is not in the table.
     """
-    found = AXES.get(word)
-    if found is not None:
-        return found
+    axis = AXES.get(word)
+    if axis is not None:
+        return axis
     name = bare(word)
     if name == "_" or name.isdigit():
         return _UNNAMED
-    found = AXES.get(name)
-    if found is None:
+    axis = AXES.get(name)
+    if axis is None:
         raise ValueError(f"axis word {name!r} is unknown, known are: {', '.join(AXES)}")
-    return found
+    return axis
 
 
 def mask_axes(x: Any) -> tuple[str, ...]:
-    """Words of an array of a MaskInfo: a dense mask, or a number a token, or a head and token."""
-    if len(x.shape) == 4:  # its keys stay whole also where a ring cuts the keys themselves
+    """Returns the words of an array of a MaskInfo: a dense mask, or values per (head and) token."""
+    if len(x.shape) == 4:  # its key axis stays full also where a ring splits the keys themselves
         return ("batch", "heads", "q_len", "kv_total")
     return ("batch", *("heads",) * (len(x.shape) - 2), "q_len")

@@ -1,9 +1,8 @@
 """Checks and canonicalization of arguments inside the trace.
 
-``BY_NAME`` says what is done with an argument of a name; what one operation alone asks of its
-arguments stands with the operation. All take the arguments by name in a dict, change it in place
-and leave canonical ones: a float scale, a window tuple, one MaskInfo, sinks ``[heads, sinks]``, an
-int32 seed.
+``BY_NAME`` has the function for each argument name; rules of a single operation stand with
+it. All take the arguments by name in a dict, change it in place and leave canonical ones: a float
+scale, a window tuple, one MaskInfo, sinks ``[heads, sinks]``, an int32 seed.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def _softmax_options(a: Arguments) -> None:
 
 
 def _narrow(value: float) -> float:
-    """The number as logits see it: float32 unless JAX may use float64."""
+    """Returns the value in the precision of logits: float32 unless JAX may use float64."""
     if jax.config.jax_enable_x64:  # ty: ignore[missing-attribute]
         return float(value)
     with np.errstate(over="ignore"):
@@ -140,11 +139,11 @@ def _fits(value: float) -> bool:
 def precision(a: Arguments) -> None:
     """A precision that JAX knows by name."""
     name = a.get("precision")
-    for one in name if isinstance(name, tuple) else (name,):
-        if not isinstance(one, str) or one in jax.lax.DotAlgorithmPreset.__members__:
+    for level in name if isinstance(name, tuple) else (name,):
+        if not isinstance(level, str) or level in jax.lax.DotAlgorithmPreset.__members__:
             continue
         try:
-            jax.lax.Precision(one)
+            jax.lax.Precision(level)
         except ValueError:
             legal = "default, high, highest, or a jax.lax.DotAlgorithmPreset"
             raise out_of_range("precision", legal, name) from None
@@ -173,7 +172,7 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 
 
 def positive(a: Arguments, name: str, legal: str = "an integer >= 1") -> None:
-    """A number of things, where one is given, is at least 1."""
+    """Checks that a count, where one is given, is at least 1."""
     if a[name] is not None and a[name] < 1:
         raise out_of_range(name, legal, a[name])
 
@@ -252,7 +251,7 @@ def local_seeds(a: Arguments, shard: Any, *names: str) -> None:
 
 
 def _masks(a: Arguments) -> None:
-    """Every constraint of the call merged into ``mask_info``; the arguments behind are cleared.
+    """Merges every constraint of the call into ``mask_info`` and clears the merged arguments.
 
     Packed calls are the exception: there causal and window rules count inside the sequences, so
     the implementation joins all of them with the cumulative lengths at once, and ``mask_info`` is
@@ -267,8 +266,8 @@ def _masks(a: Arguments) -> None:
         del numbers["attention_mask"]
         a["mask_info"] = mask_of_rule(checked_rule(**numbers))
     else:
-        own = {name: a[name] for name in ("query", "key", "key_value", "mask_info") if name in a}
-        a["mask_info"] = mask_of({**own, **constraints})
+        masked = {name: a[name] for name in ("query", "key", "key_value", "mask_info") if name in a}
+        a["mask_info"] = mask_of(masked | constraints)
     a.update({name: _NO_MASK[name] for name in constraints})
 
 

@@ -1,4 +1,4 @@
-"""Valid inputs drawn for calls where random floats and zeros are none."""
+"""Valid random inputs for calls that random floats and zeros do not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def starts(sequences: int, rows: int) -> np.ndarray:
 
 
 def sequences(a: Mapping[str, Any], first: str) -> dict[str, Any]:
-    """Packed sequences of equal length; ``first`` is what they are packed in."""
+    """Packed sequences of equal length; ``first`` names the array that they are packed in."""
     packed = {
         "cu_seqlens": (first, 0 if first == "x" else 1),
         "cum_seqlens_q": ("query", 1),
@@ -44,6 +44,6 @@ def tables(a: Mapping[str, Any], rng: np.random.Generator, cache: str) -> dict[s
 
 
 def normal(a: Mapping[str, Any], rng: np.random.Generator, names: Iterable[str]) -> dict[str, Any]:
-    """Normal numbers for those of the arrays that are given."""
-    given = {name: a[name] for name in names if hasattr(a[name], "shape")}
-    return {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in given.items()}
+    """Returns normally distributed values for the named arrays that the call has."""
+    arrays = {name: a[name] for name in names if hasattr(a[name], "shape")}
+    return {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in arrays.items()}

@@ -15,7 +15,7 @@ from ejkernel.types.calls.words import Array, F, I, Weights, invalid, out_of_ran
 
 
 class GroupedMatmul(Call):
-    """One matrix per run of rows."""
+    """A matmul with one right matrix per contiguous group of rows."""
 
     name = "grouped_matmul"
     outputs = ("rows columns",)
@@ -57,8 +57,8 @@ class GroupedMatmul(Call):
         first = values.concrete_value(a["group_offset"])
         if first is not None and first.size == 1 and first.dtype.kind in "iu":
             value = int(first.reshape(()))
-            total, held = (getattr(a[name], "shape", ()) for name in ("group_sizes", "rhs"))
-            legal = total[0] - held[0] if total and held else None
+            sizes, rhs = (getattr(a[name], "shape", ()) for name in ("group_sizes", "rhs"))
+            legal = sizes[0] - rhs[0] if sizes and rhs else None
             if value < 0 or (legal is not None and legal >= 0 and value > legal):
                 inside = f"0 to {legal}, so that rhs lies inside group_sizes"
                 raise out_of_range("group_offset", inside, value)
@@ -73,11 +73,11 @@ class GroupedMatmul(Call):
         if lhs.shape[1] != inner:
             axis = 2 if a["transpose_rhs"] else 1
             raise invalid("rhs", f"axis {axis} equal to the inner axis {lhs.shape[1]} of lhs", rhs)
-        total, held = a["group_sizes"].shape[0], rhs.shape[0]
-        if a["group_offset"] is None and total != held:
-            raise invalid("group_sizes", f"int[{held}], one per matrix of rhs", a["group_sizes"])
-        if total < held:
-            raise invalid("group_sizes", f"at least the {held} groups of rhs", a["group_sizes"])
+        total, groups = a["group_sizes"].shape[0], rhs.shape[0]
+        if a["group_offset"] is None and total != groups:
+            raise invalid("group_sizes", f"int[{groups}], one per matrix of rhs", a["group_sizes"])
+        if total < groups:
+            raise invalid("group_sizes", f"at least the {groups} groups of rhs", a["group_sizes"])
         if out is not None and out.shape != (lhs.shape[0], columns):
             raise invalid("existing_out", f"float[{lhs.shape[0]}, {columns}]", out)
         dtype = a["preferred_element_type"]
@@ -86,8 +86,8 @@ class GroupedMatmul(Call):
         canonicalize.scalar_index(a, "group_offset")
         if scale is None:
             return
-        if scale.shape not in ((), (held,), (held, columns)):
-            legal = f"float[], float[{held}] or float[{held}, {columns}]"
+        if scale.shape not in ((), (groups,), (groups, columns)):
+            legal = f"float[], float[{groups}] or float[{groups}, {columns}]"
             raise invalid("rhs_scale", legal, scale)
         if not is_eight_bit(rhs):
             raise ValueError(
@@ -107,7 +107,7 @@ class GroupedMatmul(Call):
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
-        """Zero, or what is added to it, where an axis has no entries."""
+        """Returns zeros, or ``existing_out``, where an axis has no entries."""
         lhs, rhs, existing = a["lhs"], a["rhs"], a["existing_out"]
         if 0 not in (*lhs.shape, *rhs.shape):
             return None
@@ -120,6 +120,6 @@ class GroupedMatmul(Call):
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Groups of equal size."""
         rows, groups = a["lhs"].shape[0], a["group_sizes"].shape[0]
-        found = {"group_sizes": np.diff(drawn.starts(groups, rows))}
+        samples = {"group_sizes": np.diff(drawn.starts(groups, rows))}
         stored = ("rhs", "rhs_scale") if is_eight_bit(a["rhs"]) else ()
-        return found | drawn.normal(a, rng, stored)
+        return samples | drawn.normal(a, rng, stored)

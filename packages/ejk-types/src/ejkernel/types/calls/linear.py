@@ -1,4 +1,4 @@
-"""The calls of all recurrent operations: a state a batch row or packed sequence."""
+"""The calls of all recurrent operations: one state per batch row or packed sequence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +16,11 @@ class LinearCall(Call):
     """A call with an initial state, one per batch row or per packed sequence."""
 
     symbolic = (*Call.symbolic, "sequences_plus_1")
+
+    @classmethod
+    def num_heads(cls, a: Mapping[str, Any]) -> int:
+        """Returns the number of heads that have a state of their own."""
+        return a["query"].shape[2]
 
     @staticmethod
     def _state(a: Arguments) -> str:
@@ -35,14 +40,15 @@ class LinearCall(Call):
         state, cu = a["initial_state"], a["cu_seqlens"]
         n = a["query"].shape[0] if cu is None else cu.shape[0] - 1
         if state is not None and state.shape[0] != n:
-            what = "batch row" if cu is None else "sequence of cu_seqlens"
-            legal = f"float[{n}, heads, key_dim, v_dim], one per {what}"
+            owner = "batch row" if cu is None else "sequence of cu_seqlens"
+            legal = f"float[{n}, heads, key_dim, v_dim], one per {owner}"
             raise invalid("initial_state", legal, state)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         """Zeros and the initial states where an axis has no entries."""
-        (b, s, h, dk), dv, cu = a["query"].shape, a["value"].shape[3], a["cu_seqlens"]
+        (b, s, _, dk), dv, cu = a["query"].shape, a["value"].shape[3], a["cu_seqlens"]
+        h = cls.num_heads(a)
         states = b if cu is None else cu.shape[0] - 1
         if 0 not in (b, s, h, dk, dv, states):
             return None
@@ -54,19 +60,19 @@ class LinearCall(Call):
     @classmethod
     def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
         """The output, and the states that a gradient starts from."""
-        o, *rest = outputs
-        return (softmax.name_output(o), *rest), softmax.name_lse(saved)
+        o, *states = outputs
+        return (softmax.name_output(o), *states), softmax.name_lse(saved)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """Returns samples whose gates decay."""
-        found = super().samples(a, rng)
+        samples = super().samples(a, rng)
         for name in ("g", "g_gamma", "gk", "gv"):
             gate = a.get(name)
             if gate is not None:
                 decay = -np.abs(rng.standard_normal(gate.shape)) / 16
-                found[name] = jnp.asarray(decay, gate.dtype)
-        return found
+                samples[name] = jnp.asarray(decay, gate.dtype)
+        return samples
 
 
 class RecurrentAttention(LinearCall):

@@ -78,9 +78,9 @@ class MeanPooling(Call):
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
         """x ``[batch, rows, channels]``, cu_seqlens, and kept int8 ``[batch, rows]``."""
-        shape, kept = cls._shapes(a)[1], a["attention_mask"]
-        kept = None if kept is None else kept.reshape(shape[:2]).astype(jnp.int8)
-        return {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"], "kept": kept}
+        shape, mask = cls._shapes(a)[1], a["attention_mask"]
+        mask = None if mask is None else mask.reshape(shape[:2]).astype(jnp.int8)
+        return {"x": a["x"].reshape(shape), "cu_seqlens": a["cu_seqlens"], "kept": mask}
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -20,9 +20,9 @@ LATENT = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
 class FlashMLA(SoftmaxCall):
     """Multi-head latent attention for training and prefill.
 
-    Its problem is that of flash attention on what it expands to; a kernel gets query, key_value,
-    w_kc, w_vc, b_q and b_k as they are, those given, and the rest as flash attention does
-    (``ejkernel.types.attention.latent`` is the way from one to the other).
+    Its problem is the problem of flash attention on the expanded keys and values. A kernel gets
+    query, key_value, w_kc, w_vc and, where the call has them, b_q and b_k unchanged, and the other
+    operands as flash attention does (``ejkernel.types.attention.latent`` expands them).
     """
 
     name = "mla_attention"
@@ -75,7 +75,7 @@ class FlashMLA(SoftmaxCall):
 
     @staticmethod
     def _expanded(a: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of flash attention, abstract where they are made."""
+        """Returns the arguments of flash attention; expanded arrays are abstract."""
         q, latent, w_kc, w_vc, b_k = (
             a[name] for name in ("query", "key_value", "w_kc", "w_vc", "b_k")
         )
@@ -100,8 +100,8 @@ class FlashMLA(SoftmaxCall):
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-        given = {name: a[name] for name in LATENT if a[name] is not None}
-        return given | cls.other_operands(cls._expanded(a), problem)
+        latent = {name: a[name] for name in LATENT if a[name] is not None}
+        return latent | cls.other_operands(cls._expanded(a), problem)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:

@@ -1,8 +1,15 @@
 """The call of mla_decode."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
 from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, out_of_range
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import LatentProblem
 
 
 class MLADecode(PagedCall):
@@ -42,6 +49,31 @@ class MLADecode(PagedCall):
     def canonicalize(cls, a: Arguments) -> None:
         """The value part lies inside a cache row."""
         super().canonicalize(a)
-        dim, whole = a["latent_dim"], a["latent_cache"].shape[-1]
-        if not 1 <= dim <= whole:
-            raise out_of_range("latent_dim", f"1 to {whole}, the last axis of latent_cache", dim)
+        dim, limit = a["latent_dim"], a["latent_cache"].shape[-1]
+        if not 1 <= dim <= limit:
+            raise out_of_range("latent_dim", f"1 to {limit}, the last axis of latent_cache", dim)
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> LatentProblem:
+        query, cache = a["query"], a["latent_cache"]
+        return LatentProblem.from_arguments(
+            a,
+            query,
+            cache,
+            cache,
+            kv_heads=1,
+            value_dim=a["latent_dim"],
+            max_pages=a["block_tables"].shape[1],
+            tokens=1 if query.ndim == 3 else query.shape[1],
+            layout=KVLayout.latent(query.shape[-1]),
+            return_lse=a["return_lse"],
+        )
+
+    @classmethod
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """Zero, with an lse of minus infinity, where an axis has no entries."""
+        query, cache = a["query"], a["latent_cache"]
+        if 0 not in (*query.shape, *cache.shape[:2], a["block_tables"].shape[1]):
+            return None
+        lse = jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
+        return jnp.zeros((*query.shape[:-1], a["latent_dim"]), query.dtype), lse

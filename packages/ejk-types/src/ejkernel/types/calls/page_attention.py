@@ -9,6 +9,7 @@ from ejkernel.types.calls.paged import PagedCall
 from ejkernel.types.calls.softmax import AttentionCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I
+from ejkernel.types.serving.problem import PagedProblem
 
 
 class PageAttention(PagedCall, AttentionCall):
@@ -42,6 +43,12 @@ class PageAttention(PagedCall, AttentionCall):
     def check_values(cls, a: Arguments) -> None:
         super().check_values(a)
         cls.check_tables(a)
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
+        columns = a["block_tables"].shape[1]
+        arrays = (a["query"], a["key_cache"], a["value_cache"])
+        return PagedProblem.from_arguments(a, *arrays, max_pages=columns)
 
     @classmethod
     def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:

@@ -1,18 +1,19 @@
-"""What calls over page tables share: lengths, starts and tables that fit the cache."""
+"""The shared part of calls over page tables: checks of lengths, starts and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.arrays import MAX_LENGTH, is_symbolic
 from ejkernel.types.calls.signature import axes_of
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.values import concrete_indices, concrete_value
-from ejkernel.types.calls.words import given, out_of_range
+from ejkernel.types.calls.words import describe_value, out_of_range
 from ejkernel.types.masks.segments import check_starts
 
 _FOREIGN_ORDERS = ((0, 2, 1, 3), (1, 2, 0, 3))
@@ -80,7 +81,7 @@ class PagedCall(Call):
             return
         (p,) = (p for p in cls.boundary.parameters if p.name == pool)
         layout = axes_of(p, cache)
-        form = f"{given(cache)} is read as [{', '.join(layout)}]"
+        form = f"{describe_value(cache)} is read as [{', '.join(layout)}]"
         for order in _FOREIGN_ORDERS if len(layout) == 4 else ():
             sizes = [cache.shape[axis] for axis in order]
             if cls._misfit(a, lens, table, *sizes[:2]) is None:
@@ -111,6 +112,17 @@ class PagedCall(Call):
         r, c = map(int, bad[0])
         entry, legal = int(table[r, c]), f"a page from 0 to {pages - 1}"
         return f"block_tables[{r}, {c}]: given {entry}, expected {legal}"
+
+
+class RaggedCall(PagedCall):
+    """A call of packed query rows of several sequences over a cache of pages."""
+
+    @classmethod
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        """Zero where an axis of the queries, the cache or the table has no entries."""
+        queries, cache = a["queries"], a[cls.boundary.pools[0]]
+        shapes = (*queries.shape, *cache.shape, *a["block_tables"].shape)
+        return (jnp.zeros(queries.shape, queries.dtype),) if 0 in shapes else None
 
     @classmethod
     def check_sequences(cls, a: Arguments, count: int) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.types.calls.spec import Arguments, Call
 from ejkernel.types.calls.words import Array, F, I
+from ejkernel.types.serving.problem import PagedProblem
 
 
 class RaggedDecodeAttention(Call):
@@ -32,6 +34,18 @@ class RaggedDecodeAttention(Call):
     @classmethod
     def output_axes(cls, a: Arguments) -> tuple[str, ...]:
         return ("batch heads v_dim" if a["query"].ndim == 3 else "batch 1 heads v_dim",)
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> PagedProblem:
+        """The problem of a paged cache: every sequence has one page, its row of the cache."""
+        return PagedProblem.from_arguments(a, a["query"], a["key"], a["value"], max_pages=1)
+
+    @classmethod
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        query, value = a["query"], a["value"]
+        shape = (*query.shape[:-1], value.shape[3])
+        empty = 0 in (*shape, query.shape[-1], value.shape[1])
+        return (jnp.zeros(shape, query.dtype),) if empty else None
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.calls import canonicalize, values
-from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
+from ejkernel.types.serving.problem import RaggedProblem
 
 
-class RaggedPageAttention(PagedCall):
+class RaggedPageAttention(RaggedCall):
     """Mixed prefill and decode over a paged cache that already holds the new tokens."""
 
     name = "ragged_page_attention"
@@ -49,14 +50,19 @@ class RaggedPageAttention(PagedCall):
 
     @classmethod
     def canonicalize(cls, a: Arguments) -> None:
-        """Pages hold keys and values of each head in turn."""
+        """Checks that pages interleave keys and values: one row of each per head."""
         heads, odd = divmod(a["kv_pages"].shape[2], 2)
         if odd:
-            legal = "an even axis 2: keys and values of each kv head in turn"
+            legal = "an even axis 2: keys and values of each kv head, interleaved"
             raise invalid("kv_pages", legal, a["kv_pages"])
         canonicalize.check_groups("kv_pages", a["queries"].shape[1], heads, a["kv_pages"])
         super().canonicalize(a)
         canonicalize.scalar_index(a, "num_seqs")
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:
+        cache = a["kv_pages"]
+        return RaggedProblem.from_arguments(a, cache, a["context_lens"], cache.shape[2] // 2)
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from ejkernel.types.calls import values
-from ejkernel.types.calls.paged import PagedCall
+from ejkernel.types.calls.paged import RaggedCall
 from ejkernel.types.calls.spec import Arguments
 from ejkernel.types.calls.words import Array, Cache, F, I, invalid, out_of_range
+from ejkernel.types.serving.problem import RaggedProblem
 
 
-class RaggedPageAttentionv3(PagedCall):
+class RaggedPageAttentionv3(RaggedCall):
     """Cache update and mixed prefill/decode attention in one call."""
 
     name = "ragged_page_attention_v3"
@@ -43,7 +44,7 @@ class RaggedPageAttentionv3(PagedCall):
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        """``distribution``: decode, prefill and all sequence numbers, in order."""
+        """Checks ``distribution``: ends of the decode, prefill and all sequences, in order."""
         ends = values.concrete_value(a["distribution"])
         if ends is None or ends.shape != (3,):
             return
@@ -77,6 +78,17 @@ class RaggedPageAttentionv3(PagedCall):
         table, n = a["block_tables"], a["kv_lens"].shape[0]
         if table.ndim == 1 and n and table.shape[0] % n:
             raise invalid("block_tables", f"a flat table of {n} equal rows", table)
+
+    @classmethod
+    def problem(cls, a: Mapping[str, Any]) -> RaggedProblem:
+        keys, lengths = a["keys"], a["kv_lens"]
+        written = tuple(np.dtype(a[name].dtype).name for name in ("keys", "values"))
+        return RaggedProblem.from_arguments(a, a["kv_cache"], lengths, keys.shape[1], written)
+
+    @classmethod
+    def empty_outputs(cls, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
+        outputs = super().empty_outputs(a, problem)
+        return outputs and (*outputs, a["kv_cache"])
 
     @classmethod
     def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

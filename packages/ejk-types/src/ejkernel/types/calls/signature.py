@@ -1,4 +1,4 @@
-"""The boundary: what a public function's signature says, checked once with jaxtyping and beartype.
+"""The boundary: a public function's signature, checked once with jaxtyping and beartype.
 
 A value that does not fit its annotation, alone or together with the axes of the arguments before
 it, is an InvalidArgument that names the argument, what is expected and what was given.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from ejkernel.types.calls.axes import meaning
-from ejkernel.types.calls.words import alternatives, expected, forms, given, is_array
+from ejkernel.types.calls.words import alternatives, describe_value, expected, forms, is_array
 from ejkernel.types.errors import InvalidArgument
 
 TAIL = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -63,7 +63,9 @@ class Boundary:
     seeds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, name: str, function: Callable[..., Any], seeds: tuple[str, ...] = ()) -> Boundary:
+    def from_function(
+        cls, name: str, function: Callable[..., Any], seeds: tuple[str, ...] = ()
+    ) -> Boundary:
         """Read the signature of ``function``; annotations must be objects, not strings."""
         signature = inspect.signature(function)
         return cls(
@@ -78,14 +80,14 @@ class Boundary:
         )
 
     def check_words(self, outputs: Sequence[str] = ()) -> None:
-        """Raise TypeError for an axis of an argument or output whose word nobody explained."""
-        said = [(p.name, axes) for p in self.parameters for _, axes in p.forms]
+        """Raise TypeError for an axis of an argument or output whose word is not in ``axes``."""
+        axes_by_name = [(p.name, axes) for p in self.parameters for _, axes in p.forms]
         for i, axes in enumerate(outputs):
             if not axes.startswith("="):
-                said.append((f"output {i}", axes))
+                axes_by_name.append((f"output {i}", axes))
             elif axes[1:] not in self.names:
                 raise TypeError(f"{self.name}, output {i}: there is no argument {axes[1:]!r}")
-        for where, axes in said:
+        for where, axes in axes_by_name:
             for word in axes.split():
                 try:
                     meaning(word)
@@ -127,7 +129,7 @@ class Boundary:
 
     @cached_property
     def scale_names(self) -> tuple[str, ...]:
-        """The parameters that take a number or an array of floats."""
+        """The parameters that take a float or an array of floats."""
         floats = (p for p in self.parameters if p.name in self.float_names)
         return tuple(p.name for p in floats if float in alternatives(p.annotation))
 
@@ -174,14 +176,14 @@ class Boundary:
         return named
 
     def _name_here(self, foreign: str) -> str:
-        """Words an error about an unknown argument: our name for it, or nothing."""
+        """Returns a hint for an unknown argument, our name for it, or an empty string."""
         for ours in NAMES_ELSEWHERE.get(foreign, ()):
             if ours.partition("=")[0] in self.names:
                 return f"; here it is {ours}"
         return ""
 
     def differing(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that are not their defaults: what a call has to carry."""
+        """Returns the arguments that differ from their defaults, which a call has to carry."""
         defaults = self.defaults
         return {name: v for name, v in arguments.items() if v is not defaults[name]}
 
@@ -206,33 +208,33 @@ class Boundary:
 
     def _message(self, p: Parameter, arguments: Mapping[str, Any]) -> str:
         value = arguments[p.name]
-        text = f"{p.name}: expected {expected(p.annotation)}, given {given(value)}"
+        text = f"{p.name}: expected {expected(p.annotation)}, given {describe_value(value)}"
         if not hasattr(value, "shape"):
             return text
         sizes = self.sizes({n: arguments[n] for n in self.names[: self.names.index(p.name)]})
         words = {w.lstrip("#*") for _, axes in p.forms for w in axes.split()}
-        known = [f"{word}={size}" for word, size in sizes.items() if word in words]
-        return f"{text} (by the arguments before: {', '.join(known)})" if known else text
+        bound = [f"{word}={size}" for word, size in sizes.items() if word in words]
+        return f"{text} (by the arguments before: {', '.join(bound)})" if bound else text
 
     def sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Size of every named axis, from the first array that has it."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for p in self.parameters:
             value = arguments.get(p.name)
             if not hasattr(value, "shape"):
                 continue
             for word, size in zip(axes_of(p, value), value.shape, strict=False):
                 if word.isidentifier() and not word.startswith("_"):
-                    found.setdefault(word, size)
-        return found
+                    sizes.setdefault(word, size)
+        return sizes
 
 
 def axes_of(p: Parameter, value: Any, override: Mapping[str, str] | None = None) -> list[str]:
     """One word per axis of ``value``: the form of its rank, ``*names`` numbered from 0."""
     rank = value if isinstance(value, int) else len(value.shape)
     fallback: list[str] = []
-    said = [override[p.name]] if override and p.name in override else []
-    for axes in (*said, *(axes for _, axes in p.forms)):
+    overriding = [override[p.name]] if override and p.name in override else []
+    for axes in (*overriding, *(axes for _, axes in p.forms)):
         words = axes.split()
         star = next((i for i, w in enumerate(words) if w.startswith("*")), None)
         if star is None:

@@ -1,4 +1,4 @@
-"""What the calls of flash-type attention leave to a kernel: problem, arrays, results."""
+"""Calls of flash-type attention: problem, arrays and results of their kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rules(mask: MaskInfo) -> Rules:
 
 
 class AttentionCall(Call):
-    """A call whose kernel saves a logarithm of sums of exponentials a row."""
+    """A call whose kernel saves a logsumexp per row."""
 
     outputs = ("batch q_len heads v_dim", "batch q_len heads")
 
@@ -77,23 +77,23 @@ class SoftmaxCall(AttentionCall):
 
     @staticmethod
     def read_mask(a: Mapping[str, Any], read: Callable[[MaskInfo], Any]) -> Any:
-        """Returns what ``read`` finds in the mask, from shapes alone. May raise Unsupported."""
+        """Returns the result of ``read`` on the mask, from shapes alone. May raise Unsupported."""
         packed = _packed(a)
         arrays = {name: a.get(name) for name in _MASKS} if packed else a["mask_info"]
         if not jax.tree.leaves(arrays):
             return read(a["mask_info"])
-        found: list[Any] = []
+        results: list[Any] = []
 
         def probe(arrays: Any) -> None:
-            found.append(read(mask_of({**a, **arrays}) if packed else arrays))
+            results.append(read(mask_of({**a, **arrays}) if packed else arrays))
 
         jax.eval_shape(probe, arrays)
-        return found[0]
+        return results[0]
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-        given = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
-        return given | cls.other_operands(a, problem)
+        qkv = {letter: a[name].astype(problem.dtype) for letter, name in QKV.items()}
+        return qkv | cls.other_operands(a, problem)
 
     @staticmethod
     def other_operands(a: Mapping[str, Any], problem: Problem) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Call: what one operation takes and means, said once for every backend."""
+"""Call: arguments and meaning of one operation, defined once for every backend."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NUMBER = {int}
 class Call:
     """The calls of one operation; a subclass is used as it is and never instantiated.
 
-    A subclass has ``signature``, a function whose parameters are those of the operation, annotated
-    with the words of ``words``, and overrides the other methods where it needs to. What arguments
-    of one name ask for in every operation, ``values.BY_NAME`` and ``canonicalize.BY_NAME`` say.
+    A subclass has ``signature``, a function with the parameters of the operation, annotated with
+    the types of ``words``, and overrides the other methods where it needs to. Checks that belong
+    to an argument name in every operation are in ``values.BY_NAME`` and ``canonicalize.BY_NAME``.
 
     Attributes:
         name: of the operation, as users call it.
@@ -39,9 +39,9 @@ class Call:
         extra_outputs_flag: the flag without which there is only the first output; "": none.
         seeds: the arguments, any integer, that dropout starts from.
         untuned_arguments: arguments that change what is computed and not how it is cut into tiles.
-        size_arguments: static integers that say how wide something is.
+        size_arguments: static integers that are sizes, such as a window.
         divisors: scales that something is divided by, so that they are never 0.
-        normal_samples: whether sample inputs are normal numbers, of both signs.
+        normal_samples: whether sample inputs are normally distributed, of both signs.
         merged: arguments that ``check_values`` or ``canonicalize`` moves into another one, and the
             name of that one. A kernel that reads the latter has no need to read the former.
         whole_groups: whether a device of a mesh needs all query heads of its key heads.
@@ -78,7 +78,7 @@ class Call:
         super().__init_subclass__(**kwargs)
         if "signature" not in vars(cls):
             return
-        cls.boundary = Boundary.of(cls.name, cls.signature, cls.seeds)
+        cls.boundary = Boundary.from_function(cls.name, cls.signature, cls.seeds)
         cls.boundary.check_words(cls.outputs)
         cls.algorithm = cls.algorithm or cls.name
         flags = (name for name in cls.boundary.names if name.startswith("return_"))
@@ -96,7 +96,7 @@ class Call:
 
     @classmethod
     def check_values(cls, a: Arguments) -> None:
-        """Check Python and numpy values, call builders, turn changing numbers into arrays."""
+        """Check Python and numpy values, call builders, turn scalars that vary into arrays."""
         for step in cls._before:
             step(a)
 
@@ -122,7 +122,7 @@ class Call:
 
     @classmethod
     def argument_axes(cls, a: Arguments) -> Mapping[str, str]:
-        """Axes of arguments whose annotation cannot say them."""
+        """Returns axes of arguments that an annotation cannot express."""
         return {}
 
     @classmethod
@@ -171,15 +171,17 @@ class Call:
 
     @classmethod
     def prepare(cls, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-        """All arguments by name, outside any trace: values checked, changing numbers as arrays.
+        """Checks values outside any trace and returns all arguments by name.
+
+        Scalars that vary from call to call become arrays.
 
         Raises:
             TypeError: arguments that do not fit the signature.
             InvalidArgument, ValueError: a value that is known and wrong.
         """
         boundary = cls.boundary
-        given = kwargs.keys()
-        if args or not boundary.required <= given <= boundary.defaults.keys():
+        names = kwargs.keys()
+        if args or not boundary.required <= names <= boundary.defaults.keys():
             a = boundary.by_name(args, kwargs)
         else:
             a = {**boundary.defaults, **kwargs}
@@ -211,7 +213,7 @@ class Call:
         typecheck: bool = True,
         warn: Callable[[str], object] | None = None,
     ) -> Arguments:
-        """Canonical arguments, inside the trace: dtypes, ranks and axes checked.
+        """Makes arguments canonical, inside the trace: checks dtypes, ranks and axes.
 
         Canonical arguments stay as they are. ``warn`` is called with each of the ``cautions``.
 
@@ -275,15 +277,15 @@ class Call:
         Dtypes are names: to NumPy ``np.dtype("float64") == None`` is true, and ``jax.jit`` finds
         its programs by the equality of static arguments alone.
         """
-        found = []
+        values = []
         for name in cls.StaticArguments._fields:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            found.append(x)
-        return cls.StaticArguments(*found)
+            values.append(x)
+        return cls.StaticArguments(*values)
 
     @classmethod
     def options(cls, a: Mapping[str, Any]) -> Any:
@@ -291,29 +293,29 @@ class Call:
 
         None stands for a PRNG key, which is an array in canonical form.
         """
-        found = []
+        values = []
         for name in cls.Options._fields:
             x = a[name]
             if isinstance(x, np.dtype):
                 x = x.name
             elif hasattr(x, "shape") and hasattr(x, "dtype"):
                 x = None
-            found.append(x)
-        return cls.Options(*found)
+            values.append(x)
+        return cls.Options(*values)
 
     @classmethod
     def array_arguments(cls, a: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among the arguments, and the mask, by name."""
-        found = {}
+        arrays = {}
         for name in cls.boundary.names:
             x = a[name]
             if isinstance(x, MaskInfo) or (hasattr(x, "shape") and hasattr(x, "dtype")):
-                found[name] = x
-        return found
+                arrays[name] = x
+        return arrays
 
     @classmethod
     def problem(cls, a: Mapping[str, Any]) -> Any:
-        """The static properties a kernel asks for, hashable; arrays may be abstract.
+        """Returns the static properties a kernel needs, hashable; arrays may be abstract.
 
         Raises:
             Unsupported: a call that no kernel of this kind takes.
@@ -322,7 +324,7 @@ class Call:
 
     @classmethod
     def operands(cls, a: Mapping[str, Any], problem: Any) -> dict[str, Any]:
-        """The arrays a kernel reads, by the names it knows them by; None for what is not given."""
+        """Returns the arrays a kernel reads by its names for them; None for absent arrays."""
         return cls.array_arguments(a)
 
     @classmethod
@@ -332,7 +334,7 @@ class Call:
 
     @classmethod
     def name_residuals(cls, outputs: tuple[Any, ...], saved: Any) -> tuple[tuple[Any, ...], Any]:
-        """Outputs, and what a gradient needs beside them, under names for ``jax.checkpoint``."""
+        """Names the outputs and the other residuals of a gradient for ``jax.checkpoint``."""
         return outputs, saved
 
     @classmethod
@@ -352,8 +354,8 @@ class Call:
 
         Packed sequences are of equal length, contexts full, their pages in random order.
         """
-        found = drawn.sequences(a, cls.boundary.names[0])
+        samples = drawn.sequences(a, cls.boundary.names[0])
         if "block_tables" in a:
-            found |= drawn.tables(a, rng, cls.boundary.pools[0])
+            samples |= drawn.tables(a, rng, cls.boundary.pools[0])
         names = cls.boundary.float_names if cls.normal_samples else ()
-        return found | drawn.normal(a, rng, names)
+        return samples | drawn.normal(a, rng, names)

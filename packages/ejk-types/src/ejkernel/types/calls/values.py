@@ -1,10 +1,10 @@
-"""Before the trace: checks of numbers that are known, Python scalars and numpy arrays.
+"""Checks before the trace of values that the host knows: Python scalars and numpy arrays.
 
 A jax array is not read, so a wrong index inside one gets the documented safe behaviour of the
-operation (nothing is read out of bounds, rows without keys give 0) instead of an error. One of
-64-bit integers is the exception, and only for whether int32 holds them (``arrays.check_int32``).
-``BY_NAME`` says what is done with an argument of a name; all take the arguments by name in a dict
-and change it in place.
+operation (nothing is read out of bounds, rows without keys give 0) instead of an error. The
+exception are 64-bit integers, checked for values that int32 cannot hold (``arrays.check_int32``).
+``BY_NAME`` has the function for each argument name; all take the arguments by name in a dict and
+change it in place.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def concrete_value(value: Any) -> Any:
 
 def concrete_indices(value: Any) -> np.ndarray | None:
     """Returns ``concrete_value`` of a vector of integers."""
-    found = concrete_value(value)
-    return found if found is not None and found.ndim == 1 and found.dtype.kind in "iu" else None
+    array = concrete_value(value)
+    return array if array is not None and array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
 def seeds_to_arrays(a: Arguments, *names: str) -> None:
     """Python and numpy seeds become int32 arrays, so that new seeds compile nothing."""
     for name in names:
         value = concrete_value(a[name])
-        whole = value is not None and value.dtype.kind in "iuO" and value.ndim == 0
-        if whole:  # a Python int that no integer dtype holds is an object to numpy
+        is_integer = value is not None and value.dtype.kind in "iuO" and value.ndim == 0
+        if is_integer:  # a Python int that no integer dtype holds is an object to numpy
             a[name] = np.asarray(int(value) & 0xFFFFFFFF, np.uint32).view(np.int32)
 
 
@@ -55,7 +55,7 @@ def integer_to_array(a: Arguments, name: str) -> None:
 
 
 def scale_to_array(a: Arguments, name: str, *, divide: bool = False) -> None:
-    """A Python number that scales something becomes a 0-d float array.
+    """Turns a Python number that is a scale into a 0-d float array.
 
     Known ones are finite, and not 0 where something is divided by them.
     """
@@ -65,7 +65,7 @@ def scale_to_array(a: Arguments, name: str, *, divide: bool = False) -> None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         wide = jax.config.jax_enable_x64  # ty: ignore[missing-attribute]
         dtype, largest = (np.float64, _LARGEST[1]) if wide else (np.float32, _LARGEST[0])
-        if -largest <= value <= largest:  # most are: no need of the slow look that follows
+        if -largest <= value <= largest:  # the common case skips the slow check below
             scale = a[name] = np.asarray(value, dtype)
             if scale or not divide:
                 return

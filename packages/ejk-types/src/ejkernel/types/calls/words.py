@@ -62,12 +62,12 @@ else:
         dtypes = ("prng_key",)
 
     class Cache(AbstractDtype):
-        """What a key/value cache may hold: floating point, int8, or an 8-bit float."""
+        """Dtypes of a key/value cache: floating point, int8, or an 8-bit float."""
 
         dtypes = (*F.dtypes, *EIGHT_BIT)
 
     class Weights(AbstractDtype):
-        """What matrices of weights may be stored as: floating point, int8, or an 8-bit float."""
+        """Dtypes of stored weights: floating point, int8, or an 8-bit float."""
 
         dtypes = (*F.dtypes, *EIGHT_BIT)
 
@@ -105,11 +105,11 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 @lru_cache(maxsize=4096)
 def forms(annotation: Any) -> tuple[tuple[str, str], ...]:
     """``(family, axes)`` of every array arm, in order: ``(("float", "batch seq"), ...)``."""
-    found: dict[tuple[str, str], None] = {}
+    array_forms: dict[tuple[str, str], None] = {}
     for arm in alternatives(annotation):
         if hasattr(arm, "dim_str") and hasattr(arm, "dtype"):
-            found[(FAMILY[arm.dtype.__name__], arm.dim_str.strip())] = None
-    return tuple(found)
+            array_forms[(FAMILY[arm.dtype.__name__], arm.dim_str.strip())] = None
+    return tuple(array_forms)
 
 
 def is_array(annotation: Any) -> bool:
@@ -153,7 +153,7 @@ def shown(annotation: Any) -> Shown:
     return Shown(" | ".join(_words(annotation)))
 
 
-def given(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describes a value, as ``dtype[shape]`` for arrays and ``type: value`` otherwise."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = type(value)
@@ -166,7 +166,7 @@ def given(value: Any) -> str:
 
 def invalid(name: str, legal: str, value: Any) -> InvalidArgument:
     """Wrong class, dtype, rank, size or inconsistent axes."""
-    return InvalidArgument(f"{name}: expected {legal}, given {given(value)}")
+    return InvalidArgument(f"{name}: expected {legal}, given {describe_value(value)}")
 
 
 def out_of_range(name: str, legal: str, value: Any) -> ValueError:

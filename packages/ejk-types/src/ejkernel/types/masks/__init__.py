@@ -1,1 +1,1 @@
-"""Masks: what a query may see, as structure, and the blocks of keys that follow from it."""
+"""Masks: the keys that a query may see, as structure, and the blocks of keys to visit."""

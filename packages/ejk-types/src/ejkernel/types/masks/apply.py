@@ -1,4 +1,4 @@
-"""One more constraint on a mask. Each function returns a new mask."""
+"""Functions that add a constraint to a mask; each returns a new mask."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ejkernel.types.masks.rules import Rule, both
 
 def apply_rule(mask: M, rule: Rule) -> M:
     """AND ``rule`` over the mask's positions; dense if its offset is not the stored one."""
-    parts = list(mask.conjuncts)
+    parts = list(mask.terms)
     at = next((i for i, part in enumerate(parts) if is_placed(part)), 0)
     parts[at] = _with_rule(parts[at], rule, mask)
     return with_private(parts[0], _and=tuple(parts[1:]))
 
 
-def _with_rule(part: M, rule: Rule, whole: M) -> M:
+def _with_rule(part: M, rule: Rule, mask: M) -> M:
     stored = part.rule
     same_offset = stored.trivial or stored.offset == rule.offset
     merged = stored.merge(rule) if same_offset else None
     if merged is not None:
         return with_private(part, **rule_fields(merged))
-    q_len, kv_len = resolve_lengths(whole, None, None)
+    q_len, kv_len = resolve_lengths(mask, None, None)
     only = with_private(part, attention_mask=None, q_segment_ids=None, kv_segment_ids=None)
     new = dense_part(with_private(only, **rule_fields(rule)), q_len, kv_len)
     if part.attention_mask is not None:
@@ -45,15 +45,15 @@ def _with_rule(part: M, rule: Rule, whole: M) -> M:
     return with_private(part, attention_mask=new, _broadcast=False)
 
 
-def _kept_rows(part: M, rows: Any, inside: Any, total: int | None) -> M:
-    """Rows ``rows`` ``[b, q]`` of one conjunct; rows not ``inside`` see nothing."""
+def _select_rows(part: M, rows: Any, inside: Any, total: int | None) -> M:
+    """Returns rows ``rows`` ``[b, q]`` of one term; rows not ``inside`` see nothing."""
     fields: dict[str, Any] = {"q_positions": rows}
     batch = rows.shape[0]
     if part.q_positions is not None:
-        own = part.q_positions
-        xp = namespace(own, rows)
-        own = xp.broadcast_to(own, (batch, own.shape[1]))
-        fields["q_positions"] = xp.take_along_axis(own, rows, axis=1)
+        positions = part.q_positions
+        xp = namespace(positions, rows)
+        positions = xp.broadcast_to(positions, (batch, positions.shape[1]))
+        fields["q_positions"] = xp.take_along_axis(positions, rows, axis=1)
     if part.q_segment_ids is not None:
         ids = per_head(part.q_segment_ids)
         xp = namespace(ids, rows)
@@ -78,30 +78,30 @@ def _int_vector(x: Any, argument: str) -> Any:
 def apply_kv_lengths(mask: M, kv_lengths: Any, q_len: int | None, end_index: Any) -> M:
     """Hide keys ``j >= kv_lengths[b]``; with ``q_len`` keep the rows that end at ``end_index``."""
     lengths = _int_vector(kv_lengths, "kv_lengths")
-    known = lengths_of(mask)
-    if known.kv is None:
+    mask_lengths = lengths_of(mask)
+    if mask_lengths.kv is None:
         raise ValueError("kv_len: a purely structural mask has no length to cut keys from")
-    batch = max(known.batch or 1, lengths.shape[0])
-    if {known.batch or 1, lengths.shape[0]} - {1, batch}:
-        raise invalid("kv_lengths", f"an array with batch {known.batch} (or 1)", lengths)
+    batch = max(mask_lengths.batch or 1, lengths.shape[0])
+    if {mask_lengths.batch or 1, lengths.shape[0]} - {1, batch}:
+        raise invalid("kv_lengths", f"an array with batch {mask_lengths.batch} (or 1)", lengths)
     rows = inside = None
-    total = known.q
+    total = mask_lengths.q
     if q_len is not None:
         q_len = static_length(q_len, "q_len")
         end = lengths if end_index is None else _int_vector(end_index, "end_index")
         rows = end[:, None] - q_len + np.arange(q_len, dtype=np.int32)
-        xp = namespace(rows, *(x for part in mask.conjuncts for x in (part.attention_mask,)))
+        xp = namespace(rows, *(x for part in mask.terms for x in (part.attention_mask,)))
         rows = xp.broadcast_to(rows, (max(batch, end.shape[0]), q_len))
         inside = rows >= 0 if total is None else (rows >= 0) & (rows < total)
         rows = rows if total is None else xp.clip(rows, 0, max(total - 1, 0))
-        parts = [_kept_rows(part, rows, inside, total) for part in mask.conjuncts]
+        parts = [_select_rows(part, rows, inside, total) for part in mask.terms]
         mask = with_private(parts[0], _and=tuple(parts[1:]))
     elif end_index is not None:
         raise ValueError("end_index: needs q_len, got None for it")
     rows_left = total if q_len is None else q_len
     if rows_left is None:
         raise ValueError("q_len: a purely structural mask has no query length; give q_len=")
-    return _hide_keys(mask, lengths, inside, rows_left, known.kv)
+    return _hide_keys(mask, lengths, inside, rows_left, mask_lengths.kv)
 
 
 def _hide_keys(mask: M, lengths: Any, inside: Any, q_len: int, kv_len: int) -> M:
@@ -198,7 +198,7 @@ def _try_rule(mask: M, new: M) -> M | None:
 
 
 def _join(parts: list[M], new: M) -> list[M]:
-    """Each of the three constraints of ``new`` goes where it fits exactly, else stands alone."""
+    """Merges each constraint of ``new`` into a term where that is exact, else adds a term."""
     for attempt, empty in (
         (_try_dense, {"attention_mask": None, "_broadcast": False}),
         (_try_segments, _NO_SEGMENTS),
@@ -221,13 +221,13 @@ def intersect(a: M, b: M) -> M:
     """The mask that is visible where both are; stays structural.
 
     Constraints are merged into one set of fields where that is exact (same positions, same
-    offset...); otherwise the result also carries ``b``'s constraint as a conjunct. Axis names
-    are those of ``a``.
+    offset...); otherwise the result also carries ``b``'s constraint as a term. The result
+    has the axis names of ``a``.
     """
     if a is b:
         return a
-    parts = list(a.conjuncts)
-    for new in b.conjuncts:
+    parts = list(a.terms)
+    for new in b.terms:
         parts = _join(parts, new)
     result = with_private(parts[0], _and=tuple(parts[1:]))
     check_sizes(result, None, None, None)

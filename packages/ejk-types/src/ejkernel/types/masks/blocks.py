@@ -1,7 +1,7 @@
 """Block arithmetic: which key blocks a query block must visit, and which need no element mask.
 
-``Rule``s over array indices are solved in closed form by ``structural_ranges``, on numpy. What
-depends on values (ids, given positions, dense masks) is decided per pair of blocks from the least
+``Rule``s over array indices are solved in closed form by ``structural_ranges``, on numpy. Rules
+that depend on values (ids, positions, dense masks) are decided per pair of blocks from the least
 and the largest value in each block, on numpy or traced arrays.
 """
 
@@ -27,7 +27,7 @@ def cdiv(a: Any, b: int) -> Any:
 
 
 class Bounds(Protocol):
-    """What is asked of a rule over array indices: a ``Rule`` or a ``Band``."""
+    """Interface of a rule over array indices: a ``Rule`` or a ``Band``."""
 
     def key_bounds(self, p: Any, /) -> tuple[Any, Any]: ...
 
@@ -35,7 +35,7 @@ class Bounds(Protocol):
 
 
 class BlockRange(NamedTuple):
-    """Half-open ranges of block numbers for each block of the other axis, each ``[blocks]``.
+    """Half-open ranges of block indices for each block of the other axis, each ``[blocks]``.
 
     ``start <= full_start <= full_stop <= stop``. Blocks outside ``[start, stop)`` are invisible,
     blocks in ``[full_start, full_stop)`` hold visible pairs only and lie wholly inside the arrays.
@@ -78,15 +78,15 @@ def _range_of(rules: Sequence[Bounds], transposed: bool, rows, cols) -> BlockRan
     stop = xp.where(lo > hi, start, xp.maximum(hi // other_block + 1, start))
     full_start = cdiv(full_lo, other_block)
     full_stop = (full_hi + 1) // other_block
-    whole = (full_start < full_stop) & (first + block <= length)
+    any_full = (full_start < full_stop) & (first + block <= length)
     return BlockRange(
         *(
             a.astype(np.int32)
             for a in (
                 start,
                 stop,
-                xp.where(whole, full_start, stop),
-                xp.where(whole, full_stop, stop),
+                xp.where(any_full, full_start, stop),
+                xp.where(any_full, full_stop, stop),
             )
         )
     )

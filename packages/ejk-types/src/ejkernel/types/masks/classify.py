@@ -1,4 +1,4 @@
-"""What is known of every pair of blocks: whether any pair, and whether all pairs are visible."""
+"""Classification of every pair of blocks: whether any pair, and whether all pairs are visible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _outer(q: Any, k: Any) -> tuple[Any, Any]:
     return q[..., :, None], k[..., None, :]
 
 
-def _some(xp: Any, valid: Any, block: int) -> tuple[Any, Any]:
+def _any_and_all(xp: Any, valid: Any, block: int) -> tuple[Any, Any]:
     """Returns whether any and all existing tokens of each block are valid, ``[#b, #h, n]``."""
     return in_blocks(valid, block, False).any(-1), in_blocks(valid, block, True).all(-1)
 
@@ -79,16 +79,16 @@ def classify_blocks(
     valid_q = _valid_tokens(parts, "q_segment_ids")
     valid_k = _valid_tokens(parts, "kv_segment_ids")
     if valid_q is not None:
-        (some_q, every_q) = _some(xp, valid_q, block_q)
-        (some_k, every_k) = _some(xp, valid_k, block_kv)
-        q, k = _outer(some_q, some_k)
+        (any_q, all_q) = _any_and_all(xp, valid_q, block_q)
+        (any_k, all_k) = _any_and_all(xp, valid_k, block_kv)
+        q, k = _outer(any_q, any_k)
         any_ = any_ & q & k
-        q, k = _outer(every_q, every_k)
+        q, k = _outer(all_q, all_k)
         all_ = all_ & q & k
     for part in parts:
         if part.attention_mask is not None:
-            some, every = _dense(part.attention_mask, t)
-            any_, all_ = any_ & some, all_ & every
+            any_dense, all_dense = _dense(part.attention_mask, t)
+            any_, all_ = any_ & any_dense, all_ & all_dense
         if part.q_segment_ids is not None:
             q_min, q_max = block_min_max(xp, per_head(part.q_segment_ids), valid_q, block_q)
             k_min, k_max = block_min_max(xp, per_head(part.kv_segment_ids), valid_k, block_kv)

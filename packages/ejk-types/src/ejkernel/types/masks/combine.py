@@ -15,8 +15,8 @@ from ejkernel.types.masks.fields import (
     AXES,
     check_sizes,
     checked_rule,
-    placed_conjunct,
     rule_fields,
+    term_with_positions,
     with_private,
 )
 from ejkernel.types.masks.mask_info import MaskInfo
@@ -108,8 +108,8 @@ def combine_masks(
     """The one mask of a call: the AND of ``mask_info`` and of every mask argument.
 
     The result is canonical: given back without further arguments it is returned unchanged.
-    ``causal``, ``sliding_window`` and ``chunk_size`` use the positions of ``cum_seqlens_*`` if
-    given, else those of ``mask_info``, else the array index; each argument keeps its own offset.
+    ``causal``, ``sliding_window`` and ``chunk_size`` use positions: from ``cum_seqlens_*`` if
+    given, else from ``mask_info``, else the array index; each argument keeps its own offset.
 
     attention_mask: bool or integer ``[#b, #h, #q, #k]``, ``[#b, q, k]`` or, as a key padding
         mask, ``[#b, k]``. Padding masks become segment ids and cost O(length) memory. Where the
@@ -153,13 +153,13 @@ def combine_masks(
             packed = with_private(packed, **NO_POSITIONS)
         result = packed if mask_info is None else intersect(packed, result)
     elif not rule.trivial:
-        own = mask_of_rule(rule)
+        rule_mask = mask_of_rule(rule)
         if mask_info is None:
-            result = own
+            result = rule_mask
         else:
-            ruler = placed_conjunct(result)
-            positions = {"q_positions": ruler.q_positions, "kv_positions": ruler.kv_positions}
-            result = intersect(result, with_private(own, **positions))
+            placed = term_with_positions(result)
+            positions = {"q_positions": placed.q_positions, "kv_positions": placed.kv_positions}
+            result = intersect(result, with_private(rule_mask, **positions))
     if attention_mask is not None:
         sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
         extra = _from_mask_argument(attention_mask, sizes)
@@ -180,7 +180,7 @@ _COMBINED = (
 def mask_of(a: Mapping[str, Any]) -> MaskInfo:
     """The one mask of a call of attention, from its arguments by name."""
     q, k = a["query"], a["key" if "key" in a else "key_value"]
-    given = {name: a[name] for name in _COMBINED if name in a}
+    arguments = {name: a[name] for name in _COMBINED if name in a}
     return combine_masks(
-        **given, q_len=q.shape[1], kv_len=k.shape[1], batch=q.shape[0], heads=q.shape[2]
+        **arguments, q_len=q.shape[1], kv_len=k.shape[1], batch=q.shape[0], heads=q.shape[2]
     )

@@ -1,4 +1,4 @@
-"""Ways to make a mask. Each is a classmethod of MaskInfo."""
+"""Constructors of masks, classmethods of MaskInfo."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def axis_keywords(function: F) -> F:
     """``function(..., **axes)`` with the four names spelled out for ``help`` and ``inspect``."""
     signature = inspect.signature(function)
-    known = inspect.signature(MaskFields.__init__).parameters
+    fields = inspect.signature(MaskFields.__init__).parameters
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters += [known[name] for name in AXES]
+    parameters += [fields[name] for name in AXES]
     vars(function)["__signature__"] = signature.replace(parameters=parameters)
     return function
 
@@ -188,8 +188,8 @@ class Constructors(MaskFields):
         kv_len = q_len if max_kv_len is None else static_length(max_kv_len, "max_kv_len")
         q_ids = kv_ids = length_ids(q_lengths, "q_lengths", q_len)
         if kv_lengths is not None or kv_len != q_len:
-            given = q_lengths if kv_lengths is None else kv_lengths
-            kv_ids = length_ids(given, "kv_lengths", kv_len)
+            lengths = q_lengths if kv_lengths is None else kv_lengths
+            kv_ids = length_ids(lengths, "kv_lengths", kv_len)
         return cls(q_segment_ids=q_ids, kv_segment_ids=kv_ids, **axes)
 
     @classmethod

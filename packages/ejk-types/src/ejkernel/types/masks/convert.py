@@ -12,7 +12,7 @@ from ejkernel.types.errors import invalid
 from ejkernel.types.masks.blocks import INT_MAX
 from ejkernel.types.masks.fields import MaskFields, lengths_of, per_head
 from ejkernel.types.masks.rules import both
-from ejkernel.types.masks.segments import cu_seqlens_mask_fields, positions_of_runs
+from ejkernel.types.masks.segments import cu_seqlens_mask_fields, positions_in_segments
 
 
 def id_pair(ids: Any, kv_ids: Any = None) -> tuple[Any, Any]:
@@ -71,7 +71,7 @@ def mask_to_segment_ids(mask: Any, per_head: bool = False) -> tuple[Any, Any]:
             xp.full(mask.shape[:-1], -1, np.int32),
             xp.full((*mask.shape[:-2], kv_len), -1, np.int32),
         )
-    # 0/1 products are exact: rows are equal iff they share as many keys as each of them sees
+    # a matmul of 0/1 matrices is exact; equal rows share as many keys as each of them sees
     bits = mask.astype(np.float32)
     shared = xp.matmul(bits, bits.swapaxes(-1, -2))
     seen = bits.sum(-1)
@@ -91,7 +91,7 @@ def cu_seqlens_to_mask(
 ) -> Any:
     """Dense bool ``[b, 1, max_q_len, max_kv_len]``: sequence m of q sees sequence m of k.
 
-    ``[n+1]`` cumulative lengths give b = 1. ``cu_kv`` and ``max_kv_len`` default to those of q.
+    ``[n+1]`` cumulative lengths give b = 1. ``cu_kv`` and ``max_kv_len`` default to q's.
     """
     q_len = static_length(max_q_len, "max_q_len")
     kv_len = q_len if max_kv_len is None else static_length(max_kv_len, "max_kv_len")
@@ -101,9 +101,9 @@ def cu_seqlens_to_mask(
 
 def resolve_lengths(mask: MaskFields, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
     """Both lengths, from the arrays or the arguments; ValueError if one is in neither."""
-    known = lengths_of(mask)
+    arrays = lengths_of(mask)
     result: list[int] = []
-    for name, size, array_size in (("q_len", q_len, known.q), ("kv_len", kv_len, known.kv)):
+    for name, size, array_size in (("q_len", q_len, arrays.q), ("kv_len", kv_len, arrays.kv)):
         if size is not None:
             size = static_length(size, name)
         if size is not None and array_size is not None and size != array_size:
@@ -116,7 +116,7 @@ def resolve_lengths(mask: MaskFields, q_len: int | None, kv_len: int | None) -> 
 
 
 def dense_part(part: MaskFields, q_len: int, kv_len: int) -> Any:
-    """Visibility of one conjunct, broadcastable to ``[b, h, q, k]``; None = all visible."""
+    """Visibility of one term, broadcastable to ``[b, h, q, k]``; None = all visible."""
     result = None if part.attention_mask is None else as_bool(part.attention_mask)
     if part.q_segment_ids is not None:
         q = per_head(part.q_segment_ids)[..., :, None]
@@ -133,14 +133,14 @@ def dense_part(part: MaskFields, q_len: int, kv_len: int) -> Any:
 def dense_mask(mask: MaskFields, q_len: int | None = None, kv_len: int | None = None) -> Any:
     """bool ``[b, 1|h, q, k]`` of all constraints of ``mask``."""
     q_len, kv_len = resolve_lengths(mask, q_len, kv_len)
-    known = lengths_of(mask)
+    sizes = lengths_of(mask)
     result = None
-    for part in mask.conjuncts:
+    for part in mask.terms:
         result = both(result, dense_part(part, q_len, kv_len))
-    batch = 1 if known.batch is None else known.batch
-    heads = 1 if known.heads is None else known.heads
+    batch = 1 if sizes.batch is None else sizes.batch
+    heads = 1 if sizes.heads is None else sizes.heads
     if result is None:
-        arrays = [x for part in mask.conjuncts for x in (part.q_positions, part.kv_positions)]
+        arrays = [x for part in mask.terms for x in (part.q_positions, part.kv_positions)]
         return namespace(*arrays).ones((batch, heads, q_len, kv_len), bool)
     return namespace(result).broadcast_to(result, (batch, heads, q_len, kv_len))
 
@@ -167,11 +167,11 @@ def segment_ids_of(mask: MaskFields, per_head: bool = False) -> tuple[Any, Any]:
 
 def _tokens(mask: MaskFields, side: str) -> tuple[int, int]:
     """Batch rows and tokens of one side."""
-    known = lengths_of(mask)
-    size = known.q if side == "q" else known.kv
+    lengths = lengths_of(mask)
+    size = lengths.q if side == "q" else lengths.kv
     if size is None:
         raise ValueError(f"{side}_len: a purely structural mask has no length")
-    return known.batch or 0, size
+    return lengths.batch or 0, size
 
 
 def padding_mask(mask: MaskFields, side: str) -> Any:
@@ -181,13 +181,13 @@ def padding_mask(mask: MaskFields, side: str) -> Any:
     is not wholly invisible. Causal, window and chunk make no padding.
     """
     name, valid = f"{side}_segment_ids", None
-    for part in mask.conjuncts:
+    for part in mask.terms:
         ids = getattr(part, name)
         if ids is not None:
-            kept = ids >= 0
-            valid = both(valid, kept.any(axis=1) if kept.ndim == 3 else kept)
+            valid_ids = ids >= 0
+            valid = both(valid, valid_ids.any(axis=1) if valid_ids.ndim == 3 else valid_ids)
     if valid is None:
-        for part in mask.conjuncts:
+        for part in mask.terms:
             if part.attention_mask is not None:
                 dense = as_bool(part.attention_mask)
                 valid = both(valid, dense.any(axis=(1, 3) if side == "q" else (1, 2)))
@@ -202,15 +202,15 @@ def positions_of(mask: MaskFields, side: str) -> Any:
     Padding by the stored ids is -1 for queries and 2**31-1 for keys.
     """
     padding = -1 if side == "q" else INT_MAX
-    ids, given = getattr(mask, f"{side}_segment_ids"), getattr(mask, f"{side}_positions")
+    ids, positions = getattr(mask, f"{side}_segment_ids"), getattr(mask, f"{side}_positions")
     if ids is not None and ids.ndim == 3:
         ids = ids.max(axis=1)
-    if given is not None:
+    if positions is not None:
         if ids is None:
-            return given
-        return namespace(given, ids).where(ids >= 0, given, np.int32(padding))
+            return positions
+        return namespace(positions, ids).where(ids >= 0, positions, np.int32(padding))
     if ids is not None:
-        return positions_of_runs(ids, padding)
+        return positions_in_segments(ids, padding)
     shape = _tokens(mask, side)
     return np.broadcast_to(np.arange(shape[1], dtype=np.int32)[None], shape)
 

@@ -1,7 +1,7 @@
-"""Keys that nobody sees and rows that see nobody, as far as a mask says so by itself.
+"""Keys that no query sees and rows that see no key, as far as the mask alone shows it.
 
-No pair is looked at. What such keys and rows hold may be anything, NaN included: 0 * NaN is NaN, so
-whoever multiplies them by a probability of 0 must replace them first.
+No pair is looked at. Such keys and rows may hold any value, NaN included: 0 * NaN is NaN, so they
+must be replaced before they are multiplied by a probability of 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def seen_keys(parts: Sequence[MaskFields], q_len: Any, kv_len: Any) -> Any | Non
 
 
 def _by_index(part: MaskFields, q_len: Any, kv_len: Any) -> np.ndarray | None:
-    known = isinstance(q_len, int) and isinstance(kv_len, int)
-    if part.rule.trivial or is_placed(part) or not known:
+    static = isinstance(q_len, int) and isinstance(kv_len, int)
+    if part.rule.trivial or is_placed(part) or not static:
         return None
     first, last = part.rule.query_bounds(np.arange(kv_len, dtype=np.int32))
     seen = np.ones(kv_len, bool)
@@ -66,9 +66,9 @@ def without_dead_rows(
     """q, do ``[b, q, h, ...]`` and dlse ``[b, h, q]`` with zeros in rows that see no key.
 
     Their weights are 0, but 0 * NaN would reach the keys' gradients. lse ``[b, h, q]`` is -inf
-    there. Nothing is touched, nor paid for, where the mask leaves every row a key.
+    there. Free where the mask leaves every row a key.
     """
-    if not may_see_nothing(mask.conjuncts, q.shape[1], kv_len):
+    if not may_see_nothing(mask.terms, q.shape[1], kv_len):
         return q, do, dlse
     return cleared_rows(lse, q, do, dlse)
 

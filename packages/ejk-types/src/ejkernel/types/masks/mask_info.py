@@ -1,4 +1,4 @@
-"""MaskInfo: what an attention mask means."""
+"""MaskInfo: the description of an attention mask."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MaskInfo(Constructors):
         chunk_size c:    (pos_q[i] + causal_offset) // c == pos_k[j] // c
 
     pos_q and pos_k are ``q_positions`` and ``kv_positions`` where given, else the array index.
-    Masks that no single set of fields can say are joined by ``&`` (``conjuncts``).
+    Masks that no single set of fields can say are joined by ``&`` (``terms``).
 
     attention_mask: bool or integer ``[#batch, #heads, q_len, kv_len]``, nonzero = visible
     q_segment_ids, kv_segment_ids: int ``[#batch, len]``, negative = padding; both or neither
@@ -79,17 +79,17 @@ class MaskInfo(Constructors):
     @property
     def is_structural(self) -> bool:
         """True if there is no dense mask."""
-        return all(part.attention_mask is None for part in self.conjuncts)
+        return all(part.attention_mask is None for part in self.terms)
 
     def is_self_attention(self) -> bool:
         """True if queries and keys are the same tokens, judged by structure, not by values.
 
-        Key ids and positions must be the same objects as those of the queries, or absent, and
-        the lengths equal.
+        Key ids and positions must be the same objects as the queries' ids and positions, or
+        absent, and the lengths equal.
         """
         return self.q_len == self.kv_len and all(
             part.q_segment_ids is part.kv_segment_ids and part.q_positions is part.kv_positions
-            for part in self.conjuncts
+            for part in self.terms
         )
 
     # dense forms
@@ -131,14 +131,14 @@ class MaskInfo(Constructors):
         """The dense mask recast (1 = visible, 0 = hidden); ids and positions are unchanged."""
         parts = [
             with_private(p, attention_mask=convert.recast(p.attention_mask, dtype))
-            for p in self.conjuncts
+            for p in self.terms
         ]
         return with_private(parts[0], _and=tuple(parts[1:]))
 
     # segments, padding, positions
 
     def get_or_compute_segment_ids(self, per_head: bool = False) -> tuple[Any, Any]:
-        """``(q_ids, kv_ids)`` int32: the stored ones, else those of the dense mask.
+        """Returns ``(q_ids, kv_ids)`` int32: the stored ids, else ids of the dense mask.
 
         ``[b, q]`` and ``[b, k]``, with ``per_head`` ``[b, h, q]`` and ``[b, h, k]``. From a dense
         mask as mask_to_segment_ids says.
@@ -219,7 +219,7 @@ class MaskInfo(Constructors):
     # one more constraint
 
     def __and__(self, other: Any) -> MaskInfo:
-        """Visible where both masks are. Stays structural; axis names are those of ``self``."""
+        """Visible where both masks are. Stays structural and keeps the axis names of ``self``."""
         return intersect(self, other) if isinstance(other, MaskInfo) else NotImplemented
 
     def apply_causal(self, offset: int = 0) -> MaskInfo:

@@ -20,7 +20,7 @@ from ejkernel.types.masks.fields import MaskFields
 from ejkernel.types.masks.rules import smallest
 
 Blocks = tuple[int, int]
-FEW = 8  # blocks of a tile that are joined one by one: XLA turns arrays to reduce axes so short
+FEW = 8  # blocks of a tile that are joined one by one: XLA transposes to reduce such short axes
 
 
 def inside_blocks(blocks: Blocks, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> bool:
@@ -37,21 +37,21 @@ def in_tiles(
 ) -> tuple[Any, Any]:
     """Returns whether any and every block that a tile meets is set, ``[#b, #h, nq, nk]``."""
     xp = namespace(pattern)
-    some = every = pattern
+    any_set = all_set = pattern
     axes = zip((2, 3), blocks, (tile_q, tile_kv), (q_len, kv_len), strict=True)
     for axis, block, tile, length in axes:
         start, end = block_bounds(length, tile)
         first, last = start // block, end // block
         most = (tile - 1) // block + 2 if is_symbolic(length) else (last - first).max(initial=0) + 1
-        # as many for every tile: the last block again where there are fewer
+        # the same count for every tile: the last block is repeated where there are fewer
         met = smallest(first[:, None] + np.arange(most), last[:, None]).astype(np.int32)
         if most <= FEW:
-            some = functools.reduce(operator.or_, (xp.take(some, n, axis) for n in met.T))
-            every = functools.reduce(operator.and_, (xp.take(every, n, axis) for n in met.T))
+            any_set = functools.reduce(operator.or_, (xp.take(any_set, n, axis) for n in met.T))
+            all_set = functools.reduce(operator.and_, (xp.take(all_set, n, axis) for n in met.T))
         else:
-            some = xp.take(some, met, axis).any(axis + 1)
-            every = xp.take(every, met, axis).all(axis + 1)
-    return some, every
+            any_set = xp.take(any_set, met, axis).any(axis + 1)
+            all_set = xp.take(all_set, met, axis).all(axis + 1)
+    return any_set, all_set
 
 
 def visited_tiles(
@@ -68,11 +68,11 @@ def visited_tiles(
     bool ``[#b, #h, nq, nk]``; both conservative. ``blocks``: of the pattern, None if there is none.
     numpy if every array is.
     """
-    some, every = classify_blocks(mask.conjuncts, q_len, kv_len, tile_q, tile_kv)
+    any_visible, all_visible = classify_blocks(mask.terms, q_len, kv_len, tile_q, tile_kv)
     if blocks is None:
-        return some, every
+        return any_visible, all_visible
     met, full = in_tiles(pattern, blocks, q_len, kv_len, tile_q, tile_kv)
-    return met & some, full & every
+    return met & any_visible, full & all_visible
 
 
 def by_element(pattern: jax.Array, blocks: Blocks, q_len: int, kv_len: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The two things a blockwise kernel needs of a mask: tiles, and ranges of blocks to visit."""
+"""Masks for blockwise kernels: tiles, and ranges of blocks to visit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PreparedMask:
     """A mask cut into blocks of ``block_q`` queries and ``block_kv`` keys. Made by prepare_mask.
 
     A pytree: arrays (padded to whole blocks) are leaves, ranges that depend on static structure
-    alone are static data. Block numbers may be Python ints or traced; with Python ints and a
+    alone are static data. Block indices may be Python ints or traced; with Python ints and a
     static structure the ranges are Python ints.
     """
 
@@ -128,7 +128,7 @@ class PreparedMask:
         return (ki < start) | (ki >= stop)
 
     def seen_keys(self) -> Any:
-        """Keys that some query may see, bool ``[#b, #kv_len]``; None if nothing says otherwise."""
+        """Keys that some query may see, bool ``[#b, #kv_len]``; None if all are."""
         return seen_keys(self.parts, self.tiling.q_len, self.tiling.kv_len)
 
     def _tail(self, qi: Any, ki: Any) -> Any:
@@ -261,7 +261,7 @@ def prepare_mask(
         length(block_kv, "block_kv", low=1),
     )
     check_sizes(mask, None, q_len, kv_len, None, "mask_info")
-    parts = tuple(part for part in mask.conjuncts if _constrains(part))
+    parts = tuple(part for part in mask.terms if _constrains(part))
     structural = [part.rule for part in parts if _index_only(part)]
     by_query, by_key = structural_ranges(structural, *tiling)
     if len(structural) < len(parts):

@@ -54,7 +54,7 @@ def _clamp(distance: int) -> int:
 
 
 def shifted(position: Any, distance: int) -> Any:
-    """``position + distance``, held at the ends of int32 where that is the dtype.
+    """Returns ``position + distance``, saturated where the dtype is int32.
 
     A bound past an end is that end, so a position of exactly -2**31 or 2**31 - 1 may pass it.
     """

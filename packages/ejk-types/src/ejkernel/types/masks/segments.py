@@ -1,7 +1,7 @@
 """Packed sequences: cumulative lengths, segment ids and positions inside a sequence.
 
 Standard cumulative lengths ``[n+1]`` or ``[b, n+1]``: first entry 0, non-decreasing. Token t
-belongs to sequence m iff cu[m] <= t < cu[m+1]; tokens from cu[n] on are padding.
+belongs to sequence m iff cu[m] <= t < cu[m+1]; tokens at or after cu[n] are padding.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def check_starts(cu: np.ndarray, argument: str) -> None:
         where, value, legal = f"{at}:{at + 2}", pair, "never decrease"
     else:
         return
-    place = f"{argument}[{where}]" if cu.ndim == 1 else f"{argument}[{r}, {where}]"
-    raise ValueError(f"{place}: given {value}, expected cumulative lengths that {legal}")
+    entry = f"{argument}[{where}]" if cu.ndim == 1 else f"{argument}[{r}, {where}]"
+    raise ValueError(f"{entry}: given {value}, expected cumulative lengths that {legal}")
 
 
 def _rows(function: Any, x: Any) -> Any:
@@ -66,9 +66,9 @@ def _owner(cu: Any, total: int) -> Any:
     """Sequence of each token, -1 for padding, ``[total]``."""
     xp = namespace(cu)
     token = xp.arange(total, dtype=np.int32)
-    # unrolled, the search is one kernel on a GPU; a loop would be several launches a step
-    how = {} if is_numpy(cu) else {"method": "scan_unrolled"}
-    owner = xp.searchsorted(cu, token, side="right", **how).astype(np.int32) - 1
+    # unrolled, the search is one kernel on a GPU; a loop would be several launches per step
+    method = {} if is_numpy(cu) else {"method": "scan_unrolled"}
+    owner = xp.searchsorted(cu, token, side="right", **method).astype(np.int32) - 1
     return xp.where(token < cu[-1], owner, np.int32(-1))
 
 
@@ -77,14 +77,14 @@ def segment_ids_of_cu(cu: Any, total: int) -> Any:
 
 
 def positions_of_cu(cu: Any, total: int, padding: int = -1) -> Any:
-    def one(row: Any) -> Any:
+    def positions_in_row(row: Any) -> Any:
         xp = namespace(row)
         owner = _owner(row, total)
         start = row[xp.maximum(owner, 0)]
         position = xp.arange(total, dtype=np.int32) - start
         return xp.where(owner >= 0, position, np.int32(padding))
 
-    return _rows(one, cu)
+    return _rows(positions_in_row, cu)
 
 
 def cu_seqlens_mask_fields(
@@ -144,7 +144,7 @@ def run_starts(ids: Any) -> Any:
     return xp.concatenate([first, ids[..., 1:] != ids[..., :-1]], axis=-1)
 
 
-def positions_of_runs(ids: Any, padding: int = -1) -> Any:
+def positions_in_segments(ids: Any, padding: int = -1) -> Any:
     """Positions that restart with every run of equal ids, int32; ``padding`` where ids < 0."""
     xp = namespace(ids)
     if ids.shape[-1] == 0:
@@ -158,7 +158,7 @@ def positions_of_runs(ids: Any, padding: int = -1) -> Any:
     return xp.where(ids >= 0, index - start, np.int32(padding)).astype(np.int32)
 
 
-def _check_runs(ids: Any, max_segments: int) -> None:
+def _check_contiguous(ids: Any, max_segments: int) -> None:
     """ValueError if the known ``ids`` have no cumulative form of ``max_segments`` entries."""
     values = concrete_values(ids)
     if values is None or values.size == 0:
@@ -186,15 +186,15 @@ def segment_ids_to_cu_seqlens(ids: Any, max_segments: int | None = None) -> Any:
     count = ids.shape[-1]
     if max_segments is not None:
         count = static_int(max_segments, "max_segments", low=0)
-    _check_runs(ids, count)
+    _check_contiguous(ids, count)
 
-    def one(row: Any) -> Any:
+    def cu_of_row(row: Any) -> Any:
         xp = namespace(row)
         starts = run_starts(row) & (row >= 0)
         number = xp.where(starts, xp.cumsum(starts) - 1, count).astype(np.int32)
         end = (row >= 0).sum().astype(np.int32)
         index = xp.arange(row.shape[0], dtype=np.int32)
-        # one extra place takes what is no start, and then repeats the end
+        # one extra entry receives tokens that start no sequence, and then repeats the end
         if xp is np:
             cu = np.full(count + 1, end, np.int32)
             cu[np.minimum(number, count)] = index
@@ -203,4 +203,4 @@ def segment_ids_to_cu_seqlens(ids: Any, max_segments: int | None = None) -> Any:
         cu = xp.full(count + 1, end, np.int32).at[number].set(index, mode="drop")
         return cu.at[count].set(end)
 
-    return _rows(one, ids)
+    return _rows(cu_of_row, ids)

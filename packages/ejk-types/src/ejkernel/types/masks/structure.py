@@ -25,7 +25,7 @@ HULL = (
 
 
 class Unsupported(NotImplementedError):
-    """A kernel cannot do this call; the message says why."""
+    """Raised where a kernel cannot do a call; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Band:
         return self.lo is None and self.hi is None
 
     def key_bounds(self, query: Any) -> tuple[Any, Any]:
-        """The first and the last key that a query sees, as those of a ``Rule``."""
+        """The first and the last key that a query sees, as ``Rule.key_bounds``."""
         lo, hi = (x if x is None else query + x for x in (self.lo, self.hi))
         return lo, hi
 
@@ -83,7 +83,7 @@ def split_mask(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
     """
     rules = Rules()
     arrays: dict[str, Any] = {}
-    for part in mask.conjuncts:
+    for part in mask.terms:
         _add_ids(arrays, part)
         if part.attention_mask is not None:
             _add_dense(arrays, part.attention_mask)
@@ -100,16 +100,16 @@ def split_mask(mask: MaskInfo) -> tuple[Rules, dict[str, Any]]:
             rules = Rules(rules.band, Band(lo, hi), chunk or rules.chunk)
         else:
             rules = Rules(rules.band.narrowed(lo, hi), rules.position_band, chunk or rules.chunk)
-    chunks = [p.rule.chunk for p in mask.conjuncts if p.rule.chunk is not None]
+    chunks = [p.rule.chunk for p in mask.terms if p.rule.chunk is not None]
     if len(chunks) > 1 or (
         chunks
         and "q_positions" in arrays
-        and any(p.rule.chunk is not None and p.q_positions is None for p in mask.conjuncts)
+        and any(p.rule.chunk is not None and p.q_positions is None for p in mask.terms)
     ):
         raise Unsupported("mask_info: chunks of two kinds, or chunks beside other positions")
     if any(getattr(a, "ndim", 2) == 3 for a in arrays.values()):
         raise Unsupported("mask_info: segment ids or positions that differ between heads")
-    # a chunk by index is a fact, but its blocks are found with the arrays
+    # a chunk by index is static, but its blocks are found with the arrays
     return (
         Rules(
             rules.band,
@@ -167,23 +167,25 @@ def block_ranges(
     """Blocks to visit, int32 ``[#b, #h, blocks, 4]``: start, full_start, full_stop, stop.
 
     Key blocks for each query block; ``transposed``: query blocks for each key block. A last block
-    that is not whole is never full along the axis that is walked.
+    that is cut is never full along the axis of the ranges.
     """
-    return jnp.asarray(known_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed))
+    return jnp.asarray(
+        static_block_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed)
+    )
 
 
-def known_ranges(
+def static_block_ranges(
     mask: MaskInfo, q_len: int, kv_len: int, block_q: int, block_kv: int, *, transposed: bool
 ) -> Any:
     """Returns ``block_ranges`` in numpy where the mask has no traced arrays."""
-    any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, block_q, block_kv)
+    any_, all_ = classify_blocks(mask.terms, q_len, kv_len, block_q, block_kv)
     traced = isinstance(any_, jax.Array) or isinstance(all_, jax.Array)
     xp = jnp if traced else np
     if transposed:
         any_, all_ = xp.swapaxes(any_, -1, -2), xp.swapaxes(all_, -1, -2)
-    walked, block = (q_len, block_q) if transposed else (kv_len, block_kv)
-    if walked % block:
-        whole = np.arange(any_.shape[-1]) < walked // block
-        all_ = all_ & xp.broadcast_to(whole, all_.shape)
+    length, block = (q_len, block_q) if transposed else (kv_len, block_kv)
+    if length % block:
+        inside = np.arange(any_.shape[-1]) < length // block
+        all_ = all_ & xp.broadcast_to(inside, all_.shape)
     any_, all_ = xp.broadcast_arrays(any_, all_)
     return matrix_range(xp, any_, all_ & any_).table(xp)

@@ -72,7 +72,7 @@ def block_summary(
     kv_block = static_int(kv_block, "kv_block", low=1)
     q_len, kv_len = resolve_lengths(mask, q_len, kv_len)
     mask = _host(mask)
-    any_, all_ = classify_blocks(mask.conjuncts, q_len, kv_len, q_block, kv_block)
+    any_, all_ = classify_blocks(mask.terms, q_len, kv_len, q_block, kv_block)
     xp = namespace(any_)
     if xp is np and not _one_exact_constraint(mask):
         implied = lengths_of(mask)
@@ -113,9 +113,9 @@ def block_map(
     rows = kind[picks[0], picks[1]]
     signs = CHARSETS[charset]
     empty, partial, full = signs
-    lines = [
+    text = [
         f"queries {q_len} (down) x keys {kv_len} (right), {block_size} x {block_size} per character"
     ]
-    lines += ["".join(signs[k] for k in row) for row in rows]
-    lines.append(f"{empty} empty  {partial} partial  {full} full")
-    return "\n".join(lines)
+    text += ["".join(signs[k] for k in row) for row in rows]
+    text.append(f"{empty} empty  {partial} partial  {full} full")
+    return "\n".join(text)

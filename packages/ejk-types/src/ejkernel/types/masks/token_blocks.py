@@ -1,5 +1,5 @@
-"""The blocks of one row of tokens, packed sequences included: where they lie, their means, who
-sees those, and which of the blocks that a caller names count.
+"""Blocks of one row of tokens, packed sequences included: their bounds, their means, the tokens
+that see the means, and the valid ones among block indices of a caller.
 """
 
 from __future__ import annotations
@@ -88,29 +88,29 @@ def find_blocks(length: int, size: int, cu_seqlens: Any = None) -> Blocks:
 def block_means(x: jax.Array, blocks: Blocks) -> jax.Array:
     """Means over complete blocks, ``[b, n, heads, d]`` of ``[b, s, heads, d]``.
 
-    An incomplete block is never seen; its mean means nothing. No token is read twice, so that
-    gradients need no sums, whose order might differ from run to run.
+    An incomplete block is never seen; its mean is unspecified. No token is read twice, so that
+    gradients need no atomic additions, whose order might differ from run to run.
     """
     size, length = blocks.size, x.shape[1]
     wide = result_dtype(x, jnp.float32)
     if not blocks.packed:
-        whole = length // size
+        complete = length // size
         mean = jnp.mean(
-            x[:, : whole * size].reshape(x.shape[0], whole, size, *x.shape[2:]), 2, dtype=wide
+            x[:, : complete * size].reshape(x.shape[0], complete, size, *x.shape[2:]), 2, dtype=wide
         )
-        rest = ((0, 0), (0, blocks.count - whole), (0, 0), (0, 0))
-        return jnp.pad(mean, rest)
+        padding = ((0, 0), (0, blocks.count - complete), (0, 0), (0, 0))
+        return jnp.pad(mean, padding)
     token = blocks.block_token[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     owner = blocks.sequence.at[token].get(mode="fill", fill_value=-1)
-    own = (owner == blocks.block_sequence[:, None]) & (owner >= 0)
+    in_block = (owner == blocks.block_sequence[:, None]) & (owner >= 0)
     outside = length + jnp.arange(token.size, dtype=jnp.int32).reshape(token.shape)
-    token = jnp.where(own, token, outside)
+    token = jnp.where(in_block, token, outside)
     read = x.at[:, token].get(mode="fill", fill_value=0, unique_indices=True)
     return jnp.mean(read, 2, dtype=wide)
 
 
 def means_mask(blocks: Blocks, batch: int) -> MaskInfo:
-    """Which tokens see which means: those from a complete block's last token on."""
+    """Returns the mask of tokens over means: a block is seen once its last token is."""
 
     def rows(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (batch, *x.shape))
@@ -119,7 +119,7 @@ def means_mask(blocks: Blocks, batch: int) -> MaskInfo:
     return MaskInfo(
         q_segment_ids=rows(blocks.sequence) if packed else None,
         kv_segment_ids=rows(blocks.block_sequence) if packed else None,
-        # block c is complete, and may be seen, from position (c + 1) * size - 1 on
+        # block c is complete, and may be seen, at position (c + 1) * size - 1 and after
         q_positions=rows(blocks.position + 1),
         kv_positions=rows(blocks.seen_from),
         causal=True,
@@ -127,7 +127,7 @@ def means_mask(blocks: Blocks, batch: int) -> MaskInfo:
 
 
 def clean_indices(indices, count, blocks: Blocks) -> jax.Array:
-    """Given indices with what must not count set to -1: past ``count``, negative, future, repeated.
+    """Returns indices with invalid ones set to -1: past ``count``, negative, future, repeated.
 
     indices ``[b, s, hk, S]``; count an int or ``[b, s, hk]``.
     """

@@ -15,13 +15,14 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.page_attention import problem as paged
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
 from ejkernel.kernels.triton.page_attention.decoding import NAMES, decoder
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types.attention.problem import Problem
+from ejkernel.types.serving.layout import KVLayout
+from ejkernel.types.serving.problem import PagedProblem
 
 LEAST_KEYS = 1024  # below, a second launch costs more than the keys
 
@@ -34,10 +35,10 @@ def possible(problem: Problem) -> bool:
     return p.q_len == 1 and p.kv_len >= LEAST_KEYS and plain and exact
 
 
-def decoding(problem: Problem) -> paged.Problem:
+def decoding(problem: Problem) -> PagedProblem:
     """The same call as decoding sees it."""
     p = problem
-    return paged.Problem(
+    return PagedProblem(
         batch=p.batch,
         heads=p.heads,
         kv_heads=p.kv_heads,
@@ -46,12 +47,13 @@ def decoding(problem: Problem) -> paged.Problem:
         pages=p.batch,
         page_size=p.kv_len,
         max_pages=1,
-        query=p.dtype,
-        key=p.dtype,
-        value=p.dtype,
+        query_dtype=p.dtype,
+        key_dtype=p.dtype,
+        value_dtype=p.dtype,
         scale=p.scale,
         soft_cap=p.soft_cap,
-        lse=True,
+        layout=KVLayout.separate(p.kv_heads, p.dim, p.value_dim),
+        return_lse=True,
     )
 
 

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, TensorMap
 from ejkernel.kernels.triton.common.products import precision_name, refused_precision
-from ejkernel.kernels.triton.launch import In, Launch, TensorMap, filled, power_of_two
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.plan import bound, filled
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
 from ejkernel.types.arrays import is_eight_bit, result_dtype
+from ejkernel.types.problems.grouped_matmul import GroupedProblem
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
@@ -20,33 +23,11 @@ MAX_LANES = 4096  # a program holds two numbers a lane in registers, 16 of 256 t
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Static properties of a product, ``batch`` calls at once.
+class Problem(GroupedProblem):
+    """A grouped matmul with what programs index: lanes, one for each group and the rows after them.
 
-    Attributes:
-        rows, inner, columns: of lhs ``[batch * rows, inner]`` and the result.
-        held: matrices of one call; ``shared``: all calls have the same ones.
-        groups: sizes of one call.
-        transposed: matrices are ``[columns, inner]``.
-        dtype, out: of both operands and of the result.
-        precision: of float32 products, as Triton names it.
-        added: whether something is added to the product, in float32.
-        stored: the 8-bit dtype of the matrices, "" where it is ``dtype``.
+    ``precision`` is Triton's name.
     """
-
-    rows: int
-    inner: int
-    columns: int
-    held: int
-    groups: int
-    transposed: bool
-    dtype: str
-    out: str
-    precision: str
-    batch: int = 1
-    shared: bool = True
-    added: bool = False
-    stored: str = ""
 
     @property
     def each(self) -> int:
@@ -66,26 +47,6 @@ class Problem:
     def wide(self) -> bool:
         """Returns whether sums of sizes, each at most the rows, need 64 bits."""
         return (self.given + 1) * self.batch * self.rows >= 2**31
-
-    @property
-    def itemsize(self) -> int:
-        return BYTES[self.dtype]
-
-    @property
-    def run(self) -> int:
-        """Mean rows of a group."""
-        return self.rows // max(self.groups, 1)
-
-    def flipped(self) -> Problem:
-        """That of the gradient of lhs."""
-        return replace(
-            self,
-            inner=self.columns,
-            columns=self.inner,
-            transposed=not self.transposed,
-            out=self.dtype,
-            added=False,
-        )
 
 
 class Sizes(NamedTuple):
@@ -189,7 +150,7 @@ def compiler_options(t: Tiles, target: Target) -> dict[str, int]:
 def launched(
     kernel: Any, p: Problem, t: Tiles, target: Target, arguments: Mapping[str, Any], *,
     offsets: int, maps: bool, interpreted: Mapping[str, Any] | None = None, **others: Any,
-) -> Launch:  # fmt: skip
+) -> BoundLaunch:  # fmt: skip
     """The launch of a kernel that takes work tiles in turn; ``others``: sizes of its own."""
     known = {
         "rows": p.batch * p.rows,
@@ -214,7 +175,7 @@ def launched(
         "FLATTEN": maps,
         "PRECISION": p.precision if target.platform == "cuda" else "ieee",
     }
-    return Launch.of(
+    return bound(
         kernel,
         {**arguments, "of": filled(Sizes, known | others)},
         (target.cores * t.per_core,),
@@ -250,7 +211,7 @@ def choose(p: Problem, target: Target) -> Tiles:
         return _stored(p, target)
     across = max(16, min(256, power_of_two(p.columns)))
     # rows past the end of a group are computed for nothing: no taller than the mean run
-    down = max(16, min(128, power_of_two(p.run)))
+    down = max(16, min(128, power_of_two(p.mean_rows)))
     if p.itemsize == 4:
         return _float32(p, target, down, across)
     if not uses_maps(p, target) or p.inner % 64:
@@ -267,7 +228,7 @@ def choose(p: Problem, target: Target) -> Tiles:
 
 def _stored(p: Problem, target: Target) -> Tiles:
     """Columns are the rows of the matrix instruction: groups may be as small as 16."""
-    down = max(16, min(128 if p.itemsize < 4 else 32, power_of_two(p.run)))
+    down = max(16, min(128 if p.itemsize < 4 else 32, power_of_two(p.mean_rows)))
     across = max(32, min(128, power_of_two(p.columns)))
     depth = 128 if p.inner % 128 == 0 and down < 128 and p.itemsize < 4 else 64
     t = Tiles(down, across, depth, 4, 4, per_core=2)
@@ -290,7 +251,7 @@ def choose_weights(p: Problem, target: Target) -> Tiles:
         return _crowded(p, down, across, target)
     t = Tiles(max(64, down), across, 64, 8 if across > 128 else 4, 4, parts=2 if across > 64 else 1)
     # a tile of one step has no second product to hide half of the last one behind
-    return deepest(p, replace(t, late=t.parts == 2 and p.run > t.block_k), target, 4)
+    return deepest(p, replace(t, late=t.parts == 2 and p.mean_rows > t.block_k), target, 4)
 
 
 def _crowded(p: Problem, down: int, across: int, target: Target) -> Tiles:
@@ -327,23 +288,8 @@ def choose_all(p: Problem, target: Target) -> Passes:
 
 def problem_of(a: Mapping[str, Any]) -> Problem:
     """The static properties of a call whose arguments are canonical."""
-    lhs, rhs = a["lhs"], a["rhs"]
-    transposed = bool(a.get("transpose_rhs"))
-    dtype = result_dtype(lhs.dtype, rhs.dtype)
-    out = a.get("preferred_element_type")
-    return Problem(
-        rows=lhs.shape[0],
-        inner=lhs.shape[1],
-        columns=rhs.shape[1 if transposed else 2],
-        held=rhs.shape[0],
-        groups=a["group_sizes"].shape[0],
-        transposed=transposed,
-        dtype=dtype.name,
-        out=dtype.name if out is None else jnp.dtype(out).name,
-        precision=precision_name(a.get("precision"), dtype.name),
-        stored=jnp.dtype(rhs.dtype).name if is_eight_bit(rhs) else "",
-        added=a.get("existing_out") is not None,
-    )
+    dtype = result_dtype(a["lhs"].dtype, a["rhs"].dtype).name
+    return Problem.from_call(a, precision_name(a.get("precision"), dtype))
 
 
 def refusal(a: Mapping[str, Any]) -> str | None:

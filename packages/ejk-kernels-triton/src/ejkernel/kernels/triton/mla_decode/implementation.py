@@ -14,22 +14,19 @@ dc 576, latent 512 in bfloat16: 604 MB, 0.14 ms at 4.3 TB/s; with 128 heads 146 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.mla_decode import tiles
 from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
-from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem, problem_of
 from ejkernel.kernels.triton.page_attention.tiles import Tiles
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention.softmax import name_residuals
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import ITEMSIZE, LatentProblem
 
 MAX_LATENT, MAX_ROPE = 512, 128
 
@@ -55,44 +52,24 @@ class MLADecode(CacheKernel):
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
 
-    def problem(self, a: Mapping[str, Any]) -> Problem:
-        q, cache = a["query"], a["latent_cache"]
-        return problem_of(
-            a,
-            q,
-            cache,
-            cache,
-            kv_heads=1,
-            value_dim=a["latent_dim"],
-            max_pages=a["block_tables"].shape[1],
-            tokens=1 if q.ndim == 3 else q.shape[1],
-            shared=True,
-            lse=a["return_lse"],
-        )
-
-    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: LatentProblem, target: Target) -> str | None:
         p = problem
-        reason = unsupported({"query": p.query}, {}) or unsupported(
-            {"latent_cache": p.key}, {}, among=BYTES
+        reason = unsupported({"query": p.query_dtype}, {}) or unsupported(
+            {"latent_cache": p.key_dtype}, {}, among=ITEMSIZE
         )
         if reason is not None:
             return reason
-        least = 32 if BYTES[p.key] == 1 else 16
-        if not least <= p.value_dim <= MAX_LATENT or p.value_dim != power_of_two(p.value_dim):
-            return f"latent_dim: {p.value_dim} is not a power of two from {least} to {MAX_LATENT}"
-        rope = p.dim - p.value_dim
+        least = 32 if ITEMSIZE[p.key_dtype] == 1 else 16
+        if not least <= p.latent_dim <= MAX_LATENT or p.latent_dim != power_of_two(p.latent_dim):
+            return f"latent_dim: {p.latent_dim} is not a power of two from {least} to {MAX_LATENT}"
+        rope = p.rope_dim
         if rope > MAX_ROPE or rope % 8:
             return f"latent_cache: a rotary part of {rope} is not a multiple of 8 up to {MAX_ROPE}"
         return None
 
-    def empty_outputs(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
-        query, p = a["query"], problem
-        if 0 not in (*query.shape, p.pages, p.page_size, p.max_pages):
-            return None
-        lse = jnp.full(query.shape[:-1], -jnp.inf, jnp.float32)
-        return jnp.zeros((*query.shape[:-1], p.value_dim), query.dtype), lse
-
-    def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(
+        self, chosen: Tiles, cfg: Any, problem: LatentProblem, target: Target
+    ) -> Tiles:
         return tiles.canonical(super().apply_config(chosen, cfg, problem, target), problem, target)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:

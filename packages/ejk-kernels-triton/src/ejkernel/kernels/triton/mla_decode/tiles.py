@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ejkernel.kernels.triton.launch import RUNS, power_of_two
-from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.bound_launch import RUNS
+from ejkernel.kernels.triton.launch import power_of_two
+from ejkernel.kernels.triton.page_attention.params import column_parts, is_wide
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.serving.problem import LatentProblem
 
 FORMS = {"int8": "digits", "float8_e4m3fn": "quads"}  # of scores, see common.eight_bit_keys
 
 
-def held_bytes(problem: Problem, tiles: Tiles, target: Target) -> int:
+def held_bytes(problem: LatentProblem, tiles: Tiles, target: Target) -> int:
     """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
     rows, _ = query_rows(problem, tiles.most)
-    width = 4 if problem.wide else 2
+    width = 4 if is_wide(problem) else 2
     # an asynchronous product still reads its step while the next one arrives
     behind = 0 if target.hopper and rows >= 64 else 1
     steps = max(1, tiles.num_stages - behind)
@@ -28,18 +30,18 @@ def held_bytes(problem: Problem, tiles: Tiles, target: Target) -> int:
     return held + queries + 2048
 
 
-def can_map(problem: Problem, tiles: Tiles, target: Target) -> bool:
+def can_map(problem: LatentProblem, tiles: Tiles, target: Target) -> bool:
     """Whether steps can be read by TMA: inside one page, both parts of a row one power of two.
 
     Rows behind the last are cut off by the descriptor, those before a window are not.
     """
     p = problem
-    (main, rest), _ = p.parts
+    (main, rest), _ = column_parts(p)
     return (
         target.hopper
         and target.tensor_maps
-        and p.left is None
-        and not p.wide
+        and p.window_left is None
+        and not is_wide(p)
         and p.page_size % tiles.block == 0
         and rest > 0
         and main + rest == p.dim
@@ -47,20 +49,20 @@ def can_map(problem: Problem, tiles: Tiles, target: Target) -> bool:
     )
 
 
-def canonical(tiles: Tiles, problem: Problem, target: Target) -> Tiles:
+def canonical(tiles: Tiles, problem: LatentProblem, target: Target) -> Tiles:
     """``tiles`` as they run, whatever a config made of them."""
     maps = tiles.maps and can_map(problem, tiles, target)
     # rows of one matrix instruction leave the multiprocessor to conversions, if there are any
-    few = maps and tiles.most == 16 and not problem.wide
-    return replace(tiles, maps=maps, form=FORMS.get(problem.key, "") if few else "")
+    few = maps and tiles.most == 16 and not is_wide(problem)
+    return replace(tiles, maps=maps, form=FORMS.get(problem.key_dtype, "") if few else "")
 
 
-def choose(problem: Problem, target: Target) -> Tiles:
+def choose(problem: LatentProblem, target: Target) -> Tiles:
     """The heuristic launch."""
     return canonical(replace(_chosen(problem, target), maps=True), problem, target)
 
 
-def _chosen(problem: Problem, target: Target) -> Tiles:
+def _chosen(problem: LatentProblem, target: Target) -> Tiles:
     t = _form(problem, target)
     # no step longer than the longest sequence
     t = replace(t, block=max(16, min(t.block, power_of_two(problem.capacity))))
@@ -77,11 +79,11 @@ def _chosen(problem: Problem, target: Target) -> Tiles:
     return t
 
 
-def _form(problem: Problem, target: Target) -> Tiles:
+def _form(problem: LatentProblem, target: Target) -> Tiles:
     """Rows, warps and tokens of a step."""
     p = problem
-    eight_bit = p.eight_bit and not p.wide
-    if p.wide:
+    eight_bit = p.is_eight_bit and not is_wide(p)
+    if is_wide(p):
         return Tiles(16, 4, 2, 1, most=16)
     if p.group * p.tokens <= 16 or target.platform == "rocm":
         if target.platform == "rocm":
@@ -98,7 +100,7 @@ def _form(problem: Problem, target: Target) -> Tiles:
     return Tiles(block, 8, 2, 1, most=64, apart=True, once=eight_bit)
 
 
-def neighbours(problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+def neighbours(problem: LatentProblem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
     """Tiles worth timing: steps of half to double the tokens, two to four stages, that fit."""
     size = max(problem.page_size, 1)
     for block in (chosen.block // 2, chosen.block, chosen.block * 2):

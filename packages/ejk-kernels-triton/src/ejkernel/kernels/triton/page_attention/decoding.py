@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.kernel import TritonKernel
 from ejkernel.kernels.triton.launch import merge_leading, shapes_of
 from ejkernel.kernels.triton.page_attention.plans import MergePlan, SplitPlan
@@ -61,11 +61,11 @@ def _launch(work: Work, *arrays: Any) -> tuple[jax.Array, ...]:
     last = {n: given[n] for n in ("v_scale", "sink") if n in given}
     direct = SplitPlan(p, t, shares, shapes_of(given))
     if direct.direct:
-        return tuple(call(direct, *given.values()))
+        return tuple(call_plan(direct, *given.values()))
     first = {n: x for n, x in given.items() if n not in last}
-    parts = call(SplitPlan(p, t, shares, shapes_of(first)), *first.values())
+    parts = call_plan(SplitPlan(p, t, shares, shapes_of(first)), *first.values())
     merged = dict(zip(("acc", "m", "l", "starts"), parts, strict=False)) | last
-    return tuple(call(MergePlan(p, t, shares, shapes_of(merged)), *merged.values()))
+    return tuple(call_plan(MergePlan(p, t, shares, shapes_of(merged)), *merged.values()))
 
 
 @functools.lru_cache(maxsize=PROGRAMS_LIMIT)

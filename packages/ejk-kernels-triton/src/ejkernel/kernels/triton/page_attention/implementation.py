@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, as_rows, decoder
-from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem, problem_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
 
 
 class PageAttention(CacheKernel):
@@ -33,16 +32,12 @@ class PageAttention(CacheKernel):
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
 
-    def problem(self, a: Mapping[str, Any]) -> Problem:
-        columns = a["block_tables"].shape[1]
-        return problem_of(a, a["query"], a["key_cache"], a["value_cache"], max_pages=columns)
-
-    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: PagedProblem, target: Target) -> str | None:
         p = problem
-        return unsupported({"query": p.query}, {}) or unsupported(
-            {"key_cache": p.key, "value_cache": p.value},
+        return unsupported({"query": p.query_dtype}, {}) or unsupported(
+            {"key_cache": p.key_dtype, "value_cache": p.value_dtype},
             {"key_cache": p.dim, "value_cache": p.value_dim},
-            among=BYTES,
+            among=ITEMSIZE,
         )
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:

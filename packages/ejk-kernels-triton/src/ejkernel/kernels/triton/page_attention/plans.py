@@ -11,19 +11,8 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.triton import compat
-from ejkernel.kernels.triton.launch import (
-    In,
-    Launch,
-    Named,
-    Out,
-    Shapes,
-    TensorMap,
-    Unmapped,
-    filled,
-    power_of_two,
-    runs_map,
-    struct,
-)
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, runs_map
+from ejkernel.kernels.triton.launch import Shapes, power_of_two, struct
 from ejkernel.kernels.triton.page_attention.groups import (
     Cache,
     Dots,
@@ -35,9 +24,16 @@ from ejkernel.kernels.triton.page_attention.groups import (
     Sinks,
     Sizes,
 )
-from ejkernel.kernels.triton.page_attention.problem import BYTES, Problem
+from ejkernel.kernels.triton.page_attention.params import (
+    column_parts,
+    compute_dtype,
+    layout_params,
+    logit_params,
+)
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, query_rows
+from ejkernel.kernels.triton.plan import Named, Unmapped, bound, filled
 from ejkernel.kernels.triton.targets import Target, instructions
+from ejkernel.types.serving.problem import ITEMSIZE, PagedProblem
 
 # sequences looked at together when a share finds its place: what one warp holds is summed without
 # the others, and the compiler unrolls so many rounds
@@ -56,32 +52,32 @@ def sinks_of(plan: Named) -> Sinks:
     return Sinks(plan.operand("sink"), heads * n if rows > 1 else 0, n, power_of_two(n))
 
 
-def kernel_params(problem: Problem, target: Target, once: bool = False) -> dict[str, Any]:
+def kernel_params(problem: PagedProblem, target: Target, once: bool = False) -> dict[str, Any]:
     """Numbers and constants of every kernel whose products are with cached keys and values."""
     import triton.language as tl
 
-    p, places = problem, problem.places
+    p, places = problem, layout_params(problem)
 
     def side(name: str, cache: str, dim: int, parts: tuple[int, int], whole: str | None) -> Side:
-        kind = cache if BYTES[cache] == 1 and not once else ""
-        number = getattr(tl, p.query if once else p.number(cache))
+        kind = cache if ITEMSIZE[cache] == 1 and not once else ""
+        number = getattr(tl, p.query_dtype if once else compute_dtype(p, cache))
         return Side(
             places[f"{name}_HEADS"], places[f"{name}_STEP"], dim, *parts, kind, whole, number
         )
 
     return {
-        "K": side("K", p.key, p.dim, p.parts[0], p.key if once else None),
-        "V": side("V", p.value, p.value_dim, p.parts[1], None),
+        "K": side("K", p.key_dtype, p.dim, column_parts(p)[0], p.key_dtype if once else None),
+        "V": side("V", p.value_dtype, p.value_dim, column_parts(p)[1], None),
         "V_FIRST": places["V_FIRST"],
-        **p.logits,
+        **logit_params(p),
         "max_pages": p.max_pages,
         "pages": p.pages,
-        "left": p.left or 0,
+        "left": p.window_left or 0,
         "PAGE": p.page_size,
-        "WINDOW": p.left is not None,
+        "WINDOW": p.window_left is not None,
         "CAPPED": p.soft_cap is not None,
         "PTX": instructions(target),
-        "NORMALISE": p.query == "bfloat16" and p.number(p.key) == "float16",
+        "NORMALISE": p.query_dtype == "bfloat16" and compute_dtype(p, p.key_dtype) == "float16",
         "POSITIVE": p.scale > 0,
         "PRECISION": precision(p, target),
         "FORM": "",
@@ -92,7 +88,7 @@ def kernel_params(problem: Problem, target: Target, once: bool = False) -> dict[
     }
 
 
-def precision(problem: Problem, target: Target) -> str:
+def precision(problem: PagedProblem, target: Target) -> str:
     """Of float32 products. Three tf32 products cost nothing while memory is the limit, but their
     operands must fit the registers."""
     if target.platform != "cuda":
@@ -125,7 +121,7 @@ class PagedPlan(Named, Unmapped):
         shapes: name and shape of every operand, in order.
     """
 
-    problem: Problem
+    problem: PagedProblem
     tiles: Tiles
     shares: int
     shapes: Shapes
@@ -133,7 +129,7 @@ class PagedPlan(Named, Unmapped):
     @property
     def direct(self) -> bool:
         """Returns whether the first kernel makes the output itself."""
-        return self.tiles.splits == 1 and not self.problem.lse
+        return self.tiles.splits == 1 and not self.problem.return_lse
 
     @property
     def rows(self) -> int:
@@ -144,7 +140,7 @@ class PagedPlan(Named, Unmapped):
     def part_dtype(self) -> str:
         """Of partial results. Averages of 8-bit numbers fit float16; rounding them errs by 2^-12 of
         a part, less than rounding the output to bfloat16 where parts do not cancel."""
-        short = self.tiles.form != "" and self.problem.query == "bfloat16"
+        short = self.tiles.form != "" and self.problem.query_dtype == "bfloat16"
         return "float16" if short else "float32"
 
     @property
@@ -167,7 +163,7 @@ class SplitPlan(PagedPlan):
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
         if self.direct:
-            return (struct(p.query, p.batch, self.rows, p.value_dim),)
+            return (struct(p.query_dtype, p.batch, self.rows, p.value_dim),)
         sums = struct("float32", self.slots, self.rows)
         partial = (struct(self.part_dtype, self.slots, self.rows, p.value_dim), sums, sums)
         if self.tiles.splits is None:
@@ -177,18 +173,20 @@ class SplitPlan(PagedPlan):
     def cache(self) -> tuple[In | TensorMap | None, TensorMap | None, In | None]:
         """Keys by pointer, or by descriptors of both parts of a row, and values."""
         p, t = self.problem, self.tiles
-        k_view, v_view = ("int16" if BYTES[cache] == 1 else None for cache in (p.key, p.value))
+        k_view, v_view = (
+            "int16" if ITEMSIZE[dtype] == 1 else None for dtype in (p.key_dtype, p.value_dtype)
+        )
         k, rest = self.operand("k", k_view), None
         if t.maps:
-            index, (_, columns) = self.names.index("k"), p.parts[0]
+            index, (_, columns) = self.names.index("k"), column_parts(p)[0]
             each = 1 if k_view is None else 2  # numbers that are read as one
             dim, main, columns = p.dim // each, p.value_dim // each, columns // each
             rest = TensorMap(index, (p.pages * p.page_size, dim), (t.block, columns), view=k_view)
             k = runs_map(index, dim, (t.block, main), k_view)
-        v = self.operand("v" if p.form is None else "k", v_view)
+        v = self.operand("k" if p.layout.value_offset else "v", v_view)
         return k, rest, v
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.page_attention.split_kernel import paged_split
 
         p, t = self.problem, self.tiles
@@ -197,7 +195,7 @@ class SplitPlan(PagedPlan):
         lanes = max(LANES, power_of_two(p.batch) // ROUNDS)
         names = ("lens", "tables", "begins", "rows", "counts")
         known = kernel_params(p, target, t.once) | {
-            "RAW": p.shared and (p.key == p.query or t.once),
+            "RAW": p.layout.is_latent and (p.key_dtype == p.query_dtype or t.once),
             "APART": t.apart,
             "FORM": t.form,
             "BIASED": t.form == "digits",
@@ -229,7 +227,7 @@ class SplitPlan(PagedPlan):
         registers = min(255, 2048 // (t.num_warps * t.per_core) // 8 * 8)
         options = {"maxnreg": registers} if target.platform == "cuda" else {}
         more: Any = {"known": known, "interpreted": {"PTX": 0}}
-        found = Launch.of(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
+        found = bound(paged_split, arguments, grid, t.num_warps, t.num_stages, options, **more)
         if t.form and compat.has_gluon():
             from ejkernel.kernels.triton.page_attention import latent_kernel
 
@@ -244,10 +242,10 @@ class MergePlan(PagedPlan):
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p = self.problem
-        o = struct(p.query, p.batch, self.rows, p.value_dim)
-        return (o, struct("float32", p.batch, self.rows)) if p.lse else (o,)
+        o = struct(p.query_dtype, p.batch, self.rows, p.value_dim)
+        return (o, struct("float32", p.batch, self.rows)) if p.return_lse else (o,)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.page_attention.merge_kernel import paged_merge
 
         p, t = self.problem, self.tiles
@@ -255,7 +253,7 @@ class MergePlan(PagedPlan):
         # where a sequence has many parts a program has few columns, and loads them together too
         expected = t.splits or expected_parts(self.shares, p.batch)
         columns = max(min(whole, 4096 // power_of_two(expected)), min(whole, 32))
-        parts, warps = parts_at_once(columns, expected, BYTES[self.part_dtype])
+        parts, warps = parts_at_once(columns, expected, ITEMSIZE[self.part_dtype])
         arguments = {
             "acc_in": self.operand("acc"),
             "m_in": self.operand("m"),
@@ -264,7 +262,7 @@ class MergePlan(PagedPlan):
             "v_scale": scale_of(self, "v_scale"),
             "sinks": sinks_of(self),
             "o": Out(0),
-            "lse_out": Out(1) if p.lse else None,
+            "lse_out": Out(1) if p.return_lse else None,
             "batch": p.batch,
             "shares": self.shares,
             "HEADS": p.heads,
@@ -278,4 +276,4 @@ class MergePlan(PagedPlan):
             "OPENING": 0 if t.splits else t.opening,
         }
         grid = (p.batch * self.rows * (whole // columns),)
-        return Launch.of(paged_merge, arguments, grid, warps, 1)
+        return bound(paged_merge, arguments, grid, warps, 1)

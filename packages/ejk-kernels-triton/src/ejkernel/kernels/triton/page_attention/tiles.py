@@ -8,9 +8,10 @@ from typing import Any
 
 from ejkernel.kernels.triton.kernel import overridden
 from ejkernel.kernels.triton.launch import power_of_two
-from ejkernel.kernels.triton.page_attention.problem import Problem
+from ejkernel.kernels.triton.page_attention.params import column_parts, has_narrow_tail, is_wide
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import TILE_RANGE, config_field
+from ejkernel.types.serving.problem import PagedProblem
 
 LAUNCHED = {"num_warps": "num_warps", "num_stages": "num_stages"}  # and a config's names of them
 LEAST_BLOCK = 16  # tokens: a matrix instruction has no fewer columns
@@ -59,12 +60,12 @@ class Tiles:
         fields = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return fields if self.pages is None else {"pages_per_block": self.pages, **fields}
 
-    def apply_config(self, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: PagedProblem, target: Target) -> Tiles:
         """These tiles with what a config says instead, then the splits that the call asks for."""
         tiles, pages = overridden(self, cfg, LAUNCHED), config_field(cfg, "pages_per_block")
         if pages is not None:
             tiles = replace(tiles, block=block_of_pages(int(pages), problem, target))
-        splits, least = problem.splits, 1
+        splits, least = problem.num_splits, 1
         if splits is None:
             splits, least = config_field(cfg, "num_splits"), LEAST_BLOCK
         if splits is None:
@@ -79,7 +80,7 @@ class Tiles:
         return tiles
 
 
-def block_of_pages(pages: int, problem: Problem, target: Target) -> int:
+def block_of_pages(pages: int, problem: PagedProblem, target: Target) -> int:
     """Returns the tokens of a step of ``pages``.
 
     A step is at most one sequence, and at most what shared memory holds. Larger ones would only
@@ -90,22 +91,22 @@ def block_of_pages(pages: int, problem: Problem, target: Target) -> int:
     return max(LEAST_BLOCK, min(most, power_of_two(pages * problem.page_size)))
 
 
-def query_rows(problem: Problem, most: int = MAX_ROWS) -> tuple[int, int]:
+def query_rows(problem: PagedProblem, most: int = MAX_ROWS) -> tuple[int, int]:
     """(rows, chunks): query heads in one product, and the programs that share a kv head.
 
     A matrix instruction has 16 rows; rows beyond the group cost nothing that limits. Float32
     products are done in three, each with operands in registers: 16 rows only.
     """
-    most = 16 if problem.wide else most
+    most = 16 if is_wide(problem) else most
     members = problem.group * problem.tokens
     rows = min(most, max(16, power_of_two(members)))
     return rows, -(-members // rows)
 
 
-def held_bytes(problem: Problem, block: int, stages: int) -> int:
+def held_bytes(problem: PagedProblem, block: int, stages: int) -> int:
     """Shared memory of a program: the steps in flight, queries, probabilities, reductions."""
     rows, _ = query_rows(problem)
-    width = 4 if problem.wide else 2
+    width = 4 if is_wide(problem) else 2
     return (
         block * problem.token_bytes * max(1, stages - 1)
         + rows * (problem.dim + block) * width
@@ -113,24 +114,24 @@ def held_bytes(problem: Problem, block: int, stages: int) -> int:
     )
 
 
-def choose(problem: Problem, target: Target) -> Tiles:
+def choose(problem: PagedProblem, target: Target) -> Tiles:
     """The heuristic launch."""
     rows, _ = query_rows(problem)
-    columns = power_of_two(max(map(sum, problem.parts)))
+    columns = power_of_two(max(map(sum, column_parts(problem))))
     # operands of the products go through registers: 64 tokens of 128 columns fill a third of
     # those of four warps, float32 ones twice that
-    block = 8192 // columns // (2 if problem.wide else 1)
-    warps = 8 if rows * columns > 64 * 64 or (problem.wide and columns > 128) else 4
-    if problem.narrow:
+    block = 8192 // columns // (2 if is_wide(problem) else 1)
+    warps = 8 if rows * columns > 64 * 64 or (is_wide(problem) and columns > 128) else 4
+    if has_narrow_tail(problem):
         block //= 2  # a narrow second part takes as many pointers as a wide one
-    elif problem.eight_bit and not problem.wide and warps == 4:
+    elif problem.is_eight_bit and not is_wide(problem) and warps == 4:
         block *= 2  # numbers take half the registers until they are used: as many bytes a step
     block = max(16, min(128, block))
     # no step longer than the longest sequence
     block = max(16, min(block, power_of_two(problem.capacity)))
     if target.platform == "rocm":
         # no asynchronous copies: loads go through registers, occupancy hides latency
-        most = 32 if problem.eight_bit and warps == 8 else 64
+        most = 32 if problem.is_eight_bit and warps == 8 else 64
         return Tiles(min(block, most), warps, 1, 2)
     # the deepest pipeline that leaves room for a second program, whose loads fly while the first
     # one computes: at least 64 KiB in flight a multiprocessor hide the latency of memory
@@ -142,7 +143,7 @@ def choose(problem: Problem, target: Target) -> Tiles:
     return Tiles(block, warps, stages, max(1, min(8 // warps, room)))
 
 
-def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
+def share_count(problem: PagedProblem, tiles: Tiles, target: Target) -> int:
     """Equal shares of the cache when it is cut as a whole: what fills the chip once.
 
     A share per head and chunk runs as a program. With more than a quarter of the chip's programs
@@ -156,7 +157,7 @@ def share_count(problem: Problem, tiles: Tiles, target: Target) -> int:
     return max(1, min(shares, problem.batch * longest))
 
 
-def neighbours(problem: Problem, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: PagedProblem, target: Target, chosen: Tiles) -> list[Tiles]:
     """Tiles worth timing: steps of half to double the bytes, two to five stages, that fit."""
     size = max(problem.page_size, 1)
     return [

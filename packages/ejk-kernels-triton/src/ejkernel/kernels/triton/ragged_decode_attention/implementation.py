@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention import tiles
 from ejkernel.kernels.triton.page_attention.decoding import NAMES, CacheKernel, decoder
-from ejkernel.kernels.triton.page_attention.problem import Problem, problem_of
 from ejkernel.kernels.triton.page_attention.tiles import Tiles, held_bytes
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
@@ -20,6 +18,7 @@ from ejkernel.ops.params import config_field
 from ejkernel.types import calls
 from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import PagedProblem
 
 
 class RaggedDecodeAttention(CacheKernel):
@@ -36,21 +35,12 @@ class RaggedDecodeAttention(CacheKernel):
     reads = arguments.QKV | arguments.DECODE_OPTIONS | {"sequence_start", "sequence_end"}
     choose = staticmethod(tiles.choose)
 
-    def problem(self, a: Mapping[str, Any]) -> Problem:
-        return problem_of(a, a["query"], a["key"], a["value"], max_pages=1)
-
-    def unsupported_reason(self, problem: Problem, target: Target) -> str | None:
+    def unsupported_reason(self, problem: PagedProblem, target: Target) -> str | None:
         p = problem
-        dtypes = {"query": p.query, "key": p.key, "value": p.value}
+        dtypes = {"query": p.query_dtype, "key": p.key_dtype, "value": p.value_dtype}
         return unsupported(dtypes, {"key": p.dim, "value": p.value_dim})
 
-    def empty_outputs(self, a: Mapping[str, Any], problem: Problem) -> tuple[Any, ...] | None:
-        query, value = a["query"], a["value"]
-        shape = (*query.shape[:-1], value.shape[3])
-        empty = 0 in (*shape, query.shape[-1], value.shape[1])
-        return (jnp.zeros(shape, query.dtype),) if empty else None
-
-    def neighbours(self, problem: Problem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
+    def neighbours(self, problem: PagedProblem, target: Target, chosen: Tiles) -> Iterable[Tiles]:
         return (
             replace(chosen, block=block, num_stages=stages)
             for block in (chosen.block, chosen.block // 2, chosen.block * 2)
@@ -58,7 +48,7 @@ class RaggedDecodeAttention(CacheKernel):
             if block >= 16 and held_bytes(problem, block, stages) <= target.shared_limit
         )
 
-    def apply_config(self, chosen: Tiles, cfg: Any, problem: Problem, target: Target) -> Tiles:
+    def apply_config(self, chosen: Tiles, cfg: Any, problem: PagedProblem, target: Target) -> Tiles:
         return chosen.apply_block_config(config_field(cfg, "fwd_params"))
 
     def fields(self, chosen: Tiles) -> dict[str, Any]:

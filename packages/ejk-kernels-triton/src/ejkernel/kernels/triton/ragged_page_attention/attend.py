@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 
-from ejkernel.kernels.triton.bridge import call
+from ejkernel.kernels.triton.bridge import call_plan
 from ejkernel.kernels.triton.launch import shapes_of
 from ejkernel.kernels.triton.ragged_page_attention import plans
 from ejkernel.ops.differentiate import Work
@@ -24,7 +24,7 @@ NAMES = ("q", "k", "lens", "tables", "starts", "valid", "sink", "k_scale", "v_sc
 def launch(plan: Any, work: Work, arrays: dict[str, Any], *names: str) -> tuple[jax.Array, ...]:
     """The results of a kind of plan on the operands named, those that are there."""
     given = {name: arrays[name] for name in names if name in arrays}
-    return call(plan(work.problem, work.tiles, work.target, shapes_of(given)), *given.values())
+    return call_plan(plan(work.problem, work.tiles, work.target, shapes_of(given)), *given.values())
 
 
 def scheduled(work: Work, arrays: dict[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import jax.numpy as jnp
 
 from ejkernel.kernels.triton.kernel import unsupported
 from ejkernel.kernels.triton.page_attention.decoding import CacheKernel, as_rows
-from ejkernel.kernels.triton.page_attention.problem import BYTES
 from ejkernel.kernels.triton.ragged_page_attention import tiles
 from ejkernel.kernels.triton.ragged_page_attention.attend import NAMES, attend
-from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, problem_of
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
 
 
 class RaggedKernel(CacheKernel):
@@ -30,20 +26,15 @@ class RaggedKernel(CacheKernel):
     choose = staticmethod(tiles.choose)
     neighbours = staticmethod(tiles.neighbours)
 
-    def unsupported_reason(self, problem: Ragged, target: Target) -> str | None:
+    def unsupported_reason(self, problem: RaggedProblem, target: Target) -> str | None:
         p = problem.paged
-        reason = unsupported({"queries": p.query}, {"queries": p.dim})
-        reason = reason or unsupported({self.cache: p.key}, {}, among=BYTES)
+        reason = unsupported({"queries": p.query_dtype}, {"queries": p.dim})
+        reason = reason or unsupported({self.cache: p.key_dtype}, {}, among=ITEMSIZE)
         if reason is not None:
             return reason
         if p.pages * p.page_size >= 2**31:
             return f"{self.cache}: {p.pages} pages of {p.page_size} are not less than 2^31 tokens"
         return None
-
-    def empty_outputs(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
-        queries, cache = a["queries"], a[self.cache]
-        shapes = (queries.shape, cache.shape, a["block_tables"].shape)
-        return (jnp.zeros(queries.shape, queries.dtype),) if 0 in sum(shapes, ()) else None
 
 
 class RaggedPageAttention(RaggedKernel):
@@ -61,9 +52,6 @@ class RaggedPageAttention(RaggedKernel):
     call = calls.RaggedPageAttention
     reads = arguments.RAGGED | arguments.DECODE_OPTIONS | arguments.CACHE_SCALES
     cache = "kv_pages"
-
-    def problem(self, a: Mapping[str, Any]) -> Ragged:
-        return problem_of(a, "kv_pages", "context_lens", a["kv_pages"].shape[2] // 2)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         given = {

@@ -8,21 +8,10 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.triton.launch import (
-    In,
-    Launch,
-    Named,
-    Out,
-    Shapes,
-    TensorMap,
-    Unmapped,
-    filled,
-    power_of_two,
-    results,
-    runs_map,
-    struct,
-)
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, In, Out, TensorMap, runs_map
+from ejkernel.kernels.triton.launch import Shapes, power_of_two, struct
 from ejkernel.kernels.triton.page_attention.groups import Cache, Dots, Logits
+from ejkernel.kernels.triton.page_attention.params import compute_dtype
 from ejkernel.kernels.triton.page_attention.plans import (
     SplitPlan,
     expected_parts,
@@ -31,17 +20,18 @@ from ejkernel.kernels.triton.page_attention.plans import (
     scale_of,
     sinks_of,
 )
-from ejkernel.kernels.triton.page_attention.problem import BYTES
+from ejkernel.kernels.triton.plan import Named, Unmapped, bound, filled, results
 from ejkernel.kernels.triton.ragged_page_attention.groups import Layout, Sizes
-from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged
 from ejkernel.kernels.triton.ragged_page_attention.tiles import (
     Tiles,
+    decode_problem,
     decode_shares,
     fair_parts,
     maps_pages,
     most_pieces,
 )
 from ejkernel.kernels.triton.targets import Target
+from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
 
 MAX_LANES = 1024  # sequences looked at together when a program finds its own
 LINES = 32  # rows that a program sets to zero
@@ -61,7 +51,7 @@ class RaggedPlan(Named, Unmapped):
         shapes: name and shape of every operand, in order.
     """
 
-    problem: Ragged
+    problem: RaggedProblem
     tiles: Tiles
     target: Target
     shapes: Shapes
@@ -118,7 +108,7 @@ class SchedulePlan(RaggedPlan):
         lines = struct("int32", self.most_tiles + 1, 8)
         return (*found, struct("int32", 5, n), lines, struct("int32", n, 3))
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention.schedule_kernel import ragged_schedule
 
         p, long = self.problem.paged, self.tiles.long
@@ -128,16 +118,16 @@ class SchedulePlan(RaggedPlan):
             "n": p.batch,
             "rows": self.problem.rows,
             "capacity": p.capacity,
-            "left": p.left or 0,
+            "left": p.window_left or 0,
             "fair": self.fair,
             "least": -(-self.tiles.least // self.tiles.block),
             "enough": long.enough if long else 0,
             "cores": target.cores,
             "most_tiles": self.most_tiles,
             "LANES": self.lanes,
-            "WINDOW": p.left is not None,
+            "WINDOW": p.window_left is not None,
             "BLOCK": self.tiles.block,
-            "TOKENS": p.tokens,
+            "TOKENS": self.tiles.decode_tokens,
             "TILE": self.sizes["TILE"],
             "LONG": long.least if long else 0,
             "SINGLE": long is not None and long.single,
@@ -149,7 +139,7 @@ class SchedulePlan(RaggedPlan):
             "COUNT": dict(self.shapes)["valid"][0] - 1,  # the last number says how many are valid
             "ONCE": p.batch <= self.lanes,
         }
-        return Launch.of(ragged_schedule, arguments, (1,), 4, 1)
+        return bound(ragged_schedule, arguments, (1,), 4, 1)
 
 
 SCHEDULE = ("d_lens", "d_begins", "d_rows", "d_counts", "work", "facts")
@@ -169,7 +159,7 @@ class PrefillPlan(RaggedPlan):
         p = self.problem.paged
         slots = (self.fair, p.kv_heads * self.chunks, self.tiles.rows)
         return (
-            struct(p.query, self.problem.rows, p.heads, p.dim),
+            struct(p.query_dtype, self.problem.rows, p.heads, p.dim),
             struct("float32", *slots, p.dim),
             struct("float32", *slots),
             struct("float32", *slots),
@@ -179,13 +169,13 @@ class PrefillPlan(RaggedPlan):
         """The cache by a pointer, or by descriptors of keys and of values."""
         p, t = self.problem.paged, self.tiles
         if not maps_pages(p, t.block, target):
-            return self.operand("k", "int16" if BYTES[p.key] == 1 else None), None, None
+            return self.operand("k", "int16" if ITEMSIZE[p.key_dtype] == 1 else None), None, None
         index = self.names.index("k")
-        heads, step = p.form or (p.kv_heads, 2 * p.dim)
+        heads, step = p.layout.heads, p.layout.key_stride
         keys = TensorMap(index, (p.pages * p.page_size, heads * step), (t.block, p.dim))
         return keys, None, runs_map(index, heads * step, (t.block, p.dim))
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention.prefill_kernel import ragged_prefill
 
         p, t = self.problem.paged, self.tiles
@@ -196,7 +186,7 @@ class PrefillPlan(RaggedPlan):
             programs = min(programs, target.cores * max(1, 8 // t.num_warps))
         known = {**self.sizes, **kernel_params(p, target), "LINES": LINES}
         # float16 has not the range for what it carries along, wide heads not the registers
-        known["FUSED"] = p.number(p.value) != "float16" and p.dim <= 128
+        known["FUSED"] = compute_dtype(p, p.value_dtype) != "float16" and p.dim <= 128
         arguments = {
             **{name: self.operand(name) for name in ("q", "tables", "work", "facts")},
             "cache": filled(Cache, known, *self.cache(target)),
@@ -215,7 +205,7 @@ class PrefillPlan(RaggedPlan):
         }
         grid = (programs + -(-self.problem.rows // LINES),)
         more: Any = {"known": known, "interpreted": {"PTX": 0}, "aliases": given}
-        return Launch.of(ragged_prefill, arguments, grid, t.num_warps, t.num_stages, **more)
+        return bound(ragged_prefill, arguments, grid, t.num_warps, t.num_stages, **more)
 
 
 @dataclass(frozen=True)
@@ -227,16 +217,16 @@ class RaggedMergePlan(RaggedPlan):
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         p, cache = self.problem.paged, self.shape("k")
-        o = struct(p.query, self.problem.rows, p.heads, p.dim)
-        return (o,) if cache is None else (o, struct(p.key, *cache))
+        o = struct(p.query_dtype, self.problem.rows, p.heads, p.dim)
+        return (o,) if cache is None else (o, struct(p.key_dtype, *cache))
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention.merge_kernel import ragged_merge
 
         p, t = self.problem.paged, self.tiles
         names = ("d_acc", "d_m", "d_l", "d_starts", "d_counts", "work", "facts")
         shares = decode_shares(self.problem, t, self.target)
-        cache = self.operand("k", "int8" if BYTES[p.key] == 1 else None)
+        cache = self.operand("k", "int8" if ITEMSIZE[p.key_dtype] == 1 else None)
         columns = max(16, power_of_two(p.dim))
         parts, warps = parts_at_once(columns, expected_parts(shares, p.batch))
         lines = MERGED * warps
@@ -253,7 +243,7 @@ class RaggedMergePlan(RaggedPlan):
             "rows": self.problem.rows,
             "cache_size": math.prod(self.shape("k") or (0,)),
             "shares": shares,
-            "TOKENS": p.tokens,
+            "TOKENS": t.decode_tokens,
             "COLUMNS": columns,
             "PARTS": parts,
             "LINES": lines,
@@ -264,10 +254,10 @@ class RaggedMergePlan(RaggedPlan):
         programs = min(pieces, target.cores * MERGING * (2 if warps > 1 else 1) // warps)
         aliases = {self.names.index("o"): 0} | ({cache.index: 1} if cache else {})
         more: Any = {"known": self.sizes, "aliases": aliases}
-        return Launch.of(ragged_merge, arguments, (programs,), warps, 1, **more)
+        return bound(ragged_merge, arguments, (programs,), warps, 1, **more)
 
 
-def decode_plan(problem: Ragged, tiles: Tiles, target: Target, shapes: Shapes) -> SplitPlan:
+def decode_plan(problem: RaggedProblem, tiles: Tiles, target: Target, shapes: Shapes) -> SplitPlan:
     """The split kernel over decoded sequences; the others have length 0."""
     shares = decode_shares(problem, tiles, target)
-    return SplitPlan(problem.paged, tiles.decode, shares, shapes)
+    return SplitPlan(decode_problem(problem, tiles), tiles.decode, shares, shapes)

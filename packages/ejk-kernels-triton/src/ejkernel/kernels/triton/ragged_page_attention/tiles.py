@@ -3,18 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+import jax
+
+from ejkernel.kernels.triton.bound_launch import RUNS
 from ejkernel.kernels.triton.kernel import overridden
-from ejkernel.kernels.triton.launch import RUNS, power_of_two
+from ejkernel.kernels.triton.launch import power_of_two
 from ejkernel.kernels.triton.page_attention import tiles as paged_tiles
-from ejkernel.kernels.triton.page_attention.problem import Problem
-from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED
-from ejkernel.kernels.triton.ragged_page_attention.problem import Long, Ragged
+from ejkernel.kernels.triton.page_attention.params import column_parts, is_wide
+from ejkernel.kernels.triton.page_attention.tiles import LAUNCHED, query_rows
 from ejkernel.kernels.triton.targets import Target
 from ejkernel.ops.params import config_field
+from ejkernel.types.serving.problem import PagedProblem, RaggedProblem
 
 LEAST = 1024  # keys of a part: what it writes and reads again is a quarter of their bytes
+MAX_DECODE_TOKENS = 8  # rows of a sequence in one decoding step: keys are read once for all of them
+
+
+class Long(Protocol):
+    """A kernel for sequences of at least ``least`` new tokens; hashable.
+
+    It gets them where a call has at least ``enough`` tokens of such sequences, which only the
+    device knows; ``single``: it may get those of one new token besides. Its result is given to the
+    kernels here, which write all other rows. Its tiles are ``block_q`` packed rows of one sequence
+    and query head; ``block_kv`` keys are a step of them.
+    """
+
+    @property
+    def least(self) -> int: ...
+
+    @property
+    def enough(self) -> int: ...
+
+    @property
+    def single(self) -> bool: ...
+
+    @property
+    def block_q(self) -> int: ...
+
+    @property
+    def block_kv(self) -> int: ...
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, tables: jax.Array, lines: jax.Array, own: jax.Array
+    ) -> jax.Array:
+        """o ``[T, h, d]`` in the rows of the sequences that it has.
+
+        lines int32 ``[tiles + 1, 8]``, in the order in which they are to be worked on: sequence,
+        row, first and last row of the sequence, its length; tiles before its sequence and of it;
+        query heads that are worked on together. A tile begins at a multiple of 8 rows. Those of a
+        sequence stand together, the last rows first. Lines without a tile have 0 tiles, and so has
+        the last.
+
+        own int32 ``[n, 3]``: of every sequence its first row; its length if it has one row and is
+        to be decoded here, else 0; how many programs are to decode.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,8 +73,9 @@ class Tiles:
         decode: the launch of decoded sequences.
         least: keys of a part, where a tile's keys are cut into parts.
         splits: parts of a decoded sequence on average; None: as many as fill the chip.
-        group: query heads of a kv head, a fact of the call.
-        long: another kernel for sequences of many rows, see ``problem.Long``.
+        group: query heads of a kv head, a property of the call.
+        decode_tokens: sequences of at most so many new tokens are decoded.
+        long: another kernel for sequences of many rows, see ``Long``.
     """
 
     rows: int
@@ -40,9 +86,10 @@ class Tiles:
     least: int
     splits: int | None = None
     group: int = 1
+    decode_tokens: int = 1
     long: Long | None = None
 
-    def apply_config(self, cfg: Any, problem: Ragged, target: Target) -> Tiles:
+    def apply_config(self, cfg: Any, problem: RaggedProblem, target: Target) -> Tiles:
         """These tiles with what a config says instead."""
         p, tiles = problem.paged, overridden(self, cfg, LAUNCHED | {"splits": "num_splits"})
         queries = config_field(cfg, "num_queries_per_block")
@@ -76,23 +123,37 @@ class Tiles:
         }
 
 
-def choose(problem: Ragged, target: Target) -> Tiles:
+def choose(problem: RaggedProblem, target: Target) -> Tiles:
     """The heuristic launch."""
-    p = problem.paged
-    decode = paged_tiles.choose(p, target)
-    columns = power_of_two(sum(p.parts[0]))
+    p, tokens = problem.paged, decode_tokens(problem)
+    decode = paged_tiles.choose(replace(p, tokens=tokens), target)
+    columns = power_of_two(sum(column_parts(p)[0]))
     rows, block, warps, stages = _sizes(problem, target, columns)
     # no more rows than there are, no more keys than a sequence can have
     rows = max(16, min(rows, power_of_two(problem.rows * p.group)))
     block = max(16, min(block, power_of_two(p.capacity)))
     if rows < 64:
         warps = min(warps, 4)
-    return _fit(Tiles(rows, block, warps, stages, decode, LEAST, group=p.group), problem, target)
+    tiles = Tiles(rows, block, warps, stages, decode, LEAST, group=p.group, decode_tokens=tokens)
+    return _fit(tiles, problem, target)
 
 
-def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int, int]:
+def decode_tokens(problem: RaggedProblem) -> int:
+    """Returns the most new tokens of a sequence that is decoded: those that fit one matmul."""
     p = problem.paged
-    if p.wide:
+    rows, chunks = query_rows(p)
+    fit = rows // p.group if chunks == 1 else 1
+    return max(1, min(fit, MAX_DECODE_TOKENS, problem.rows))
+
+
+def decode_problem(problem: RaggedProblem, tiles: Tiles) -> PagedProblem:
+    """Returns the problem of the sequences that are decoded."""
+    return replace(problem.paged, tokens=tiles.decode_tokens)
+
+
+def _sizes(problem: RaggedProblem, target: Target, columns: int) -> tuple[int, int, int, int]:
+    p = problem.paged
+    if is_wide(p):
         # products of float32 in three, operands in registers
         return 16, 32 if columns <= 128 else 16, 4, 1
     if target.platform == "rocm":
@@ -102,7 +163,7 @@ def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int
         # an accumulator of 128 rows would take half the registers of eight warps, the addresses of
         # gathered keys the rest
         return 64, 32, 8, 2
-    if target.hopper and not p.eight_bit:
+    if target.hopper and not p.is_eight_bit:
         # one warp group of 64 rows, three stages: two programs share a multiprocessor, and one
         # computes while the other looks up its tile, waits for its first keys or stores. Of 64
         # columns as many bytes a step: the assembler makes products of square tiles wait for each
@@ -112,17 +173,17 @@ def _sizes(problem: Ragged, target: Target, columns: int) -> tuple[int, int, int
     return (128, 64, 8, 3) if target.hopper else (128, 32, 8, 3)
 
 
-def shared_bytes(problem: Ragged, rows: int, block: int, stages: int) -> int:
+def shared_bytes(problem: RaggedProblem, rows: int, block: int, stages: int) -> int:
     """Shared memory of a program: steps in flight, queries, probabilities."""
     p = problem.paged
-    width = 4 if p.wide else 2
+    width = 4 if is_wide(p) else 2
     held = block * p.token_bytes * stages
-    if p.eight_bit:
+    if p.is_eight_bit:
         held += block * p.dim * 2 * width  # converted, for products that read shared memory
     return held + rows * (p.dim + block) * width
 
 
-def _fit(tiles: Tiles, problem: Ragged, target: Target) -> Tiles:
+def _fit(tiles: Tiles, problem: RaggedProblem, target: Target) -> Tiles:
     """``tiles`` made smaller until their shared memory fits, or as small as they get."""
     limit = target.shared_limit
     while shared_bytes(problem, tiles.rows, tiles.block, tiles.num_stages) > limit:
@@ -137,7 +198,7 @@ def _fit(tiles: Tiles, problem: Ragged, target: Target) -> Tiles:
     return tiles
 
 
-def maps_pages(p: Problem, block: int, target: Target) -> bool:
+def maps_pages(p: PagedProblem, block: int, target: Target) -> bool:
     """Whether keys and values are read by TMA: a block is in one page, and a head is one box.
 
     Keys behind the last are cut off by the descriptor, those before a window are not.
@@ -146,23 +207,23 @@ def maps_pages(p: Problem, block: int, target: Target) -> bool:
         target.hopper
         and target.tensor_maps
         and p.page_size % block == 0
-        and p.left is None
-        and p.query == p.key != "float32"
-        and p.parts[0] == (p.dim, 0)
+        and p.window_left is None
+        and p.query_dtype == p.key_dtype != "float32"
+        and column_parts(p)[0] == (p.dim, 0)
         and p.pages * p.page_size < RUNS
     )
 
 
-def decode_shares(problem: Ragged, tiles: Tiles, target: Target) -> int:
+def decode_shares(problem: RaggedProblem, tiles: Tiles, target: Target) -> int:
     """Equal shares of all decoded keys."""
     p = problem.paged
     if tiles.splits is None:
-        return paged_tiles.share_count(p, tiles.decode, target)
+        return paged_tiles.share_count(decode_problem(problem, tiles), tiles.decode, target)
     longest = -(-p.capacity // tiles.decode.block)
     return max(1, p.batch * min(tiles.splits, longest))
 
 
-def fair_parts(problem: Ragged, tiles: Tiles, target: Target) -> int:
+def fair_parts(problem: RaggedProblem, tiles: Tiles, target: Target) -> int:
     """Parts of tiles in all, for each kv head: what runs at once.
 
     Few tiles of one length then are one round of programs, and what is kept of them is small. A
@@ -173,14 +234,14 @@ def fair_parts(problem: Ragged, tiles: Tiles, target: Target) -> int:
     return max(1, programs // (problem.paged.kv_heads * chunks))
 
 
-def most_pieces(problem: Ragged, tiles: Tiles, fair: int) -> int:
+def most_pieces(problem: RaggedProblem, tiles: Tiles, fair: int) -> int:
     """Pieces of any mix of sequences: full tiles, one more a sequence, parts of cut ones."""
-    p, t = problem.paged, problem.rows
-    prefilled = min(p.batch, t // (p.tokens + 1))
+    t = problem.rows
+    prefilled = min(problem.sequences, t // (tiles.decode_tokens + 1))
     return t // tiles.tile + prefilled + fair
 
 
-def neighbours(problem: Ragged, target: Target, chosen: Tiles) -> list[Tiles]:
+def neighbours(problem: RaggedProblem, target: Target, chosen: Tiles) -> list[Tiles]:
     """Tiles worth timing: half or twice the rows with so many warps, a stage more or less."""
     found = [
         replace(chosen, rows=rows, num_warps=warps, num_stages=stages)

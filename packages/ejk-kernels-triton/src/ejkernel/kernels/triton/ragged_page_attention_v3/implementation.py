@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.triton.launch import Launch, Out, power_of_two, struct
+from ejkernel.kernels.triton.bound_launch import BoundLaunch, Out
+from ejkernel.kernels.triton.launch import power_of_two, struct
 from ejkernel.kernels.triton.page_attention.decoding import as_rows
+from ejkernel.kernels.triton.page_attention.params import layout_params
 from ejkernel.kernels.triton.page_attention.plans import scale_of
-from ejkernel.kernels.triton.page_attention.problem import BYTES
+from ejkernel.kernels.triton.plan import bound
 from ejkernel.kernels.triton.ragged_page_attention.attend import (
     NAMES,
     attended,
@@ -23,13 +24,13 @@ from ejkernel.kernels.triton.ragged_page_attention.attend import (
 )
 from ejkernel.kernels.triton.ragged_page_attention.implementation import RaggedKernel
 from ejkernel.kernels.triton.ragged_page_attention.plans import RaggedPlan
-from ejkernel.kernels.triton.ragged_page_attention.problem import Ragged, problem_of
 from ejkernel.kernels.triton.targets import Target, instructions
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.types import calls
 from ejkernel.types.arrays import quantise
 from ejkernel.types.attention.softmax import name_output
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import ITEMSIZE, RaggedProblem
 
 BLOCK = 32  # packed rows of a program that writes
 LANES = 64  # sequences it looks at together: one compare for each row and each of them
@@ -49,22 +50,13 @@ class RaggedPageAttentionv3(RaggedKernel):
     )
     cache = "kv_cache"
 
-    def problem(self, a: Mapping[str, Any]) -> Ragged:
-        found = problem_of(a, "kv_cache", "kv_lens", a["keys"].shape[1])
-        kinds = tuple(jnp.dtype(a[name].dtype).name for name in ("keys", "values"))
-        return replace(found, written=kinds)
-
-    def unsupported_reason(self, problem: Ragged, target: Target) -> str | None:
-        for name, kind in zip(("keys", "values"), problem.written, strict=True):
-            if kind not in BYTES:
-                return f"{name}: {kind} is not supported, only {', '.join(BYTES)}"
+    def unsupported_reason(self, problem: RaggedProblem, target: Target) -> str | None:
+        for name, kind in zip(("keys", "values"), problem.written_dtypes, strict=True):
+            if kind not in ITEMSIZE:
+                return f"{name}: {kind} is not supported, only {', '.join(ITEMSIZE)}"
         if not problem.paged.heads:
             return "queries: without heads"
         return super().unsupported_reason(problem, target)
-
-    def empty_outputs(self, a: Mapping[str, Any], problem: Ragged) -> tuple[Any, ...] | None:
-        outputs = super().empty_outputs(a, problem)
-        return outputs and (*outputs, a["kv_cache"])
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p = work.problem.paged
@@ -117,18 +109,18 @@ class WritePlan(RaggedPlan):
     """keys, values, tables, schedule, scales, cache -> the cache, in its own memory."""
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (struct(self.problem.paged.key, *dict(self.shapes)["k"]),)
+        return (struct(self.problem.paged.key_dtype, *dict(self.shapes)["k"]),)
 
-    def launch(self, target: Target) -> Launch:
+    def launch(self, target: Target) -> BoundLaunch:
         from ejkernel.kernels.triton.ragged_page_attention_v3.write_kernel import ragged_write
 
-        p, (key, value) = self.problem.paged, self.problem.written
-        eight = BYTES[p.key] == 1
+        p, (key, value) = self.problem.paged, self.problem.written_dtypes
+        eight = ITEMSIZE[p.key_dtype] == 1
         view = "int8" if eight else None
         arguments = {
             **{name: self.operand(name) for name in ("tables", "work", "facts")},
-            "keys": self.operand("keys", view if key == p.key else None),
-            "values": self.operand("values", view if value == p.key else None),
+            "keys": self.operand("keys", view if key == p.key_dtype else None),
+            "values": self.operand("values", view if value == p.key_dtype else None),
             "first_rows": self.operand("d_rows"),
             "k_scale": scale_of(self, "k_scale"),
             "v_scale": scale_of(self, "v_scale"),
@@ -144,16 +136,16 @@ class WritePlan(RaggedPlan):
             "PAGE": p.page_size,
             "BLOCK": BLOCK,
             "LANES": LANES,
-            "KIND": p.key if eight else "",
-            "LARGEST": 0.0 if eight else float(jnp.finfo(p.key).max),
-            "VERBATIM_K": key == p.key,
-            "VERBATIM_V": value == p.key,
+            "KIND": p.key_dtype if eight else "",
+            "LARGEST": 0.0 if eight else float(jnp.finfo(p.key_dtype).max),
+            "VERBATIM_K": key == p.key_dtype,
+            "VERBATIM_V": value == p.key_dtype,
             "PTX": instructions(target),
         }
         grid = (-(-self.problem.rows // BLOCK), p.kv_heads)
         aliases = {self.names.index("k"): 0}
-        more: Any = {"known": p.places, "interpreted": {"PTX": 0}, "aliases": aliases}
-        return Launch.of(ragged_write, arguments, grid, 4, 1, **more)
+        more: Any = {"known": layout_params(p), "interpreted": {"PTX": 0}, "aliases": aliases}
+        return bound(ragged_write, arguments, grid, 4, 1, **more)
 
 
 ragged_page_attention_v3 = RaggedPageAttentionv3()

@@ -24,11 +24,11 @@ class Pattern:
 def pattern_of(mask: MaskInfo, q_len: int, kv_len: int) -> Pattern | str:
     """The mask as a Pattern, or the reason why it is none."""
     arrays = ("attention_mask", "q_segment_ids", "q_positions", "kv_positions")
-    for part in mask.conjuncts:
+    for part in mask.terms:
         for name in arrays:
             if getattr(part, name) is not None:
                 return f"mask_info: cuDNN takes no {name}"
-    if len(mask.conjuncts) > 1:
+    if len(mask.terms) > 1:
         return "mask_info: cuDNN takes one causal or window rule"
     if mask.chunk_size is not None:
         return "mask_info: cuDNN takes no chunk_size"

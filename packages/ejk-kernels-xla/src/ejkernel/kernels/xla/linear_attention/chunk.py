@@ -73,7 +73,7 @@ def _halves(x: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
 
-def _join(diagonal: jax.Array, lower: jax.Array, upper) -> jax.Array:
+def join_blocks(diagonal: jax.Array, lower: jax.Array, upper) -> jax.Array:
     """Blocks of m rows to blocks of 2m: ``diagonal`` [..., 2n, m, m], ``lower`` [..., n, m, m]."""
     above = jnp.full_like(lower, upper)
     top = jnp.concatenate([diagonal[..., 0::2, :, :], above], axis=-1)
@@ -81,24 +81,38 @@ def _join(diagonal: jax.Array, lower: jax.Array, upper) -> jax.Array:
     return jnp.concatenate([top, bottom], axis=-2)
 
 
-def _dot_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+def lower_quarters(x: jax.Array, m: int) -> jax.Array:
+    """Lower left quarters of the diagonal blocks of 2m rows: ``[..., c/2m, m, m]``."""
+    count = x.shape[-1] // (2 * m)
+    blocks = x.reshape(*x.shape[:-2], count, 2 * m, count, 2 * m)
+    return jnp.einsum("...iaib->...iab", blocks)[..., m:, :m]
+
+
+def _dot_rows(x: jax.Array, y: jax.Array, precision: jax.lax.PrecisionLike) -> jax.Array:
     """``x @ y^T`` over the last two axes."""
-    return jnp.einsum("...td,...sd->...ts", x, y)
+    return jnp.einsum("...td,...sd->...ts", x, y, precision=precision)
 
 
-def scores(q: jax.Array, k: jax.Array, key: Decay | None, scalar: Decay | None) -> jax.Array:
+def scores(
+    q: jax.Array,
+    k: jax.Array,
+    key: Decay | None,
+    scalar: Decay | None,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
     """Decayed products ``[..., c, c]``, zero above the diagonal."""
     if key is None:
         c = q.shape[-2]
-        products = _dot_rows(q, k)
+        products = _dot_rows(q, k, precision)
         if scalar is None:
             return jnp.where(jnp.tri(c, dtype=bool), products, 0)
         return products * jnp.exp(_pairwise(scalar))
     grid = jnp.sum(q * k, axis=-1)[..., None, None]
     for until, since in key.halves:
         m = until.shape[-2]
-        below = _dot_rows(_halves(q, m)[1] * jnp.exp(since), _halves(k, m)[0] * jnp.exp(until))
-        grid = _join(grid, below, 0)
+        q_since, k_until = _halves(q, m)[1] * jnp.exp(since), _halves(k, m)[0] * jnp.exp(until)
+        below = _dot_rows(q_since, k_until, precision)
+        grid = join_blocks(grid, below, 0)
     return grid[..., 0, :, :]
 
 
@@ -106,7 +120,7 @@ def _pairwise(scalar: Decay) -> jax.Array:
     """Log decay between every two rows ``[..., c, c]``; -inf above the diagonal."""
     grid = jnp.zeros_like(scalar.since)[..., None]
     for until, since in scalar.halves:
-        grid = _join(grid, since + jnp.swapaxes(until, -1, -2), -jnp.inf)
+        grid = join_blocks(grid, since + jnp.swapaxes(until, -1, -2), -jnp.inf)
     return grid[..., 0, :, :]
 
 
@@ -114,12 +128,10 @@ def combine(weights: jax.Array, v: jax.Array, value: Decay | None) -> jax.Array:
     """``weights @ v`` with the value decay between the rows applied: ``[..., c, dv]``."""
     if value is None:
         return weights @ v
-    c = v.shape[-2]
     o = jnp.diagonal(weights, axis1=-2, axis2=-1)[..., None, None] * v[..., None, :]
     for until, since in value.halves:
         m = until.shape[-2]
-        blocks = weights.reshape(*weights.shape[:-2], c // (2 * m), 2 * m, c // (2 * m), 2 * m)
-        below = jnp.einsum("...iaib->...iab", blocks)[..., m:, :m]
+        below = lower_quarters(weights, m)
         crossed = jnp.exp(since) * (below @ (_halves(v, m)[0] * jnp.exp(until)))
         o = jnp.concatenate([o[..., 0::2, :, :], o[..., 1::2, :, :] + crossed], axis=-2)
     return o[..., 0, :, :]
@@ -132,7 +144,7 @@ def _sums(rows: Rows) -> tuple[Decay | None, Decay | None, Decay | None]:
     return key, value, scalar
 
 
-def _times_exp(x: jax.Array, *exponents: jax.Array | None) -> jax.Array:
+def times_exp(x: jax.Array, *exponents: jax.Array | None) -> jax.Array:
     for e in exponents:
         if e is not None:
             x = x * jnp.exp(e)
@@ -143,15 +155,15 @@ def outputs(rows: Rows, start: jax.Array) -> jax.Array:
     """Outputs ``[..., c, dv]`` of every row, given the state ``[..., dk, dv]`` before the chunk."""
     key, value, scalar = _sums(rows)
     o = combine(scores(rows.q, rows.k, key, scalar), rows.v, value)
-    q = _times_exp(rows.q, key and key.since, scalar and scalar.since)
-    return o + _times_exp(q @ start, value and value.since)
+    q = times_exp(rows.q, key and key.since, scalar and scalar.since)
+    return o + times_exp(q @ start, value and value.since)
 
 
 def additions(rows: Rows) -> jax.Array:
     """What every chunk adds to the state: ``[..., dk, dv]``."""
     key, value, scalar = _sums(rows)
-    k = _times_exp(rows.k, key and key.until, scalar and scalar.until)
-    v = _times_exp(rows.v, value and value.until)
+    k = times_exp(rows.k, key and key.until, scalar and scalar.until)
+    v = times_exp(rows.v, value and value.until)
     return jnp.einsum("...td,...te->...de", k, v)
 
 
@@ -163,4 +175,4 @@ def decays(rows: Rows) -> jax.Array:
     ]
     key, value, scalar = totals
     decay = 1 + zeros((*rows.q.shape[:-4], 1, 1, 1, 1), rows.q.dtype, rows.q)
-    return _times_exp(decay, None if key is None else jnp.swapaxes(key, -1, -2), scalar, value)
+    return times_exp(decay, None if key is None else jnp.swapaxes(key, -1, -2), scalar, value)

@@ -35,15 +35,15 @@ class Links(NamedTuple):
     opens: jax.Array
 
 
-def _starts(table: jax.Array, links: Links, ends: jax.Array) -> jax.Array:
+def chunk_starts(table: jax.Array, links: Links, ends: jax.Array) -> jax.Array:
     """States before every chunk, from the states after them."""
     previous = jnp.concatenate([ends[:1], ends[:-1]])
     opens = links.opens[:, None, None, None, None]
     return jnp.where(opens, table[links.sequence], previous)
 
 
-def _by_groups(f: Callable, rows: Rows, *others: jax.Array) -> Any:
-    """``f(rows, *others)`` for a few chunks at a time.
+def by_groups(f: Callable, rows: Any, *others: jax.Array) -> Any:
+    """``f(rows, *others)`` for a few chunks at a time; ``rows`` has arrays ``q`` and ``v``.
 
     The halvings make log2(c) copies of the rows: groups keep them in the cache, and out of the
     memory that grows with the length.
@@ -76,10 +76,10 @@ def chunked(rows: Rows, table: jax.Array, links: Links) -> tuple[jax.Array, jax.
         end = decay * jnp.where(opens, table[sequence], end) + added
         return end, end
 
-    added = _by_groups(additions, rows)
+    added = by_groups(additions, rows)
     # the first chunk opens a sequence, so the carry it receives is never read
     _, ends = jax.lax.scan(link, added[0], (added, decays(rows), *links))
-    return _by_groups(outputs, rows, _starts(table, links, ends)), ends
+    return by_groups(outputs, rows, chunk_starts(table, links, ends)), ends
 
 
 def _forward(rows: Rows, table: jax.Array, links: Links):
@@ -88,7 +88,7 @@ def _forward(rows: Rows, table: jax.Array, links: Links):
     return (o, ends), (rows, table, links, ends)
 
 
-def _pull(f: Callable) -> Callable:
+def pullback(f: Callable) -> Callable:
     """``(*inputs, cotangent) -> gradients of the inputs`` of ``f``."""
     return lambda *inputs: jax.vjp(f, *inputs[:-1])[1](inputs[-1])
 
@@ -96,8 +96,8 @@ def _pull(f: Callable) -> Callable:
 def _backward(saved, cotangents):
     rows, table, links, ends = saved
     do, dends = cotangents
-    starts = _starts(table, links, ends)
-    drows, dstarts = _by_groups(_pull(outputs), rows, starts, do)
+    starts = chunk_starts(table, links, ends)
+    drows, dstarts = by_groups(pullback(outputs), rows, starts, do)
     decay, pull_decays = jax.vjp(decays, rows)
 
     def unlink(later, chunk):
@@ -109,7 +109,7 @@ def _backward(saved, cotangents):
     _, (dends, dstarts) = jax.lax.scan(
         unlink, jnp.zeros_like(dends[0]), (dends, dstarts, decay, links.opens), reverse=True
     )
-    (through_added,) = _by_groups(_pull(additions), rows, dends)
+    (through_added,) = by_groups(pullback(additions), rows, dends)
     (through_decay,) = pull_decays(_unbroadcast(dends * starts, decay))
     drows = jax.tree.map(lambda *parts: sum(parts), drows, through_added, through_decay)
     opened = jnp.where(links.opens[:, None, None, None, None], dstarts, 0)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels.xla.kernel import XlaKernel
-from ejkernel.kernels.xla.linear_attention import tiles
-from ejkernel.kernels.xla.linear_attention.chunk import Rows
-from ejkernel.kernels.xla.linear_attention.core import chunked
+from ejkernel.kernels.xla.linear_attention import core, step, tiles
 from ejkernel.kernels.xla.linear_attention.inputs import rows_and_states
 from ejkernel.kernels.xla.linear_attention.layout import Plain, packed
-from ejkernel.kernels.xla.linear_attention.step import stepwise
 from ejkernel.kernels.xla.linear_attention.tiles import Chunk
 from ejkernel.ops.differentiate import Arrays, Work
 from ejkernel.ops.execution.program_cache import bounded_jit
@@ -28,7 +26,13 @@ GATES = ("g", "g_gamma", "gk", "gv")
 
 @bounded_jit
 def _in_chunks(
-    rows: Rows, table: jax.Array, cu_seqlens: jax.Array | None, *, chunk: int, reverse: bool
+    rows: Any,
+    table: jax.Array,
+    cu_seqlens: jax.Array | None,
+    *,
+    chunked: Callable[..., tuple[jax.Array, jax.Array]],
+    chunk: int,
+    reverse: bool,
 ) -> tuple[jax.Array, jax.Array]:
     length = rows.q.shape[1]
     if cu_seqlens is None:
@@ -40,14 +44,21 @@ def _in_chunks(
     return layout.merge(o), layout.final(ends, table)
 
 
-_in_steps = bounded_jit(stepwise)
+_in_steps = bounded_jit(step.stepwise)
 
 
 class LinearKernel(XlaKernel):
-    """The recurrence of this folder; a kernel names its call, and what its gates are.
+    """A recurrence of matrix states: token by token for a few of them, else by chunks.
 
     The parts are jitted on their own: layers that differ in numbers alone share their loops.
+
+    Attributes:
+        advance: the next state and the output of one token.
+        chunked: the outputs and the states after every chunk.
     """
+
+    advance: ClassVar[Callable[..., tuple[jax.Array, jax.Array]]] = staticmethod(step.advance)
+    chunked: ClassVar[Callable[..., tuple[jax.Array, jax.Array]]] = staticmethod(core.chunked)
 
     def choose(self, problem: Any, target: Any) -> Chunk:
         cu = problem.cu_seqlens
@@ -57,17 +68,27 @@ class LinearKernel(XlaKernel):
         """Log decays by the names of ``GATES``."""
         return {name: arrays[name] for name in GATES if name in arrays}
 
+    def inputs(self, problem: Any, arrays: Arrays) -> tuple[Any, jax.Array]:
+        """Rows ``[batch, seq, heads, channels]`` and initial states ``[b or n, heads, dk, dv]``."""
+        return rows_and_states(arrays, self.gates(problem, arrays), problem.softmax_scale)
+
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         p, dtype, cu = work.problem, arrays["query"].dtype, arrays.get("cu_seqlens")
-        rows, states = rows_and_states(arrays, self.gates(p, arrays), p.softmax_scale)
+        rows, states = self.inputs(p, arrays)
         (b, s, h, dk), dv = rows.q.shape, rows.v.shape[3]
         if 0 in (b, s, h, dk, dv, states.shape[0]):
             return (jnp.zeros((b, s, h, dv), dtype), states), ()
         if not is_symbolic(s) and s < tiles.STEP_LIMIT:
-            o, states = _in_steps(rows, states, cu, reverse=p.reverse)
+            o, states = _in_steps(rows, states, cu, advance=self.advance, reverse=p.reverse)
         else:
-            chunk = work.tiles.time_tile
-            o, states = _in_chunks(rows, states, cu, chunk=chunk, reverse=p.reverse)
+            o, states = _in_chunks(
+                rows,
+                states,
+                cu,
+                chunked=self.chunked,
+                chunk=work.tiles.time_tile,
+                reverse=p.reverse,
+            )
         return (name_output(o.astype(dtype)), states), ()
 
 

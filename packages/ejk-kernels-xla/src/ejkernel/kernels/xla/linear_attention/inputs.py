@@ -66,7 +66,13 @@ def rows_and_states(arrays: Arrays, gates: Arrays, scale: float) -> tuple[Rows, 
     acc = accumulation_dtype(q, k, v)
     groups = h // k.shape[2] if h else 1
     rows = _rows(q, k, v, g, gk, gv, g_scalar, gamma, dtype=acc, scale=scale, groups=groups)
+    return vary_alike((rows, initial_states(arrays, (b, h, dk, dv), acc)))
+
+
+def initial_states(arrays: Arrays, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The states given, or zeros: ``shape`` [batch, heads, dk, dv], packed one per sequence."""
     states, cu = arrays.get("initial_state"), arrays.get("cu_seqlens")
-    if states is None:
-        states = jnp.zeros((b if cu is None else cu.shape[0] - 1, h, dk, dv), acc)
-    return vary_alike((rows, states.astype(acc)))
+    if states is not None:
+        return states.astype(dtype)
+    count = shape[0] if cu is None else cu.shape[0] - 1
+    return jnp.zeros((count, *shape[1:]), dtype)

@@ -7,6 +7,9 @@ O(s dk dv) memory when differentiated, hence for short calls only; ``core`` is f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,19 +24,27 @@ def _decayed(state: jax.Array, row: Rows) -> jax.Array:
     return state
 
 
-def _advance(state: jax.Array, row: Rows) -> tuple[jax.Array, jax.Array]:
+def advance(state: jax.Array, row: Rows) -> tuple[jax.Array, jax.Array]:
     """``state`` [.., h, dk, dv] and a row [.., h, channels] -> the next state and the output."""
     state = _decayed(state, row) + row.k[..., :, None] * row.v[..., None, :]
     return state, jnp.einsum("...d,...de->...e", row.q, state)
 
 
 def stepwise(
-    rows: Rows, table: jax.Array, cu_seqlens: jax.Array | None, reverse: bool
+    rows: Any,
+    table: jax.Array,
+    cu_seqlens: jax.Array | None,
+    *,
+    advance: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]],
+    reverse: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs ``[batch, seq, head, dv]`` and final states ``[b or n, head, dk, dv]``."""
+    """Outputs ``[batch, seq, head, dv]`` and final states ``[b or n, head, dk, dv]``.
+
+    ``advance(state, row)`` gives the next state and the output of one token.
+    """
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), rows)
     if cu_seqlens is None:
-        final, o = jax.lax.scan(_advance, table, by_time, reverse=reverse)
+        final, o = jax.lax.scan(advance, table, by_time, reverse=reverse)
         return jnp.moveaxis(o, 0, 1), final
 
     n, length = cu_seqlens.shape[0] - 1, rows.q.shape[1]
@@ -45,10 +56,10 @@ def stepwise(
         by_time,
     )
 
-    def advance(states, at):
+    def advance_sequence(states, at):
         row, m = at
-        state, o = _advance(states.at[m].get(mode="clip")[None], row)
+        state, o = advance(states.at[m].get(mode="clip")[None], row)
         return states.at[m].set(state[0], mode="drop"), jnp.where(m < n, o, 0)
 
-    final, o = jax.lax.scan(advance, table, (by_time, sequence), reverse=reverse)
+    final, o = jax.lax.scan(advance_sequence, table, (by_time, sequence), reverse=reverse)
     return jnp.moveaxis(o, 0, 1), final

@@ -28,7 +28,7 @@ def parts_of(
     kv_segment_ids: jax.Array | None,
 ) -> Parts:
     """All constraints of a call. A rule of the call uses the positions of ``mask_info``."""
-    parts = () if mask_info is None else mask_info.conjuncts
+    parts = () if mask_info is None else mask_info.terms
     positions = {}
     if mask_info is not None:
         positions = {n: getattr(mask_info, n) for n in ("q_positions", "kv_positions")}

@@ -41,7 +41,7 @@ class WholeGradient:
     @staticmethod
     def short(p: Any) -> bool:
         """Returns whether most tiles have one step."""
-        return p.run <= ROWS
+        return p.mean_rows <= ROWS
 
     def kernel(self, p: Any) -> Weights:
         down, across = stored(p)

@@ -25,6 +25,7 @@ from ejkernel.ops.core.invocation import BoundCall
 from ejkernel.types import calls
 from ejkernel.types.attention.problem import LOG2E
 from ejkernel.types.calls import arguments
+from ejkernel.types.serving.problem import LatentProblem
 
 DTYPES = ("float16", "bfloat16")
 KINDS = ("int8", "float8_e4m3fn", "float8_e5m2")  # of caches beside those
@@ -45,19 +46,19 @@ class WholeStep:
 
     def __call__(
         self,
-        p: Any,
+        p: LatentProblem,
         q: jax.Array,
         cache: jax.Array,
         lengths: jax.Array,
         tables: jax.Array,
         k_scale: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """o ``[b, rows, latent]`` and, if ``p.lse``, lse float32 ``[b, rows]``."""
-        of = Steps if p.key == p.query else partial(EightBitSteps, kind=p.key)
+        """o ``[b, rows, latent]`` and, if ``p.return_lse``, lse float32 ``[b, rows]``."""
+        of = Steps if p.key_dtype == p.query_dtype else partial(EightBitSteps, kind=p.key_dtype)
         steps = of(
             batch=q.shape[0], rows=q.shape[1], tokens=p.tokens, page=p.page_size,
             pages=cache.shape[0], columns=tables.shape[1],
-            dtype=p.query,
+            dtype=p.query_dtype,
             c=units.unit(p) * LOG2E, negative=p.scale < 0.0, cores=self.cores,
         )  # fmt: skip
 
@@ -67,7 +68,7 @@ class WholeStep:
             with jax.enable_x64(False):  # the kernels count in int32
                 whole, o, m, total, cuts = steps(q, cache, tables, lengths, *scale)
                 found = (merge(whole, o, m, total, cuts, lengths, steps.c, *scale),)
-                if p.lse:
+                if p.return_lse:
                     _, sequences = shares(jnp.clip(lengths, 0, p.capacity), steps.groups, STEP)
                     found += (merged_lse(m, total, sequences, steps.c, *scale),)
             return found
@@ -76,7 +77,7 @@ class WholeStep:
             jax.ShapeDtypeStruct((*q.shape[:2], LATENT), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
         )
-        run = untracked(launch, kinds if p.lse else kinds[:1])
+        run = untracked(launch, kinds if p.return_lse else kinds[:1])
         scale = () if k_scale is None else (k_scale.reshape(-1).astype(jnp.float32),)
         return tuple(run(q, cache, lengths, tables, *scale))
 
@@ -105,10 +106,10 @@ class MLADecode(BesideTriton):
         p, reason = problem, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
-        if p.query not in DTYPES or p.key not in (p.query, *KINDS):
+        if p.query_dtype not in DTYPES or p.key_dtype not in (p.query_dtype, *KINDS):
             return (
-                f"query: {p.query} on {p.key}; supported are {' and '.join(DTYPES)} on the same or "
-                f"{', '.join(KINDS)}"
+                f"query: {p.query_dtype} on {p.key_dtype}; supported are {' and '.join(DTYPES)} "
+                f"on the same or {', '.join(KINDS)}"
             )
         if (p.value_dim, p.dim) != (LATENT, LATENT + ROPE):
             return f"latent_cache: {p.dim} with {p.value_dim} is not {LATENT + ROPE} with {LATENT}"

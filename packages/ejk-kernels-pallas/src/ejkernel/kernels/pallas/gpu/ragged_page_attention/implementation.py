@@ -21,6 +21,7 @@ from ejkernel.types import calls
 from ejkernel.types.attention.problem import Problem
 from ejkernel.types.calls import arguments
 from ejkernel.types.masks.structure import Band, Rules
+from ejkernel.types.serving.problem import PagedProblem
 
 DTYPES = ("float16", "bfloat16")
 DIMS = (64, 128)
@@ -83,13 +84,13 @@ class LongRows:
         return kernel.attend(q, cache, tables, lines, own)
 
 
-def decodes(paged: Any) -> bool:
+def decodes(paged: PagedProblem) -> bool:
     """Whether the kernel can decode: two key heads at a time, whose query heads are copied by
     eights and fit a product. What is hidden is so before a cap or a sign could show it. Only of
     what a card has compared with the formula."""
     rows = 2 * paged.group
     plain = paged.soft_cap is None and paged.scale > 0
-    compared = paged.query == "bfloat16" and paged.dim == 128
+    compared = paged.query_dtype == "bfloat16" and paged.dim == 128
     return compared and plain and paged.kv_heads % 2 == 0 and rows % 8 == 0 and rows <= ROWS
 
 
@@ -100,9 +101,10 @@ class Ragged(BesideTriton):
         p, reason = problem.paged, self.rest.unsupported_reason(problem, target)
         if reason is not None:
             return reason
-        if p.query not in DTYPES or p.key != p.query:
-            return f"queries: {p.query} on {p.key}, only {' and '.join(DTYPES)} are supported"
-        if p.dim not in DIMS or p.form[1] != 2 * p.dim:
+        if p.query_dtype not in DTYPES or p.key_dtype != p.query_dtype:
+            dtypes = f"{p.query_dtype} on {p.key_dtype}"
+            return f"queries: {dtypes}, only {' and '.join(DTYPES)} are supported"
+        if p.dim not in DIMS or p.layout.key_stride != 2 * p.dim:
             return f"queries: head dim {p.dim} is not among {DIMS}, or pages are padded to more"
         if p.page_size < 16 or p.page_size & (p.page_size - 1):
             return f"{self.rest.cache}: pages of {p.page_size} are no power of two from 16 on"

@@ -17,7 +17,13 @@ import numpy as np
 from jax import lax
 
 from ejkernel.types.masks.mask_info import MaskInfo
-from ejkernel.types.masks.structure import Band, Unsupported, known_ranges, operands, split_mask
+from ejkernel.types.masks.structure import (
+    Band,
+    Unsupported,
+    operands,
+    split_mask,
+    static_block_ranges,
+)
 
 LANES = 128
 # Padding of the two sides of an equality: never equal to an id, nor to each other.
@@ -111,7 +117,8 @@ def visits(
 ) -> Visits:
     """The block ranges of a mask; counts are exact where the mask has no traced arrays."""
     q_len, kv_len = rules.q_len, rules.kv_len
-    ranges = known_ranges(mask, q_len, kv_len, block_q, block_kv, transposed=transposed)[:, 0]
+    blocks = (block_q, block_kv)
+    ranges = static_block_ranges(mask, q_len, kv_len, *blocks, transposed=transposed)[:, 0]
     table, rows = ranges.reshape(-1), ranges.shape[0]
     if isinstance(ranges, jax.Array):
         return Visits(table, rows, -(-q_len // block_q) if transposed else -(-kv_len // block_kv))

@@ -119,7 +119,7 @@ def _prepare(
 
 def _without_hidden(p: Problem, arrays: Arrays) -> Arrays:
     """What nobody sees may hold NaN; XLA fuses its removal into the transposes below."""
-    seen = seen_keys(arrays["mask"].conjuncts, p.q_len, p.kv_len)
+    seen = seen_keys(arrays["mask"].terms, p.q_len, p.kv_len)
     return arrays | dict(zip("kv", cleared(seen, arrays["k"], arrays["v"]), strict=True))
 
 

@@ -1,0 +1,61 @@
+"""The call of gated_delta_rule."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.calls.linear import LinearCall
+from ejkernel.types.calls.spec import Arguments
+from ejkernel.types.calls.words import Array, F, I, invalid
+
+
+class GatedDeltaRule(LinearCall):
+    """Linear attention that replaces what a key reads instead of adding to it.
+
+    ``heads`` counts value heads; several of them may share a query and key head.
+    """
+
+    name = "gated_delta_rule"
+
+    @staticmethod
+    def signature(
+        query: F[Array, "batch seq kv_heads key_dim"],
+        key: F[Array, "batch seq kv_heads key_dim"],
+        value: F[Array, "batch seq heads v_dim"],
+        g: F[Array, "batch seq heads"] | F[Array, "batch seq heads key_dim"] | None = None,
+        beta: F[Array, "batch seq heads"] | None = None,
+        initial_state: F[Array, "states heads key_dim v_dim"] | None = None,
+        cu_seqlens: I[Array, " sequences_plus_1"] | None = None,
+        *,
+        softmax_scale: float | None = None,
+        normalize_qk: bool = False,
+        reverse: bool = False,
+        return_state: bool = False,
+    ) -> None: ...
+
+    @classmethod
+    def num_heads(cls, a: Mapping[str, Any]) -> int:
+        return a["value"].shape[2]
+
+    @classmethod
+    def canonicalize(cls, a: Arguments) -> None:
+        super().canonicalize(a)
+        heads, kv_heads = cls.num_heads(a), a["key"].shape[2]
+        if heads % kv_heads if kv_heads else heads:
+            legal = f"a multiple of the {kv_heads} query and key heads, not {heads} heads"
+            raise invalid("value", legal, a["value"])
+
+    @classmethod
+    def samples(cls, a: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        """Returns samples with keys of about unit length, so that the states stay bounded."""
+        samples = super().samples(a, rng)
+        for name in ("query", "key"):
+            x = a[name]
+            entries = rng.standard_normal(x.shape) * max(x.shape[-1], 1) ** -0.5
+            samples[name] = jnp.asarray(entries, x.dtype)
+        beta = a.get("beta")
+        if beta is not None:
+            samples["beta"] = jnp.asarray(rng.random(beta.shape), beta.dtype)
+        return samples

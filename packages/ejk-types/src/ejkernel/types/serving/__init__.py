@@ -1,0 +1,1 @@
+"""Serving with paged caches: cache layouts, problems and schedule tables, for every backend."""

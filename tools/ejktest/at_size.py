@@ -1,0 +1,167 @@
+"""What is compared on a GPU: a float32 reference of whole matrices, which runs there.
+
+The float64 oracles in ``oracles`` are for small arrays; here whole ``[q, k]`` matrices of a
+thousand rows are compared by the relative error of each array.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejktest.attention import Call, arrays, oracle_case, split, with_gradients, with_mask_info
+
+# relative error of a whole array; float32 matmuls at default precision are TF32
+BOUND = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 5e-3}
+# A reference is run once: its matmuls are not worth tuning.
+UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+SEED = 11
+
+
+def reference(q, k, v, *, mask=None, scale=None, bias=None, sinks=None, cap=None, drop=None):
+    """Returns (o, lse) in float32 with full matmuls; mask bool broadcastable to [b, h, q, k].
+
+    ``drop`` ``[b, h, q, k]``: factors of the probabilities.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    b, n, h, _ = q.shape
+    grouped = q.reshape(b, n, k.shape[2], -1, q.shape[3])
+    x = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, precision="highest")
+    x = x.reshape(b, h, n, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        x = x + bias.astype(jnp.float32)
+    if cap is not None:
+        x = cap * jnp.tanh(x / cap)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    alive = jnp.any(x > -jnp.inf, -1, keepdims=True)
+    x = jnp.where(alive, x, 0.0)
+    total = jax.nn.logsumexp(x, -1, keepdims=True)
+    if sinks is not None:
+        s = jax.nn.logsumexp(sinks.astype(jnp.float32), -1)[None, :, None, None]
+        total = jnp.logaddexp(total, s)
+    p = jnp.where(alive, jnp.exp(x - total), 0.0)
+    if drop is not None:
+        p = p * drop
+    p = p.reshape(b, k.shape[2], -1, n, k.shape[1])
+    o = jnp.einsum("bhgqk,bkhd->bqhgd", p, v, precision="highest").reshape(b, n, h, -1)
+    lse = jnp.where(alive, total, -jnp.inf)[..., 0]
+    return o, lse.swapaxes(1, 2)
+
+
+def reference_rows(q, k, v, position, *, window=None, **options):
+    """Returns (o, lse) of rows ``[rows, h, d]`` at positions of tokens ``[t, hk, d]``, causally.
+
+    Tokens that no row sees may hold anything.
+    """
+    j, at = jnp.arange(k.shape[0]), position[:, None]
+    seen = (j <= at) & (j >= (0 if window is None else at - window))
+    k, v = (jnp.where(seen.any(0)[:, None, None], x.astype(jnp.float32), 0.0) for x in (k, v))
+    o, lse = reference(q[None], k[None], v[None], mask=seen, **options)
+    return o[0], lse[0]
+
+
+@jax.jit
+def _relative(a, b):
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    finite = jnp.isfinite(b)
+    same = jnp.all(jnp.where(finite, True, a == b))
+    d = jnp.where(finite, a - b, 0.0)
+    size = jnp.sqrt(jnp.sum(jnp.where(finite, b, 0.0) ** 2))
+    error = jnp.sqrt(jnp.sum(d**2)) / jnp.maximum(size, 1e-20)
+    return jnp.where(same, error, jnp.inf)
+
+
+def relative(a, b) -> float:
+    """Returns ||a - b|| / ||b|| over entries that are finite in b; NaN in a never passes."""
+    return float(_relative(a, b))
+
+
+@jax.jit
+def _compare(first, second, exact):
+    errors = {n: _relative(first[n], exact[n]) for n in first}
+    same = [jnp.array_equal(first[n], second[n], equal_nan=True) for n in first]
+    return errors, jnp.all(jnp.stack(same))
+
+
+def small(*lead):
+    """Returns q, k and v, bfloat16 ``[*lead, 2, 300, 4, 64]``."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, (*lead, 2, 300, 4, 64), jnp.bfloat16) for k in keys]
+
+
+@contextmanager
+def ahead(request, work: Callable[[str], Any], threads: int) -> Generator[Callable[[str], Any]]:
+    """Yields ``work`` of a case by its name; threads have begun with the cases of this run.
+
+    Workers of pytest-xdist run side by side already: there a case begins when it is asked for.
+    """
+    names = [] if "PYTEST_XDIST_WORKER" in os.environ else names_in_run(request)
+    with ThreadPoolExecutor(threads) as pool:
+        begun = {name: pool.submit(work, name) for name in names}
+        yield lambda name: begun.pop(name).result() if name in begun else work(name)
+
+
+def names_in_run(request) -> list[str]:
+    """Returns the cases that this run of pytest asks of the file of ``request``."""
+    here = [x for x in request.session.items if x.path == request.path and hasattr(x, "callspec")]
+    return [x.callspec.params["name"] for x in here if "name" in x.callspec.params]
+
+
+# ---- calls of softmax attention ------------------------------------------------------------------
+
+
+def kernel(call: Call, operation: Callable[..., Any]) -> Any:
+    """Returns a jitted function of ``inputs(call)``: o, lse and all gradients of an operation."""
+    return jax.jit(with_gradients(with_mask_info(operation), call, SEED))
+
+
+def inputs(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays of a call that have gradients, and the others."""
+    return jax.device_put(split(arrays(call)))
+
+
+def bound(call: Call) -> float:
+    """Returns the largest relative error of an array that is accepted."""
+    return 1e-5 if call.precision == "highest" else BOUND[call.dtypes[0]]
+
+
+def expected(call: Call) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns the inputs of a call and what float32 makes of them."""
+    x = arrays(call)
+    case = oracle_case(call, x, SEED)
+
+    def attend(q, k, v, *, bias, softmax_aux, softmax_scale, logits_soft_cap, see, drop, **_):
+        return reference(
+            q, k, v, mask=see, scale=softmax_scale, bias=bias, sinks=softmax_aux,
+            cap=logits_soft_cap, drop=drop,
+        )  # fmt: skip
+
+    diff, fixed = split(x)
+    wide = {n: a.astype(np.float32) for n, a in {**diff, "do": fixed["do"]}.items()}
+    drop = None if case.drop is None else case.drop.astype(np.float32)
+    others = {"do": wide.pop("do"), "dlse": fixed["dlse"], "see": case.see, "drop": drop}
+    run = jax.jit(with_gradients(attend, call), compiler_options=UNTUNED)
+    return *jax.device_put((diff, fixed)), run(wide, others)
+
+
+def check(call: Call, operation: Callable[..., Any], reference: Any = None) -> dict[str, float]:
+    """Asserts that errors are within the bound and that two runs agree bit for bit.
+
+    ``reference``: what ``expected`` returned, when it was computed before.
+    """
+    diff, fixed, exact = reference or expected(call)
+    run = kernel(call, operation)
+    errors, same = _compare(run(diff, fixed), run(diff, fixed), exact)
+    errors = {n: float(e) for n, e in errors.items()}
+    print(call.name, {n: f"{e:.1e}" for n, e in errors.items()})
+    assert same
+    assert {n: e for n, e in errors.items() if not e <= bound(call)} == {}
+    return errors

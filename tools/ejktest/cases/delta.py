@@ -1,0 +1,68 @@
+"""Calls of the gated delta rule: random arguments, and the comparison with the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejktest.cases.linear import check_recurrence, cotangents
+from ejktest.drawn import array
+from ejktest.oracles import delta
+
+
+def delta_arguments(
+    gate: str,
+    *,
+    b: int,
+    s: int,
+    h: int,
+    hk: int,
+    dk: int,
+    dv: int,
+    states: int | None = None,
+    seed: int = 0,
+    dtype: Any = np.float32,
+) -> dict[str, jax.Array]:
+    """Arguments by name: keys of length 1, beta between 0 and 1, log decays <= 0, a state.
+
+    ``gate``: "none", which also leaves out beta, "head" or "channel".
+    """
+    rng = np.random.default_rng(seed)
+    drawn = {
+        "query": rng.standard_normal((b, s, hk, dk)),
+        "key": rng.standard_normal((b, s, hk, dk)),
+        "value": rng.standard_normal((b, s, h, dv)),
+    }
+    drawn["key"] /= np.linalg.norm(drawn["key"], axis=-1, keepdims=True)
+    if gate != "none":
+        size = (b, s, h, dk) if gate == "channel" else (b, s, h)
+        drawn["g"] = -np.abs(rng.standard_normal(size)) / 4
+        drawn["beta"] = rng.random((b, s, h))
+    drawn["initial_state"] = rng.standard_normal((states or b, h, dk, dv))
+    return {name: array(x, dtype) for name, x in drawn.items()}
+
+
+def check_delta(
+    args: Mapping[str, jax.Array],
+    found: tuple[jax.Array, jax.Array, Mapping[str, jax.Array]],
+    *,
+    state_dtype: Any = None,
+    rounded_beta: bool = False,
+    **options: Any,
+) -> None:
+    """Compares output, state and gradients for ``cotangents`` with the oracle's.
+
+    ``rounded_beta``: as close as the result for a beta that is one float32 rounding larger. Where
+    keys repeat and ``beta |k|^2`` is about 2, no float32 computation of ``beta k k^T`` is closer.
+    """
+    do, dstate = cotangents(*found[:2])
+    options |= {"do": do, "dstate": dstate}
+    want = delta.gated_delta_rule(**args, **options)
+    plain = None
+    if rounded_beta:
+        beta = np.asarray(args["beta"]).astype(np.float64) * (1 + 2.0**-23)
+        plain = delta.gated_delta_rule(**{**args, "beta": beta}, **options)
+    check_recurrence(args, found, want, plain, state_dtype=state_dtype)
