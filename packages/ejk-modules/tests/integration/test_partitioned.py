@@ -34,7 +34,7 @@ ROLES = {
     "batch": {"batch": "x"},
     "heads": dict.fromkeys(("heads", "kv_heads", "combined_kv_heads"), "x"),
     "rows": {"rows": "x"},
-    "columns": dict.fromkeys(("columns", "channels_0"), "x"),
+    "columns": dict.fromkeys(("columns", "channels", "channels_0"), "x"),
 }
 COLLECTIVES = re.compile(
     r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(-start)?\("
@@ -48,10 +48,16 @@ def untuned(monkeypatch):
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """At least two of everything on each of two devices, in sizes that Triton's kernels take."""
-    for name, size in dict(B=4, H=8, HK=4, S=16, COLUMNS=8, INNER=8, DV=8).items():
-        monkeypatch.setattr(calls, name, size)
+    """Head dims that Triton's kernels take, and columns for two devices."""
+    sizes = {"v_dim": 8, "columns": 8, "inner": 8, "cache_dim": 24, "q_dim": 16, "rope_dim": 8}
+    monkeypatch.setattr(calls, "SIZES", calls.SIZES | sizes)
     return monkeypatch
+
+
+def call_of(operation, **sizes):
+    c = calls.call(operation, length=16, **sizes)
+    static = {**c.static, "latent_dim": 16} if operation == "mla_decode" else c.static
+    return calls.Call(operation, c.arrays, static, c.gradients)
 
 
 @pytest.fixture
@@ -113,36 +119,19 @@ SUMMED = {
     ("gla_attention", "batch"): 1,
     ("grouped_matmul", "rows"): 1,  # of the matrices
     ("grouped_matmul", "columns"): 1,  # of the rows
+    ("causal_conv1d", "batch"): 2,  # of the weights and of the bias
 }
 """All-reduces of a call and its gradients: one for the sum of each gradient that devices share."""
 
 
-def triton_call(operation):
-    """A call that Triton's kernel takes: its dims are multiples of 8."""
-    c = calls.call(operation)
-    widths = {"mla_decode": ("query", "latent_cache"), "mla_attention": ("query", "b_k")}
-    wide = {
-        name: jnp.concatenate([c.arrays[name], c.arrays[name][..., :4]], -1)
-        for name in widths.get(operation, ())
-    }
-    if operation == "mla_decode":
-        wide = {name: jnp.concatenate([x, x[..., :8]], -1) for name, x in wide.items()}
-        return calls.Call(operation, {**c.arrays, **wide}, {"latent_dim": 16}, c.gradients)
-    return calls.Call(operation, {**c.arrays, **wide}, c.static, c.gradients)
-
-
-OPERATIONS = sorted(set(calls.CALLS) - {"attention"})
+OPERATIONS = sorted(set(calls.CALLS) - {"attention", "gated_delta_rule"})
+"""Those with a kernel of Triton's."""
 
 
 def roles_of(operation):
-    words = {word for spec in (operation_class(operation).spec,) for word in words_in(spec)}
+    forms = (axes for p in operation_class(operation).spec.boundary.parameters for _, axes in p.forms)
+    words = {word.lstrip("#*") for axes in forms for word in axes.split()}
     return [role for role, spread in ROLES.items() if words & spread.keys()]
-
-
-def words_in(spec):
-    forms = (axes for p in spec.boundary.parameters for _, axes in p.forms)
-    found = {word.lstrip("#") for axes in forms for word in axes.split()}
-    return {"channels_0" if word == "*channels" else word for word in found}
 
 
 CASES = [(n, role) for n in OPERATIONS for role in roles_of(n)]
@@ -153,7 +142,7 @@ def test_a_sharded_call_has_no_collective_but_sums_of_gradients(operation, role,
     pytest.importorskip("triton", reason="Triton is not installed")
     sizes.setenv("EJKERNEL_INTERPRET", "1")
     sizes.setattr(partition, "interpreting", lambda: False)  # compiled, never run
-    c = triton_call(operation)
+    c = call_of(operation, batch=4, heads=8, kv_heads=4)
     specs, mesh = specs_of(c, ROLES[role]), mesh_of((2,), "x")
     arrays = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
@@ -205,9 +194,7 @@ def test_the_parts_of_a_triton_call_make_the_call(operation, sizes):
     """Outputs, what is saved, sums of gradients, decays and dropout by global heads."""
     pytest.importorskip("triton", reason="Triton is not installed")
     sizes.setenv("EJKERNEL_INTERPRET", "1")
-    for name, size in dict(B=2, H=4, HK=2).items():
-        sizes.setattr(calls, name, size)
-    c = triton_call(operation)
+    c = call_of(operation)
     if operation == "flash_attention":
         static = {**c.static, "dropout_prob": 0.3, "dropout_seed": 7}
         c = calls.Call(operation, c.arrays, static, c.gradients)
@@ -215,7 +202,7 @@ def test_the_parts_of_a_triton_call_make_the_call(operation, sizes):
     expected = jax.jit(pulled(c, "xla"))(c.arrays)
     spread = {
         **dict.fromkeys(("heads", "kv_heads", "combined_kv_heads"), ("tp",)),
-        **dict.fromkeys(("columns", "channels_0"), ("tp",)),
+        **dict.fromkeys(("columns", "channels", "channels_0"), ("tp",)),
         **dict.fromkeys(("batch", "rows"), ("dp",)),
     }
     regions = []
@@ -368,8 +355,7 @@ def test_an_axis_that_stays_whole_is_gathered(xla):
     assert set(collectives(compiled)) == {"all-gather"}
 
 
-def test_a_donated_cache_is_written_in_place(sizes, xla):
-    sizes.setattr(calls, "PAGES", 8)
+def test_a_donated_cache_is_written_in_place(xla):
     c = calls.call("ragged_page_attention_v3")
     mesh, specs = mesh_of((2,), "x"), specs_of(c, ROLES["heads"])
     arrays = {

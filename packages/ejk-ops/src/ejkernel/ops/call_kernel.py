@@ -54,7 +54,6 @@ class CallKernel:
     """Whether ``apply_config`` reads ``WarpgroupParams``."""
     fixed_tiles: ClassVar[bool] = False
     """Whether no config names tiles: they are the kernel's own choice."""
-
     partitioned: ClassVar[bool] = True
     """Whether a compiler that partitions programs has to be told how to shard the kernel."""
     saved_axes: ClassVar[str] = ""
@@ -168,9 +167,9 @@ class CallKernel:
         """Returns the tiles' own fields of the operation's config; ``apply_config`` reads them."""
         return dict(getattr(chosen, "fields", {}))
 
-    def forward_axes(self, a: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns the words of the axes of each output of ``forward``."""
-        return self.call.forward_axes(a)
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        """Returns the words of the axes of each of the ``count`` outputs of ``forward``."""
+        return self.call.forward_axes(a, count)
 
     def on_shards(self, a: Mapping[str, Any]) -> tuple[CallKernel, Mapping[str, Any]]:
         """Returns the kernel and the arguments of a call that means the same on every shard."""

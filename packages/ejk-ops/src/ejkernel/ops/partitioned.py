@@ -174,7 +174,7 @@ class PartitionedKernel:
     def _words_of_results(self, types: Sequence[Any], outputs: int) -> list[Words]:
         """The words of the results of the forward pass: its outputs, and the arrays it saves."""
         forms: list[tuple[str, ...]] = []
-        for axes in self.kernel.forward_axes(self._arguments)[:outputs]:
+        for axes in self.kernel.forward_axes(self._arguments, outputs):
             named = axes.startswith("=")
             forms.append(self._axes[axes[1:]][0] if named else tuple(axes.split()))
         forms += [tuple(self.kernel.saved_axes.split())] * (len(types) - outputs)

@@ -33,8 +33,8 @@ class XlaKernel(CallKernel):
     def operands(self, a: Mapping[str, Any], problem: Any) -> Arrays:
         return self.call.array_arguments(a)
 
-    def forward_axes(self, a: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.call.output_axes({**a, self.call.extra_outputs_flag: True})
+    def forward_axes(self, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
+        return self.call.returned_axes(a, count)
 
     def empty_outputs(self, a: Mapping[str, Any], problem: Any) -> tuple[Any, ...] | None:
         return None

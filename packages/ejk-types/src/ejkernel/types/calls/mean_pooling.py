@@ -39,7 +39,7 @@ class MeanPooling(Call):
         return (group + (" *channels" if a["chunk_size"] is None else " chunks *channels"),)
 
     @classmethod
-    def forward_axes(cls, a: Arguments) -> tuple[str, ...]:
+    def forward_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
         return (("batch" if a["cu_seqlens"] is None else "sequences") + " channels_0",)
 
     @classmethod

@@ -51,7 +51,7 @@ class SoftmaxCall(AttentionCall):
     merged: ClassVar[Mapping[str, str]] = {**canonicalize.MERGED_MASKS, "init_bias": "bias"}
 
     @classmethod
-    def forward_axes(cls, a: Mapping[str, Any]) -> tuple[str, ...]:
+    def forward_axes(cls, a: Mapping[str, Any], count: int) -> tuple[str, ...]:
         return ("batch q_len heads v_dim", "batch heads q_len")
 
     @classmethod

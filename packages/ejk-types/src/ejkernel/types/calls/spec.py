@@ -131,25 +131,33 @@ class Call:
         return cls.select_outputs(a, cls.outputs)
 
     @classmethod
-    def forward_axes(cls, a: Arguments) -> tuple[str, ...]:
-        """Axes of what a kernel's forward pass returns, before ``results``."""
-        return cls.output_axes({**a, cls.extra_outputs_flag: True})
+    def returned_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
+        """Returns the axes of ``count`` outputs, which a call may have without requesting them."""
+        requested = cls.output_axes(a)
+        if len(requested) == count:
+            return requested
+        return cls.output_axes({**a, cls.extra_outputs_flag: True})[:count]
+
+    @classmethod
+    def forward_axes(cls, a: Arguments, count: int) -> tuple[str, ...]:
+        """Returns the axes of the ``count`` outputs of a kernel's forward pass."""
+        return cls.returned_axes(a, count)
 
     @classmethod
     def array_axes(cls, a: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-        """Words of the axes of every array by its argument's name; a mask has several arrays."""
-        override, found = cls.argument_axes(dict(a)), {}
+        """Returns the words of the axes of every array, by argument; a mask has several arrays."""
+        override, axes = cls.argument_axes(dict(a)), {}
         for p in cls.boundary.parameters:
             value = a[p.name]
             if isinstance(value, MaskInfo):
-                found[p.name] = [mask_axes(x) for x in jax.tree.leaves(value)]
+                axes[p.name] = [mask_axes(x) for x in jax.tree.leaves(value)]
             elif hasattr(value, "shape") and hasattr(value, "dtype"):
-                found[p.name] = [tuple(axes_of(p, value, override))]
-        return found
+                axes[p.name] = [tuple(axes_of(p, value, override))]
+        return axes
 
     @classmethod
     def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
-        """How the arrays of a call may be sharded, from their shapes alone."""
+        """Returns how the arrays of a call may be sharded, from their shapes alone."""
         sizes: dict[str, int] = {}
         for name, words in cls.array_axes(a).items():
             for axes, x in zip(words, jax.tree.leaves(a[name]), strict=True):
