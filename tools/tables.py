@@ -62,7 +62,7 @@ def kernels_of(platform: str) -> str:
 
 
 def sharding_table() -> str:
-    """How the axes of each operation may be sharded, from the words of its signature."""
+    """Returns the role of each axis of each operation, by the words of its signature."""
     from ejkernel.modules._table import operation_class
 
     rows = ["| function | sharded freely | key heads | whole |", "|---|---|---|---|"]
@@ -72,7 +72,7 @@ def sharding_table() -> str:
 
 
 def _axes_by_role(operation: Any) -> list[str]:
-    """The axes that may be sharded, those of key heads, and all others, as cells of a table."""
+    """Returns the axes that may be sharded, of key heads, and all others, as cells of a table."""
     from ejkernel.types.calls.axes import Kind, bare, meaning
 
     forms = (axes for p in operation.spec.boundary.parameters for _, axes in p.forms)

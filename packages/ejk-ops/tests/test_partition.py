@@ -51,11 +51,11 @@ class Rule:
 def weighted(x, w):
     """``x * w`` and ``w . x`` of rows ``x [a, b]``; sizes that a device sees are added."""
 
-    def run(shard, x, w):
+    def multiply(shard, x, w):
         return x * w, x @ w + x.shape[0]
 
     words = [("rows", ""), ("",)], lambda _: [("rows", ""), ("rows",)]
-    return run_region(run, (x, w), *words, Rule({"rows": 8}))
+    return run_region(multiply, (x, w), *words, Rule({"rows": 8}))
 
 
 def summed(x):
@@ -73,7 +73,7 @@ def placed(x, *spec):
     return jax.device_put(x, NamedSharding(MESH, P(*spec)))
 
 
-def test_each_device_runs_on_its_rows():
+def test_every_device_computes_its_rows():
     compiled = jax.jit(weighted).lower(placed(X, "a"), placed(W)).compile()
     scaled, dots = compiled(placed(X, "a"), placed(W))
     np.testing.assert_array_equal(scaled, X * W)
@@ -105,8 +105,8 @@ def test_a_program_is_not_found_for_another_function(tmp_path):
 
     def texts(factor):
         def scale(x):
-            run = lambda _, x: (x * factor,)  # noqa: E731
-            return run_region(run, (x,), [("rows", "")], lambda _: [("rows", "")], Rule({}))[0]
+            multiply = lambda _, x: (x * factor,)  # noqa: E731
+            return run_region(multiply, (x,), [("rows", "")], lambda _: [("rows", "")], Rule({}))[0]
 
         return jax.jit(scale).lower(placed(X, "a")).as_text()
 

@@ -1,8 +1,8 @@
 """Kernels under plain ``jit`` over sharded arrays: each device runs them on its part.
 
 Programs of Triton kernels are compiled for their collectives and the shapes of their launches; an
-interpreted kernel cannot run in a partitioned program, so its numbers are those of the same regions
-under ``shard_map``. How regions behave under JAX's transformations is shown with XLA's kernels,
+interpreted kernel cannot run in a partitioned program, so its values come from the same regions under
+``shard_map``. How regions behave under JAX's transformations is shown with XLA's kernels,
 partitioned in the same way.
 """
 
@@ -87,13 +87,13 @@ def pulled(c, platform):
     """Outputs and gradients of a call, of its arrays."""
     function = getattr(modules, c.operation)
 
-    def run(arrays):
+    def differentiate(arrays):
         smooth = {name: arrays[name] for name in c.gradients}
         call = lambda g: function(**{**arrays, **g}, **c.static, platform=platform)  # noqa: E731
         out, pull = jax.vjp(call, smooth)
         return out, pull(jax.tree.map(jnp.sin, out))[0]
 
-    return run
+    return differentiate
 
 
 def collectives(compiled):
@@ -121,15 +121,16 @@ SUMMED = {
     ("grouped_matmul", "columns"): 1,  # of the rows
     ("causal_conv1d", "batch"): 2,  # of the weights and of the bias
 }
-"""All-reduces of a call and its gradients: one for the sum of each gradient that devices share."""
+"""All-reduces of a call and its gradients: one for each gradient that devices share."""
 
 
 OPERATIONS = sorted(set(calls.CALLS) - {"attention", "gated_delta_rule"})
-"""Those with a kernel of Triton's."""
+"""Operations with a Triton kernel."""
 
 
 def roles_of(operation):
-    forms = (axes for p in operation_class(operation).spec.boundary.parameters for _, axes in p.forms)
+    parameters = operation_class(operation).spec.boundary.parameters
+    forms = (axes for p in parameters for _, axes in p.forms)
     words = {word.lstrip("#*") for axes in forms for word in axes.split()}
     return [role for role, spread in ROLES.items() if words & spread.keys()]
 
@@ -138,7 +139,7 @@ CASES = [(n, role) for n in OPERATIONS for role in roles_of(n)]
 
 
 @pytest.mark.parametrize(("operation", "role"), CASES)
-def test_a_sharded_call_has_no_collective_but_sums_of_gradients(operation, role, sizes):
+def test_a_sharded_call_communicates_shared_gradients_alone(operation, role, sizes):
     pytest.importorskip("triton", reason="Triton is not installed")
     sizes.setenv("EJKERNEL_INTERPRET", "1")
     sizes.setattr(partition, "interpreting", lambda: False)  # compiled, never run
@@ -191,7 +192,7 @@ QUICK = {"flash_attention", "lightning_attention", "mean_pooling", "grouped_matm
     [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OPERATIONS],
 )
 def test_the_parts_of_a_triton_call_make_the_call(operation, sizes):
-    """Outputs, what is saved, sums of gradients, decays and dropout by global heads."""
+    """Outputs, saved arrays, shared gradients, decays and dropout by global heads."""
     pytest.importorskip("triton", reason="Triton is not installed")
     sizes.setenv("EJKERNEL_INTERPRET", "1")
     c = call_of(operation)
@@ -232,11 +233,11 @@ def attend(q, k, v, **options):
 def both(function):
     """The output and the gradients of all arguments."""
 
-    def run(*arrays):
+    def differentiate(*arrays):
         out, pull = jax.vjp(function, *arrays)
         return out, pull(jnp.sin(out))
 
-    return run
+    return differentiate
 
 
 def partitioned_program(function, arrays, specs, mesh=None):
@@ -281,9 +282,9 @@ def test_layers_of_a_scan_under_checkpoint_run_the_forward_pass_once(xla):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_key_heads_fewer_than_devices_stay_whole(kv_heads, xla):
+def test_key_heads_fewer_than_devices_are_replicated(kv_heads, xla):
     compiled = partitioned_program(both(attend), qkv(8, kv_heads), (BSHD, DP, DP))
-    # the gradients of keys and values are sums over the query heads of all devices
+    # gradients of keys and values are summed over the query heads of all devices
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
@@ -328,7 +329,7 @@ def test_options_follow_global_rows_and_heads(xla):
     bias = jnp.linspace(-1, 1, 8 * 256).reshape(1, 8, 16, 16)
     sinks = jnp.linspace(-1, 1, 16).reshape(8, 2)
 
-    def run(q, k, v, bias, sinks, ids):
+    def differentiate(q, k, v, bias, sinks, ids):
         def call(q, k, v, bias, sinks):
             return attend(
                 q, k, v, bias=bias, softmax_aux=sinks, attention_mask=visible, dropout_prob=0.3,
@@ -339,18 +340,18 @@ def test_options_follow_global_rows_and_heads(xla):
 
     arrays = (*qkv(), bias, sinks, ids)
     specs = (BSHD, BSHD, BSHD, P(None, "tp"), P("tp"), DP)
-    compiled = partitioned_program(run, arrays, specs)
+    compiled = partitioned_program(differentiate, arrays, specs)
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
-def test_settings_of_jax_hold_where_the_compiler_asks(xla):
+def test_settings_of_jax_hold_while_the_compiler_partitions(xla):
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         arrays = [jnp.asarray(np.asarray(x, np.float64)) for x in qkv()]
         compiled = partitioned_program(both(attend), arrays, (BSHD,) * 3)
         assert collectives(compiled) == {}
 
 
-def test_an_axis_that_stays_whole_is_gathered(xla):
+def test_a_sharded_sequence_is_gathered(xla):
     compiled = partitioned_program(attend, qkv(), (P(None, "tp"),) * 3)
     assert set(collectives(compiled)) == {"all-gather"}
 

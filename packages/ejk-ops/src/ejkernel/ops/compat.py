@@ -117,7 +117,7 @@ def over_automatic_axes(context: Any) -> tuple[Any, Any]:
 
 
 def device_tiles(x: Any) -> np.ndarray:
-    """The numbers of the devices that have each tile of an array, by the compiler's sharding.
+    """Returns the indices of the devices that have each tile of an array, by its sharding.
 
     One axis for each axis of the array, and one for the devices of a tile.
     """

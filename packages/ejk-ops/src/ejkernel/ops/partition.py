@@ -57,7 +57,7 @@ class Region:
         summed: whether the devices' results are summed over mesh axes that the words of a result
             do not have; otherwise those results are alike.
         context: in which ``function`` is traced for the devices, while the program is compiled.
-        settings: those of JAX for that trace, which takes place in another thread.
+        settings: JAX's settings for that trace, which takes place in another thread.
     """
 
     function: Function = field(repr=False)
@@ -74,7 +74,7 @@ class Region:
         word = next(w for w in (f"mapped_{i}" for i in itertools.count()) if w not in taken)
         function = self.function
 
-        def run(shard: Any, *arrays: Any) -> tuple[Any, ...]:
+        def map_function(shard: Any, *arrays: Any) -> tuple[Any, ...]:
             return jax.vmap(partial(function, shard), in_axes=tuple(dims))(*arrays)
 
         operands = tuple(
@@ -83,7 +83,7 @@ class Region:
         )
         rule = replace(self.rule, sizes={**self.rule.sizes, word: size})
         results = tuple((word if size > 1 else "", *words) for words in self.results)
-        return replace(self, function=run, rule=rule, operands=operands, results=results)
+        return replace(self, function=map_function, rule=rule, operands=operands, results=results)
 
     # ---- the compiler's questions -----------------------------------------------------------
 
@@ -108,8 +108,8 @@ class Region:
         operands = tuple(map(mapping, self.operands, operand_types))
         results = tuple(map(mapping, self.results, result_types))
         # JAX takes the size of a factor from its axis where it has one
-        given: dict[str, Any] = {n: size for n, size in sizes.items() if n not in alone}
-        return SdyShardingRule(operands, results, **given)
+        unsized: dict[str, Any] = {n: size for n, size in sizes.items() if n not in alone}
+        return SdyShardingRule(operands, results, **unsized)
 
     def partition(self, full: Any, mesh: Any, operands: Any, results: Any) -> Any:
         """Returns the full mesh, the function of one device, and how results and operands lie.
@@ -170,7 +170,7 @@ def _shardings(layout: Any, mesh: Any, arrays: Arrays) -> tuple[NamedSharding, .
 def mesh_axes_of(mesh_sizes: Mapping[str, int], tiles: np.ndarray) -> list[MeshAxes]:
     """Returns the mesh axes over which each axis of an array is split, () for an unsplit axis.
 
-    An axis that is split over a part of a mesh axis counts as unsplit. ``tiles``: the numbers of
+    An axis that is split over a part of a mesh axis counts as unsplit. ``tiles``: the indices of
     the devices that have each tile of the array, with an axis for each axis of the array and one
     more for the devices of a tile. Devices are numbered along the mesh.
     """
@@ -238,8 +238,8 @@ def run_region(
 ) -> tuple[Any, ...]:
     """Runs ``function(None, *arrays)`` as one region.
 
-    ``operands``: the words of the arrays' axes; ``results``: gives those of the results from their
-    types. The rest is as in ``Region``.
+    ``operands``: the words of the arrays' axes; ``results``: returns the words of the results'
+    axes from their types. The other arguments are attributes of ``Region``.
     """
     region = Region(function, rule, tuple(operands), (), summed)
     return tuple(_bind(region, arrays, results))
@@ -295,11 +295,11 @@ def _lower(context: Any, *operands: Any, region: Region, jaxpr: Any) -> Any:
         sharding_rule=region.shardy_rule,
     )
 
-    def named(*arrays: Any) -> tuple[Any, ...]:
+    def run_custom(*arrays: Any) -> tuple[Any, ...]:
         return custom(*arrays)
 
-    named.__name__ = f"ejkernel_region_{_unique_name(region, jaxpr)}"
-    return mlir.lower_fun(jax.jit(named), multiple_results=True)(context, *operands)
+    run_custom.__name__ = f"ejkernel_region_{_unique_name(region, jaxpr)}"
+    return mlir.lower_fun(jax.jit(run_custom), multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(_region, _lower)

@@ -23,7 +23,7 @@ def run_partitioned(work: Work, arguments: Mapping[str, Any]) -> tuple[jax.Array
 class PartitionedKernel:
     """The kernel of one call, each of its passes a region of the call's canonical arguments.
 
-    It is differentiated in place of the kernel, whose tiles are those of the unsharded call. Arrays
+    It is differentiated in place of the kernel, with the tiles of the unsharded call. Arrays
     of NumPy stay constants, from which a kernel may read which blocks a mask shows.
 
     Attributes:
@@ -59,7 +59,7 @@ class PartitionedKernel:
     def without_gradients(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The forward pass of a call that nobody differentiates."""
         run = getattr(self.kernel, "without_gradients", self.kernel.forward)
-        return self._run_forward(lambda *given: (run(*given)[0], ()), work, arrays)
+        return self._run_forward(lambda *call: (run(*call)[0], ()), work, arrays)
 
     def forward(self, work: Work, arrays: Arrays) -> tuple[tuple[Any, ...], Any]:
         """The outputs, and the arrays that ``backward`` reads besides."""
@@ -72,7 +72,7 @@ class PartitionedKernel:
     ) -> tuple[tuple[Any, ...], Any]:
         structures: list[Any] = []
 
-        def run(shard: Any, *leaves: Any) -> tuple[Any, ...]:
+        def run_pass(shard: Any, *leaves: Any) -> tuple[Any, ...]:
             a = self._local_arguments(shard, leaves)
             local = self._local_work(work, shard, a)
             outputs, saved = forward(local, self._operands(local, a))
@@ -81,7 +81,7 @@ class PartitionedKernel:
             return tuple(flat)
 
         found = run_region(
-            run,
+            run_pass,
             list(arrays.values()),
             self._words_of(arrays),
             lambda types: self._words_of_results(types, structures[0][1]),
@@ -97,13 +97,13 @@ class PartitionedKernel:
         saved: Any,
         cotangents: tuple[Any, ...],
     ) -> Mapping[str, Any]:
-        """Gradients of the arrays of floats; those of a kernel without ``backward`` by JAX."""
+        """Returns gradients of the arrays of floats; JAX makes them without a ``backward``."""
         results, structure = jax.tree.flatten((outputs, saved))
         smooth = [i for i, x in enumerate(arrays.values()) if _is_smooth(x)]
         first, last = len(arrays), len(arrays) + len(results)
 
-        def run(shard: Any, *given: Any) -> tuple[Any, ...]:
-            leaves, cotangents = given[:first], given[last:]
+        def run_pass(shard: Any, *inputs: Any) -> tuple[Any, ...]:
+            leaves, cotangents = inputs[:first], inputs[last:]
             local = self._local_work(work, shard, self._local_arguments(shard, leaves))
 
             def operands(*floats: Any) -> Arrays:
@@ -121,14 +121,14 @@ class PartitionedKernel:
             of_floats, pull, others = jax.vjp(
                 lambda *floats: _split(operands(*floats)), *floats, has_aux=True
             )
-            saved = jax.tree.unflatten(structure, given[first:last])
+            saved = jax.tree.unflatten(structure, inputs[first:last])
             found = self.kernel.backward(local, of_floats | others, *saved, cotangents)
             return pull({name: _gradient(found, name, x) for name, x in of_floats.items()})
 
         words = self._words_of(arrays)
         of_results = self._words_of_results(results, len(outputs))
         found = run_region(
-            run,
+            run_pass,
             [*arrays.values(), *results, *cotangents],
             [*words, *of_results, *of_results[: len(outputs)]],
             lambda _: [words[i] for i in smooth],
@@ -141,10 +141,10 @@ class PartitionedKernel:
 
     def _local_arguments(self, shard: Any, leaves: Sequence[Any]) -> dict[str, Any]:
         """The canonical arguments on one shard; of the unsharded call where that is None."""
-        given, every = iter(leaves), list(self._leaves)
+        remaining, every = iter(leaves), list(self._leaves)
         for i, x in enumerate(every):
             if i not in self._constants:
-                every[i] = next(given)
+                every[i] = next(remaining)
             elif shard is not None:
                 every[i] = _part(x, self._words[i], shard)
         a = {**self._arguments, **self._by_name(every)}

@@ -18,7 +18,7 @@ MeshAxes = tuple[str, ...]
 
 @dataclass
 class Layout:
-    """Which mesh axes every word is spread over.
+    """The mesh axes that every word is spread over.
 
     Attributes:
         operation: name for messages.
@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """Where one shard lies; valid inside the mapped function only.
+    """The position of one shard; valid inside the mapped function only.
 
     Attributes:
         layout: which mesh axes every axis word is spread over.

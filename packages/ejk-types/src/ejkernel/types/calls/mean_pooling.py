@@ -44,7 +44,7 @@ class MeanPooling(Call):
 
     @classmethod
     def sharding_rule(cls, a: Mapping[str, Any]) -> ShardingRule:
-        """Of several channel axes only the first: a kernel has one axis for all of them."""
+        """Returns a rule without channel axes but the first: a kernel merges all of them."""
         rule = super().sharding_rule(a)
         sizes = {w: n for w, n in rule.sizes.items() if bare(w) != "channels" or w == "channels_0"}
         return replace(rule, sizes=sizes)

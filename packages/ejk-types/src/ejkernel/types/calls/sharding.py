@@ -28,7 +28,7 @@ MAPPED = "mapped_"
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How the arrays of one call may be sharded.
+    """The axes of one call's arrays that may be sharded, and how.
 
     Attributes:
         operation: its name.
