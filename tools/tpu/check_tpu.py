@@ -38,9 +38,9 @@ def compile_all(chip: str, names: list[str]) -> list[dict[str, Any]]:
     """Compiles every shipped call for a chip; seconds, or what went wrong."""
     chips.prepare_environment()
     from ejkernel.kernels import pallas
-    from ejktest.cases import attention, grouped
+    from ejktest.cases import attention, grouped, pooling
 
-    calls = attention.COMPILED_TPU | grouped.COMPILED_TPU
+    calls = attention.COMPILED_TPU | grouped.COMPILED_TPU | pooling.COMPILED_TPU
 
     device = chips.device(chip)
     rows = []
@@ -148,8 +148,8 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
     for row in rows:
         by_call.setdefault(row["call"], {})[row["part"]] = row
     for call, parts in by_call.items():
-        found = [parts.get(p, {}) for p in ("forward", "gradients")]
-        cells = [row.get("error") or row.get("seconds", "") for row in found]
+        columns = [parts.get(p, {}) for p in ("forward", "gradients")]
+        cells = [row.get("error") or row.get("seconds", "") for row in columns]
         print(f"| {call} | {cells[0]} | {cells[1]} |")
         for row in parts.values():
             if "error" in row:

@@ -16,9 +16,10 @@ from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.tpu.common.chip import facts_of, interpreter, on_chip
+from ejkernel.kernels.pallas.tpu.common.segments import visits
 from ejkernel.kernels.pallas.tpu.grouped_matmul import tiles
+from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
 from ejkernel.kernels.pallas.tpu.grouped_matmul.implementation import grouped_matmul
-from ejkernel.kernels.pallas.tpu.grouped_matmul.segments import segment_bounds, visits
 from ejkernel.ops import interpret_mode
 from ejkernel.types.masks.structure import Unsupported
 from ejkernel.types.problems.grouped_matmul import GroupedProblem

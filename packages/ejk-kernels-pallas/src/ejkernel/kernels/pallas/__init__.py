@@ -56,6 +56,7 @@ PACKAGE = KernelPackage(
         _hopper("mla_decode"),
         _hopper("grouped_matmul", "block_m", "block_n", "block_k", "num_warps", "num_stages"),
         _tpu("grouped_matmul", "block_m", "block_n", "block_k"),
+        _tpu("mean_pooling"),
     ),
 )
 __all__ = ["__version__", "register", *PACKAGE.functions]

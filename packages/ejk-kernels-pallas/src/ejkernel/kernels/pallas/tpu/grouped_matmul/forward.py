@@ -3,7 +3,7 @@
     out[rows of group g] = scale[g] * lhs[rows of group g] rhs[g] + existing[rows of group g]
 
 Grid (block of columns, visit, block of inner): a visit is a block of rows and a group that has rows
-in it (``segments``). The grid has as many visits as the sizes make, so that no step is idle. The
+in it (``common.segments``). The grid has as many visits as the sizes make: no step is idle. The
 block of the result stays in vector memory while its groups are visited one after the other, each of
 which writes only its rows. Where the full inner axis fits, a matrix is fetched once for all its
 rows, and ``lhs`` once for each block of columns.
@@ -28,13 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
-from ejkernel.kernels.pallas.tpu.grouped_matmul.segments import (
-    Visits,
-    row_block,
-    rows_inside,
-    segment_bounds,
-    visits,
-)
+from ejkernel.kernels.pallas.tpu.common.segments import Visits, row_block, rows_inside, visits
+from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
 from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles, memory_for
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 

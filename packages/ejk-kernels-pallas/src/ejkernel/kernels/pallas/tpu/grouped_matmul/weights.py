@@ -23,13 +23,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels.pallas.compat import result
 from ejkernel.kernels.pallas.tpu.common.chip import Chip
+from ejkernel.kernels.pallas.tpu.common.segments import row_block, rows_inside, visits
 from ejkernel.kernels.pallas.tpu.grouped_matmul.forward import compiler_params, dot
-from ejkernel.kernels.pallas.tpu.grouped_matmul.segments import (
-    row_block,
-    rows_inside,
-    segment_bounds,
-    visits,
-)
+from ejkernel.kernels.pallas.tpu.grouped_matmul.groups import segment_bounds
 from ejkernel.kernels.pallas.tpu.grouped_matmul.tiles import Tiles
 from ejkernel.types.problems.grouped_matmul import GroupedProblem
 

@@ -1,10 +1,9 @@
-"""Segments of rows that share a matrix, and the order in which kernels visit their blocks.
+"""Segments of consecutive rows, and the order in which kernels visit their blocks.
 
-A segment is the rows of one matrix. Before the first matrix and after the last one stands a segment
-of the rows that have none, so that every row belongs to exactly one segment. A kernel visits each
-pair of a segment and a block of rows that overlap; a block on a border is visited once for each of
-its segments, one directly after the other. Index maps read the tables from scalar memory; the
-tables hold only what scalar arithmetic cannot find: the segment of each visit, and one integer per
+A segment is, say, the rows that share a matrix, or a sequence. A kernel visits each pair of a
+segment and a block of rows that overlap; a block on a border is visited once for each of its
+segments, one directly after the other. Index maps read the tables from scalar memory; the tables
+hold only what scalar arithmetic cannot find: the segment of each visit, and one integer per
 segment.
 """
 
@@ -35,21 +34,6 @@ class Visits(NamedTuple):
     def tables(self) -> tuple[jax.Array, ...]:
         """Returns the arrays that lie in scalar memory."""
         return self.segment, self.shift, self.bounds
-
-
-def segment_bounds(
-    group_sizes: jax.Array, offset: jax.Array | None, matrices: int, rows: int
-) -> jax.Array:
-    """Returns int32 ``[matrices + 3]``: bounds of the rows before the first of the matrices,
-    of each matrix, and of those after the last. Sizes that sum to more than ``rows`` are cut."""
-    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
-    if (sizes.shape[0] + 1) * rows < 2**31:
-        ends = jnp.minimum(jnp.cumsum(sizes), rows)
-    else:  # a sum of int32 could wrap around
-        ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes)
-    first = 0 if offset is None else offset
-    bounds = jax.lax.dynamic_slice(jnp.pad(ends, (1, 0)), (first,), (matrices + 1,))
-    return jnp.pad(jnp.pad(bounds, (1, 0)), (0, 1), constant_values=rows)
 
 
 def visits(bounds: jax.Array, rows: int, block: int, *, empty_segments: bool = False) -> Visits:
