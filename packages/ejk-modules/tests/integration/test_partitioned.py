@@ -1,8 +1,8 @@
 """Kernels under plain ``jit`` over sharded arrays: each device runs them on its part.
 
 Programs of Triton kernels are compiled for their collectives and the shapes of their launches; an
-interpreted kernel cannot run in a partitioned program, so its values come from the same regions under
-``shard_map``. How regions behave under JAX's transformations is shown with XLA's kernels,
+interpreted kernel cannot run in a partitioned program, so its values come from the same regions
+under ``shard_map``. How regions behave under JAX's transformations is shown with XLA's kernels,
 partitioned in the same way.
 """
 

@@ -148,11 +148,11 @@ class Region:
         if not self.summed:
             return results
         used = {axis for axes in layout.spread.values() for axis in axes}
-        found = []
+        sums = []
         for x, words in zip(results, self.results, strict=True):
             missing = used.difference(*map(layout.axes, words))
-            found.append(jax.lax.psum(x, tuple(sorted(missing))) if missing else x)
-        return tuple(found)
+            sums.append(jax.lax.psum(x, tuple(sorted(missing))) if missing else x)
+        return tuple(sums)
 
     def traced(self, shard: Any, *arrays: Any) -> tuple[Any, ...]:
         """Runs the function; no region is made inside it."""
@@ -175,13 +175,13 @@ def mesh_axes_of(mesh_sizes: Mapping[str, int], tiles: np.ndarray) -> list[MeshA
     more for the devices of a tile. Devices are numbered along the mesh.
     """
     coordinates = dict(zip(mesh_sizes, np.indices(tuple(mesh_sizes.values())), strict=True))
-    found: list[MeshAxes] = []
+    split: list[MeshAxes] = []
     for axis in range(tiles.ndim - 1):
         count = tiles.shape[axis]
         of_device = np.empty(tiles.size, int)
         of_device[tiles.ravel()] = np.indices(tiles.shape)[axis].ravel()
-        found.append(_splitting(coordinates, of_device, count) if count > 1 else ())
-    return found
+        split.append(_splitting(coordinates, of_device, count) if count > 1 else ())
+    return split
 
 
 def _splitting(
@@ -258,7 +258,7 @@ compat.needs_devices(_region)
 
 
 @_region.def_impl
-def _run(*arrays: Any, region: Region, jaxpr: Any) -> list[Any]:
+def _run_inline(*arrays: Any, region: Region, jaxpr: Any) -> list[Any]:
     return jaxpr_as_fun(jaxpr)(*arrays)
 
 

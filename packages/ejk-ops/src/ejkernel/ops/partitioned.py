@@ -49,7 +49,7 @@ class PartitionedKernel:
         return f"partitioned {self.kernel!r}"
 
     def arrays_of(self, arguments: Mapping[str, Any]) -> Arrays:
-        """The arrays of a call but the constants, by their places."""
+        """Returns the arrays of a call except the constants, by index."""
         leaves = jax.tree.leaves([arguments[name] for name in self._axes])
         # zeros in front, as JAX flattens dicts in the order of their keys
         return {f"{i:03}": x for i, x in enumerate(leaves) if i not in self._constants}
@@ -80,14 +80,14 @@ class PartitionedKernel:
             structures.append((structure, len(outputs)))
             return tuple(flat)
 
-        found = run_region(
+        results = run_region(
             run_pass,
             list(arrays.values()),
             self._words_of(arrays),
             lambda types: self._words_of_results(types, structures[0][1]),
             self.rule,
         )
-        return jax.tree.unflatten(structures[0][0], found)
+        return jax.tree.unflatten(structures[0][0], results)
 
     def backward(
         self,
@@ -122,12 +122,12 @@ class PartitionedKernel:
                 lambda *floats: _split(operands(*floats)), *floats, has_aux=True
             )
             saved = jax.tree.unflatten(structure, inputs[first:last])
-            found = self.kernel.backward(local, of_floats | others, *saved, cotangents)
-            return pull({name: _gradient(found, name, x) for name, x in of_floats.items()})
+            gradients = self.kernel.backward(local, of_floats | others, *saved, cotangents)
+            return pull({name: _gradient(gradients, name, x) for name, x in of_floats.items()})
 
         words = self._words_of(arrays)
         of_results = self._words_of_results(results, len(outputs))
-        found = run_region(
+        gradients = run_region(
             run_pass,
             [*arrays.values(), *results, *cotangents],
             [*words, *of_results, *of_results[: len(outputs)]],
@@ -135,7 +135,7 @@ class PartitionedKernel:
             self.rule,
             summed=True,
         )
-        return dict(zip([list(arrays)[i] for i in smooth], found, strict=True))
+        return dict(zip([list(arrays)[i] for i in smooth], gradients, strict=True))
 
     # ---- the call of one device -------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class PartitionedKernel:
     # ---- words ------------------------------------------------------------------------------
 
     def _words_of(self, arrays: Arrays) -> list[Words]:
-        return [self._words[int(place)] for place in arrays]
+        return [self._words[int(index)] for index in arrays]
 
     def _words_of_results(self, types: Sequence[Any], outputs: int) -> list[Words]:
         """The words of the results of the forward pass: its outputs, and the arrays it saves."""
@@ -196,9 +196,9 @@ def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
     return smooth, {name: x for name, x in arrays.items() if name not in smooth}
 
 
-def _gradient(found: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
+def _gradient(gradients: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
     """A gradient by name in the dtype of its array, zero where there is none."""
-    gradient = found.get(name)
+    gradient = gradients.get(name)
     return jnp.zeros_like(x) if gradient is None else gradient.astype(x.dtype)
 
 

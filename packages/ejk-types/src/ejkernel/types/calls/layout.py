@@ -1,4 +1,4 @@
-"""Which mesh axes every axis word of a call is sharded over, and what one shard of the call is."""
+"""Layouts of calls: the mesh axes that each axis word is sharded over, and one shard of a call."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ShardingRule:
                 return size // entries
         return None
 
-    # ---- what the compiler is told ----------------------------------------------------------
+    # ---- factors for the compiler -----------------------------------------------------------
 
     def factors(self, words: Words, shape: Sequence[int], mesh_sizes: Mapping[str, int]) -> Factors:
         """Returns the factors of each axis of an array, for a Shardy rule.
@@ -82,10 +82,10 @@ class ShardingRule:
         Query and key heads have a factor in common where every mesh axis divides the key heads;
         otherwise the compiler might split a mesh axis between groups and heads of a group.
         """
-        found = []
-        for word, size in zip(words, shape, strict=True):
-            found.append(self._factors(word, size, mesh_sizes) if word else ())
-        return tuple(found)
+        return tuple(
+            self._factors(word, size, mesh_sizes) if word else ()
+            for word, size in zip(words, shape, strict=True)
+        )
 
     def _factors(
         self, word: str, size: int, mesh_sizes: Mapping[str, int]
