@@ -149,8 +149,8 @@ def report_compiled(chip: str, rows: list[dict[str, Any]], slowest: float) -> li
     for row in rows:
         by_call.setdefault(row["call"], {})[row["part"]] = row
     for call, parts in by_call.items():
-        found = [parts.get(p, {}) for p in ("forward", "gradients")]
-        cells = [row.get("error") or row.get("seconds", "") for row in found]
+        columns = [parts.get(p, {}) for p in ("forward", "gradients")]
+        cells = [row.get("error") or row.get("seconds", "") for row in columns]
         print(f"| {call} | {cells[0]} | {cells[1]} |")
         for row in parts.values():
             if "error" in row:
