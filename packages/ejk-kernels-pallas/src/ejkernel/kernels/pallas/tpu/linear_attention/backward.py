@@ -120,9 +120,7 @@ def _kernel(p: Problem, t: Tiles, *all_refs: Any) -> None:
             dgate = _gate_gradient(p, order, scores * dscores, since, until, total)
             within = rows_of_chunk(first, 1, at.start, at.end)
             dgate_ref[0, :, rows] = jnp.where(within, dgate, dgate_ref[0, :, rows])
-        dstate = times(dstate, decay.total) + p.scale * dot(
-            p, times(q, decay.since), do, (0, 0)
-        )
+        dstate = times(dstate, decay.total) + p.scale * dot(p, times(q, decay.since), do, (0, 0))
     dstate_ref[...] = dstate
 
     @pl.when(at.closes & (at.sequence < p.states))
