@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("packages/*/src/**/*.py", "tools/**/*.py")
 TEXTS = ("docs/**/*.md", "README.md", "CONTRIBUTING.md")
 CEILINGS = {
-    "docs": 92,
+    "docs": 0,
     "ejk-kernels-pallas": 640,
     "ejk-kernels-triton": 1150,
-    "ejk-kernels-xla": 205,
+    "ejk-kernels-xla": 0,
     "ejk-modules": 25,
     "ejk-ops": 2,
     "ejk-types": 1,
